@@ -1,0 +1,147 @@
+"""What a run writes to its directory, and how it is read back. Nothing here imports torch.
+
+    runs/NAME/config.yaml  metrics.jsonl  events.jsonl  checkpoints/  logs/rank-0.log …  tensorboard/
+
+One JSON object a line. A line is written by one `write` of the whole line to a file opened for appending, so that a
+killed process leaves whole lines, and at most one broken last line, which the readers pass over.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UsageError
+
+
+@dataclass
+class StepRecord:
+    """One step, as the loop hands it out and as `metrics.jsonl` holds it.
+
+    `loss` and `grad_norm` may be 0-dim tensors until they are read: reading one waits for the device.
+    """
+
+    step: int
+    loss: Any  # mean over the valid targets of the global batch
+    grad_norm: Any  # global 2-norm before clipping
+    lr: float
+    samples: int  # in this step, over all ranks
+    tokens: Any  # valid targets in this step, over all ranks
+    epoch: int = 0
+    skipped: bool = False  # no update was made (overflow under fp16)
+    step_seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    memory_bytes: int = 0
+    loss_scale: float | None = None
+    time: float = field(default_factory=time.time)  # seconds since the Unix epoch
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers; waits for the device where a field is still a tensor."""
+        return {f.name: plain(getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) is not None}
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: tensors and arrays of one element become numbers, nan and inf become strings."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The folder of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def create(self) -> None:
+        """Make the folder and `logs/`.
+
+        Raises:
+            UsageError: the folder can't be made or written to.
+        """
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".write-test-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UsageError(
+                f"the run directory {self.path} can't be written",
+                why=f"{type(error).__name__}: {error.strerror}",
+                fix="choose another with --output-dir DIR",
+            ) from None
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        append_line(self.metrics, row)
+
+    def append_event(self, kind: str, **what: Any) -> None:
+        append_line(self.events, {"kind": kind, "time": time.time(), **what})
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        return list(read_lines(self.metrics))
+
+    def read_events(self) -> list[dict[str, Any]]:
+        return list(read_lines(self.events))
+
+    def forget_after(self, step: int) -> None:
+        """Drop metrics of steps after `step`: the run goes back there and will write them anew, each step once."""
+        if not self.metrics.exists():
+            return
+        kept = [row for row in read_lines(self.metrics) if row.get("step", 0) <= step]
+        beside = self.metrics.with_suffix(".jsonl.tmp")
+        beside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(beside, self.metrics)
+
+
+def append_line(path: Path, row: dict[str, Any]) -> None:
+    """Append one JSON object as a line, in one write."""
+    data = (json.dumps({key: plain(value) for key, value in row.items()}, default=str) + "\n").encode()
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(handle, data)
+    finally:
+        os.close(handle)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a JSON-lines file; a broken one (the process was killed in it) is passed over."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(row, dict):
+                yield row
