@@ -1,0 +1,86 @@
+"""What a loader hands to the step, and how a batch gets to the device."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+# M, the micro-batches of a step → this rank's, in running order: (index in 0 … M − 1, whether it counts).
+Assign = Callable[[int], list[tuple[int, bool]]]
+
+
+@dataclass
+class MicroBatch:
+    """One unit of work."""
+
+    index: int  # place in the step's global list of micro-batches
+    batch: Any  # as collated, on the device; None on ranks that want no data
+    real: bool  # False: a dummy that counts nothing, run so that ranks keep in step
+
+
+@dataclass
+class StepBatches:
+    """This rank's share of one step."""
+
+    step: int
+    epoch: int
+    num_micro_batches: int  # in the step, over all ranks
+    samples: int  # in the step, over all ranks; of a rank-sharded iterable: on this rank
+    last_of_epoch: bool
+    mine: list[MicroBatch]
+
+
+class StepSource(Protocol):
+    """A source of steps: a `StepLoader` or `IterableSteps`."""
+
+    @property
+    def steps_per_epoch(self) -> int | None: ...  # None: unknown before the epoch ends
+
+    @property
+    def notice(self) -> str | None: ...  # something to be said at start
+
+    def __iter__(self) -> Iterator[StepBatches]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...  # what a resumed source needs besides the step
+
+    def close(self) -> None: ...
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """`batch` with its tensors on `device`, without waiting for the copies. Other leaves pass through as they are."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        moved = {key: move(value, device) for key, value in batch.items()}
+        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(move(value, device) for value in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [field.name for field in dataclasses.fields(batch) if field.init]
+        return dataclasses.replace(batch, **{name: move(getattr(batch, name), device) for name in names})
+    return batch
+
+
+def batch_length(batch: Any) -> int:
+    """The number of samples in a collated batch: the first dimension of its first tensor, else 1."""
+    tensor = _first_tensor(batch)
+    return int(tensor.shape[0]) if tensor is not None and tensor.dim() > 0 else 1
+
+
+def _first_tensor(batch: Any) -> torch.Tensor | None:
+    if isinstance(batch, torch.Tensor):
+        return batch
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        children: Any = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    elif isinstance(batch, Mapping):
+        children = batch.values()
+    elif isinstance(batch, list | tuple):
+        children = batch
+    else:
+        return None
+    found = (_first_tensor(child) for child in children)
+    return next((tensor for tensor in found if tensor is not None), None)

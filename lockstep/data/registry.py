@@ -1,0 +1,127 @@
+"""From a `data:` section to data: the names that ship, and `package.module:Name`."""
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from lockstep.data.dataset import Data
+from lockstep.data.python_docs import python_docs
+from lockstep.errors import UsageError
+
+
+class DataSection(Protocol):
+    """The part of the config's `data:` section that says which data."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def args(self) -> Mapping[str, Any]: ...
+
+
+BUILDERS: dict[str, Callable[..., Data]] = {
+    "python-docs": python_docs,
+}
+
+
+def build_data(data: DataSection, *, seed: int = 0) -> Data:
+    """The data that `data.name` and `data.args` describe.
+
+    Args:
+        seed: handed to a class of the user's that takes a `seed` which `data.args` leaves unset.
+
+    Raises:
+        UsageError: an unknown name or argument, or data that can't be used.
+    """
+    name, args = data.name, dict(data.args)
+    if ":" in name and not name.startswith("hf:"):
+        return _users(name, args, seed)
+    if name not in BUILDERS:
+        near = difflib.get_close_matches(name, BUILDERS, n=1, cutoff=0.5)
+        raise UsageError(
+            f"there is no data set {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+            where="data.name",
+            fix=f"choose one of {', '.join(BUILDERS)}, hf:NAME, or package.module:Class",
+        )
+    made: Data = called(BUILDERS[name], args, name)
+    return made
+
+
+def called(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> Any:
+    """`builder(**args)`.
+
+    Raises:
+        UsageError: an argument that it does not take, or one that it needs and does not get.
+    """
+    accepted = accepted_arguments(builder)
+    unknown = [key for key in args if accepted is not None and key not in accepted]
+    if unknown and accepted is not None:
+        near = difflib.get_close_matches(unknown[0], accepted, n=1, cutoff=0.5)
+        raise UsageError(
+            f"{name} takes no argument {unknown[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+            where=f"data.args.{unknown[0]}",
+            fix=f"it takes {', '.join(accepted)}",
+        )
+    return builder(**args)
+
+
+def accepted_arguments(builder: Callable[..., Any]) -> list[str] | None:
+    """The names of the arguments that `builder` takes; None if it takes any, or does not tell."""
+    try:
+        parameters = inspect.signature(builder).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+
+
+def _users(name: str, args: dict[str, Any], seed: int) -> Data:
+    """A dataset, or a pair (training, validation), or a `Data`, made by a class or function of the user's."""
+    builder = _imported(name)
+    accepted = accepted_arguments(builder)
+    if accepted is not None and "seed" in accepted:
+        args.setdefault("seed", seed)
+    made = called(builder, args, name)
+    if isinstance(made, Data):
+        return made
+    if isinstance(made, tuple) and len(made) == 2:
+        train, validation = made
+    else:
+        train, validation = made, None
+    for part, role in ((train, "training"), (validation, "validation")):
+        if not (part is None and role == "validation") and not _readable(part):
+            raise UsageError(
+                f"{name} gave {type(part).__name__} for its {role} data, which is no dataset",
+                where="data.name",
+                fix="return something with __len__ and __getitem__, an iterable, or a pair (training, validation)",
+            )
+    return Data(train, validation, facts=dict(getattr(train, "facts", {})))
+
+
+def _readable(part: Any) -> bool:
+    return hasattr(part, "__iter__") or (hasattr(part, "__getitem__") and hasattr(part, "__len__"))
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"there is no module {error.name!r}",
+            where=f"data.name: {name}",
+            fix="run from the folder that holds it, or put that folder on PYTHONPATH",
+        ) from None
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        raise UsageError(
+            f"the module {module_name} has no class or function {attribute!r}"
+            + (f"; did you mean {near[0]!r}?" if near else ""),
+            where=f"data.name: {name}",
+        )
+    made: Callable[..., Any] = found
+    return made
