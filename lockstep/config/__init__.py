@@ -1,0 +1,97 @@
+"""What a run is told: the typed schema, loading from files, and the templates that ship. Nothing here imports torch.
+
+    from lockstep.config import Config, load_config
+
+Names are imported when first used, so that the command line can read `lockstep.config.flags` without loading pydantic.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.config.checks import check, require_runnable
+    from lockstep.config.flags import FLAGS, apply_flags, as_overrides
+    from lockstep.config.loading import config_from, load_config
+    from lockstep.config.objects import build_object, load_object
+    from lockstep.config.schema import Config
+    from lockstep.config.schema_distributed import (
+        AccelerateConfig,
+        CompressionConfig,
+        DDPConfig,
+        DistributedConfig,
+        FSDPConfig,
+        PipelineConfig,
+    )
+    from lockstep.config.schema_running import CheckpointConfig, MemoryConfig, MonitorConfig, ProfileConfig
+    from lockstep.config.schema_training import (
+        DataConfig,
+        GradientClipConfig,
+        LossScaleConfig,
+        ModelConfig,
+        ObjectSpec,
+        PrecisionConfig,
+        TrainingConfig,
+    )
+
+_HOMES = {
+    "checks": ("check", "require_runnable"),
+    "flags": ("FLAGS", "apply_flags", "as_overrides"),
+    "loading": ("config_from", "load_config"),
+    "objects": ("build_object", "load_object"),
+    "schema": ("Config",),
+    "schema_distributed": (
+        "AccelerateConfig",
+        "CompressionConfig",
+        "DDPConfig",
+        "DistributedConfig",
+        "FSDPConfig",
+        "PipelineConfig",
+    ),
+    "schema_running": ("CheckpointConfig", "MemoryConfig", "MonitorConfig", "ProfileConfig"),
+    "schema_training": (
+        "DataConfig",
+        "GradientClipConfig",
+        "LossScaleConfig",
+        "ModelConfig",
+        "ObjectSpec",
+        "PrecisionConfig",
+        "TrainingConfig",
+    ),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "FLAGS",
+    "AccelerateConfig",
+    "CheckpointConfig",
+    "CompressionConfig",
+    "Config",
+    "DDPConfig",
+    "DataConfig",
+    "DistributedConfig",
+    "FSDPConfig",
+    "GradientClipConfig",
+    "LossScaleConfig",
+    "MemoryConfig",
+    "ModelConfig",
+    "MonitorConfig",
+    "ObjectSpec",
+    "PipelineConfig",
+    "PrecisionConfig",
+    "ProfileConfig",
+    "TrainingConfig",
+    "apply_flags",
+    "as_overrides",
+    "build_object",
+    "check",
+    "config_from",
+    "load_config",
+    "load_object",
+    "require_runnable",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)

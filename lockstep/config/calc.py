@@ -1,0 +1,151 @@
+"""`!calc "max(1, 64 // batch_size)"`: arithmetic over config values, worked out after all files and overrides are merged.
+
+Operators + - * / // % **, min and max, numbers, and names. A name is looked up beside the expression, then as a dotted
+key, then as the last name of a key (`batch_size` finds `training.batch_size`), then among the schema's defaults. The
+expression is walked as a syntax tree: nothing is executed.
+"""
+
+import ast
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.config.tree import Node, Path
+from lockstep.errors import UsageError
+
+Number = int | float
+MAX_POWER = 1024
+MAX_LENGTH = 1000
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
+
+
+@dataclass(frozen=True)
+class Calc:
+    """An expression still to be worked out."""
+
+    expression: str
+
+
+def evaluate(expression: str, lookup: Callable[[str], Number]) -> Number:
+    """The number that `expression` stands for; `lookup` gives the value of a name.
+
+    Raises:
+        ValueError: anything but arithmetic, a division by zero, a power out of bounds; says which.
+    """
+    if len(expression) > MAX_LENGTH:
+        raise ValueError(f"it is longer than {MAX_LENGTH} characters")
+    try:
+        parsed = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError("it is not an expression") from None
+    try:
+        return _number(_value(parsed.body, lookup))
+    except (ZeroDivisionError, OverflowError, TypeError) as error:
+        raise ValueError(str(error)) from None
+
+
+def _value(node: ast.expr, lookup: Callable[[str], Number]) -> Number:
+    if isinstance(node, ast.Constant):
+        return _number(node.value)
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        return lookup(_dotted(node))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        inside = _value(node.operand, lookup)
+        return -inside if isinstance(node.op, ast.USub) else inside
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        left, right = _value(node.left, lookup), _value(node.right, lookup)
+        if isinstance(node.op, ast.Pow) and (abs(right) > MAX_POWER or abs(left) > 1e9):
+            raise ValueError("the power is too large")
+        return _number(_BINARY[type(node.op)](left, right))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+        if node.keywords or not node.args:
+            raise ValueError(f"{node.func.id} takes numbers")
+        values = [_value(argument, lookup) for argument in node.args]
+        return _number(min(values) if node.func.id == "min" else max(values))
+    raise ValueError(f"`{ast.unparse(node)}` is not arithmetic; there are + - * / // % **, min, max, numbers and names")
+
+
+def _number(value: Any) -> Number:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r} is not a number")
+    return value
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    raise ValueError(f"`{ast.unparse(node)}` is not a name")
+
+
+def resolve(tree: Node) -> Node:
+    """The same tree with every `Calc` worked out.
+
+    Raises:
+        UsageError: an expression that is not arithmetic, names nothing, or refers to itself.
+    """
+    return _Resolver(tree).resolved(tree, ())
+
+
+class _Resolver:
+    def __init__(self, tree: Node) -> None:
+        self.tree = tree
+        self.busy: list[Path] = []
+
+    def resolved(self, node: Node, path: Path) -> Node:
+        if isinstance(node.value, dict):
+            return Node({key: self.resolved(child, (*path, key)) for key, child in node.value.items()}, node.origin)
+        if isinstance(node.value, list):
+            return Node([self.resolved(child, (*path, i)) for i, child in enumerate(node.value)], node.origin)
+        if isinstance(node.value, Calc):
+            return Node(self.number(node, path), node.origin)
+        return node
+
+    def number(self, node: Node, path: Path) -> Number:
+        if not isinstance(node.value, Calc):
+            return _number(node.value)
+        if path in self.busy:
+            raise UsageError(f'!calc "{node.value.expression}" refers to itself', where=str(node.origin))
+        self.busy.append(path)
+        try:
+            return evaluate(node.value.expression, lambda name: self.lookup(name, path))
+        except ValueError as error:
+            raise UsageError(f'!calc "{node.value.expression}": {error}', where=str(node.origin)) from None
+        finally:
+            self.busy.pop()
+
+    def lookup(self, name: str, path: Path) -> Number:
+        parts = tuple(name.split("."))
+        for place in ((*path[:-1], *parts), parts):
+            if place != path and self.tree.has(place):
+                return self.number(self.tree.find(place), place)
+        if len(parts) == 1:
+            named = [p for p, _ in self.tree.walk() if p and p[-1] == name and p != path and self.tree.has(p)]
+            if len(named) == 1:
+                return self.number(self.tree.find(named[0]), named[0])
+            if len(named) > 1:
+                options = " or ".join(".".join(map(str, p)) for p in named)
+                raise ValueError(f"{name!r} could be {options}; write the whole name")
+        return self.default(name)
+
+    def default(self, name: str) -> Number:
+        from lockstep.config.keys import all_keys, keys_named, near_keys
+
+        keys = [name] if name in all_keys() else keys_named(name)
+        if len(keys) == 1:
+            return _number(all_keys()[keys[0]].default)
+        near = near_keys(name, "")
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"no key is named {name!r}{hint}")

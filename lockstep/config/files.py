@@ -1,0 +1,110 @@
+"""Finding and reading config files: a path, a name beside the file that mentions it, or one that ships."""
+
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import UsageError
+
+SHIPPED = Path(__file__).parent
+ALIASES = {
+    "trainers/accel_trainer.yaml": "trainers/accelerate.yaml",
+    "trainers/pipeline_trainer.yaml": "trainers/pipeline.yaml",
+}
+MAX_BYTES = 10_000_000
+
+
+@dataclass(frozen=True)
+class ResolvedFile:
+    """A file, and how to call it in messages."""
+
+    path: Path
+    shown: str
+
+
+def shipped_names() -> list[str]:
+    """The files that ship, `trainers/fsdp.yaml`, `ready/….yaml`, without the aliases."""
+    return sorted(
+        f"{folder}/{path.name}" for folder in ("trainers", "ready") for path in (SHIPPED / folder).glob("*.yaml")
+    )
+
+
+def find(path: str | Path) -> ResolvedFile:
+    """The file of that path, or the shipped one of that name.
+
+    Raises:
+        UsageError: there is neither.
+    """
+    given = Path(path)
+    if given.exists() or given.is_absolute():
+        return ResolvedFile(given.resolve(), str(path))
+    return _shipped(str(path)) or ResolvedFile(given.resolve(), str(path))
+
+
+def parent_file(name: str, child: ResolvedFile, where: str) -> ResolvedFile:
+    """The file that `child` extends: beside it, or shipped.
+
+    Raises:
+        UsageError: there is neither.
+    """
+    beside = (child.path.parent / name).resolve()
+    if beside.exists():
+        shown = os.path.join(os.path.dirname(child.shown), name)
+        return ResolvedFile(beside, os.path.normpath(shown))
+    shipped = _shipped(name)
+    if shipped is not None:
+        return shipped
+    names = [*shipped_names(), *ALIASES]
+    near = difflib.get_close_matches(name, names, n=1)
+    raise UsageError(
+        f"{name!r} is neither beside {child.path.name} nor among the files that ship",
+        where=where,
+        fix=f"write {near[0]}" if near else f"the trainers that ship are {', '.join(shipped_names())}",
+    )
+
+
+def read(file: ResolvedFile) -> str:
+    """The text of a file.
+
+    Raises:
+        UsageError: missing, a directory, not readable, not text, empty.
+    """
+    name = file.shown
+    if file.path.is_dir():
+        inside = sorted(p.name for p in file.path.glob("*.y*ml"))
+        raise UsageError(
+            f"{name} is a directory",
+            fix=f"name a file in it: {', '.join(inside[:5])}" if inside else "name a YAML file",
+        )
+    try:
+        if file.path.stat().st_size > MAX_BYTES:
+            raise UsageError(f"{name} has more than {MAX_BYTES // 10**6} MB: it is not a config")
+        data = file.path.read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"there is no file {name}", fix=_near_file(file.path)) from None
+    except OSError as error:
+        raise UsageError(f"{name} can't be read: {error.strerror}") from None
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UsageError(f"{name} is not a text file (UTF-8)", fix="name a YAML file") from None
+    if "\0" in text:
+        raise UsageError(f"{name} is a binary file", fix="name a YAML file")
+    return text
+
+
+def _shipped(name: str) -> ResolvedFile | None:
+    name = ALIASES.get(name, name)
+    parts = Path(name).parts
+    if len(parts) == 2 and parts[0] in ("trainers", "ready") and (SHIPPED / name).is_file():
+        return ResolvedFile(SHIPPED / name, name)
+    return None
+
+
+def _near_file(path: Path) -> str | None:
+    beside = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return "`lockstep config list` names those that ship"

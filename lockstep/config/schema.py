@@ -1,0 +1,78 @@
+"""The whole config: eight sections, typed and strict. Nothing here imports torch.
+
+Components never see a `Config`: builders unpack it. A `Config()` of defaults alone is valid (for use from Python, where
+the model and the data are handed over); the command line also asks for `model.name` and `data.name`.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from lockstep.config.schema_distributed import DistributedConfig
+from lockstep.config.schema_running import CheckpointConfig, MonitorConfig
+from lockstep.config.schema_training import (
+    DataConfig,
+    ModelConfig,
+    ObjectSpec,
+    PrecisionConfig,
+    Section,
+    TrainingConfig,
+)
+
+
+class Config(Section):
+    """Everything a run is told."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig, description="What is trained.")
+    loss_fn: ObjectSpec | None = Field(
+        default=None, description="`package.module:Name`, or with `args`; unset: the model's own loss."
+    )
+    data: DataConfig = Field(default_factory=DataConfig, description="What it is trained on.")
+    training: TrainingConfig = Field(default_factory=TrainingConfig, description="The step and the optimizer.")
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="Numbers.")
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="Ranks.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and resuming.")
+    monitor: MonitorConfig = Field(default_factory=MonitorConfig, description="Logging and warnings.")
+
+    @model_validator(mode="after")
+    def _accelerate_speaks_for_both(self) -> "Config":
+        """`accelerate.mixed_precision` and `.cpu` fill `precision.mode` and `device`, so that others read only those."""
+        accelerate = self.distributed.accelerate
+        if accelerate.mixed_precision is not None and self.precision.mode == "auto":
+            self.precision.mode = "fp32" if accelerate.mixed_precision == "no" else accelerate.mixed_precision
+        if accelerate.cpu and self.distributed.device == "auto":
+            self.distributed.device = "cpu"
+        return self
+
+    @classmethod
+    def from_file(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Config":
+        """Read a YAML file; `overrides` are `section.key=VALUE`, applied last.
+
+        Raises:
+            UsageError: the file can't be read, or says something that is not in the schema.
+        """
+        from lockstep.config.loading import load_config
+
+        return load_config(path, overrides)
+
+    def replaced(self, changes: Mapping[str, Any]) -> "Config":
+        """A copy with some keys changed, `{"distributed.strategy": "fsdp"}`; checked like a file.
+
+        Raises:
+            UsageError: a key or a value is not in the schema, or they contradict each other.
+        """
+        from lockstep.config.loading import config_from
+
+        return config_from(changes, base=self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers, by the names that files use."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def to_yaml(self) -> str:
+        """The whole config as YAML; reading it gives this config again."""
+        from lockstep.config.writing import to_yaml
+
+        return to_yaml(self)

@@ -1,0 +1,167 @@
+"""The section `distributed`: how micro-batches and parameters are laid over ranks. Sizes of the mesh are in ranks."""
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from lockstep.config.schema_training import Section
+
+DType = Literal["fp32", "bf16", "fp16"]
+Schedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+
+
+class CompressionConfig(Section):
+    """Compression of DDP's gradients on the wire."""
+
+    kind: Literal["none", "fp16", "bf16", "powersgd", "auto"] = Field(
+        default="none",
+        description="`fp16`, `bf16`: half the bytes; `powersgd`: low rank; `auto`: what pays on this link, by "
+        "measurement, which is often none.",
+    )
+    rank: int = Field(default=1, ge=1, description="Rank of PowerSGD's approximation.")
+    start_step: int = Field(
+        default=10, ge=0, description="The step from which PowerSGD compresses; at least 2 with error feedback."
+    )
+    warm_start: bool = Field(default=True, description="PowerSGD starts each step from the last one's factors.")
+    error_feedback: bool = Field(default=True, description="PowerSGD adds what was lost to the next gradient.")
+
+
+class DDPConfig(Section):
+    """Options of `strategy: ddp`."""
+
+    bucket_cap_mb: float = Field(default=25.0, gt=0, description="Gradients are sent in buckets of so many MiB.")
+    find_unused_parameters: bool = Field(
+        default=False, description="Search each step for parameters that got no gradient. Costs time."
+    )
+    static_graph: bool = Field(default=False, description="Promise that the graph is the same in every step.")
+    gradient_as_bucket_view: bool = Field(
+        default=True, description="Gradients live in the buckets: one copy of them less."
+    )
+    compression: CompressionConfig = Field(
+        default_factory=CompressionConfig, description="Compression of gradients on the wire."
+    )
+
+
+class FSDPConfig(Section):
+    """Options of `strategy: fsdp` (FSDP2), and of the shards within a pipeline."""
+
+    sharding_strategy: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"] = Field(
+        default="full_shard",
+        description="`full_shard`: parameters, gradients and optimizer state are cut; `shard_grad_op`: parameters stay "
+        "whole between forward and backward; `no_shard`: replicas; `hybrid_shard`: shards within a node, replicas "
+        "across nodes.",
+    )
+    auto_wrap_policy: str | list[str] = Field(
+        default="transformer",
+        description="What is gathered as one unit: `transformer`: each block of the model; `size`: any module of "
+        "`min_num_params` or more; a list of class names; or `package.module:function`.",
+    )
+    accumulate: Literal["sharded", "unsharded"] = Field(
+        default="sharded",
+        description="Gradients between micro-batches: `sharded` reduces each (least memory); `unsharded` reduces once "
+        "a step and holds the whole model's gradients (least traffic).",
+    )
+    min_num_params: int = Field(default=1_000_000, ge=1, description="The smallest unit under `size`, in parameters.")
+    forward_prefetch: bool = Field(default=False, description="Gather the next unit while this one computes.")
+    backward_prefetch: Literal["pre", "post", "none"] = Field(
+        default="pre",
+        description="Gather the next unit before this one's backward (`pre`), after it (`post`), or when needed.",
+    )
+    cpu_offload: bool = Field(default=False, description="Keep shards in host memory, and update them there.")
+    reduce_dtype: DType = Field(default="fp32", description="Gradients are summed over ranks in this type.")
+    buffer_dtype: DType = Field(default="fp32", description="Buffers; fp32 keeps rotary phases exact.")
+
+
+class PipelineConfig(Section):
+    """Options of `strategy: pipeline`. The schedule is fed with the step's micro-batches."""
+
+    split_spec: dict[str, Literal["end", "beginning"]] = Field(
+        default_factory=dict,
+        description="Where stages are cut: `layers.4: end` leaves layers 0 to 4, five of them, in the first stage. "
+        "Empty: stages of equal cost.",
+    )
+    stages_per_rank: int = Field(default=1, ge=1, description="Stages that each pipeline rank holds.")
+    schedule: Schedule = Field(
+        default="1F1B",
+        description="The order of forwards and backwards. GPipe and 1F1B: one stage a rank; Interleaved1F1B, "
+        "LoopedBFS, InterleavedZeroBubble: several; ZBVZeroBubble and DualPipeV: two.",
+    )
+    n_microbatches: int | None = Field(
+        default=None,
+        ge=1,
+        description="Micro-batches that one run of the schedule takes; unset: all of the rank's in a step.",
+    )
+
+
+class AccelerateConfig(Section):
+    """Options of `strategy: accelerate`. Those about data or accumulation are refused: Lockstep's own keys say it."""
+
+    device_placement: bool = Field(default=True, description="Let Accelerate place the model on the device.")
+    cpu: bool = Field(default=False, description="Stay on the CPU; as `distributed.device: cpu`.")
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = Field(
+        default=None, description="As `precision.mode` (`no` is fp32); unset: follows it."
+    )
+    split_batches: bool | None = Field(default=None, description="Refused: `training.batch_size` is a rank's own.")
+    dispatch_batches: bool | None = Field(default=None, description="Refused: each rank reads its own samples.")
+    even_batches: bool | None = Field(default=None, description="Refused: no sample is repeated to fill a batch.")
+    use_seedable_sampler: bool | None = Field(
+        default=None, description="Refused: the order of samples follows from `training.seed`."
+    )
+    gradient_accumulation_plugin: dict[str, Any] | None = Field(
+        default=None, description="Refused: write `training.gradient_accumulation_steps`."
+    )
+
+
+class DistributedConfig(Section):
+    """How micro-batches and parameters are laid over ranks."""
+
+    strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "pipeline", "accelerate"] = Field(
+        default="auto",
+        description="`single`: one process; `dp`: one process, several GPUs; `ddp`: replicas; `fsdp`: shards; "
+        "`pipeline`: stages; `accelerate`: through Hugging Face Accelerate; `auto`: chosen, and said, at the start.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="`auto`: CUDA where there is one.")
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = Field(
+        default="auto", description="`auto`: nccl for CUDA, gloo for the CPU. Wheels of torch lack mpi."
+    )
+    init_method: str = Field(
+        default="env://",
+        pattern=r"^(env://|tcp://[^/\s]+:\d{1,5})$",
+        description="Where ranks meet: `env://` (what the launcher says) or `tcp://HOST:PORT`.",
+    )
+    timeout_seconds: float = Field(default=1800.0, gt=0, description="A collective that takes longer is a failure.")
+    debug: Literal["none", "info", "detail"] = Field(
+        default="none", description="Set torch's and NCCL's debug switches on every rank."
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables for every rank.")
+    reproducible: bool = Field(
+        default=False,
+        description="Equal in every bit under single, ddp, fsdp, hybrid shard and pipeline, on any number of ranks.",
+    )
+    replicate_size: int | None = Field(
+        default=None, ge=1, description="Ranks along the axis of replicas; unset: follows from the world size."
+    )
+    shard_size: int | None = Field(
+        default=None, ge=1, description="Ranks over which parameters are cut; unset: follows from the world size."
+    )
+    pipeline_size: int | None = Field(
+        default=None, ge=1, description="Ranks along the pipeline; unset: follows from the world size."
+    )
+    ddp: DDPConfig = Field(default_factory=DDPConfig, description="Options of `strategy: ddp`.")
+    fsdp: FSDPConfig = Field(default_factory=FSDPConfig, description="Options of `strategy: fsdp`.")
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="Options of `strategy: pipeline`.")
+    accelerate: AccelerateConfig = Field(
+        default_factory=AccelerateConfig, description="Options of `strategy: accelerate`."
+    )
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _numbers_as_text(cls, value: Any) -> Any:
+        """`NCCL_IB_DISABLE: 1` needs no quotes."""
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: str(v) if isinstance(v, (int, float)) and not isinstance(v, bool) else v for key, v in value.items()
+        }

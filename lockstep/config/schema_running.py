@@ -1,0 +1,69 @@
+"""The sections `checkpoint` and `monitor`: what a run keeps and what it shows."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from lockstep.config.schema_training import ObjectSpec, Section
+
+
+class CheckpointConfig(Section):
+    """When the run is saved, what is kept, and where it goes on."""
+
+    save_strategy: Literal["steps", "epoch", "none"] = Field(
+        default="steps", description="Save every `save_steps` steps, at the end of each epoch, or never."
+    )
+    save_steps: int = Field(default=100, ge=1, description="Steps between checkpoints.")
+    save_total_limit: int | None = Field(
+        default=3, ge=1, description="Keep the newest so many; null: all. One goes only when a newer one is proved."
+    )
+    keep_best: str | None = Field(
+        default=None, min_length=1, description="Also keep the best by this metric (least is best): `eval_loss`."
+    )
+    format: Literal["sharded", "full", "local"] = Field(
+        default="sharded",
+        description="`sharded`: every rank writes its part, any number of ranks can load it; `full`: one file of whole "
+        "tensors; `local`: every rank's part as it is, for the same topology only.",
+    )
+    async_: bool = Field(
+        default=True, alias="async", description="Write while training goes on; the next save waits for the last."
+    )
+    resume: str = Field(
+        default="auto",
+        min_length=1,
+        description="`auto`: from the newest whole checkpoint, if there is one; `never`; or a path.",
+    )
+
+
+class ProfileConfig(Section):
+    """torch's profiler over a few steps."""
+
+    wait: int = Field(default=1, ge=0, description="Steps passed over first.")
+    warmup: int = Field(default=1, ge=0, description="Steps traced and thrown away.")
+    active: int = Field(default=3, ge=1, description="Steps traced and kept.")
+    record_shapes: bool = Field(default=True, description="Keep the shapes of operators' inputs.")
+    profile_memory: bool = Field(default=True, description="Keep allocations.")
+    with_stack: bool = Field(default=False, description="Keep source lines. Slows the steps.")
+    ranks: list[int] = Field(default_factory=lambda: [0], description="The ranks that are traced.")
+    dir: str | None = Field(default=None, description="Where traces go; unset: `profile/` in the run directory.")
+
+
+class MemoryConfig(Section):
+    """Warnings about memory."""
+
+    threshold: float = Field(default=0.9, gt=0, le=1, description="Warn when so much of a device's memory is in use.")
+    alert_on_imbalance: bool = Field(default=True, description="Warn when ranks differ much in what they hold.")
+
+
+class MonitorConfig(Section):
+    """What the run shows."""
+
+    log_steps: int = Field(default=10, ge=1, description="Steps between records.")
+    sinks: list[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]] = Field(
+        default_factory=lambda: ["console", "jsonl", "tensorboard"], description="Where records go."
+    )
+    callbacks: list[ObjectSpec] = Field(
+        default_factory=list, description="Objects of your own, `package.module:Name`, called with every record."
+    )
+    profile: ProfileConfig | None = Field(default=None, description="Trace a few steps; unset: off; `{}`: defaults.")
+    memory: MemoryConfig = Field(default_factory=MemoryConfig, description="Warnings about memory.")

@@ -1,0 +1,212 @@
+"""The sections `model`, `loss_fn`, `data`, `training` and `precision`.
+
+Field descriptions are the documentation of the keys: `lockstep config schema` and the reference page print them.
+A *step* is one optimizer update, everywhere; a *micro-batch* is `training.batch_size` samples.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A part of the config: unknown keys and values of another type are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_means_default(cls, value: Any) -> Any:
+        """`training:` with nothing under it (all its lines are comments) is null in YAML: the section's defaults."""
+        if not isinstance(value, dict):
+            return value
+        containers = {f.alias or name for name, f in cls.model_fields.items() if f.default_factory is not None}
+        return {key: inside for key, inside in value.items() if inside is not None or key not in containers}
+
+
+class ObjectSpec(Section):
+    """An object from the user's own code: what to import and what to call it with."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$",
+        description="`package.module:Name`: a class, or a function that returns the object.",
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments.")
+    positional: list[Any] = Field(default_factory=list, description="Positional arguments, before the keywords.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class ModelConfig(Section):
+    """What is trained."""
+
+    name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="`bdh`, `transformer`, `free_transformer`, `vae`, `hf:NAME-OR-FOLDER`, or `package.module:Class`. "
+        "Unset only where the model is handed over in Python.",
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="Constructor arguments of the model.")
+
+
+class DataConfig(Section):
+    """What it is trained on, and how samples are read."""
+
+    name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="`python-docs`, `text`, `tokens`, `digits`, `hf:NAME`, or `package.module:Class`. "
+        "Unset only where the data are handed over in Python.",
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the dataset, for example `block_size` for text."
+    )
+    num_workers: int = Field(default=0, ge=0, description="Processes that read samples, per rank; 0: the rank itself.")
+    prefetch_factor: int | None = Field(
+        default=None, ge=1, description="Micro-batches each worker reads ahead; unset: 2. Needs `num_workers`."
+    )
+    pin_memory: bool = Field(default=False, description="Read into page-locked memory, for faster copies to a GPU.")
+    persistent_workers: bool = Field(
+        default=False, description="Keep the workers from one epoch to the next. Needs `num_workers`."
+    )
+    shuffle: bool = Field(
+        default=True, description="A new order each epoch, a function of (seed, epoch); false: the order of the data."
+    )
+    drop_last: bool = Field(
+        default=False,
+        description="Drop the samples of an epoch that do not fill a global batch (how many is said); false: "
+        "train on them, weighted by what they hold.",
+    )
+
+
+class GradientClipConfig(Section):
+    """Clipping of the global gradient, over all shards and stages. A bare number is short for a norm; 0 is off."""
+
+    strategy: Literal["norm", "value", "adaptive", "none"] = Field(
+        default="norm",
+        description="`norm`: scale to the global 2-norm `value`; `value`: cut each element; `adaptive`: AGC, per unit, "
+        "against the norm of the weights; `none`: off.",
+    )
+    value: float = Field(default=1.0, gt=0, description="The norm, the largest element, or AGC's ratio (about 0.01).")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, value: Any) -> Any:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return {"strategy": "none"} if value == 0 else {"strategy": "norm", "value": value}
+        return value
+
+
+class TrainingConfig(Section):
+    """The step: how much, how often, with which optimizer and schedule."""
+
+    max_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer updates in the whole run. Unset, and no `num_train_epochs`: one epoch.",
+    )
+    num_train_epochs: int | None = Field(
+        default=None, ge=1, description="Passes over the data, instead of `max_steps`."
+    )
+    batch_size: int = Field(
+        default=8, ge=1, description="Samples in a micro-batch: forward and backward once, per data-parallel rank."
+    )
+    eval_batch_size: int | None = Field(
+        default=None, ge=1, description="Samples in a micro-batch of evaluation; unset: `batch_size`."
+    )
+    gradient_accumulation_steps: int = Field(
+        default=1, ge=1, description="Micro-batches per data-parallel rank and step. Follows from `global_batch_size`."
+    )
+    global_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Samples in a step over all ranks = batch_size × gradient_accumulation_steps × data-parallel size. "
+        "Set, accumulation follows from it, and the same run is had on any number of ranks.",
+    )
+    optimizer: str = Field(
+        default="adamw", min_length=1, description="`adamw`, `adam`, `sgd`, or `package.module:Name`."
+    )
+    optimizer_args: dict[str, Any] = Field(
+        default_factory=dict, description="Further arguments of the optimizer, for example `betas` or `momentum`."
+    )
+    learning_rate: float = Field(default=1e-3, ge=0, description="The peak, before `lr_scaling`.")
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="cosine",
+        description="After the warm-up: constant; linear or one half-cosine to `min_lr_ratio`; `wsd` "
+        "(warm-up, stable, decay): constant, then linear over the last `wsd_decay_ratio` of the steps.",
+    )
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        default="none",
+        description="Multiply the learning rate by global batch / `base_batch_size`, or by its square root "
+        "(advised for Adam). Applied once, and printed at the start.",
+    )
+    base_batch_size: int | None = Field(
+        default=None, ge=1, description="The global batch that `learning_rate` was chosen for. Needed by `lr_scaling`."
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Steps of linear warm-up: step s (from 0) has the factor (s+1)/warmup_steps."
+    )
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="The last learning rate over the peak.")
+    wsd_decay_ratio: float = Field(
+        default=0.2, gt=0, le=1, description="Under `wsd`, the share of the steps that decays."
+    )
+    weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay (L2 for `adam` and `sgd`).")
+    gradient_clip: GradientClipConfig = Field(
+        default_factory=GradientClipConfig, description="Clipping of the global gradient."
+    )
+    gradient_checkpointing: Literal["none", "full", "selective", "every_n", "sequential"] = Field(
+        default="none",
+        description="Recompute activations in the backward pass: of every block (`full`), of all but the matrix "
+        "products (`selective`), of every n-th block (`every_n`), or of runs of blocks (`sequential`).",
+    )
+    gradient_checkpointing_every: int = Field(
+        default=2, ge=1, description="The n of `every_n`, and the number of blocks in a run of `sequential`."
+    )
+    compile: bool = Field(default=False, description="Compile the blocks with torch.compile.")
+    seed: int = Field(default=1337, ge=0, lt=2**63, description="First values, sample order and random numbers.")
+    eval_steps: int | None = Field(
+        default=100, ge=1, description="Evaluate every so many steps, and at the end; null: only at the end."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _optimizer_with_args(cls, value: Any) -> Any:
+        """`optimizer: {name: adamw, args: {…}}` is another way to write `optimizer` and `optimizer_args`."""
+        if isinstance(value, dict) and isinstance(value.get("optimizer"), dict):
+            spec = value["optimizer"]
+            if set(spec) <= {"name", "args"} and "name" in spec and not value.get("optimizer_args"):
+                return {**value, "optimizer": spec["name"], "optimizer_args": spec.get("args") or {}}
+        return value
+
+
+class LossScaleConfig(Section):
+    """Scaling of the loss under fp16. Overflows are agreed on by all ranks, and the step is skipped by all."""
+
+    dynamic: bool = Field(default=True, description="Adapt the scale; false: `initial_scale` throughout.")
+    initial_scale: float = Field(default=65536.0, gt=0, description="The first scale.")
+    growth_factor: float = Field(default=2.0, gt=1, description="Factor after `growth_interval` steps in order.")
+    backoff_factor: float = Field(default=0.5, gt=0, lt=1, description="Factor after an overflow.")
+    growth_interval: int = Field(default=2000, ge=1, description="Steps without overflow before the scale grows.")
+    min_scale: float = Field(default=1.0, gt=0, description="The scale never falls below this.")
+    max_scale: float = Field(default=float(2**24), gt=0, description="The scale never grows above this.")
+    history_size: int = Field(default=100, ge=1, description="Recent steps whose scale and overflow are remembered.")
+
+
+class PrecisionConfig(Section):
+    """In which numbers the model is computed and kept."""
+
+    mode: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="auto",
+        description="Autocast over fp32 parameters, the same under every strategy. `auto`: bf16 on a GPU that has it, "
+        "else fp32.",
+    )
+    param_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="How parameters are kept. `bf16` is a choice of its own with other results; refused under "
+        "`distributed.reproducible`.",
+    )
+    tf32: bool = Field(default=False, description="Allow TF32 in fp32 matrix products on GPUs that have it.")
+    loss_scale: LossScaleConfig = Field(default_factory=LossScaleConfig, description="Loss scaling, for `fp16` only.")

@@ -1,0 +1,258 @@
+"""YAML as a tree whose every value knows the file and line it came from.
+
+YAML 1.2's core schema: `2e-4` is a number; `on`, `off`, `yes` and `no` are text; `012` is twelve; dates are text.
+Keys are text. Duplicate keys are refused. Anchors, aliases and `<<` merge keys work. Source: https://yaml.org/spec/1.2.2,
+10.3; PyYAML's own resolvers are those of YAML 1.1.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import yaml
+
+from lockstep.errors import UsageError
+
+Path: TypeAlias = tuple[str | int, ...]
+MAX_VALUES = 100_000  # aliases of aliases can stand for billions
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was written: a file and its 1-based line, or (line 0) something that has no lines."""
+
+    file: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+@dataclass
+class Node:
+    """A value: text, number, bool or None; a list of nodes; a mapping of nodes; or a `Calc` still to be worked out."""
+
+    value: Any
+    origin: Origin
+
+    def plain(self) -> Any:
+        """The same without origins."""
+        if isinstance(self.value, dict):
+            return {key: child.plain() for key, child in self.value.items()}
+        if isinstance(self.value, list):
+            return [child.plain() for child in self.value]
+        return self.value
+
+    def find(self, path: Path) -> "Node":
+        """The node at `path`, or the deepest one on the way there."""
+        here = self
+        for part in path:
+            inside = here.value
+            if isinstance(inside, dict) and part in inside:
+                here = inside[part]
+            elif isinstance(inside, list) and isinstance(part, int) and part < len(inside):
+                here = inside[part]
+            else:
+                break
+        return here
+
+    def has(self, path: Path) -> bool:
+        """Whether something is written at `path`."""
+        here: Any = self
+        for part in path:
+            if not isinstance(here.value, dict) or part not in here.value:
+                return False
+            here = here.value[part]
+        return True
+
+    def walk(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:
+        """This node and all below it, with their paths."""
+        yield path, self
+        if isinstance(self.value, dict):
+            for key, child in self.value.items():
+                yield from child.walk((*path, key))
+        elif isinstance(self.value, list):
+            for index, child in enumerate(self.value):
+                yield from child.walk((*path, index))
+
+
+def node_of(value: Any, origin: Origin) -> Node:
+    """A tree for plain containers, all from one origin."""
+    if isinstance(value, dict):
+        return Node({str(key): node_of(child, origin) for key, child in value.items()}, origin)
+    if isinstance(value, (list, tuple)):
+        return Node([node_of(child, origin) for child in value], origin)
+    return Node(value, origin)
+
+
+def merge(base: Node, over: Node) -> Node:
+    """`over` laid on `base`: mappings key by key, anything else replaced. An empty mapping or null over a mapping
+    (a section whose lines are all comments) leaves it as it is."""
+    if isinstance(base.value, dict) and over.value is None:
+        return base
+    if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
+        return over
+    merged = dict(base.value)
+    for key, child in over.value.items():
+        merged[key] = merge(merged[key], child) if key in merged else child
+    return Node(merged, over.origin)
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """PyYAML's parser with the implicit types of YAML 1.2's core schema."""
+
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - PyYAML's own name, filled below
+
+
+_TAG = "tag:yaml.org,2002:"
+for _tag, _pattern, _first in (
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
+    ("float", r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+     list("-+.0123456789")),
+    ("merge", r"^<<$", ["<"]),
+):  # fmt: skip
+    _CoreLoader.add_implicit_resolver(_TAG + _tag, re.compile(_pattern), _first)  # type: ignore[no-untyped-call]
+
+
+TagHandler: TypeAlias = Callable[[str, Node], Node]
+
+
+def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False) -> Node:
+    """The tree of one YAML document.
+
+    Args:
+        text: the document.
+        origins: from a 0-based line of `text` to where it was written.
+        overlay: of two equal keys from different files, lay the later on the earlier (a template that calls `super()`
+            and then says something else); in one file they are refused all the same.
+
+    Raises:
+        UsageError: not YAML, more than one document, duplicate keys, unknown tags.
+    """
+    try:
+        document = yaml.compose(text, Loader=_CoreLoader)  # type: ignore[no-untyped-call]
+    except yaml.YAMLError as error:
+        raise _not_yaml(error, origins) from None
+    except RecursionError:
+        raise UsageError("the YAML is nested too deeply", where=str(origins(0).file)) from None
+    if document is None:
+        return Node(None, origins(0))
+    return _Builder(origins, overlay).build(document)
+
+
+def parse_value(text: str, origin: Origin) -> Node:
+    """The value of an override, `8`, `[a, b]`, `{x: 1}`; empty text is null."""
+    return parse(text, lambda _line: origin)
+
+
+def _not_yaml(error: yaml.YAMLError, origins: Callable[[int], Origin]) -> UsageError:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    origin = origins(mark.line) if mark is not None else origins(0)
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it can't be parsed"
+    problem = str(problem)
+    if "single document" in problem or "another document" in problem:
+        return UsageError(
+            "a config is one YAML document, and this is a second one", where=str(origin), fix="delete the `---` line"
+        )
+    if "\\t" in problem or "'\t'" in problem:
+        return UsageError("not YAML: a tab where spaces should be", where=str(origin), fix="indent with spaces")
+    fix = None
+    if "undefined alias" in problem:
+        fix = "give a value the anchor first, `&name`, and refer to it by `*name` after that"
+    elif "mapping values are not allowed" in problem:
+        fix = "look for a missing line break or wrong indentation, or quote text that holds a colon"
+    return UsageError(f"not YAML: {problem}", where=str(origin), fix=fix)
+
+
+class _Builder:
+    """From PyYAML's nodes to ours."""
+
+    def __init__(self, origins: Callable[[int], Origin], overlay: bool) -> None:
+        self.origins = origins
+        self.overlay = overlay
+        self.count = 0
+        self.open: set[int] = set()
+
+    def build(self, node: yaml.Node) -> Node:
+        origin = self.origins(node.start_mark.line)
+        self.count += 1
+        if self.count > MAX_VALUES:
+            raise UsageError(f"more than {MAX_VALUES:,} values, aliases followed", where=str(origin))
+        if id(node) in self.open:
+            raise UsageError("an alias refers to the value that it is part of", where=str(origin))
+        self.open.add(id(node))
+        try:
+            return self._build(node, origin)
+        finally:
+            self.open.discard(id(node))
+
+    def _build(self, node: yaml.Node, origin: Origin) -> Node:
+        if node.tag is not None and not node.tag.startswith(_TAG):
+            from lockstep.config.tags import build_tagged
+
+            return build_tagged(node.tag, self._content(node, origin), origin)
+        return self._content(node, origin)
+
+    def _content(self, node: yaml.Node, origin: Origin) -> Node:
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, origin)
+        if isinstance(node, yaml.SequenceNode):
+            return Node([self.build(child) for child in node.value], origin)
+        return Node(_scalar(node.tag, node.value, origin), origin)
+
+    def _mapping(self, node: yaml.MappingNode, origin: Origin) -> Node:
+        built: dict[str, Node] = {}
+        merged: list[Node] = []
+        lines: dict[str, Origin] = {}
+        for key_node, value_node in node.value:
+            where = self.origins(key_node.start_mark.line)
+            if key_node.tag == _TAG + "merge":
+                merged += self._merge_sources(value_node, where)
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise UsageError("a key should be text", where=str(where))
+            key, value = str(key_node.value), Node(self.build(value_node).value, where)  # it is where its key is
+            if key in built:
+                value = self._again(key, built[key], value, lines[key], where)
+            built[key], lines[key] = value, where
+        for source in merged:
+            for key, child in source.value.items():
+                built.setdefault(key, child)
+        return Node(built, origin)
+
+    def _again(self, key: str, first: Node, second: Node, first_at: Origin, second_at: Origin) -> Node:
+        if self.overlay and first_at.file != second_at.file:
+            return merge(first, second)
+        raise UsageError(
+            f"the key {key!r} is written twice, first in line {first_at.line}",
+            where=str(second_at),
+            fix="keep one of the two",
+        )
+
+    def _merge_sources(self, node: yaml.Node, where: Origin) -> list[Node]:
+        built = self.build(node)
+        sources = built.value if isinstance(built.value, list) else [built]
+        if not all(isinstance(source.value, dict) for source in sources):
+            raise UsageError("`<<` takes a mapping, or a list of them", where=str(where))
+        return list(sources)
+
+
+def _scalar(tag: str, text: str, origin: Origin) -> Any:
+    kind = tag.removeprefix(_TAG)
+    try:
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return {"true": True, "false": False}[text.lower()]
+        if kind == "int":
+            return int(text, {"0o": 8, "0x": 16}.get(text[:2].lower(), 10))
+        if kind == "float":
+            return float(re.sub(r"^([-+]?)\.(inf|nan)$", r"\1\2", text.lower()))
+    except (ValueError, KeyError):
+        raise UsageError(f"{text!r} is not of the type that its tag says, {kind}", where=str(origin)) from None
+    if kind in ("str", "merge"):
+        return text
+    raise UsageError(f"the tag !!{kind} is not known here", where=str(origin))

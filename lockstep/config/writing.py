@@ -1,0 +1,43 @@
+"""A config as YAML that people can read and `load_config` reads back as the same config."""
+
+import re
+from typing import Any
+
+import yaml
+
+from lockstep.config.schema import Config
+from lockstep.config.tree import _CoreLoader
+
+
+class _CoreDumper(yaml.SafeDumper):
+    """Quotes what YAML 1.2 would take for another type; writes lists of plain values on one line."""
+
+    yaml_implicit_resolvers = _CoreLoader.yaml_implicit_resolvers
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _sequence(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
+    flat = all(not isinstance(item, (dict, list)) for item in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
+
+
+def _mapping(dumper: yaml.SafeDumper, data: dict[str, Any]) -> yaml.Node:
+    return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=not data)
+
+
+def _float(dumper: yaml.SafeDumper, data: float) -> yaml.Node:
+    text = {float("inf"): ".inf", float("-inf"): "-.inf"}.get(data, ".nan" if data != data else repr(data))
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+_CoreDumper.add_representer(list, _sequence)
+_CoreDumper.add_representer(dict, _mapping)
+_CoreDumper.add_representer(float, _float)
+
+
+def to_yaml(config: Config) -> str:
+    """Sections in the order of the schema, a blank line between them."""
+    text: str = yaml.dump(config.to_dict(), Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=110)
+    return re.sub(r"\n(?=[a-z_]+:)", "\n\n", text)
