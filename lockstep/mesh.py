@@ -1,0 +1,178 @@
+"""Where ranks stand: pipeline × replicate × shard.
+
+`resolve` is the one table from the config and the number of ranks to a `Layout`; `Layout.mesh` makes the device mesh.
+The mesh is passed along, never global. Sizes that do not multiply out are an error that shows the equation.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lockstep.config import DistributedConfig
+from lockstep.errors import UsageError
+
+AXES = ("pipeline", "replicate", "shard")
+Strategy = Literal["single", "dp", "ddp", "fsdp", "pipeline", "accelerate"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How micro-batches and parameters are laid over ranks."""
+
+    strategy: Strategy = "single"
+    pipeline: int = 1  # ranks along each axis
+    replicate: int = 1
+    shard: int = 1
+    notice: str = ""  # what was chosen for the user, to be said at start
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline * self.replicate * self.shard
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.replicate * self.shard
+
+    def __str__(self) -> str:
+        if self.strategy in ("single", "dp"):
+            return self.strategy
+        if self.strategy == "accelerate":
+            return f"accelerate:{self.replicate}"
+        data = self._data_part()
+        if self.strategy == "pipeline":
+            return f"pipeline:{self.pipeline}" + (f"*{data}" if self.data_parallel_size > 1 else "")
+        return data
+
+    def _data_part(self) -> str:
+        if self.strategy == "ddp" or (self.shard == 1 and self.strategy == "pipeline"):
+            return f"ddp:{self.replicate}"
+        if self.replicate > 1 and self.shard > 1:
+            return f"hybrid:{self.replicate}x{self.shard}"
+        return f"fsdp:{self.replicate * self.shard}"
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The device mesh with the axes `pipeline`, `replicate`, `shard`; needs an initialised process group."""
+        return init_device_mesh(device_type, (self.pipeline, self.replicate, self.shard), mesh_dim_names=AXES)
+
+
+def parse_topology(text: str) -> tuple[dict[str, Any], int]:
+    """A topology as people write it (`single`, `ddp:2`, `fsdp:4`, `hybrid:2x2`, `pipeline:2*fsdp:2`).
+
+    Returns:
+        values for the `distributed` section, and the number of ranks.
+
+    Raises:
+        UsageError: the text is not a topology.
+    """
+    wrong = UsageError(
+        f"{text!r} is not a topology", fix="write single, ddp:2, fsdp:4, hybrid:2x2, pipeline:2 or pipeline:2*fsdp:2"
+    )
+    parts = text.strip().split("*")
+    values: dict[str, Any] = {}
+    ranks = 1
+    for place, part in enumerate(parts):
+        match = re.fullmatch(r"(single|dp|ddp|fsdp|hybrid|pipeline|accelerate)(?::(\d+)(?:x(\d+))?)?", part.strip())
+        if match is None:
+            raise wrong
+        name, first, second = match[1], int(match[2] or 1), int(match[3] or 1)
+        if (place > 0) == (name == "pipeline") and len(parts) > 1 or (second != 1) != (name == "hybrid") or first < 1:
+            raise wrong
+        ranks *= first * second
+        if name == "pipeline":
+            values |= {"strategy": "pipeline", "pipeline_size": first}
+        elif name == "hybrid":
+            values |= {"strategy": "fsdp", "replicate_size": first, "shard_size": second} | values
+        elif name == "fsdp":
+            values |= {"strategy": "fsdp", "shard_size": first} | values
+        elif name == "ddp":
+            values |= {"strategy": "ddp", "replicate_size": first} | values
+        else:
+            values |= {"strategy": name}
+    return values, ranks
+
+
+def resolve(config: DistributedConfig, world_size: int, local_world_size: int | None = None) -> Layout:
+    """The layout for `world_size` ranks. One table; unset sizes follow from the world size, leftover ranks replicate.
+
+    Raises:
+        UsageError: the sizes do not multiply out (the equation is shown), or the strategy does not fit the ranks.
+    """
+    strategy = config.strategy
+    assert strategy != "auto", "auto is resolved before a layout is made"
+    if strategy in ("single", "dp"):
+        if world_size > 1:
+            raise UsageError(
+                f"strategy {strategy} is for one process, but {world_size} were started",
+                where="distributed.strategy",
+                why=f"{world_size} processes would train {world_size} models, each on its own",
+                fix="set distributed.strategy to ddp or fsdp, or start one process",
+            )
+        return Layout(strategy)
+    sizes = (config.pipeline_size, config.replicate_size, config.shard_size)
+    if strategy in ("ddp", "accelerate"):
+        return _multiplied(strategy, 1, config.replicate_size or world_size, config.shard_size or 1, world_size, sizes)
+    if strategy == "fsdp":
+        return _fsdp(config, world_size, local_world_size or world_size)
+    shard = config.shard_size or 1
+    if config.pipeline_size:
+        pipeline, replicate = (
+            config.pipeline_size,
+            config.replicate_size or max(1, world_size // (config.pipeline_size * shard)),
+        )
+    else:
+        replicate = config.replicate_size or 1
+        pipeline = max(1, world_size // (replicate * shard))
+    return _multiplied("pipeline", pipeline, replicate, shard, world_size, sizes)
+
+
+def _fsdp(config: DistributedConfig, world_size: int, local_world_size: int) -> Layout:
+    kind = config.fsdp.sharding_strategy
+    sizes = (config.pipeline_size, config.replicate_size, config.shard_size)
+    notice = ""
+    if kind == "no_shard":
+        replicate, shard = config.replicate_size or world_size, config.shard_size or 1
+    elif config.shard_size or config.replicate_size:
+        shard = config.shard_size or max(1, world_size // (config.replicate_size or 1))
+        replicate = config.replicate_size or max(1, world_size // shard)
+    elif kind == "hybrid_shard":
+        shard = local_world_size
+        if shard == world_size:  # one node: one replica would be plain full_shard
+            if world_size % 2:
+                raise UsageError(
+                    f"hybrid_shard can't split {world_size} ranks of one node into two replicas",
+                    where="distributed.fsdp.sharding_strategy",
+                    fix="use an even number of ranks, or full_shard",
+                )
+            shard = world_size // 2
+            notice = f"hybrid_shard on one node: 2 replicas × {shard} shards (distributed.shard_size sets it)"
+        replicate = world_size // shard
+    else:
+        replicate, shard = 1, world_size
+    return _multiplied("fsdp", 1, replicate, shard, world_size, sizes, notice)
+
+
+def _multiplied(
+    strategy: Strategy, pipeline: int, replicate: int, shard: int, world_size: int,
+    asked: tuple[int | None, int | None, int | None], notice: str = "",
+) -> Layout:  # fmt: skip
+    if pipeline * replicate * shard != world_size:
+        given = ", ".join(f"{axis}_size={n}" for axis, n in zip(AXES, asked, strict=True) if n) or "no sizes"
+        raise UsageError(
+            f"pipeline {pipeline} × replicate {replicate} × shard {shard} = {pipeline * replicate * shard} ranks, "
+            f"but {world_size} were started",
+            where="distributed",
+            why=f"strategy {strategy} with {given}",
+            fix=f"start {pipeline * replicate * shard} ranks, or let the sizes multiply to {world_size}",
+        )
+    return Layout(strategy, pipeline, replicate, shard, notice)
+
+
+def local_chunk(full: torch.Tensor, dim: int, size: int, coordinate: int) -> torch.Tensor:
+    """The piece of `full` that FSDP2 gives to `coordinate` of `size` ranks: `torch.chunk` along `dim`, maybe empty."""
+    chunks = full.chunk(size, dim)
+    if coordinate < len(chunks):
+        return chunks[coordinate]
+    return full.narrow(dim, 0, 0)

@@ -1,0 +1,261 @@
+"""What a model offers, and what is assumed where it offers nothing.
+
+Any `nn.Module` trains. A model may help by having
+
+    inputs(batch) -> tuple           positional arguments of forward
+    loss(outputs, batch) -> Tensor   0-dim SUM over the batch's valid targets
+    count(batch) -> int | Tensor     number of valid targets
+    blocks() -> [(name, module)]     its repeated blocks: what is wrapped, checkpointed, compiled
+    segments() -> [(name, module)]   the whole forward pass as a chain, for pipelines
+    init_weights()                   fills every parameter and buffer in place; then it can be built on `meta`
+
+Without `loss`, the loss comes from `loss_fn(outputs, targets)`, or from the outputs themselves (`outputs["loss"]`,
+`outputs.loss`, or a 0-dim tensor). Such a loss counts as a mean over `count(batch)` targets unless `loss_fn.reduction`
+(or the model's `loss_reduction`) says "sum": means are multiplied by their count, because only sums add up to the same
+loss however a batch is cut.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+
+IGNORED_TARGET = -100  # torch's default `ignore_index`
+_TARGET_KEYS = ("targets", "target", "labels", "label", "y")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How a batch becomes a loss.
+
+    Attributes:
+        inputs: batch → (positional, keyword) arguments of forward.
+        loss: (outputs, batch) → 0-dim float32 tensor, the sum over the batch's valid targets.
+        count: batch → number of valid targets, an int or a 0-dim tensor.
+    """
+
+    inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
+    loss: Callable[[Any, Any], Tensor]
+    count: Callable[[Any], int | Tensor]
+
+
+def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> Objective:
+    """The objective of `model`, with `loss_fn` or with what the model itself offers."""
+    inputs = _inputs_of(model, has_loss_fn=loss_fn is not None)
+    if loss_fn is None and hasattr(model, "loss"):
+        if not hasattr(model, "count"):
+            raise UsageError(
+                f"{type(model).__name__} has loss(), which returns a sum, but no count() to divide it by",
+                fix="add count(batch) -> number of valid targets in the batch",
+            )
+        return Objective(inputs, model.loss, model.count)
+    if loss_fn is not None:
+        count = getattr(model, "count", None) or _count_for(loss_fn)
+        return Objective(inputs, _summed(_with_targets(loss_fn), _reduction(loss_fn), count), count)
+    if _is_hugging_face(model):
+        return Objective(_with_sum(inputs), lambda outputs, _batch: outputs.loss.float(), _shifted_count)
+    count = getattr(model, "count", num_samples)
+    return Objective(inputs, _summed(_loss_in_outputs, getattr(model, "loss_reduction", "mean"), count), count)
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated blocks of `model`, in order, with their canonical names; empty where none are found.
+
+    Asked for in this order: `model.blocks()`; the classes that a Hugging Face model must not split; the longest
+    `ModuleList` or `Sequential` whose members are of one class.
+    """
+    if hasattr(model, "blocks"):
+        return list(model.blocks())
+    unsplittable = set(getattr(model, "_no_split_modules", None) or ())
+    if unsplittable:
+        return [(name, m) for name, m in model.named_modules() if type(m).__name__ in unsplittable]
+    lists = [
+        (name, child)
+        for name, child in model.named_modules()
+        if isinstance(child, nn.ModuleList | nn.Sequential)
+        and len(child) > 1
+        and len({type(m) for m in child}) == 1
+        and any(True for _ in child.parameters())
+    ]
+    if not lists:
+        return []
+    prefix, longest = max(lists, key=lambda item: len(item[1]))
+    return [(f"{prefix}.{name}" if prefix else name, m) for name, m in longest.named_children()]
+
+
+def segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
+    """The forward pass of `model` as a chain of modules, or None where the model does not say."""
+    if hasattr(model, "segments"):
+        return list(model.segments())
+    if isinstance(model, nn.Sequential):
+        return list(model.named_children())
+    return None
+
+
+def num_samples(batch: Any) -> int:
+    """The size of the first dim of the first tensor in `batch`."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim else 1
+    members: Sequence[Any] = ()
+    if isinstance(batch, Mapping):
+        members = list(batch.values())
+    elif isinstance(batch, tuple | list):
+        members = batch
+    for member in members:
+        if isinstance(member, Tensor | Mapping | tuple | list):
+            return num_samples(member)
+    raise UsageError(
+        f"a batch of type {type(batch).__name__} holds no tensor to count samples in",
+        fix="give the model a method count(batch) -> number of valid targets",
+    )
+
+
+def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]:
+    if hasattr(model, "inputs"):
+        own = model.inputs
+        return lambda batch: (tuple(own(batch)), {})
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    def inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(batch, Mapping):
+            accepted = {k: v for k, v in batch.items() if k in parameters}
+            if takes_any and accepted:
+                accepted = dict(batch)
+            return ((), accepted) if accepted else ((batch,), {})
+        if isinstance(batch, tuple | list):
+            return (tuple(batch[:-1]) if has_loss_fn and len(batch) > 1 else tuple(batch)), {}
+        return (batch,), {}
+
+    return inputs
+
+
+def targets_of(batch: Any) -> Any:
+    """The targets in a batch: the last member of a pair, or the member named targets, labels, …
+
+    Raises:
+        UsageError: there is none.
+    """
+    if isinstance(batch, Mapping):
+        for key in _TARGET_KEYS:
+            if key in batch:
+                return batch[key]
+        raise UsageError(
+            f"no targets for the loss function in a batch with the keys {', '.join(map(str, batch))}",
+            fix=f"name them one of {', '.join(_TARGET_KEYS)}, or give the model loss(outputs, batch) and count(batch)",
+        )
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        return batch[-1]
+    return batch  # an autoencoder's target is its input
+
+
+def _with_targets(loss_fn: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
+    over_classes = isinstance(loss_fn, nn.CrossEntropyLoss)
+
+    def loss(outputs: Any, batch: Any) -> Tensor:
+        targets = targets_of(batch)
+        if isinstance(outputs, Mapping) and "logits" in outputs:
+            outputs = outputs["logits"]
+        elif hasattr(outputs, "logits"):
+            outputs = outputs.logits
+        if over_classes and isinstance(outputs, Tensor) and outputs.shape[:-1] == targets.shape and targets.ndim > 1:
+            outputs, targets = outputs.flatten(0, -2), targets.flatten()  # [B, T, V] and [B, T]
+        return loss_fn(outputs, targets)
+
+    return loss
+
+
+def _summed(
+    loss: Callable[[Any, Any], Tensor], reduction: str, count: Callable[[Any], int | Tensor]
+) -> Callable[[Any, Any], Tensor]:
+    if reduction == "sum":
+        return lambda outputs, batch: loss(outputs, batch).float()
+    if reduction == "none":
+        return lambda outputs, batch: loss(outputs, batch).float().sum()
+    if reduction == "mean":
+
+        def summed(outputs: Any, batch: Any) -> Tensor:
+            mean = loss(outputs, batch)
+            if mean.ndim:
+                raise UsageError(
+                    f"the loss has the shape {tuple(mean.shape)}, but a mean is one number",
+                    fix='declare it with reduction = "none" (it is summed), or return one number',
+                )
+            n = count(batch)
+            # A batch without a valid target has the mean 0/0: its sum is 0, and so is its gradient.
+            if isinstance(n, Tensor):
+                return (
+                    torch.where(n > 0, mean.float(), mean.detach().float() * 0) * n
+                    if n.is_cuda
+                    else (mean.float() * n if n else torch.nan_to_num(mean.float()) * 0)
+                )
+            return mean.float() * n
+
+        return summed
+    raise UsageError(f"a loss with reduction {reduction!r}", fix="use mean, sum or none")
+
+
+def _reduction(loss_fn: Callable[..., Tensor]) -> str:
+    return str(getattr(loss_fn, "reduction", "mean"))
+
+
+def _count_for(loss_fn: Callable[..., Tensor]) -> Callable[[Any], int | Tensor]:
+    ignored = getattr(loss_fn, "ignore_index", None)
+    if ignored is None:
+        return num_samples
+    weight = getattr(loss_fn, "weight", None)
+
+    def count(batch: Any) -> int | Tensor:
+        targets = targets_of(batch)
+        if targets.is_floating_point():  # class probabilities: every sample counts
+            return num_samples(batch)
+        valid = targets != ignored
+        if weight is not None:  # torch's weighted mean divides by the weights of the targets
+            return torch.where(valid, weight.to(targets.device)[targets.clamp(min=0)], 0.0).sum()
+        return valid.sum()
+
+    return count
+
+
+def _loss_in_outputs(outputs: Any, _batch: Any) -> Tensor:
+    if isinstance(outputs, Tensor) and outputs.ndim == 0:
+        return outputs
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if (
+        found is None
+        and isinstance(outputs, tuple)
+        and outputs
+        and isinstance(outputs[0], Tensor)
+        and not outputs[0].ndim
+    ):
+        found = outputs[0]
+    if not isinstance(found, Tensor):
+        raise UsageError(
+            f"the model returned {type(outputs).__name__}, in which there is no loss",
+            fix='pass a loss_fn, return {"loss": …}, or give the model loss(outputs, batch) and count(batch)',
+        )
+    return found
+
+
+def _is_hugging_face(model: nn.Module) -> bool:
+    return hasattr(model, "loss_function") and hasattr(model, "config") and hasattr(model, "_no_split_modules")
+
+
+def _with_sum(
+    inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
+) -> Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]:
+    def with_sum(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = inputs(batch)
+        return args, {**kwargs, "num_items_in_batch": 1}  # its loss is then the sum, not the mean
+
+    return with_sum
+
+
+def _shifted_count(batch: Any) -> Tensor:
+    valid: Tensor = batch["labels"][..., 1:] != IGNORED_TARGET  # the model shifts labels itself
+    return valid.sum()

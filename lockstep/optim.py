@@ -1,0 +1,177 @@
+"""Optimizers, learning-rate schedules, batch-size scaling of the learning rate, and gradient clipping.
+
+The schedule is driven by the number of optimizer updates made, so it stands still on a step that the loss scale skips.
+Warm-up is (update + 1) / warmup_steps: the first update never has a learning rate of 0.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.errors import UsageError
+
+_BY_NAME = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+
+# Each element of these optimizers' update depends on that element alone, so a shard is updated as the whole would be.
+_ELEMENTWISE: set[type[Optimizer]] = {
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
+}  # fmt: skip
+
+
+def register_elementwise(optimizer: type[Optimizer]) -> None:
+    """Declare that an optimizer's update of an element depends on that element alone: it may then be sharded."""
+    _ELEMENTWISE.add(optimizer)
+
+
+def check_shardable(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose update on a shard differs from its update on the whole parameter.
+
+    Raises:
+        UsageError: the class is not known to be elementwise.
+    """
+    if type(optimizer) not in _ELEMENTWISE:
+        raise UsageError(
+            f"{type(optimizer).__name__} is not known to update each element on its own",
+            why="under sharding it would see pieces of parameters and train another model",
+            fix="use ddp, or call lockstep.optim.register_elementwise(TheOptimizer) if it is elementwise",
+        )
+
+
+def build_optimizer(
+    name: str, parameters: Iterable[nn.Parameter], *, learning_rate: float, weight_decay: float,
+    args: Mapping[str, Any], device: torch.device, reproducible: bool,
+) -> Optimizer:  # fmt: skip
+    """The optimizer that the config names (`adamw`, `adam`, `sgd` or `package.module:Name`).
+
+    Kernels are fused where the optimizer has them. `reproducible` takes the foreach kernels: the fused CPU kernel
+    rounds the tail of a tensor differently, and shards have other tails than whole parameters.
+    """
+    kind = _BY_NAME.get(name) or _imported(name)
+    accepted = inspect.signature(kind).parameters
+    settings: dict[str, Any] = {"lr": learning_rate}
+    if "weight_decay" in accepted:
+        settings["weight_decay"] = weight_decay
+    if reproducible and "foreach" in accepted:
+        settings["foreach"] = True
+    elif "fused" in accepted and device.type in ("cuda", "cpu"):
+        settings["fused"] = True
+    try:
+        return kind(list(parameters), **{**settings, **args})
+    except TypeError as error:
+        raise UsageError(
+            f"the optimizer {name} does not accept these arguments: {error}",
+            where="training.optimizer_args",
+            fix=f"it accepts {', '.join(n for n in accepted if n != 'params')}",
+        ) from None
+
+
+def _imported(name: str) -> Callable[..., Optimizer]:
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"there is no optimizer {name!r}",
+            where="training.optimizer",
+            why=str(error),
+            fix=f"write {', '.join(_BY_NAME)} or package.module:Name",
+        ) from None
+    return found  # type: ignore[no-any-return]
+
+
+def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, nn.Parameter]) -> None:
+    """Let an optimizer that was made before placement hold the placed parameters.
+
+    Args:
+        optimizer: made over the parameters of the unplaced model; changed in place.
+        names: id of each unplaced parameter → canonical name.
+        placed: canonical name → the parameter that trains. A parameter that this rank does not hold is left out.
+
+    Raises:
+        UsageError: the optimizer already has state, or holds a parameter that is not the model's.
+    """
+    same = all(id(p) in {id(q) for q in placed.values()} for g in optimizer.param_groups for p in g["params"])
+    if same:
+        return
+    if optimizer.state:
+        raise UsageError(
+            "the optimizer already has state from before the model was placed",
+            why="its state belongs to parameters that placement replaces",
+            fix="pass a fresh optimizer, or a function `parameters -> optimizer`; to go on, load a checkpoint",
+        )
+    for group in optimizer.param_groups:
+        unknown = [p for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise UsageError(
+                f"the optimizer holds {len(unknown)} parameter(s) that are not the model's",
+                why="it was made for another model, or after this one was wrapped: nothing would train",
+                fix="make it from model.parameters() of the model that you pass, or pass `parameters -> optimizer`",
+            )
+        group["params"] = [placed[names[id(p)]] for p in group["params"] if names[id(p)] in placed]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate as a function of updates made.
+
+    Attributes:
+        kind: constant | linear | cosine | wsd (warm-up, stable, decay).
+        total: updates in the whole run.
+        warmup: updates over which the rate rises to its peak.
+        min_ratio: what is left of the peak at the end.
+        decay_ratio: for wsd, the share of `total` at the end in which the rate falls linearly.
+    """
+
+    kind: str
+    total: int
+    warmup: int = 0
+    min_ratio: float = 0.1
+    decay_ratio: float = 0.2
+
+    def factor(self, updates: int) -> float:
+        """What the peak learning rate is multiplied by, after `updates` updates."""
+        if updates < self.warmup:
+            return (updates + 1) / self.warmup
+        if self.kind == "constant":
+            return 1.0
+        start = self.warmup
+        if self.kind == "wsd":
+            start = max(self.warmup, self.total - round(self.total * self.decay_ratio))
+        progress = min(1.0, max(0.0, (updates - start) / max(1, self.total - start)))
+        shape = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
+        return self.min_ratio + (1 - self.min_ratio) * shape
+
+
+def scaled_learning_rate(rate: float, rule: str, global_batch: int, base_batch: int | None) -> tuple[float, str]:
+    """The peak learning rate under a scaling rule, and one line that says how it came about.
+
+    Raises:
+        UsageError: a rule without a base batch.
+    """
+    if rule == "none":
+        return rate, f"learning rate {rate:g} at a global batch of {global_batch}"
+    if base_batch is None:
+        raise UsageError(
+            f"lr_scaling: {rule} needs the batch at which learning_rate was chosen",
+            where="training.base_batch_size",
+            fix="set training.base_batch_size",
+        )
+    ratio = global_batch / base_batch
+    scaled = rate * (ratio if rule == "linear" else math.sqrt(ratio))
+    return scaled, (
+        f"learning rate {scaled:g} = {rate:g} × {'' if rule == 'linear' else '√'}({global_batch}/{base_batch}) ({rule})"
+    )
+
+
+def clip_by_value(gradients: Sequence[Tensor], limit: float) -> None:
+    """Bring every element of the gradients into [−limit, limit], in place."""
+    torch._foreach_clamp_min_(list(gradients), -limit)
+    torch._foreach_clamp_max_(list(gradients), limit)

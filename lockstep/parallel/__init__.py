@@ -1,0 +1,164 @@
+"""`place`: from a model and a layout to `Placed`. One ordered list; each strategy is one file beside this one.
+
+checks → names → keyed randomness → activation checkpointing → compile → shard or replicate → first values
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from lockstep.config import Config
+from lockstep.errors import UsageError
+from lockstep.mesh import Layout
+from lockstep.models.protocol import Objective, blocks_of, segments_of
+from lockstep.parallel import ddp, fsdp
+from lockstep.parallel.activation import apply_activation_checkpointing
+from lockstep.parallel.initial import FirstValues, agree, canonical_names, materialise, on_meta
+from lockstep.parallel.loop import evaluated, in_order, looped, plain_forward
+from lockstep.parallel.placed import Ledger, Placed, Share, contiguous_shares, strided_shares
+from lockstep.precision import Precision
+from lockstep.randomness import Cursor, key_segments
+
+__all__ = ["Ledger", "Placed", "Share", "place"]
+
+
+def place(
+    model: nn.Module,
+    layout: Layout,
+    config: Config,
+    *,
+    objective: Objective,
+    device: torch.device,
+    precision: Precision,
+) -> Placed:
+    """Lay a model over the ranks.
+
+    Args:
+        model: unwrapped; real, or on meta with `init_weights()`.
+        layout: from `lockstep.mesh.resolve`; its size is the world size.
+        objective: how a batch becomes a loss.
+        device: of this rank.
+
+    Raises:
+        UsageError: the model is wrapped already, or does not offer what the strategy needs.
+    """
+    refuse_wrapped(model)
+    names, aliases = canonical_names(model)
+    before = sum(p.numel() for p in model.parameters())
+    cursor = Cursor(config.training.seed, device)
+    first = FirstValues(model, config.training.seed) if on_meta(model) else None
+    shared = layout.world_size > 1
+    blocks = blocks_of(model)
+    key_model(model, cursor, blocks)
+    notices = _transform_blocks(model, config, cursor, blocks)
+    if first is None:
+        if shared and not agree(model):
+            notices.append("the model's values differed between ranks: all took rank 0's")
+        model.to(device)
+    mesh = layout.mesh(device.type) if shared else None
+    placed = _lay(model, layout, config, mesh, objective, cursor, precision, blocks, notices, first, device)
+    placed.parameters = {n: p for n, p in model.named_parameters()}
+    placed.aliases, placed.num_parameters = aliases, before
+    persistent = model.state_dict(keep_vars=True)
+    placed.buffers = {n: b for n, b in model.named_buffers() if n in persistent}
+    after = sum(p.numel() for p in model.parameters())
+    assert before == after and set(placed.parameters) == set(names.values()), "placement changed the parameters"
+    return placed
+
+
+def _lay(
+    model: nn.Module, layout: Layout, config: Config, mesh: DeviceMesh | None, objective: Objective, cursor: Cursor,
+    precision: Precision, blocks: list[tuple[str, nn.Module]], notices: list[str], first: FirstValues | None,
+    device: torch.device,
+) -> Placed:  # fmt: skip
+    """Shard or replicate, then fill in first values."""
+    rank = dist.get_rank() if mesh is not None else 0
+    loop = partial(looped, objective=objective, cursor=cursor, precision=precision)
+    groups = []
+    runs: nn.Module = model
+    if layout.strategy == "fsdp" and mesh is not None:
+        kind = config.distributed.fsdp
+        notices += fsdp.apply_fsdp(model, mesh, kind, blocks, param_dtype=config.precision.param_dtype)
+        _materialise(model, first, device)
+        micro_step = loop(model, set_sync=partial(fsdp.set_sync, model, accumulate=kind.accumulate))
+        assign = partial(strided_shares, rank=rank, ranks=layout.data_parallel_size)
+        groups = [mesh["shard"].get_group()] if layout.shard > 1 else []
+    else:
+        _materialise(model, first, device)
+        assign = partial(contiguous_shares, rank=rank, ranks=layout.data_parallel_size)
+        if mesh is not None:
+            runs = wrapped = ddp.apply_ddp(model, mesh, config.distributed.ddp)
+            micro_step = loop(
+                wrapped, set_sync=partial(ddp.set_sync, wrapped), multiplier=float(layout.data_parallel_size)
+            )
+        else:
+            micro_step = loop(model)
+            if layout.strategy not in ("single", "dp"):
+                notices.append(f"{layout.strategy} on one rank: nothing to synchronise or to shard")
+    plain = model if isinstance(runs, DistributedDataParallel) else runs
+    return Placed(
+        layout=layout,
+        parts=[model],
+        parameters={},
+        objective=objective,
+        cursor=cursor,
+        assign=assign,
+        micro_step=micro_step,
+        forward_backward=in_order(micro_step),
+        evaluate=evaluated(plain, objective, cursor, precision),
+        forward=plain_forward(plain, precision),
+        norm_groups=groups,
+        notices=notices,
+    )
+
+
+def _materialise(model: nn.Module, first: FirstValues | None, device: torch.device) -> None:
+    if first is not None:
+        model.to_empty(device=device)
+        materialise(model, first, model.named_parameters())
+
+
+def key_model(model: nn.Module, cursor: Cursor, blocks: list[tuple[str, nn.Module]]) -> None:
+    """Key random numbers by segment; a model that names none is one segment."""
+    segments = segments_of(model)
+    if segments is not None:
+        key_segments(cursor, segments, chain=True)
+    else:
+        key_segments(cursor, [("", model)], chain=True)
+        key_segments(cursor, blocks, chain=False)
+
+
+def _transform_blocks(
+    model: nn.Module, config: Config, cursor: Cursor, blocks: list[tuple[str, nn.Module]]
+) -> list[str]:
+    """Activation checkpointing, then compilation, on each block."""
+    training = config.training
+    apply_activation_checkpointing(
+        blocks, training.gradient_checkpointing, cursor,
+        every=training.gradient_checkpointing_every, compiled=training.compile,
+    )  # fmt: skip
+    if training.compile:
+        # Inside of the hooks: the seed of a block is set before its compiled code runs.
+        for _, module in blocks or [("", model)]:
+            module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+        return [f"compile: {len(blocks) or 1} block(s), at their first forward pass"]
+    return []
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """A model that is wrapped already would be reduced twice.
+
+    Raises:
+        UsageError: with the line to delete.
+    """
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        name = type(model).__name__
+        raise UsageError(
+            f"the model is already wrapped in {name}",
+            why="Lockstep places it, and would synchronise it twice",
+            fix=f"delete the line model = {name}(model, …) and pass the model itself",
+        )

@@ -1,0 +1,201 @@
+"""Fully sharded data parallelism on FSDP2: each rank holds a share of every parameter, gradient and optimizer state.
+
+A *unit* is what is gathered at once: a repeated block, or what a wrap policy picks; what is left belongs to the root.
+Gradients are summed, not averaged. Parameters are cut along a dim that the ranks divide, dim 0 if it is one of them.
+Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.fully_shard.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from lockstep.config import FSDPConfig
+from lockstep.errors import UsageError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+
+def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of the mesh over which FSDP2 works: 1-D to shard; 2-D, the first dim replicating, for hybrids."""
+    return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
+
+
+def apply_fsdp(
+    model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, blocks: Sequence[tuple[str, nn.Module]], *,
+    param_dtype: str = "fp32", reshard_after_forward: bool | None = None,
+) -> list[str]:  # fmt: skip
+    """Shard `model` in place over the axes `replicate` and `shard` of `mesh`.
+
+    Args:
+        model: whole, real or on meta, after checkpointing and compilation.
+        blocks: its repeated blocks, for the policy `transformer`.
+        param_dtype: in which parameters are gathered and computed with.
+        reshard_after_forward: overrides what the sharding strategy says.
+
+    Returns:
+        lines to be said at start.
+    """
+    over = shard_mesh(mesh)
+    if reshard_after_forward is None:
+        reshard_after_forward = config.sharding_strategy in ("full_shard", "hybrid_shard")
+    reduce_dtype = DTYPES[config.reduce_dtype]
+    settings: dict[str, Any] = {
+        "mesh": over,
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=None if param_dtype == "fp32" else DTYPES[param_dtype],
+            # Gradients of low-precision parameters are still summed in fp32 unless told otherwise.
+            reduce_dtype=reduce_dtype or (None if param_dtype == "fp32" else torch.float32),
+            cast_forward_inputs=param_dtype != "fp32",
+        ),
+        "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
+        "shard_placement_fn": _divisible_dim(mesh["shard"].size()),
+    }
+    notices = _cast_buffers(model, config)
+    units = units_of(model, config, blocks)
+    for _, unit in units:
+        fully_shard(unit, **settings)
+    fully_shard(model, **settings)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # gloo has no reduction with a factor; a plain sum is exact on every backend.
+            module.set_force_sum_reduction_for_comms(True)
+    _prefetch([unit for _, unit in units], config)
+    at_root = sum(p.numel() for p in _own_parameters(model, {id(u) for _, u in units}))
+    whole = sum(p.numel() for p in model.parameters())
+    if whole and at_root > whole / 2 and mesh["shard"].size() > 1:
+        notices.append(
+            f"{at_root / whole:.0%} of the parameters belong to no block: they are sharded at the root and gathered "
+            "whole for each forward and backward pass"
+        )
+    return notices
+
+
+def set_sync(model: nn.Module, last: bool, *, accumulate: str) -> None:
+    """Before each forward pass: what the next backward pass sends.
+
+    With `sharded` accumulation each micro-batch's gradient is scattered at once, and a rank never holds more than its
+    share; replicas add up once a step. With `unsharded` nothing is sent before the last micro-batch, and each rank holds
+    the whole model's gradient until then.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_is_last_backward(last)
+    if accumulate == "unsharded":
+        model.set_requires_gradient_sync(last)
+    else:
+        model.set_requires_all_reduce(last)
+
+
+def units_of(
+    model: nn.Module, config: FSDPConfig, blocks: Sequence[tuple[str, nn.Module]]
+) -> list[tuple[str, nn.Module]]:
+    """(name, module) of what is gathered at once, inner ones first, without the root.
+
+    A module is no unit if a parameter of it is also used outside of it: tied weights stay in one unit, the root.
+    """
+    chosen = [
+        (n, m) for n, m in _candidates(model, config, blocks) if m is not model and any(True for _ in m.parameters())
+    ]
+    users: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), set()).add(id(module))
+
+    def self_contained(unit: nn.Module) -> bool:
+        inside = {id(m) for m in unit.modules()}
+        return all(users[id(p)] <= inside for p in unit.parameters())
+
+    depth = {name: name.count(".") for name, _ in chosen}
+    return sorted(((n, m) for n, m in chosen if self_contained(m)), key=lambda item: -depth[item[0]])
+
+
+def _candidates(
+    model: nn.Module, config: FSDPConfig, blocks: Sequence[tuple[str, nn.Module]]
+) -> list[tuple[str, nn.Module]]:
+    policy = config.auto_wrap_policy
+    if policy == "transformer":
+        return list(blocks)
+    if policy == "size":
+        return _by_size(model, config.min_num_params)
+    if isinstance(policy, list):
+        found = [(name, m) for name, m in model.named_modules() if type(m).__name__ in policy]
+        if not found:
+            raise UsageError(
+                f"no module of the model is a {' or '.join(policy)}",
+                where="distributed.fsdp.auto_wrap_policy",
+                fix="name classes of it: " + ", ".join(sorted({type(m).__name__ for m in model.modules()})[:12]),
+            )
+        return found
+    pick = _imported(policy)
+    return [(name, m) for name, m in model.named_modules() if name and pick(m)]
+
+
+def _by_size(model: nn.Module, least: int) -> list[tuple[str, nn.Module]]:
+    """Modules with `least` parameters or more that are in no unit yet, from the leaves up."""
+    taken: set[int] = set()
+    found = []
+    for name, module in reversed(list(model.named_modules())):  # children come before their parents
+        free = [p for p in module.parameters() if id(p) not in taken]
+        if name and sum(p.numel() for p in free) >= least and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            found.append((name, module))
+            taken |= {id(p) for p in free}
+    return found[::-1]
+
+
+def _imported(name: str) -> Callable[[nn.Module], bool]:
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"there is no wrap policy {name!r}",
+            where="distributed.fsdp.auto_wrap_policy",
+            why=str(error),
+            fix="write transformer, size, a list of class names, or package.module:function of (module) -> bool",
+        ) from None
+
+
+def _divisible_dim(ranks: int) -> Callable[[nn.Parameter], Shard]:
+    """BDH's weights have 4 heads in dim 0: cut there, 8 ranks would hold 1.66 or 0.34 of their share."""
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        dims = [dim for dim, size in enumerate(parameter.shape) if size % ranks == 0 and size]
+        return Shard(dims[0] if dims else 0)
+
+    return placement
+
+
+def _prefetch(units: Sequence[nn.Module], config: FSDPConfig) -> None:
+    shards = [u for u in units if isinstance(u, FSDPModule)]
+    if config.forward_prefetch:
+        for this, following in zip(shards, shards[1:], strict=False):
+            this.set_modules_to_forward_prefetch([following])
+    if config.backward_prefetch != "pre":
+        # FSDP2 gathers the next unit before this one's backward unless a list says otherwise; a unit that names itself,
+        # which is gathered already, gathers nothing ahead.
+        for this in shards:
+            this.set_modules_to_backward_prefetch([this])
+
+
+def _cast_buffers(model: nn.Module, config: FSDPConfig) -> list[str]:
+    if config.buffer_dtype in (None, "fp32"):
+        return []  # rotary phases and running statistics break in bf16
+    dtype = DTYPES[config.buffer_dtype]
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+    return [f"buffers are kept in {config.buffer_dtype}, as distributed.fsdp.buffer_dtype says"]
+
+
+def _own_parameters(model: nn.Module, units: set[int]) -> list[nn.Parameter]:
+    inside = {id(p) for m in model.modules() if id(m) in units for p in m.parameters()}
+    return [p for p in model.parameters() if id(p) not in inside]

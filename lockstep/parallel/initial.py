@@ -1,0 +1,150 @@
+"""First values: each parameter is a function of (seed, its canonical name), whatever the strategy.
+
+A model with `init_weights()` is built on `meta`, placed, and filled one parameter at a time: `init_weights()` runs on a
+copy in which only that parameter is real and all others are meta, where random functions draw nothing. The value is made
+in full on the CPU and cut as the parameter is placed, so no rank ever holds more than one whole parameter beside its own
+share, and the values do not depend on the number of ranks. (FSDP2's usual recipe, `reset_parameters` on shards, does.)
+
+Any other module is built whole on every rank under one seed, compared, and cut.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from lockstep.errors import RunError
+from lockstep.mesh import local_chunk
+from lockstep.randomness import derive_key, seeded
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Whether the model is a description whose values are still to be made."""
+    return any(p.is_meta for p in model.parameters())
+
+
+def canonical_names(model: nn.Module) -> tuple[dict[int, str], dict[str, list[str]]]:
+    """id of each parameter → its canonical name (the first under which the unwrapped model lists it), and its aliases."""
+    names: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name:
+            aliases.setdefault(first, []).append(name)
+    return names, aliases
+
+
+class FirstValues:
+    """Makes first values of a model's parameters and buffers by name.
+
+    Args:
+        model: on meta, before it is placed; it is copied, not changed.
+        seed: of the run.
+
+    Raises:
+        RunError: (when a value is made) `init_weights` leaves the parameter alone, or reads another one.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._model = copy.deepcopy(model)
+        self._seed = seed
+        self._owners: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._meta: dict[str, nn.Parameter] = {}
+        names, _ = canonical_names(self._model)
+        for module in self._model.modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._owners.setdefault(names[id(parameter)], []).append((module, attribute))
+                    self._meta[names[id(parameter)]] = parameter
+
+    def parameter(self, name: str) -> Tensor:
+        """The whole first value of one parameter, on the CPU."""
+        meta = self._meta[name]
+        real = nn.Parameter(torch.full(meta.shape, torch.nan, dtype=meta.dtype, device="cpu"), meta.requires_grad)
+        self._put(name, real)
+        try:
+            with seeded(derive_key(self._seed, "init", name)), torch.no_grad():
+                self._model.init_weights()  # type: ignore[operator]
+        except (RuntimeError, NotImplementedError) as error:
+            raise RunError(
+                f"init_weights() of {type(self._model).__name__} failed while making {name}",
+                why=str(error).splitlines()[0],
+                fix="init_weights() must fill each parameter on its own, without reading another",
+            ) from error
+        finally:
+            self._put(name, meta)
+        if real.numel() and torch.isnan(real).all():
+            raise RunError(
+                f"init_weights() of {type(self._model).__name__} does not fill {name}",
+                fix="fill every parameter in place there, e.g. with nn.init",
+            )
+        return real.detach()
+
+    def _put(self, name: str, parameter: nn.Parameter) -> None:
+        for module, attribute in self._owners[name]:
+            module._parameters[attribute] = parameter
+
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers, on the CPU, by name."""
+        if not any(True for _ in self._model.buffers()):
+            return {}
+        for module in self._model.modules():
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[attribute] = torch.zeros_like(buffer, device="cpu")
+        with seeded(derive_key(self._seed, "init", "buffers")), torch.no_grad():
+            self._model.init_weights()  # type: ignore[operator]
+        return dict(self._model.named_buffers())
+
+
+def materialise(model: nn.Module, first: FirstValues, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Fill a placed model, whose storage exists but holds nothing yet.
+
+    Args:
+        model: after `to_empty`, maybe sharded, maybe one stage of several.
+        first: of the whole, unplaced model.
+        parameters: canonical names of this model's parameters.
+    """
+    for name, parameter in parameters:
+        fill(parameter, lambda name=name: first.parameter(name))  # type: ignore[misc]
+    values = first.buffers()
+    for name, buffer in model.named_buffers():
+        if name in values:
+            buffer.copy_(values[name])
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, make: Callable[[], Tensor]) -> None:
+    """Copy a whole value, or this rank's piece of it, into a parameter."""
+    whole = make()
+    if isinstance(parameter, DTensor):
+        mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+        assert coordinate is not None
+        for axis, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                whole = local_chunk(whole, placement.dim, mesh.size(axis), coordinate[axis])
+        parameter.to_local().copy_(whole)
+    else:
+        parameter.copy_(whole)
+
+
+def agree(model: nn.Module) -> bool:
+    """Make every rank hold rank 0's values; returns whether they already did.
+
+    Compares a fingerprint of each parameter and buffer (sum and sum of absolute values in float64) before sending them.
+    """
+    tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
+    prints = [(t.double().sum(), t.double().abs().sum()) for t in tensors if t.is_floating_point()]
+    mine = torch.stack([x for pair in prints for x in pair]) if prints else torch.zeros(1, dtype=torch.float64)
+    mine = torch.nan_to_num(mine)
+    low, high = mine.clone(), mine.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    if torch.equal(low, high):
+        return True
+    for tensor in tensors:
+        dist.broadcast(tensor, src=0)
+    return False
