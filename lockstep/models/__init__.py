@@ -1,0 +1,135 @@
+"""The models that ship, by name, and the user's own.
+
+    bdh | transformer | free_transformer | vae      the families of this package
+    hf:FOLDER, hf:CONFIG.json, hf:TYPE              Hugging Face causal language models (`lockstep.models.hf`)
+    package.module:Class                            any class, called with `model.args`
+
+What a model may offer to strategies is in `lockstep.models.protocol`. Families are imported when they are asked for.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_FAMILIES = {
+    "bdh": "lockstep.models.bdh:BDH",
+    "transformer": "lockstep.models.transformer:Transformer",
+    "free_transformer": "lockstep.models.free_transformer:FreeTransformer",
+    "vae": "lockstep.models.vae:VAE",
+}
+
+
+class ModelSettings(Protocol):
+    """The section `model` of a config."""
+
+    @property
+    def name(self) -> str | None: ...
+
+    @property
+    def args(self) -> Mapping[str, Any]: ...
+
+
+def get_model(name: str) -> Callable[..., "nn.Module"]:
+    """A builder for the model called `name`.
+
+    Returns:
+        a function of a `Config`, whose `model.args` are used, or of keyword arguments, or of both (keywords win).
+
+    Raises:
+        UsageError: no model has this name.
+    """
+    constructor = _constructor(name)
+
+    def build(config: Any = None, **keywords: Any) -> "nn.Module":
+        args = {} if config is None else dict(config.model.args)
+        return _construct(name, constructor, {**args, **keywords}, facts={})
+
+    return build
+
+
+def build_model(model_config: ModelSettings, facts: Mapping[str, Any] | None = None) -> "nn.Module":
+    """The model that a config describes, on the default device that is active (`meta`, too).
+
+    Args:
+        facts: what the data say (vocab_size, block_size, image_size, channels …): they fill the constructor's
+            arguments that `model.args` leaves unset; those that it does not take are passed over.
+
+    Raises:
+        UsageError: no such model, or arguments that it does not take.
+    """
+    if model_config.name is None:
+        raise UsageError("no model is named", where="model.name", fix=f"write {_known_names()}")
+    name = model_config.name
+    return _construct(name, _constructor(name), dict(model_config.args), facts or {})
+
+
+def _constructor(name: str) -> Callable[..., "nn.Module"]:
+    if name.startswith("hf:"):
+        from lockstep.models.hf import build_hugging_face
+
+        return partial(build_hugging_face, name.removeprefix("hf:"))
+    path = _FAMILIES.get(name, name)
+    if ":" not in path:
+        raise UsageError(
+            f"there is no model {name!r}{_did_you_mean(name, _FAMILIES)}",
+            where="model.name",
+            fix=f"write {_known_names()}",
+        )
+    module, _, attribute = path.partition(":")
+    try:
+        found: Any = import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"the model {name!r} can't be imported",
+            where="model.name",
+            why=str(error),
+            fix="write package.module:Class, importable from where the run starts (PYTHONPATH)",
+        ) from error
+    if not callable(found):
+        raise UsageError(f"{name!r} is a {type(found).__name__}, not a class or a function", where="model.name")
+    return found  # type: ignore[no-any-return]
+
+
+def _construct(
+    name: str, constructor: Callable[..., "nn.Module"], args: Mapping[str, Any], facts: Mapping[str, Any]
+) -> "nn.Module":
+    from torch import nn
+
+    parameters = inspect.signature(constructor).parameters
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    accepted = [key for key, parameter in parameters.items() if parameter.kind in by_keyword]
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    unknown = [key for key in args if key not in accepted]
+    if unknown and not takes_any:
+        raise UsageError(
+            f"the model {name} takes no argument {unknown[0]!r}{_did_you_mean(unknown[0], accepted)}",
+            where=f"model.args.{unknown[0]}",
+            fix=f"it takes {', '.join(accepted) or 'none'}",
+        )
+    filled = {**{key: value for key, value in facts.items() if key in accepted}, **args}
+    missing = [key for key in accepted if parameters[key].default is inspect.Parameter.empty and key not in filled]
+    if missing:
+        raise UsageError(f"the model {name} needs {', '.join(missing)}", where="model.args")
+    model = constructor(**filled)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{name} made a {type(model).__name__}, not an nn.Module", where="model.name")
+    return model
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _known_names() -> str:
+    return f"{', '.join(_FAMILIES)}, hf:FOLDER_OR_TYPE or package.module:Class"

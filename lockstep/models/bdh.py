@@ -1,0 +1,123 @@
+"""BDH, the Dragon Hatchling (Pathway 2025): linear attention over many sparse positive neurons, one set of weights.
+
+    x = LN(embed(ids))                                       [B, T, D]
+    n_layer times, with the same weights:
+        s = relu(x @ encoder)                                [H, B, T, N]
+        q = rope(s)
+        a = LN(tril(q @ q.T, diagonal=-1) @ x)               strictly the past: position 0 sees nothing, LN(0) = 0
+        u = dropout(s * relu(a @ encoder_v))
+        x = LN(x + LN(concat_heads(u) @ decoder))
+    logits = x @ head
+
+N = mlp_multiplier · n_embd / n_head neurons a head. No LayerNorm has parameters.
+
+Where the weights live: `encoder`, `encoder_v` [H, D, N] and `decoder` [H·N, D] are parameters of the model itself, lent
+to each layer at each call (`shared_parameters`, see `lockstep.models.chain`); a `BDHLayer` owns none. So wrapping by
+block finds nothing to wrap: shard the three along a dim that divides, and gather them once a step. A stage of a pipeline
+needs the three wherever it has a layer, with their gradients summed over those stages.
+
+Tensors of neurons are large (H·N = 128·D), and laid out heads first: each product with a weight is then one batched
+product over heads that copies neither the weight nor the neurons.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.models.language import LanguageModel, require_multiple, require_positive
+from lockstep.models.rotary import phases, rotate
+
+THETA = 2.0**16
+INIT_STD = 0.02
+
+
+class BDH(LanguageModel):
+    """ids [B, T] → logits [B, T, V].
+
+    Raises:
+        UsageError: the neurons of a head do not come out as a whole, even number.
+    """
+
+    def __init__(
+        self, n_layer: int = 6, n_embd: int = 256, n_head: int = 4, mlp_multiplier: int = 128, dropout: float = 0.1,
+        vocab_size: int = 256, block_size: int = 512,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        require_positive(n_layer=n_layer, n_embd=n_embd, n_head=n_head, mlp_multiplier=mlp_multiplier)
+        # Rotary positions turn pairs of neurons.
+        require_multiple("mlp_multiplier·n_embd", mlp_multiplier * n_embd, "2·n_head", 2 * n_head)
+        self.block_size = block_size
+        neurons = mlp_multiplier * n_embd // n_head
+        self.encoder = nn.Parameter(torch.empty(n_head, n_embd, neurons))
+        self.encoder_v = nn.Parameter(torch.empty(n_head, n_embd, neurons))
+        self.decoder = nn.Parameter(torch.empty(n_head * neurons, n_embd))
+        self.embed = NormalizedEmbedding(vocab_size, n_embd)
+        self.layers = nn.ModuleList(BDHLayer(dropout) for _ in range(n_layer))
+        self.head = nn.Linear(n_embd, vocab_size, bias=False)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Every parameter ~ N(0, 0.02), each on its own."""
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=INIT_STD)
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
+
+    def segments(self) -> list[tuple[str, nn.Module]]:
+        return [("embed", self.embed), *self.blocks(), ("head", self.head)]
+
+    def shared_parameters(self) -> dict[str, dict[str, str]]:
+        """Every layer borrows the three large weights."""
+        return {name: {weight: weight for weight in ("encoder", "encoder_v", "decoder")} for name, _ in self.blocks()}
+
+
+class NormalizedEmbedding(nn.Embedding):
+    """ids [B, T] → LN(embedding) [B, T, D]."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(super().forward(input), (self.embedding_dim,))
+
+
+class BDHLayer(nn.Module):
+    """x [B, T, D] and the weights → x [B, T, D]. Owns no parameters."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, *, encoder: Tensor, encoder_v: Tensor, decoder: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads, _, neurons = encoder.shape
+        rows = batch * length
+        x_heads = x.reshape(1, rows, width).expand(heads, -1, -1)
+        # In place, because a product does not keep its result for its gradient.
+        s = torch.bmm(x_heads, encoder).relu_()
+        a = attend_to_past(s.view(heads, batch, length, neurons), x)
+        a = F.layer_norm(a, (width,)).view(heads, rows, width)
+        u = self.dropout(s * torch.bmm(a, encoder_v).relu_())
+        # concat_heads(u) @ decoder, as a sum over heads in float32.
+        y = torch.bmm(u, decoder.view(heads, neurons, width)).sum(0, dtype=torch.float32)
+        y = F.layer_norm(y, (width,)).to(x.dtype).view_as(x)
+        return F.layer_norm(x + y, (width,))
+
+
+def attend_to_past(s: Tensor, x: Tensor) -> Tensor:
+    """tril(q qᵀ, −1) x with q = rope(s): s [H, B, T, N], x [B, T, D] → [H, B, T, D].
+
+    Under fp16 it computes in float32: entries of q qᵀ are sums of N products of which most are positive, and pass
+    fp16's 65504. bf16 has the range.
+    """
+    heads, batch, length, neurons = s.shape
+    dtype = torch.bfloat16 if s.dtype == torch.bfloat16 else torch.float32
+    with without_autocast(x.device):
+        cos, sin = phases(length, neurons, THETA, x.device)
+        q = rotate(s, cos, sin, dtype).view(heads * batch, length, neurons)
+        scores = torch.bmm(q, q.transpose(1, 2)).tril(-1).view(heads, batch, length, length)
+        return scores @ x.to(dtype)
+
+
+def without_autocast(device: torch.device) -> torch.autocast:
+    """A region that computes in the dtypes of its operands."""
+    kind = device.type if torch.amp.is_autocast_available(device.type) else "cpu"  # `meta` has none
+    return torch.autocast(kind, enabled=False)

@@ -1,0 +1,194 @@
+"""A Llama-style decoder: the baseline.
+
+Pre-RMSNorm, rotary positions (theta 10000), SwiGLU, grouped-query attention through `scaled_dot_product_attention`,
+no biases. Dropout is on the embedding and on what each block adds to the residual stream, not inside attention, so that
+the fused kernels serve. With `tie_embeddings` the head owns no weight and borrows the embedding's
+(`lockstep.models.chain`).
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.models.language import LanguageModel, require_multiple, require_positive
+from lockstep.models.rotary import phases, rotate
+
+THETA = 10_000.0
+INIT_STD = 0.02
+NORM_EPS = 1e-5
+
+
+class Transformer(LanguageModel):
+    """ids [B, T] → logits [B, T, V].
+
+    Args:
+        n_kv_head: heads of keys and values, a divisor of n_head. Unset: n_head.
+        mlp_hidden: width of the SwiGLU. Unset: 8/3 · n_embd, up to a multiple of 32.
+        tie_embeddings: the head is the embedding, transposed.
+
+    Raises:
+        UsageError: widths and heads do not divide.
+    """
+
+    def __init__(
+        self, n_layer: int = 6, n_embd: int = 256, n_head: int = 4, n_kv_head: int | None = None,
+        mlp_hidden: int | None = None, tie_embeddings: bool = False, dropout: float = 0.0,
+        vocab_size: int = 256, block_size: int = 512,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        require_positive(n_layer=n_layer, vocab_size=vocab_size)
+        self.block_size = block_size
+        self.tie_embeddings = tie_embeddings
+        self.embed = Embedding(vocab_size, n_embd, dropout)
+        self.layers = nn.ModuleList(
+            Block(n_embd, n_head, n_kv_head, mlp_hidden, dropout, n_layer) for _ in range(n_layer)
+        )
+        self.head = Head(n_embd, vocab_size, tied=tie_embeddings)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Each module fills its own parameters."""
+        for _, segment in self.segments():
+            segment.init_weights()  # type: ignore[operator]
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
+
+    def segments(self) -> list[tuple[str, nn.Module]]:
+        return [("embed", self.embed), *self.blocks(), ("head", self.head)]
+
+    def shared_parameters(self) -> dict[str, dict[str, str]]:
+        """A tied head borrows the embedding."""
+        return {"head": {"weight": "embed.weight"}} if self.tie_embeddings else {}
+
+
+class Embedding(nn.Embedding):
+    """ids [B, T] → [B, T, D], with dropout."""
+
+    def __init__(self, vocab_size: int, n_embd: int, dropout: float) -> None:
+        super().__init__(vocab_size, n_embd)
+        self.dropout = nn.Dropout(dropout)
+
+    def init_weights(self) -> None:
+        nn.init.normal_(self.weight, std=INIT_STD)
+
+    def forward(self, input: Tensor) -> Tensor:
+        embedded: Tensor = self.dropout(super().forward(input))
+        return embedded
+
+
+class Head(nn.Module):
+    """x [B, T, D] → logits [B, T, V]; what else it is given travels on unchanged.
+
+    Args:
+        tied: it owns no weight and is lent one [V, D] at each call.
+    """
+
+    def __init__(self, n_embd: int, vocab_size: int, *, tied: bool) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(n_embd, eps=NORM_EPS)
+        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, n_embd))
+
+    def init_weights(self) -> None:
+        nn.init.ones_(self.norm.weight)
+        if self.weight is not None:
+            nn.init.normal_(self.weight, std=INIT_STD)
+
+    def forward(self, x: Tensor, *carried: Tensor, weight: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+        own = self.weight if weight is None else weight
+        assert own is not None, "a tied head is lent its weight"
+        return with_carried(F.linear(self.norm(x), own), carried)
+
+
+class Block(nn.Module):
+    """x [B, T, D] → x [B, T, D], causal; what else it is given travels on unchanged."""
+
+    def __init__(
+        self, n_embd: int, n_head: int, n_kv_head: int | None, mlp_hidden: int | None, dropout: float, n_layer: int
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(n_embd, eps=NORM_EPS)
+        self.attention = Attention(n_embd, n_head, n_kv_head)
+        self.mlp_norm = nn.RMSNorm(n_embd, eps=NORM_EPS)
+        self.mlp = SwiGLU(n_embd, mlp_hidden)
+        self.dropout = nn.Dropout(dropout)
+        # Two additions a layer: so the residual stream starts with a variance that depth does not change.
+        self.out_std = INIT_STD / math.sqrt(2 * n_layer)
+
+    def init_weights(self) -> None:
+        nn.init.ones_(self.attention_norm.weight)
+        nn.init.ones_(self.mlp_norm.weight)
+        self.attention.init_weights(self.out_std)
+        self.mlp.init_weights(self.out_std)
+
+    def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
+        normed = self.attention_norm(x)
+        x = x + self.dropout(self.attention(normed, normed))
+        return with_carried(x + self.dropout(self.mlp(self.mlp_norm(x))), carried)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions: queries from [B, T, D], keys and values from [B, T, D].
+
+    Args:
+        causal: a position attends to itself and what is before it; else to all.
+    """
+
+    def __init__(self, n_embd: int, n_head: int, n_kv_head: int | None, *, causal: bool = True) -> None:
+        super().__init__()
+        n_kv_head = n_head if n_kv_head is None else n_kv_head
+        require_positive(n_embd=n_embd, n_head=n_head, n_kv_head=n_kv_head)
+        require_multiple("n_embd", n_embd, "2·n_head", 2 * n_head)  # rotary positions turn pairs
+        require_multiple("n_head", n_head, "n_kv_head", n_kv_head)
+        self.head_width = n_embd // n_head
+        self.grouped = n_kv_head != n_head
+        self.causal = causal
+        self.query = nn.Linear(n_embd, n_embd, bias=False)
+        self.key = nn.Linear(n_embd, n_kv_head * self.head_width, bias=False)
+        self.value = nn.Linear(n_embd, n_kv_head * self.head_width, bias=False)
+        self.out = nn.Linear(n_embd, n_embd, bias=False)
+
+    def init_weights(self, out_std: float) -> None:
+        for linear in (self.query, self.key, self.value):
+            nn.init.normal_(linear.weight, std=INIT_STD)
+        nn.init.normal_(self.out.weight, std=out_std)
+
+    def forward(self, queries_from: Tensor, keys_from: Tensor) -> Tensor:
+        cos, sin = phases(queries_from.shape[1], self.head_width, THETA, queries_from.device)
+        q = rotate(self._heads(self.query(queries_from)), cos, sin)
+        k = rotate(self._heads(self.key(keys_from)), cos, sin)
+        v = self._heads(self.value(keys_from))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.grouped)
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # [B, H, T, head width]
+
+
+class SwiGLU(nn.Module):
+    """x [B, T, D] → down(silu(gate x) · up x)."""
+
+    def __init__(self, n_embd: int, hidden: int | None) -> None:
+        super().__init__()
+        hidden = math.ceil(n_embd * 8 / 3 / 32) * 32 if hidden is None else hidden
+        require_positive(mlp_hidden=hidden)
+        self.gate = nn.Linear(n_embd, hidden, bias=False)
+        self.up = nn.Linear(n_embd, hidden, bias=False)
+        self.down = nn.Linear(hidden, n_embd, bias=False)
+
+    def init_weights(self, out_std: float) -> None:
+        for linear in (self.gate, self.up):
+            nn.init.normal_(linear.weight, std=INIT_STD)
+        nn.init.normal_(self.down.weight, std=out_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+def with_carried(x: Tensor, carried: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    """x, or a tuple of x and copies of what a chain carries past it (copies: see `lockstep.models.chain`)."""
+    return (x, *(tensor.clone() for tensor in carried)) if carried else x
