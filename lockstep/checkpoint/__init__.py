@@ -1,0 +1,33 @@
+"""Checkpoints: what is committed is whole, what is not whole is invisible.
+
+    checkpoints/step-00000100/
+      manifest.json        format version, files {size, crc32}, parameters {shape, dtype, aliases}; its own checksum
+      last model/               the tensors of the model      (torch.distributed.checkpoint's format) optimizer/NAME/
+      the state of an optimizer     " extra/NAME/          EMA, compression state, …     " state.json
+      everything that is no tensor config.yaml          the resolved config of the run
+
+`save` and `load` are for all ranks of a run at once; the rest looks at files, and needs no process group.
+"""
+
+from lockstep.checkpoint.commit import save
+from lockstep.checkpoint.digest import digest, digest_tensors
+from lockstep.checkpoint.keep import newest, resume_point, rotate, set_aside
+from lockstep.checkpoint.manifest import DamagedError, verify
+from lockstep.checkpoint.names import list_checkpoints
+from lockstep.checkpoint.restore import load
+from lockstep.checkpoint.snapshot import Snapshot
+
+__all__ = [
+    "DamagedError",
+    "Snapshot",
+    "digest",
+    "digest_tensors",
+    "list_checkpoints",
+    "load",
+    "newest",
+    "resume_point",
+    "rotate",
+    "save",
+    "set_aside",
+    "verify",
+]

@@ -1,0 +1,254 @@
+"""Writing a checkpoint: all of it or nothing, whatever happens meanwhile.
+
+Everything goes into a folder that is not a checkpoint by its name. Each rank writes and syncs its own files; rank 0
+adds the metadata, the state and, last, the manifest; syncs every folder; gives the folder its name in one rename; and
+syncs the folder above. Before the rename there is no new checkpoint, after it there is a whole one. Nothing is
+overwritten.
+"""
+
+import platform
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from lockstep.checkpoint.disk import FileFacts, sync_directory, write_file
+from lockstep.checkpoint.manifest import Manifest, ParameterFacts, verify
+from lockstep.checkpoint.names import CONFIG, MANIFEST, MODEL, STATE, Writer, aside_name, step_name
+from lockstep.checkpoint.pieces import Part, dtype_name
+from lockstep.checkpoint.snapshot import Snapshot, Staged, dump_state, stage
+from lockstep.checkpoint.storage import PartWriter, global_plan, local_plan
+from lockstep.checkpoint.together import Ranks
+from lockstep.errors import RunError, UsageError
+
+_in_flight: set[str] = set()  # tokens of the writers of this process; the sweep of dead writers spares them
+
+
+def save(
+    directory: str | Path, step: int, snapshot: Snapshot, *, config_yaml: str, group: dist.ProcessGroup | None = None
+) -> Path:
+    """Write a checkpoint; every rank of the group calls it. When it returns, the checkpoint is on disk, whole.
+
+    Args:
+        directory: the folder of checkpoints, which all ranks share; made if it is not there.
+        step: the step after which the snapshot was taken.
+        config_yaml: the resolved config of the run, kept beside the state.
+        group: the ranks that hold the state; the default group if None. Gloo or NCCL.
+
+    Returns:
+        the folder of the new checkpoint, `directory/step-00000100`.
+
+    Raises:
+        UsageError: the snapshot can't be stored, or a checkpoint of this step exists already and is whole.
+        RunError: the disk refused; nothing of the attempt stays behind, older checkpoints are untouched.
+            The same error on every rank.
+    """
+    ranks = Ranks(group)
+    staged = ranks.agree(_failed(step), lambda: stage(snapshot))
+    return commit(Path(directory), step, staged, config_yaml, ranks)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What rank 0 tells each rank: the name of the unfinished folder, and what to write of each part."""
+
+    folder: str
+    plans: dict[str, SavePlan]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What each rank tells rank 0: where its blocks lie, and the facts of its files (path inside the checkpoint)."""
+
+    results: dict[str, list[WriteResult]]
+    files: dict[str, FileFacts]
+
+
+def commit(directory: Path, step: int, staged: Staged, config_yaml: str, ranks: Ranks) -> Path:
+    """`save`, for a snapshot that is staged already."""
+    final = directory / step_name(step)
+    main = _MainRank(directory, step, staged.state, config_yaml) if ranks.is_main else None
+    try:
+        share = ranks.exchange(
+            _failed(step),
+            lambda: ({part: (local_plan(p), p.aliases) for part, p in staged.parts.items()}, staged.groups),
+            lambda plans: _of(main).open(plans),
+        )
+        ranks.judge(
+            _failed(step),
+            lambda: _write_share(directory / share.folder, share, staged.parts),
+            lambda written: _of(main).close(written),
+        )
+    finally:
+        if main is not None:
+            main.clean_up()
+    return final
+
+
+def _failed(step: int) -> str:
+    return f"the checkpoint of step {step} was not written"
+
+
+def _of(main: "_MainRank | None") -> "_MainRank":
+    assert main is not None, "only rank 0 decides"
+    return main
+
+
+def _write_share(folder: Path, share: _Share, parts: Mapping[str, Part]) -> _Written:
+    if not folder.is_dir():
+        raise RunError(
+            f"{folder} was made by rank 0, but this rank does not see it",
+            why="the folder of checkpoints is not shared between the hosts",
+            fix="choose an --output-dir on a file system that all hosts mount",
+        )
+    results: dict[str, list[WriteResult]] = {}
+    files: dict[str, FileFacts] = {}
+    for part, plan in share.plans.items():
+        writer = PartWriter(folder / part)
+        results[part] = writer.write(plan, parts.get(part, Part()))
+        files |= {f"{part}/{name}": facts for name, facts in writer.facts.items()}
+    return _Written(results, files)
+
+
+class _MainRank:
+    """Rank 0's side: opens the unfinished folder, shares out the work, and commits."""
+
+    def __init__(self, directory: Path, step: int, state: dict[str, Any], config_yaml: str) -> None:
+        self.directory, self.step, self.state, self.config_yaml = directory, step, state, config_yaml
+        self.writer = Writer.new()
+        self.folder = directory / self.writer.folder(step)
+        self.metadata: dict[str, Metadata] = {}
+        self.aliases: dict[str, tuple[str, ...]] = {}
+        self.groups: dict[str, dict[str, Any]] = {}
+        _in_flight.add(self.writer.token)
+
+    def open(
+        self, ranks: list[tuple[dict[str, tuple[SavePlan, dict[str, tuple[str, ...]]]], dict[str, Any]]]
+    ) -> list[_Share]:
+        """Decide who writes what, and make the folders for it."""
+        names = sorted({part for parts, _ in ranks for part in parts}, key=lambda part: (part != MODEL, part))
+        shares: list[dict[str, SavePlan]] = [{} for _ in ranks]
+        for part in names:
+            plans = [parts[part][0] if part in parts else SavePlan([]) for parts, _ in ranks]
+            _check_ranks_agree(plans)
+            shared, self.metadata[part] = global_plan(plans, self.folder / part)
+            for share, plan in zip(shares, shared, strict=True):
+                share[part] = plan
+        self.aliases = _merge_aliases([parts[MODEL][1] for parts, _ in ranks if MODEL in parts], self.metadata[MODEL])
+        self.groups = merge_groups([groups for _, groups in ranks])
+        self._make_way()
+        self.folder.mkdir(parents=True)
+        for part in names:
+            (self.folder / part).mkdir(parents=True)
+        return [_Share(self.folder.name, plans) for plans in shares]
+
+    def _make_way(self) -> None:
+        final = self.directory / step_name(self.step)
+        if not final.exists():
+            return
+        if not verify(final):
+            raise UsageError(
+                f"there is a checkpoint of step {self.step} already, and it is whole: {final}",
+                fix="resume from it, or move it away",
+            )
+        final.rename(
+            self.directory / aside_name(self.step)
+        )  # damaged: kept for whoever wants to look, but out of the way
+
+    def close(self, written: list[_Written]) -> None:
+        """Add metadata, state and manifest; then let the checkpoint exist."""
+        files = {path: facts for rank in written for path, facts in rank.files.items()}
+        for part, metadata in self.metadata.items():
+            writer = PartWriter(self.folder / part)
+            writer.finish(metadata, [rank.results[part] for rank in written])
+            files |= {f"{part}/{name}": facts for name, facts in writer.facts.items()}
+        files[STATE] = write_file(self.folder / STATE, dump_state(self.state, self.groups))
+        files[CONFIG] = write_file(self.folder / CONFIG, self.config_yaml.encode())
+        manifest = Manifest(self.step, files, self._parameters(), tuple(self.metadata), _versions())
+        write_file(self.folder / MANIFEST, manifest.to_bytes())
+        inside = {self.folder / part for part in self.metadata}
+        for folder in sorted(inside | {path.parent for path in inside} | {self.folder}, reverse=True):
+            sync_directory(folder)
+        self.folder.rename(self.directory / step_name(self.step))
+        sync_directory(self.directory)
+
+    def clean_up(self) -> None:
+        """After a failure: nothing of the attempt stays. After a success there is nothing by this name."""
+        shutil.rmtree(
+            self.folder, ignore_errors=True
+        )  # what can't be removed is swept later; the error to tell is another
+        _in_flight.discard(self.writer.token)
+
+    def _parameters(self) -> dict[str, ParameterFacts]:
+        stored = self.metadata[MODEL].state_dict_metadata
+        return {name: _facts(tensor, self.aliases.get(name, ())) for name, tensor in stored.items()}
+
+
+def is_in_flight(token: str) -> bool:
+    """Whether a writer of this process, by its token, is still at work."""
+    return token in _in_flight
+
+
+def _facts(tensor: object, aliases: tuple[str, ...]) -> ParameterFacts:
+    assert isinstance(tensor, TensorStorageMetadata)
+    return ParameterFacts(tuple(tensor.size), dtype_name(tensor.properties.dtype), aliases)
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "python": platform.python_version()}
+
+
+def _check_ranks_agree(plans: list[SavePlan]) -> None:
+    seen: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for plan in plans:
+        for item in plan.items:
+            assert item.tensor_data is not None
+            mine = (tuple(item.tensor_data.size), item.tensor_data.properties.dtype)
+            first = seen.setdefault(item.index.fqn, mine)
+            if first != mine:
+                raise UsageError(
+                    f"ranks disagree about {item.index.fqn}: {_say(first)} on one, {_say(mine)} on another",
+                    why="a name means one tensor, whichever ranks hold it",
+                )
+
+
+def _say(facts: tuple[tuple[int, ...], torch.dtype]) -> str:
+    return f"{dtype_name(facts[1])}{list(facts[0])}"
+
+
+def _merge_aliases(ranks: list[dict[str, tuple[str, ...]]], model: Metadata) -> dict[str, tuple[str, ...]]:
+    merged: dict[str, tuple[str, ...]] = {}
+    for aliases in ranks:
+        for name, others in aliases.items():
+            merged[name] = tuple(dict.fromkeys((*merged.get(name, ()), *others)))
+    for name, others in merged.items():
+        if both := [other for other in others if other in model.state_dict_metadata]:
+            raise UsageError(
+                f"{name} and {both[0]} are one parameter on one rank and two on another",
+                fix="tell the snapshot: aliases={canonical name: (further names,)} on every rank",
+            )
+    return merged
+
+
+def merge_groups(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The parameter groups of each optimizer over all ranks, which may hold different parameters of a group."""
+    merged: dict[str, dict[str, Any]] = {}
+    for groups in ranks:
+        for name, mine in groups.items():
+            whole = merged.setdefault(name, {"groups": [], "values": {}})
+            whole["values"] |= mine["values"]
+            for i, group in enumerate(mine["groups"]):
+                if i == len(whole["groups"]):
+                    whole["groups"].append({"params": [], "options": group["options"]})
+                if whole["groups"][i]["options"] != group["options"]:
+                    raise UsageError(f"group {i} of optimizer {name!r} has different options on different ranks")
+                known = whole["groups"][i]["params"]
+                known += [param for param in group["params"] if param not in set(known)]
+    return merged

@@ -1,0 +1,176 @@
+"""`manifest.json`: what a checkpoint holds, and the checksums that prove it.
+
+The manifest is written last. It is JSON, one entry a line; its last line is the CRC-32 of all lines before it, so that
+a flipped byte is noticed in the manifest as in any other file.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.disk import FileFacts, facts_inside, open_inside, size_inside
+from lockstep.checkpoint.names import CONFIG, MANIFEST, MODEL, STATE, is_listed_file, is_part, step_of
+from lockstep.errors import RunError, UsageError
+
+FORMAT_VERSION = 1
+_METADATA = ".metadata"
+
+
+class DamagedError(RunError):
+    """A checkpoint, or a file of it, is not what was written."""
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """One tensor of the model, whole: its shape, its dtype without `torch.`, and further names that share it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Args:
+    step: the step after which the state was taken.
+    files: path inside the checkpoint, with `/`, → size and checksum.
+    parameters: canonical name → facts, in the order of the names.
+    parts: the folders of tensors: `model`, `optimizer/NAME`, `extra/NAME`.
+    """
+
+    step: int
+    files: Mapping[str, FileFacts]
+    parameters: Mapping[str, ParameterFacts]
+    parts: tuple[str, ...] = (MODEL,)
+    written_by: Mapping[str, str] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        files = {path: {"size": f.size, "crc32": f"{f.crc32:08x}"} for path, f in sorted(self.files.items())}
+        parameters = {
+            name: {"shape": list(p.shape), "dtype": p.dtype, "aliases": list(p.aliases)}
+            for name, p in sorted(self.parameters.items())
+        }
+        lines = ["{", f'"format_version": {FORMAT_VERSION},', f'"step": {self.step},']
+        lines += [f'"written_by": {json.dumps(dict(self.written_by))},', f'"parts": {json.dumps(list(self.parts))},']
+        lines += _entries("files", files) + _entries("parameters", parameters)
+        body = "".join(line + "\n" for line in lines).encode()
+        return body + _checksum_line(body)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Manifest":
+        """Raises ValueError, with the reason, for anything but what `to_bytes` wrote."""
+        body, newline, _ = data[:-1].rpartition(b"\n")
+        body += newline
+        if data != body + _checksum_line(body):
+            raise ValueError("its last line is not the checksum of what is above it")
+        content = json.loads(data)
+        version = content.get("format_version")
+        if version != FORMAT_VERSION:
+            raise UsageError(
+                f"the checkpoint has format version {version}; this Lockstep reads version {FORMAT_VERSION}",
+                fix="use the version of Lockstep that wrote it, or a newer one",
+            )
+        manifest = cls(
+            step=int(content["step"]),
+            files={path: FileFacts(int(f["size"]), int(f["crc32"], 16)) for path, f in content["files"].items()},
+            parameters={name: _parameter(p) for name, p in content["parameters"].items()},
+            parts=tuple(content["parts"]),
+            written_by=content["written_by"],
+        )
+        manifest._check_names()
+        return manifest
+
+    def _check_names(self) -> None:
+        stray = [path for path in self.files if not is_listed_file(path)]
+        stray += [part for part in self.parts if not is_part(part)]
+        if stray:
+            raise ValueError(f"it lists {stray[0]!r}, which no checkpoint holds")
+        needed = [STATE, CONFIG, *(f"{part}/{_METADATA}" for part in self.parts)]
+        if missing := [path for path in needed if path not in self.files]:
+            raise ValueError(f"it does not list {missing[0]}")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(f.size for f in self.files.values())
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of one checkpoint, its own checksum proved; the files that it lists are not looked at.
+
+    Raises:
+        UsageError: `path` is not there, or was written by a later format.
+        DamagedError: the manifest is missing, cut or changed.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UsageError(f"there is no checkpoint at {folder}")
+    try:
+        with open_inside(folder, MANIFEST) as file:
+            manifest = Manifest.from_bytes(file.read())
+    except FileNotFoundError:
+        raise DamagedError(
+            f"{folder} has no {MANIFEST}", why="it is not a checkpoint, or was only partly copied"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(
+            "the manifest of a checkpoint is damaged", where=str(folder / MANIFEST), why=str(error)
+        ) from None
+    named = step_of(folder.name)
+    if named is not None and named != manifest.step:
+        raise DamagedError(f"{folder} holds step {manifest.step}, not the step of its name", fix="rename it back")
+    return manifest
+
+
+def problems_of_files(
+    folder: Path, manifest: Manifest, paths: Iterable[str] | None = None, *, thorough: bool
+) -> list[str]:
+    """What is wrong with the files of a checkpoint, a line each; none if all is well.
+
+    Args:
+        paths: the ones to look at; all that the manifest lists if None.
+        thorough: read every byte and compare checksums; else sizes only.
+    """
+    problems = []
+    for path in manifest.files if paths is None else paths:
+        expected = manifest.files[path]
+        try:
+            size = size_inside(folder, path)
+            if size != expected.size:
+                problems.append(f"{path}: {size} bytes, where {expected.size} were written")
+            elif thorough and facts_inside(folder, path).crc32 != expected.crc32:
+                problems.append(f"{path}: its checksum is not that of what was written")
+        except FileNotFoundError:
+            problems.append(f"{path}: missing")
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror or error}")
+    return problems
+
+
+def verify(path: str | os.PathLike[str], *, thorough: bool = True) -> list[str]:
+    """What is wrong with a checkpoint, a line each; an empty list means that it is whole.
+
+    Args:
+        thorough: read every byte and compare checksums (about 2 GB/s); else the manifest's checksum and all sizes.
+    """
+    try:
+        manifest = read_manifest(path)
+    except (DamagedError, UsageError) as error:
+        return [error.what + (f": {error.why}" if error.why else "")]
+    return problems_of_files(Path(path), manifest, thorough=thorough)
+
+
+def _entries(name: str, entries: Mapping[str, Any]) -> list[str]:
+    rows = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items()]
+    return [f'"{name}": {{', *(row + "," for row in rows[:-1]), *rows[-1:], "},"]
+
+
+def _parameter(content: Mapping[str, Any]) -> ParameterFacts:
+    return ParameterFacts(tuple(content["shape"]), content["dtype"], tuple(content["aliases"]))
+
+
+def _checksum_line(body: bytes) -> bytes:
+    return f'"crc32": "{zlib.crc32(body):08x}"}}\n'.encode()

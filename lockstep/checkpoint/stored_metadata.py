@@ -1,0 +1,187 @@
+"""Reading DCP's `.metadata` without trusting it.
+
+The file is a pickle, and a pickle is a program. Here it can build nothing but plain records: every class that DCP's
+metadata names is replaced by an inert stand-in, every other name is refused, and what comes out is checked field by
+field before it becomes the real thing. So a hostile file can name no function, run nothing, and point at no file but
+the tensor files beside it.
+"""
+
+import io
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from lockstep.checkpoint.pieces import dtype_of
+from lockstep.checkpoint.torch_internals import GET_LAYOUT, METADATA_MODULE, METADATA_RECORDS, STORAGE_INFO
+
+_TENSOR_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+
+
+@dataclass(frozen=True)
+class StoredAt:
+    """Where a stored block lies: a file beside `.metadata`, and bytes in it. The reader of DCP knows these names."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """One folder of tensors, as its metadata describes it."""
+
+    tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
+    places: dict[MetadataIndex, StoredAt] = field(default_factory=dict)
+
+
+class _Sealed(type):
+    """Classes that a pickle can't change: its BUILD instruction may set attributes of whatever lies on the stack."""
+
+    def __setattr__(cls, name: str, value: object) -> NoReturn:
+        raise pickle.UnpicklingError("it tries to change a class")
+
+
+class _Record(metaclass=_Sealed):
+    """Stands in for one of DCP's records; keeps what the pickle says of it."""
+
+    arguments: tuple[object, ...] = ()
+
+    def __new__(cls, *arguments: object) -> "_Record":
+        record = super().__new__(cls)
+        record.__dict__["arguments"] = arguments
+        return record
+
+    def __setstate__(self, state: object) -> None:
+        self.__dict__.update(state if type(state) is dict else {"arguments": state})
+
+
+class _Size(tuple[int, ...], metaclass=_Sealed):
+    """Stands in for torch.Size."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> NoReturn:
+        raise pickle.UnpicklingError("it gives a size attributes")
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        # Fresh for every file: nothing that one file does can reach the next.
+        self._records = {name: _Sealed(name, (_Record,), {}) for name in (*METADATA_RECORDS, STORAGE_INFO[1])}
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module == METADATA_MODULE and name in METADATA_RECORDS) or (module, name) == STORAGE_INFO:
+            return self._records[name]
+        if (module, name) == ("torch", "Size"):
+            return _Size
+        if (module, name) == GET_LAYOUT:
+            return _Layout
+        if module == "torch":
+            return dtype_of(name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata needs")
+
+    def persistent_load(self, pid: object) -> NoReturn:
+        raise pickle.UnpicklingError("it refers to an object outside")
+
+
+class _Layout(_Record):
+    """Stands in for the call that looks a layout up by name."""
+
+
+def parse_metadata(data: bytes) -> StoredPart:
+    """The content of a `.metadata` file.
+
+    Raises:
+        ValueError: it is not what DCP writes for a flat dictionary of dense tensors, or it points elsewhere.
+    """
+    try:
+        top = _Unpickler(data).load()
+        tensors = {_text(k): _tensor(v) for k, v in _typed(_field(top, "state_dict_metadata"), dict).items()}
+        places = {_index(k): _place(v) for k, v in _typed(_field(top, "storage_data"), dict).items()}
+    except ValueError:
+        raise
+    except Exception as error:  # a broken pickle raises nearly anything: IndexError, EOFError, UnicodeDecodeError …
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    for name, tensor in tensors.items():
+        _check_cover(name, tensor)
+        missing = [c for c in tensor.chunks if MetadataIndex(name, c.offsets) not in places]
+        if missing:
+            raise ValueError(f"a block of {name} is described but stored nowhere")
+    return StoredPart(tensors, places)
+
+
+def _tensor(record: Any) -> TensorStorageMetadata:
+    if type(record).__name__ != "TensorStorageMetadata":
+        raise ValueError(f"it holds a {type(record).__name__}, where only tensors are stored")
+    dtype = _field(record, "properties").arguments[0]
+    chunks = [ChunkStorageMetadata(_size(_field(c, "offsets")), _size(_field(c, "sizes")))
+              for c in _typed(_field(record, "chunks"), list)]  # fmt: skip
+    return TensorStorageMetadata(TensorProperties(_typed(dtype, torch.dtype)), _size(_field(record, "size")), chunks)
+
+
+def _index(record: Any) -> MetadataIndex:
+    return MetadataIndex(_text(_field(record, "fqn")), _size(_field(record, "offset")))
+
+
+def _place(record: Any) -> StoredAt:
+    path = _text(_field(record, "relative_path"))
+    if not _TENSOR_FILE.fullmatch(path):
+        raise ValueError(f"it points at {path!r}, which is not one of its own tensor files")
+    offset, length = _count(_field(record, "offset")), _count(_field(record, "length"))
+    if record.__dict__.get("transform_descriptors"):
+        raise ValueError("its blocks are transformed (compressed or encrypted)")
+    return StoredAt(path, offset, length)
+
+
+def _check_cover(name: str, tensor: TensorStorageMetadata) -> None:
+    """The stored blocks lie inside the tensor and have as many elements as it; they don't overlap, as they don't
+    repeat.
+    """
+    elements = 0
+    for chunk in tensor.chunks:
+        bounds = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
+        if any(offset + size > whole for offset, size, whole in bounds):
+            raise ValueError(f"a block of {name} lies outside it")
+        elements += chunk.sizes.numel()
+    if elements != tensor.size.numel():
+        raise ValueError(f"the blocks of {name} hold {elements} of its {tensor.size.numel()} elements")
+
+
+def _field(record: Any, name: str) -> Any:
+    if not isinstance(record, _Record) or name not in record.__dict__:
+        raise ValueError(f"it lacks {name}")
+    return record.__dict__[name]
+
+
+def _typed(value: Any, kind: Callable[..., Any]) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"it holds a {type(value).__name__} in a wrong place")
+    return value
+
+
+def _text(value: Any) -> str:
+    return str(_typed(value, str))
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"it holds {value!r}, where a count is needed")
+    return value
+
+
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, tuple):
+        raise ValueError("it lacks a size")
+    return torch.Size([_count(v) for v in value])

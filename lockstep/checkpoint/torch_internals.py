@@ -1,0 +1,48 @@
+"""The names in torch that are not public, all in one place; a test notices when one of them moves.
+
+Assumes the file format of torch.distributed.checkpoint 1.0 (torch 2.11 to 2.13).
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+
+from lockstep.errors import UsageError
+
+METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+METADATA_RECORDS = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "TensorProperties",
+    "ChunkStorageMetadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+)
+STORAGE_INFO = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+GET_LAYOUT = ("torch.serialization", "_get_layout")
+
+
+def chunks_of(tensor: DTensor) -> ChunkStorageMetadata:
+    """The block of the whole tensor that this rank holds: offsets and sizes.
+
+    Raises:
+        UsageError: the block can't be said: a pending reduction, or a placement that leaves several blocks.
+    """
+    try:
+        chunks = cast(Sequence[ChunkStorageMetadata], tensor.__create_chunk_list__())  # type: ignore[no-untyped-call]
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"a DTensor with placements {tensor.placements} can't be saved", why=str(error)) from None
+    if len(chunks) != 1:
+        raise UsageError(f"a DTensor with placements {tensor.placements} lies in {len(chunks)} blocks on one rank")
+    return chunks[0]
+
+
+def read_items(name: str, stored: TensorStorageMetadata, target: ChunkStorageMetadata) -> list[ReadItem]:
+    """Which parts of which stored blocks fill the target block."""
+    return create_read_items_for_chunk_list(name, stored, [target])
