@@ -1,0 +1,44 @@
+# The two commands: `make demo` trains a model before your eyes, `make test` runs what continuous integration runs.
+# Each makes the virtual environment if it is not there; nothing but Python (≥ 3.11) and make is needed.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-full check format clean
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: check system
+	$(BIN)/python -m pytest
+
+test-full: $(READY)
+	$(BIN)/python -m pytest -m "full or not full"
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Tests of several hosts need `ip` and `tc`; without them (or without root) they are skipped, and the run says so.
+.PHONY: system
+system: $(READY)
+	@command -v ip >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq iproute2; } || true
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache runs

@@ -1,0 +1,60 @@
+"""Lockstep: distributed training for PyTorch in which every strategy takes the same step.
+
+The public names are imported when they are first used, so that the command line starts without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.cluster import all_reduce, barrier, cleanup, is_main_process, local_rank, rank, setup, world_size
+    from lockstep.config import Config
+    from lockstep.data.sampler import DistributedSampler
+    from lockstep.errors import LockstepError, RunError, UsageError
+    from lockstep.launch.spawn import spawn
+    from lockstep.models import get_model
+    from lockstep.trainer import Trainer
+
+_HOME = {
+    "Config": "lockstep.config",
+    "Trainer": "lockstep.trainer",
+    "get_model": "lockstep.models",
+    "spawn": "lockstep.launch.spawn",
+    "DistributedSampler": "lockstep.data.sampler",
+    "LockstepError": "lockstep.errors",
+    "RunError": "lockstep.errors",
+    "UsageError": "lockstep.errors",
+    **dict.fromkeys(
+        ("setup", "cleanup", "rank", "world_size", "local_rank", "is_main_process", "barrier", "all_reduce"),
+        "lockstep.cluster",
+    ),
+}
+
+__all__ = [
+    "Config",
+    "DistributedSampler",
+    "LockstepError",
+    "RunError",
+    "Trainer",
+    "UsageError",
+    "all_reduce",
+    "barrier",
+    "cleanup",
+    "get_model",
+    "is_main_process",
+    "local_rank",
+    "rank",
+    "setup",
+    "spawn",
+    "world_size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
