@@ -9,25 +9,33 @@
 `save` and `load` are for all ranks of a run at once; the rest looks at files, and needs no process group.
 """
 
-from lockstep.checkpoint.commit import save
+from lockstep.checkpoint.background import AsyncSaver
+from lockstep.checkpoint.commit import save, save_as
 from lockstep.checkpoint.digest import digest, digest_tensors
 from lockstep.checkpoint.keep import newest, resume_point, rotate, set_aside
 from lockstep.checkpoint.manifest import DamagedError, verify
 from lockstep.checkpoint.names import list_checkpoints
+from lockstep.checkpoint.optimizers import has_optimizer, optimizer_state, optimizer_targets, restore_optimizer
 from lockstep.checkpoint.restore import load
 from lockstep.checkpoint.snapshot import Snapshot
 
 __all__ = [
+    "AsyncSaver",
     "DamagedError",
     "Snapshot",
     "digest",
     "digest_tensors",
+    "has_optimizer",
     "list_checkpoints",
     "load",
     "newest",
+    "optimizer_state",
+    "optimizer_targets",
+    "restore_optimizer",
     "resume_point",
     "rotate",
     "save",
+    "save_as",
     "set_aside",
     "verify",
 ]

@@ -6,6 +6,7 @@ syncs the folder above. Before the rename there is no new checkpoint, after it t
 overwritten.
 """
 
+import os
 import platform
 import shutil
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lockstep.checkpoint.disk import FileFacts, sync_directory, write_file
 from lockstep.checkpoint.manifest import Manifest, ParameterFacts, verify
-from lockstep.checkpoint.names import CONFIG, MANIFEST, MODEL, STATE, Writer, aside_name, step_name
+from lockstep.checkpoint.names import CONFIG, MANIFEST, MODEL, STATE, Writer, aside_name, step_name, step_of
 from lockstep.checkpoint.pieces import Part, dtype_name
 from lockstep.checkpoint.snapshot import Snapshot, Staged, dump_state, stage
 from lockstep.checkpoint.storage import PartWriter, global_plan, local_plan
@@ -50,9 +51,16 @@ def save(
         RunError: the disk refused; nothing of the attempt stays behind, older checkpoints are untouched.
             The same error on every rank.
     """
+    return save_as(Path(directory) / step_name(step), step, snapshot, config_yaml=config_yaml, group=group)
+
+
+def save_as(
+    path: str | Path, step: int, snapshot: Snapshot, *, config_yaml: str, group: dist.ProcessGroup | None = None
+) -> Path:
+    """`save`, to a folder of the caller's naming: `path` is the checkpoint itself, and must not exist yet."""
     ranks = Ranks(group)
     staged = ranks.agree(_failed(step), lambda: stage(snapshot))
-    return commit(Path(directory), step, staged, config_yaml, ranks)
+    return commit(Path(path), step, staged, config_yaml, ranks)
 
 
 @dataclass(frozen=True)
@@ -71,10 +79,9 @@ class _Written:
     files: dict[str, FileFacts]
 
 
-def commit(directory: Path, step: int, staged: Staged, config_yaml: str, ranks: Ranks) -> Path:
-    """`save`, for a snapshot that is staged already."""
-    final = directory / step_name(step)
-    main = _MainRank(directory, step, staged.state, config_yaml) if ranks.is_main else None
+def commit(path: Path, step: int, staged: Staged, config_yaml: str, ranks: Ranks) -> Path:
+    """`save_as`, for a snapshot that is staged already."""
+    main = _MainRank(path, step, staged.state, config_yaml) if ranks.is_main else None
     try:
         share = ranks.exchange(
             _failed(step),
@@ -83,13 +90,13 @@ def commit(directory: Path, step: int, staged: Staged, config_yaml: str, ranks: 
         )
         ranks.judge(
             _failed(step),
-            lambda: _write_share(directory / share.folder, share, staged.parts),
+            lambda: _write_share(path.with_name(share.folder), share, staged.parts),
             lambda written: _of(main).close(written),
         )
     finally:
         if main is not None:
             main.clean_up()
-    return final
+    return path
 
 
 def _failed(step: int) -> str:
@@ -120,10 +127,10 @@ def _write_share(folder: Path, share: _Share, parts: Mapping[str, Part]) -> _Wri
 class _MainRank:
     """Rank 0's side: opens the unfinished folder, shares out the work, and commits."""
 
-    def __init__(self, directory: Path, step: int, state: dict[str, Any], config_yaml: str) -> None:
-        self.directory, self.step, self.state, self.config_yaml = directory, step, state, config_yaml
+    def __init__(self, path: Path, step: int, state: dict[str, Any], config_yaml: str) -> None:
+        self.path, self.step, self.state, self.config_yaml = path, step, state, config_yaml
         self.writer = Writer.new()
-        self.folder = directory / self.writer.folder(step)
+        self.folder = path.with_name(self.writer.folder(path.name))
         self.metadata: dict[str, Metadata] = {}
         self.aliases: dict[str, tuple[str, ...]] = {}
         self.groups: dict[str, dict[str, Any]] = {}
@@ -150,17 +157,14 @@ class _MainRank:
         return [_Share(self.folder.name, plans) for plans in shares]
 
     def _make_way(self) -> None:
-        final = self.directory / step_name(self.step)
-        if not final.exists():
+        if not os.path.lexists(self.path):
             return
-        if not verify(final):
+        if step_of(self.path.name) is None or not verify(self.path):
             raise UsageError(
-                f"there is a checkpoint of step {self.step} already, and it is whole: {final}",
+                f"{self.path} exists already, and a checkpoint is never overwritten",
                 fix="resume from it, or move it away",
             )
-        final.rename(
-            self.directory / aside_name(self.step)
-        )  # damaged: kept for whoever wants to look, but out of the way
+        self.path.rename(self.path.with_name(aside_name(self.step)))  # damaged: kept, but no longer in the way
 
     def close(self, written: list[_Written]) -> None:
         """Add metadata, state and manifest; then let the checkpoint exist."""
@@ -176,8 +180,8 @@ class _MainRank:
         inside = {self.folder / part for part in self.metadata}
         for folder in sorted(inside | {path.parent for path in inside} | {self.folder}, reverse=True):
             sync_directory(folder)
-        self.folder.rename(self.directory / step_name(self.step))
-        sync_directory(self.directory)
+        self.folder.rename(self.path)
+        sync_directory(self.path.parent)
 
     def clean_up(self) -> None:
         """After a failure: nothing of the attempt stays. After a success there is nothing by this name."""

@@ -159,9 +159,7 @@ def set_aside(directory: str | os.PathLike[str], after: int) -> list[Path]:
 
 
 def _delete(path: Path) -> None:
-    step = step_of(path.name)
-    assert step is not None
-    doomed = path.with_name(Writer.new().folder(step))
+    doomed = path.with_name(Writer.new().folder(path.name))
     path.rename(doomed)
     sync_directory(path.parent)
     shutil.rmtree(doomed)

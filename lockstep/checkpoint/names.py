@@ -68,8 +68,9 @@ class Writer:
         host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()) or "host"
         return cls(host, os.getpid(), secrets.token_hex(4))
 
-    def folder(self, step: int) -> str:
-        return f"{step_name(step)}.tmp-{self.host}-{self.pid}-{self.token}"
+    def folder(self, name: str) -> str:
+        """The unfinished folder of what will be called `name`."""
+        return f"{name}.tmp-{self.host}-{self.pid}-{self.token}"
 
     @classmethod
     def of(cls, folder: str) -> "Writer | None":

@@ -4,7 +4,7 @@ A plain tensor is one piece, the whole. A DTensor is the block that this rank ho
 rank that holds nothing of a tensor (dimension 0 shorter than the mesh) has no piece of it, but still its facts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -79,7 +79,7 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
     return {name: _piece(name, tensor) for name, tensor in tensors.items()}
 
 
-def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, tuple[str, ...]]) -> Part:
+def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, Sequence[str]]) -> Part:
     """The pieces of a model, each tensor once: names that hold the same memory become one canonical name with aliases.
 
     The canonical name is the first in the dictionary's order, as in `named_parameters`.

@@ -1,7 +1,7 @@
 """What a checkpoint holds, before it is on disk: the caller's `Snapshot`, and its `Staged` form of pieces and JSON."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ class Snapshot:
     state: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
-    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def parts(self) -> dict[str, Part]:
         """Its tensors by folder: `model`, `optimizer/NAME`, `extra/NAME`."""
