@@ -1,0 +1,71 @@
+"""Layouts: sizes that multiply out, and one clear equation where they do not."""
+
+import pytest
+import torch
+
+from lockstep.config import DistributedConfig
+from lockstep.errors import UsageError
+from lockstep.mesh import Layout, local_chunk, parse_topology, resolve
+
+
+def layout(world_size: int, local: int | None = None, **settings: object) -> Layout:
+    return resolve(DistributedConfig.model_validate(settings), world_size, local)
+
+
+def test_trap_17_single_on_several_processes_is_refused() -> None:
+    """Four processes without a strategy would train four models; each strategy is named, none is silently ignored."""
+    with pytest.raises(UsageError, match="4 were started") as error:
+        layout(4, strategy="single")
+    assert "ddp or fsdp" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "local", "expected"),
+    [
+        ({"strategy": "ddp"}, 3, 3, "ddp:3"),
+        ({"strategy": "fsdp"}, 4, 4, "fsdp:4"),
+        ({"strategy": "fsdp", "fsdp": {"sharding_strategy": "hybrid_shard"}}, 8, 4, "hybrid:2x4"),
+        ({"strategy": "fsdp", "fsdp": {"sharding_strategy": "hybrid_shard"}}, 4, 4, "hybrid:2x2"),
+        ({"strategy": "fsdp", "shard_size": 2}, 8, 8, "hybrid:4x2"),
+        ({"strategy": "pipeline"}, 4, 4, "pipeline:4"),
+        ({"strategy": "pipeline", "pipeline_size": 2}, 4, 4, "pipeline:2*ddp:2"),
+        ({"strategy": "pipeline", "shard_size": 2}, 4, 4, "pipeline:2*fsdp:2"),
+        (
+            {"strategy": "pipeline", "pipeline_size": 2, "replicate_size": 2, "shard_size": 2},
+            8,
+            8,
+            "pipeline:2*hybrid:2x2",
+        ),
+    ],
+)
+def test_leftover_ranks_replicate(settings: dict[str, object], world: int, local: int, expected: str) -> None:
+    assert str(layout(world, local, **settings)) == expected
+
+
+def test_sizes_that_do_not_multiply_show_the_equation() -> None:
+    with pytest.raises(UsageError, match=r"pipeline 2 × replicate 1 × shard 3 = 6 ranks, but 4"):
+        layout(4, strategy="pipeline", pipeline_size=2, shard_size=3)
+
+
+def test_hybrid_shard_says_what_it_chose_on_one_node() -> None:
+    assert "2 replicas × 3 shards" in layout(6, 6, strategy="fsdp", fsdp={"sharding_strategy": "hybrid_shard"}).notice
+
+
+@pytest.mark.parametrize(
+    "text", ["single", "ddp:2", "fsdp:4", "hybrid:2x2", "pipeline:2", "pipeline:2*fsdp:2", "pipeline:2*hybrid:2x2"]
+)
+def test_a_topology_reads_back_as_it_is_written(text: str) -> None:
+    settings, ranks = parse_topology(text)
+    assert str(layout(ranks, ranks, **settings)) == text
+
+
+@pytest.mark.parametrize("text", ["", "ddp:0", "fsdp:2x2", "hybrid:4", "fsdp:2*pipeline:2", "tensor:2"])
+def test_what_is_no_topology_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a topology"):
+        parse_topology(text)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_chunks_cover_a_tensor_once(size: int) -> None:
+    full = torch.arange(5 * 3).view(5, 3)
+    assert torch.equal(torch.cat([local_chunk(full, 0, size, c) for c in range(size)]), full)

@@ -1,0 +1,97 @@
+"""Schedules, scaling rules, optimizers."""
+
+import math
+
+import pytest
+import torch
+
+from lockstep.errors import UsageError
+from lockstep.optim import (
+    Schedule,
+    build_optimizer,
+    check_shardable,
+    rebind,
+    register_elementwise,
+    scaled_learning_rate,
+)
+
+
+def test_trap_10_the_scaling_rule_is_applied_once_and_warmup_never_gives_zero() -> None:
+    rate, line = scaled_learning_rate(1e-3, "sqrt", 256, 64)
+    assert rate == pytest.approx(2e-3)
+    assert "256/64" in line
+    assert scaled_learning_rate(1e-3, "linear", 256, 64)[0] == pytest.approx(4e-3)
+    assert scaled_learning_rate(1e-3, "none", 256, 64)[0] == 1e-3
+    assert Schedule("cosine", 100, warmup=10).factor(0) == pytest.approx(0.1)
+    with pytest.raises(UsageError, match="base_batch_size"):
+        scaled_learning_rate(1e-3, "linear", 256, None)
+
+
+def test_trap_11_the_cosine_falls_once_from_the_end_of_warmup_to_the_end() -> None:
+    schedule = Schedule("cosine", 100, warmup=20, min_ratio=0.1)
+    factors = [schedule.factor(u) for u in range(101)]
+    assert factors[19] == factors[20] == 1.0
+    assert all(a >= b for a, b in zip(factors[20:], factors[21:], strict=False)), "it must not oscillate"
+    assert factors[60] == pytest.approx(0.55)
+    assert factors[100] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_90", "at_100"), [("constant", 1.0, 1.0), ("linear", 0.2, 0.1), ("wsd", 0.55, 0.1)]
+)
+def test_the_other_schedules(kind: str, at_90: float, at_100: float) -> None:
+    schedule = Schedule(kind, 100, warmup=10, min_ratio=0.1, decay_ratio=0.2)
+    assert schedule.factor(90) == pytest.approx(at_90)
+    assert schedule.factor(100) == pytest.approx(at_100)
+    assert math.isclose(schedule.factor(50), 0.6 if kind == "linear" else 1.0)
+
+
+def test_trap_48_an_optimizer_made_before_placement_is_rebound_by_name() -> None:
+    """An optimizer over parameters that sharding replaced trains nothing, without an error."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    names = {id(p): n for n, p in model.named_parameters()}
+    placed = {n: torch.nn.Parameter(p.detach().clone()) for n, p in model.named_parameters()}
+    rebind(optimizer, names, placed)
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in placed.values()}
+    for parameter in placed.values():
+        parameter.grad = torch.ones_like(parameter)
+    before = placed["weight"].detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, placed["weight"])
+    with pytest.raises(UsageError, match="already has state"):
+        rebind(optimizer, {id(p): n for n, p in placed.items()}, dict(model.named_parameters()))
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    with pytest.raises(UsageError, match="are not the model's"):
+        rebind(
+            torch.optim.SGD(other.parameters()),
+            {id(p): n for n, p in model.named_parameters()},
+            dict(model.named_parameters()),
+        )
+
+
+def test_only_elementwise_optimizers_are_sharded() -> None:
+    class Odd(torch.optim.SGD):
+        pass
+
+    odd = Odd([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    with pytest.raises(UsageError, match="Odd is not known to update each element on its own"):
+        check_shardable(odd)
+    register_elementwise(Odd)
+    check_shardable(odd)
+
+
+def test_optimizer_arguments_are_checked() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    common = {"learning_rate": 0.1, "weight_decay": 0.0, "device": torch.device("cpu"), "reproducible": False}
+    assert build_optimizer("adamw", parameters, args={"betas": (0.8, 0.9)}, **common).defaults["fused"] is True
+    reproducible = build_optimizer("adamw", parameters, args={}, **{**common, "reproducible": True})
+    assert reproducible.defaults["foreach"] is True
+    assert not reproducible.defaults["fused"]
+    with pytest.raises(UsageError, match="does not accept"):
+        build_optimizer("adamw", parameters, args={"bettas": 1}, **common)
+    with pytest.raises(UsageError, match="there is no optimizer"):
+        build_optimizer("torch.optim:Nope", parameters, args={}, **common)
