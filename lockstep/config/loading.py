@@ -14,6 +14,7 @@ from lockstep.config import calc
 from lockstep.config.checks import contradictions
 from lockstep.config.files import ResolvedFile, find, parent_file, read
 from lockstep.config.mistakes import Mistake, from_validation, unknown_key, usage_error
+from lockstep.config.prepass import is_template
 from lockstep.config.schema import Config
 from lockstep.config.tree import Node, Origin, merge, node_of, parse, parse_value
 from lockstep.config.tree import Path as KeyPath
@@ -70,9 +71,9 @@ def load_tree(file: ResolvedFile, chain: tuple[Path, ...]) -> Node:
 def _document(file: ResolvedFile) -> Node:
     text = read(file)
     name = str(file.shown)
-    from lockstep.config.templates import is_template, render
-
     if is_template(text):
+        from lockstep.config.templates import render  # loads Jinja
+
         tree = render(file)
     else:
         tree = parse(text, lambda line: Origin(name, line + 1))

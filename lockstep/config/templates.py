@@ -1,12 +1,219 @@
-"""Templates (filled in next)."""
+"""Forgather's template language for configs: rendered by Jinja2 in its sandbox, then read as YAML.
 
-from lockstep.config.files import ResolvedFile
-from lockstep.config.tree import Node
+A file extends another with `-- extends 'trainers/fsdp.yaml'` (beside it, or shipped) and fills its blocks. Text outside
+all blocks is laid over the result. Keys that come from two files are merged, the later winning, so that `== super()` can be
+followed by other values. A block that the parent lacks is an error.
 
+The blocks of the trainers that ship, and what their content becomes:
 
-def is_template(text: str) -> bool:
-    return False
+    trainer_args         keys of any section by their last name (`max_steps`, `save_steps`, `split_spec`), or whole sections
+    distributed_env      keys of `distributed`; or an object named DistributedEnvironment, whose arguments they are
+    loss_fn              `loss_fn`
+    trainer_callbacks    `monitor.callbacks`
+"""
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.sandbox import SandboxedEnvironment
+
+from lockstep.config.files import ResolvedFile, parent_file, read
+from lockstep.config.keys import all_keys
+from lockstep.config.prepass import Prepared, prepare, reindent, unmark
+from lockstep.config.tree import Node, Origin, merge, parse
+from lockstep.errors import UsageError
 
 
 def render(file: ResolvedFile) -> Node:
-    raise NotImplementedError
+    """The tree of a template and all that it extends.
+
+    Raises:
+        UsageError: with the file and line, for anything wrong in the language or the YAML.
+    """
+    library = _Library()
+    chain = library.chain(file)
+    _check_blocks(chain, library)
+    texts = [_run(library, lambda: library.environment.get_template(str(file.path)).render())]
+    for member in reversed(chain):
+        outside = library.prepared[str(member.path)].outside
+        if outside:
+            texts.append(_run(library, lambda text=outside: library.environment.from_string(text).render(), member))
+    plain, origins = unmark("\n".join(texts))
+
+    def origin(line: int) -> Origin:
+        index, number = origins[min(line, len(origins) - 1)]
+        return Origin(library.files[index].shown, number)
+
+    return _expand(parse(plain, origin, overlay=True))
+
+
+class _Environment(SandboxedEnvironment):
+    """Names of templates are whole paths; `extends` and `include` look beside the file, then among those that ship."""
+
+    def __init__(self, library: "_Library") -> None:
+        super().__init__(
+            loader=jinja2.FunctionLoader(library.source),
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+            autoescape=False,
+        )
+        self.library = library
+        self.filters["reindent"] = reindent
+
+    def join_path(self, template: str, parent: str) -> str:
+        child = self.library.by_path.get(parent) or self.library.files[0]
+        found = parent_file(template, child, child.shown)
+        self.library.add(found)
+        return str(found.path)
+
+
+class _Library:
+    """The files of one rendering."""
+
+    def __init__(self) -> None:
+        self.files: list[ResolvedFile] = []
+        self.by_path: dict[str, ResolvedFile] = {}
+        self.prepared: dict[str, Prepared] = {}
+        self.environment = _Environment(self)
+
+    def add(self, file: ResolvedFile) -> Prepared:
+        path = str(file.path)
+        if path not in self.prepared:
+            text = read(file)
+            self.prepared[path] = prepare(text, len(self.files), file.shown)
+            self.files.append(file)
+            self.by_path[path] = file
+        return self.prepared[path]
+
+    def source(self, path: str) -> tuple[str, str, Any]:
+        return self.prepared[path].source, path, lambda: True
+
+    def chain(self, file: ResolvedFile) -> list[ResolvedFile]:
+        """The file, its parent, its parent's parent …"""
+        chain: list[ResolvedFile] = []
+        following: ResolvedFile | None = file
+        while following is not None:
+            if following.path in [member.path for member in chain]:
+                names = " → ".join(member.path.name for member in [*chain, following])
+                raise UsageError(f"`-- extends` goes round in a circle: {names}", where=file.shown)
+            chain.append(following)
+            following = self._parent(following)
+        return chain
+
+    def _parent(self, file: ResolvedFile) -> ResolvedFile | None:
+        prepared = self.add(file)
+        parsed = _run(self, lambda: self.environment.parse(prepared.source, filename=str(file.path)), file)
+        found = parsed.find(nodes.Extends)
+        if found is None:
+            return None
+        where = f"{file.shown}:{found.lineno}"
+        if not isinstance(found.template, nodes.Const):
+            raise UsageError("`extends` takes a quoted name", where=where, fix="write -- extends 'trainers/fsdp.yaml'")
+        return parent_file(str(found.template.value), file, where)
+
+
+def _check_blocks(chain: list[ResolvedFile], library: _Library) -> None:
+    """A block that no parent has would be dropped without a word."""
+    known: list[str] = []
+    for member in reversed(chain):
+        blocks = library.prepared[str(member.path)].blocks
+        for block in blocks:
+            if block.expands and block.name not in known:
+                raise UsageError(
+                    f"the parent has no block {block.name}",
+                    where=f"{member.shown}:{block.start + 1}",
+                    fix=f"its blocks are {', '.join(known)}"
+                    if known
+                    else "the parent has no blocks at all: it is plain YAML; write `extends:` and plain YAML here too",
+                )
+        known += [block.name for block in blocks if block.name not in known]
+
+
+def _run(library: _Library, work: Any, file: ResolvedFile | None = None) -> Any:
+    """`work()`, with Jinja's errors turned into ours."""
+    try:
+        return work()
+    except jinja2.TemplateSyntaxError as error:
+        shown = _shown(library, error.filename or error.name, file)
+        raise UsageError(f"the template can't be read: {error.message}", where=f"{shown}:{error.lineno}") from None
+    except (jinja2.TemplateError, ArithmeticError, TypeError, ValueError, LookupError, RecursionError) as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in library.by_path]
+        where = f"{library.by_path[frames[-1].filename].shown}:{frames[-1].lineno}" if frames else None
+        shown = where or (file or library.files[0]).shown
+        raise UsageError(f"the template can't be filled in: {error}", where=shown) from None
+
+
+def _shown(library: _Library, path: str | None, file: ResolvedFile | None) -> str:
+    known = library.by_path.get(str(Path(path))) if path else None
+    return (known or file or library.files[0]).shown
+
+
+def _expand(tree: Node) -> Node:
+    """Put what the blocks say where the schema has it."""
+    if not isinstance(tree.value, dict):
+        return tree
+    names = ("trainer_args", "distributed_env", "trainer_callbacks")
+    blocks = {name: _unwrapped(name, tree.value[name]) for name in names if name in tree.value}
+    rest = Node({key: node for key, node in tree.value.items() if key not in names}, tree.origin)
+    if "loss_fn" in rest.value:
+        rest.value["loss_fn"] = _unwrapped("loss_fn", rest.value["loss_fn"])
+    for name, node in blocks.items():
+        if node.value is None:
+            continue
+        expanded = {"trainer_args": _trainer_args, "distributed_env": _distributed_env, "trainer_callbacks": _callbacks}
+        rest = merge(rest, expanded[name](node))
+    return rest
+
+
+def _unwrapped(name: str, node: Node) -> Node:
+    """A block's text may name the block again: `trainer_callbacks: &trainer_callbacks !list:@trainer_callbacks`."""
+    if isinstance(node.value, dict) and list(node.value) == [name]:
+        inner: Node = node.value[name]
+        return inner
+    return node
+
+
+def _trainer_args(node: Node) -> Node:
+    if not isinstance(node.value, dict):
+        raise UsageError("the block trainer_args holds keys and values", where=str(node.origin))
+    placed = Node({}, node.origin)
+    for name, child in node.value.items():
+        keys = [facts.key for facts in all_keys().values() if facts.name == name]
+        depth = min((key.count(".") for key in keys), default=0)
+        shallow = [key for key in keys if key.count(".") == depth]
+        if len(shallow) > 1:
+            raise UsageError(
+                f"{name} could be {' or '.join(shallow)}",
+                where=str(child.origin),
+                fix=f"write the section too: {shallow[0].replace('.', ': {', 1)}: …}}",
+            )
+        path = (
+            shallow[0].split(".") if shallow else ["trainer_args", name]
+        )  # the schema refuses it, and says what to write
+        for part in reversed(path):
+            child = Node({part: child}, child.origin)
+        placed = merge(placed, child)
+    return placed
+
+
+def _distributed_env(node: Node) -> Node:
+    inside = node
+    if isinstance(node.value, dict) and "name" in node.value:
+        name = str(node.value["name"].value)
+        if name.rpartition(":")[2] != "DistributedEnvironment":
+            raise UsageError(
+                f"the block distributed_env can't be {name}",
+                where=str(node.origin),
+                fix="write keys of `distributed`: backend, init_method, timeout_seconds …",
+            )
+        inside = node.value.get("args", Node({}, node.origin))
+    return Node({"distributed": inside}, node.origin)
+
+
+def _callbacks(node: Node) -> Node:
+    return Node({"monitor": Node({"callbacks": node}, node.origin)}, node.origin)

@@ -49,9 +49,9 @@ class Node:
         here = self
         for part in path:
             inside = here.value
-            if isinstance(inside, dict) and part in inside:
-                here = inside[part]
-            elif isinstance(inside, list) and isinstance(part, int) and part < len(inside):
+            if (isinstance(inside, dict) and part in inside) or (
+                isinstance(inside, list) and isinstance(part, int) and part < len(inside)
+            ):
                 here = inside[part]
             else:
                 break
@@ -201,7 +201,8 @@ class _Builder:
             return self._mapping(node, origin)
         if isinstance(node, yaml.SequenceNode):
             return Node([self.build(child) for child in node.value], origin)
-        return Node(_scalar(node.tag, node.value, origin), origin)
+        tagged = not node.tag.startswith(_TAG)
+        return Node(node.value if tagged else _scalar(node.tag, node.value, origin), origin)
 
     def _mapping(self, node: yaml.MappingNode, origin: Origin) -> Node:
         built: dict[str, Node] = {}

@@ -1,0 +1,216 @@
+"""From the line syntax of the template language to Jinja's, line for line; nothing here imports Jinja.
+
+    -- statement           {% statement %}: extends, block NAME … endblock NAME, set, if, for, include, macro, filter …
+    == expression          {{ expression }}, every line of it indented as the `==` is
+
+Only at the start of a line (after spaces), and only with the space after it: YAML's `---` is left alone. (Jinja's own
+line statements can't do either.)
+
+The text of a block takes the indentation of the block in the template that defines it: bodies are cut to column 0 here,
+and the definition indents them again. So `== super()` and the lines beside it always fit.
+
+Every line of text ends in a mark, file and line number between two private-use characters, taken off after rendering:
+messages then name the line that the person wrote.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass, field
+
+from lockstep.errors import UsageError
+
+STATEMENTS = (
+    *("extends", "block", "endblock", "set", "endset", "if", "elif", "else", "endif", "for", "endfor", "include"),
+    *("import", "from", "macro", "endmacro", "filter", "endfilter", "with", "endwith", "raw", "endraw", "call", "endcall"),
+)  # fmt: skip
+_STATEMENT = re.compile(r"^( *)-- +(\w+)\b *(.*?) *$")
+_EXPRESSION = re.compile(r"^( *)== +(.+?) *$")
+_LINES = re.compile(r"^[ \t]*(?:--|==) +\S", re.MULTILINE)
+_TAGS = re.compile(r"(?:^|[\s:,\[{-])!(?:singleton:|list\b|calc\b)", re.MULTILINE)
+_DELIMITER = re.compile(r"\{\{|\{%|\{#|\}\}|%\}|#\}")
+_CLOSES = {"{{": "}}", "{%": "%}", "{#": "#}"}
+_MARK = re.compile("\ue000(\\d+):(\\d+)\ue001")
+
+
+def is_template(text: str) -> bool:
+    """Whether a config file is in the template language."""
+    return bool(_LINES.search(text) or _TAGS.search(text))
+
+
+@dataclass
+class Block:
+    """A block of one file. Lines are 0-based; `indent` is that of its text."""
+
+    name: str
+    start: int
+    parent: "Block | None"
+    end: int = -1
+    indent: int = 0
+    expands: bool = False  # it fills a block of the parent file, rather than defining one
+
+    def holds(self, line: int) -> bool:
+        return self.start < line < self.end
+
+
+@dataclass
+class Prepared:
+    """A file ready for Jinja."""
+
+    source: str
+    blocks: list[Block] = field(default_factory=list)
+    extends: bool = False
+    outside: str = ""  # the same lines with those of `extends` and of blocks left empty
+
+
+def prepare(text: str, index: int, shown: str) -> Prepared:
+    """Rewrite one file; `index` goes into its marks.
+
+    Raises:
+        UsageError: an unknown statement; blocks that do not pair.
+    """
+    lines = text.split("\n")
+    blocks = _blocks(lines, shown)
+    extends = any(match[2] == "extends" for match in map(_STATEMENT.match, lines) if match)
+    for block in blocks:
+        block.expands = extends and block.parent is None
+        block.indent = _indent_of(block, lines)
+    rewritten = _rewrite(lines, blocks, index)
+    return Prepared(
+        source="\n".join(rewritten),
+        blocks=blocks,
+        extends=extends,
+        outside="\n".join(_outside(lines, rewritten, blocks)) if extends else "",
+    )
+
+
+def unmark(rendered: str) -> tuple[str, list[tuple[int, int]]]:
+    """The rendered text without marks; and for each of its lines, the file's index and the 1-based line."""
+    plain: list[str] = []
+    origins: list[tuple[int, int]] = []
+    last = (0, 1)
+    for line in rendered.split("\n"):
+        marks = _MARK.findall(line)
+        if marks:
+            last = (int(marks[-1][0]), int(marks[-1][1]))
+        origins.append(last)
+        plain.append(_MARK.sub("", line))
+    return "\n".join(plain), origins
+
+
+def reindent(text: object, spaces: int) -> str:
+    """`text` with so many spaces before each line that is not empty."""
+    pad = " " * spaces
+    return "\n".join(pad + line if line.strip() else line for line in str(text).split("\n"))
+
+
+def _blocks(lines: list[str], shown: str) -> list[Block]:
+    found: list[Block] = []
+    open_blocks: list[Block] = []
+    for number, line in enumerate(lines):
+        match = _STATEMENT.match(line)
+        if match is None:
+            continue
+        _, word, rest = match.groups()
+        where = f"{shown}:{number + 1}"
+        if word not in STATEMENTS:
+            near = difflib.get_close_matches(word, STATEMENTS, n=1)
+            raise UsageError(
+                f"`-- {word}` is not a statement of the template language",
+                where=where,
+                fix=f"write -- {near[0]}" if near else f"the statements are {', '.join(STATEMENTS)}",
+            )
+        if word == "block":
+            if not rest:
+                raise UsageError("`-- block` needs a name", where=where, fix="write -- block trainer_args")
+            block = Block(rest.split()[0], number, open_blocks[-1] if open_blocks else None)
+            found.append(block)
+            open_blocks.append(block)
+        elif word == "endblock":
+            if not open_blocks:
+                raise UsageError(
+                    f"`-- endblock {rest}` ends a block that was not begun".replace(" `", "`"), where=where
+                )
+            block = open_blocks.pop()
+            if rest and rest != block.name:
+                raise UsageError(
+                    f"`-- endblock {rest}` ends the block {block.name} of line {block.start + 1}",
+                    where=where,
+                    fix=f"write -- endblock {block.name}",
+                )
+            block.end = number
+    if open_blocks:
+        block = open_blocks[-1]
+        raise UsageError(
+            f"the block {block.name} has no end",
+            where=f"{shown}:{block.start + 1}",
+            fix=f"add -- endblock {block.name}",
+        )
+    return found
+
+
+def _indent_of(block: Block, lines: list[str]) -> int:
+    inside = [
+        _spaces(line)
+        for number, line in enumerate(lines)
+        if block.holds(number) and line.strip() and not _STATEMENT.match(line)
+    ]
+    return min(inside) if inside else _spaces(lines[block.start])
+
+
+def _spaces(line: str) -> int:
+    return len(line) - len(line.lstrip(" "))
+
+
+def _rewrite(lines: list[str], blocks: list[Block], index: int) -> list[str]:
+    starts = {block.start: block for block in blocks}
+    ends = {block.end: block for block in blocks}
+    rewritten: list[str] = []
+    open_blocks: list[Block] = []
+    pending = ""  # the delimiter that closes a Jinja construct of several lines
+    for number, line in enumerate(lines):
+        mark = f"\ue000{index}:{number + 1}\ue001"
+        cut = open_blocks[-1].indent if open_blocks else 0
+        statement, expression = _STATEMENT.match(line), _EXPRESSION.match(line)
+        if pending:
+            pending = _pending(line, pending)
+            rewritten.append(line if pending else line + mark)
+        elif number in starts:
+            block = starts[number]
+            open_blocks.append(block)
+            head = "" if block.expands else f"{{% filter reindent({max(0, block.indent - cut)}) %}}"
+            assert statement is not None
+            rewritten.append(f"{head}{{% block {statement[3]} %}}")
+        elif number in ends:
+            block = open_blocks.pop()
+            rewritten.append(f"{{% endblock {block.name} %}}" + ("" if block.expands else "{% endfilter %}"))
+        elif statement:
+            rewritten.append(f"{{% {statement[2]} {statement[3]} %}}")
+        elif expression:
+            rewritten.append(f"{{{{ ({expression[2]}) | reindent({max(0, len(expression[1]) - cut)}) }}}}{mark}")
+        elif line.lstrip().startswith("#") and _DELIMITER.search(line):
+            rewritten.append(f"{{% raw %}}{line}{{% endraw %}}{mark}")  # a comment about templates is not a template
+        else:
+            pending = _pending(line, "")
+            kept = line[min(cut, _spaces(line)) :]
+            rewritten.append(kept if pending else kept + mark)
+    return rewritten
+
+
+def _pending(line: str, pending: str) -> str:
+    for found in _DELIMITER.findall(line):
+        if pending:
+            pending = "" if found == pending else pending
+        elif found in _CLOSES:
+            pending = _CLOSES[found]
+    return pending
+
+
+def _outside(lines: list[str], rewritten: list[str], blocks: list[Block]) -> list[str]:
+    tops = [block for block in blocks if block.parent is None]
+    kept: list[str] = []
+    for number, (line, new) in enumerate(zip(lines, rewritten, strict=True)):
+        statement = _STATEMENT.match(line)
+        drop = (statement is not None and statement[2] == "extends") or line.rstrip() == "---"
+        drop = drop or any(block.start <= number <= block.end for block in tops)
+        kept.append("" if drop else new)
+    return kept
