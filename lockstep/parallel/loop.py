@@ -36,7 +36,7 @@ def looped(
         after_backward: told after each backward pass.
     """
 
-    def micro_step(share: Share, ledger: Ledger, factor: float, last: bool) -> None:
+    def micro_step(share: Share, ledger: Ledger, factor: float, last: bool) -> tuple[Tensor, int | Tensor]:
         set_sync(last)
         cursor.at(share.index)
         loss, count = forward_loss(model, objective, precision, share)
@@ -46,6 +46,7 @@ def looped(
         # A dummy has weight zero: its backward pass is there for the collectives inside of it.
         (loss * (factor * multiplier if share.real else 0.0)).backward()
         after_backward(share)
+        return loss.detach(), count
 
     return micro_step
 

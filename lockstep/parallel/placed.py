@@ -89,8 +89,11 @@ Adds `factor` × the gradient of the summed loss of the *whole* step to `.grad` 
 ranks once `finish_gradients` has run.
 """
 
-MicroStep = Callable[[Share, Ledger, float, bool], None]
-"""(share, ledger, factor, last): forward and backward of one micro-batch; `last` reduces the gradients over ranks."""
+MicroStep = Callable[[Share, Ledger, float, bool], tuple[Tensor, int | Tensor]]
+"""(share, ledger, factor, last): forward and backward of one micro-batch; `last` reduces the gradients over ranks.
+
+Returns its summed loss, detached, and its number of valid targets.
+"""
 
 Evaluate = Callable[[Sequence[Share], Ledger], None]
 """(this rank's shares, ledger): forward passes only."""

@@ -1,0 +1,83 @@
+"""From a config to a finished run: what `lockstep train` does on each rank."""
+
+import signal
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep import cluster
+from lockstep.config import Config
+from lockstep.data import Data, build_data
+from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, UsageError
+from lockstep.models import build_model
+from lockstep.randomness import derive_key, seeded
+from lockstep.trainer.trainer import Trainer
+
+
+def run(config: Config, *, output_dir: Path, resume: str) -> int:
+    """Train what the config says.
+
+    Args:
+        output_dir: the run directory.
+        resume: `auto`, `never`, or a path to a checkpoint.
+
+    Returns:
+        the exit code: 0, or 75 where the run was asked to stop and has saved.
+    """
+    if config.model.name is None or config.data.name is None:
+        missing = "model.name" if config.model.name is None else "data.name"
+        raise UsageError(f"the config does not say {missing}", fix=f"set {missing}")
+    cluster.setup(config.distributed)
+    data = build_data(config.data, seed=config.training.seed)
+    trainer = Trainer(build(config, data), loss_fn=_loss_fn(config), config=config, output_dir=output_dir)
+    asked = stop_on_signals(trainer)
+    trainer.resume(resume)
+    trainer.train(data.train, data.validation)
+    cluster.cleanup()
+    return EXIT_PREEMPTED if asked and trainer.step.stopping else EXIT_DONE
+
+
+def build(config: Config, data: Data) -> nn.Module:
+    """The model, on meta where its values can be made by name later; else whole, the same on every rank."""
+    with torch.device("meta"):
+        try:
+            model = build_model(config.model, data.facts)
+        except NotImplementedError:  # it computes with values while it is built
+            model = None
+    if model is not None and hasattr(model, "init_weights"):
+        return model
+    with seeded(derive_key(config.training.seed, "model")):
+        return build_model(config.model, data.facts)
+
+
+def stop_on_signals(trainer: Trainer) -> list[int]:
+    """SIGTERM and SIGUSR1 ask for a stop; the ranks agree on the step, save there, and end.
+
+    Returns:
+        the signals that came, filled as they come.
+    """
+    came: list[int] = []
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        trainer.step.stop_asked = True
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, ask)
+    return came
+
+
+def _loss_fn(config: Config) -> Any:
+    spec = config.loss_fn
+    if spec is None:
+        return None
+    module, _, name = spec.name.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"there is no loss {spec.name}", where="loss_fn", why=str(error)) from None
+    return found(*spec.positional, **spec.args) if isinstance(found, type) else found

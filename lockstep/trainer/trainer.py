@@ -1,0 +1,417 @@
+"""`Trainer`: a model, an optimizer and data become a run.
+
+    steps of the data → Step.run → record → monitor, evaluation, checkpoints
+
+The loop below is the whole of it; what a step does is in `lockstep.step`, where it runs in `lockstep.parallel`.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lockstep import checkpoint, cluster
+from lockstep.config import Config
+from lockstep.data import Adopted, StepSource, adopt, check_batch_sizes
+from lockstep.data.batches import batch_length, move
+from lockstep.errors import RunError, UsageError
+from lockstep.mesh import Layout, resolve
+from lockstep.models.protocol import blocks_of, objective_of
+from lockstep.monitor import Monitor
+from lockstep.optim import Schedule, build_optimizer, check_shardable, rebind, scaled_learning_rate
+from lockstep.parallel import Ledger, Placed, Share, place
+from lockstep.parallel.activation import apply_activation_checkpointing
+from lockstep.parallel.initial import canonical_names
+from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mode
+from lockstep.records import RunDirectory, StepRecord
+from lockstep.step import Step, nominal_count
+from lockstep.trainer import state
+from lockstep.trainer.evaluation import WINDOW, evaluate, sample_from
+from lockstep.trainer.settings import with_settings
+
+MakeOptimizer = Callable[[Any], Optimizer]
+
+
+class Trainer:
+    """Train a model under any strategy.
+
+    Args:
+        model: any `nn.Module`, not wrapped. On `meta` if it has `init_weights()`.
+        optimizer: made over `model.parameters()` and not yet used, or a function `parameters -> optimizer`; unset: as
+            `config.training` says (AdamW).
+        loss_fn: `(outputs, targets) -> loss`; unset: the model's own loss.
+        config: the whole config; unset: defaults.
+        output_dir: the run directory; unset: nothing is written, except where a path is given.
+        settings: single keys by their short names: strategy, precision, gradient_accumulation_steps, batch_size,
+            learning_rate, max_steps, grad_clip, compile, seed …
+
+    Raises:
+        UsageError: before anything is started, where settings contradict each other or the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | MakeOptimizer | None = None,
+        loss_fn: Callable[..., Tensor] | None = None, *, config: Config | None = None,
+        output_dir: str | Path | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
+        self.config = with_settings(config or Config(), settings)
+        self.cluster = cluster.setup(self.config.distributed)
+        self.device = self.cluster.device
+        self.layout = _layout(self.config, self.cluster)
+        mode, why_mode = resolve_mode(self.config.precision.mode, self.device)
+        precision = Precision(mode, self.device.type)
+        before, _ = canonical_names(model)
+        self.placed: Placed = place(
+            model,
+            self.layout,
+            self.config,
+            objective=objective_of(model, loss_fn),
+            device=self.device,
+            precision=precision,
+        )
+        self.optimizer, rate_line = self._make_optimizer(optimizer, before)
+        training = self.config.training
+        self.step = Step(
+            self.placed,
+            self.optimizer,
+            Schedule("constant", 0, training.warmup_steps),  # until `train` knows the number of steps
+            training.gradient_clip,
+            loss_scale_for(self.config.precision, mode),
+        )
+        self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
+        self.best: dict[str, float] = {}
+        self.source_state: dict[str, Any] = {}
+        self.last_record: StepRecord | None = None
+        self._nominal_known = False
+        self._data_lines: list[str] = []
+        self._window: _Window | None = None
+        self.lines = self._lines(f"{mode} ({why_mode})" if why_mode else mode, rate_line)
+
+    # ---- the whole run ----
+
+    def train(self, train_data: Any, val_data: Any = None, epochs: int | None = None) -> StepRecord | None:
+        """Train to the end, with logs, evaluations and checkpoints.
+
+        Args:
+            train_data: a dataset, a DataLoader, or an iterable of batches.
+            val_data: the same, to be evaluated on every `eval_steps` and at the end.
+            epochs: passes over the data; unset: as the config says.
+
+        Returns:
+            the last step's record, or None if there was nothing left to do.
+        """
+        source, total = self._source(train_data, epochs)
+        monitor = self._open_monitor(total)
+        record = None
+        try:
+            for record, last_of_epoch in self._run(source):
+                monitor.on_step(record)
+                last = record.step == total or self.step.stopping
+                if val_data is not None and self._evaluates_after(record.step, last):
+                    self._report_evaluation(monitor, record.step, self.evaluate(val_data))
+                if self._saves_after(record.step, last, last_of_epoch):
+                    self._save(monitor)
+                if self.step.stopping:
+                    break
+            monitor.event("stop", step=self.step.progress.step, reason="preempted" if self.step.stopping else "done")
+        finally:
+            source.close()
+            monitor.close()
+        return record
+
+    def steps(self, train_data: Any, epochs: int | None = None) -> Iterator[StepRecord]:
+        """The loop is the caller's: one record a step, and nothing else happens."""
+        source, _ = self._source(train_data, epochs)
+        try:
+            for record, _ in self._run(source):
+                yield record
+        finally:
+            source.close()
+
+    def _run(self, source: StepSource) -> Iterator[tuple[StepRecord, bool]]:
+        for batches in source:
+            shares = [Share(m.index, m.batch, m.real) for m in batches.mine]
+            self._learn_nominal(shares[0].batch, batches.num_micro_batches)
+            self.step.progress.epoch = batches.epoch
+            record = self.step.run(shares, batches.num_micro_batches, batches.samples)
+            self.source_state = source.state_dict()
+            self.last_record = record
+            yield record, batches.last_of_epoch
+
+    # ---- one micro-batch at a time ----
+
+    def training_step(self, batch: Any) -> Tensor:
+        """Forward and backward of one micro-batch; every `gradient_accumulation_steps`-th call updates.
+
+        Args:
+            batch: this rank's micro-batch. Ranks must make the same number of calls.
+
+        Returns:
+            its mean loss, 0-dim, detached.
+        """
+        run_one = self.placed.micro_step
+        if run_one is None:
+            raise UsageError("under a pipeline micro-batches can't be run one at a time", fix="use Trainer.steps(data)")
+        calls = self.config.training.gradient_accumulation_steps
+        slots = calls * self.layout.data_parallel_size
+        batch = move(batch, self.device)
+        self._learn_nominal(batch, slots)
+        window = self._window = self._window or _Window(self.placed.ledger(slots))
+        if self.step.stop_asked:
+            window.ledger.vote_to_stop()
+        index, _ = self.placed.assign(slots)[window.calls]
+        window.calls, window.samples, window.last = window.calls + 1, window.samples + batch_length(batch), batch
+        with self.placed.cursor.running("train", self.step.progress.step):
+            loss_sum, count = run_one(Share(index, batch), window.ledger, self.step.factor, window.calls == calls)
+        if window.calls == calls:
+            self._close(window)
+        return loss_sum / torch.as_tensor(count).clamp(min=1)
+
+    def flush(self) -> None:
+        """Train on an incomplete window of `training_step`, weighted by what it holds; all ranks call it together."""
+        window = self._window
+        if window is None:
+            return
+        assert self.placed.micro_step is not None
+        slots = self.config.training.gradient_accumulation_steps * self.layout.data_parallel_size
+        index, _ = self.placed.assign(slots)[window.calls]
+        with self.placed.cursor.running("train", self.step.progress.step):
+            # Nothing of the window was reduced over ranks yet: one dummy, of weight zero, does it.
+            self.placed.micro_step(Share(index, window.last, real=False), window.ledger, self.step.factor, True)
+        self._close(window)
+
+    def _close(self, window: "_Window") -> None:
+        self._window = None
+        samples = int(cluster.all_reduce(window.samples, op="sum")) if self.layout.world_size > 1 else window.samples
+        self.last_record = self.step.update(window.ledger, samples)
+
+    # ---- evaluation, checkpoints ----
+
+    def evaluate(self, val_data: Any) -> float:
+        """The mean loss over all of `val_data`, weighted by valid targets; the same number on all ranks, which all
+        call it.
+        """
+        training = self.config.training
+        adopted = self._adopt(val_data, training.eval_batch_size or training.batch_size, "eval_batch_size")
+        adopted.shuffle = adopted.drop_last = False
+        source = adopted.steps(
+            WINDOW, self.placed.assign, start_step=0, stop_step=adopted.steps_per_epoch(WINDOW), epochs=1,
+            device=self.device, wanted=self.placed.wants_data, any_left=self._any_left,
+        )  # fmt: skip
+        return evaluate(self.placed, source)
+
+    def save_checkpoint(
+        self, path: str | Path, include_optimizer: bool = True, metadata: dict[str, Any] | None = None
+    ) -> Path:
+        """Write a checkpoint into the folder `path`; all ranks call it. Whole when this returns, or not there.
+
+        Returns:
+            the checkpoint, `path/step-00000100`.
+        """
+        snapshot = state.snapshot(self, include_optimizer=include_optimizer, metadata=metadata or {})
+        return checkpoint.save(Path(path), self.step.progress.step, snapshot, config_yaml=self.config.to_yaml())
+
+    def load_checkpoint(self, path: str | Path) -> tuple[int, dict[str, Any]]:
+        """Take up a checkpoint, whatever strategy and number of ranks wrote it; all ranks call it.
+
+        Args:
+            path: a checkpoint, or a folder of them, of which the newest whole one is taken.
+
+        Returns:
+            its step, and the metadata that it was saved with.
+        """
+        found = state.find(self, str(path))
+        if found is None:
+            raise UsageError(f"there is no checkpoint in {path}")
+        return state.restore(self, found)
+
+    def resume(self, how: str) -> Path | None:
+        """Go on from the newest whole checkpoint of the run directory (`auto`), from nowhere (`never`), or from a path.
+
+        Returns:
+            where it goes on from; None for a fresh start.
+        """
+        found = state.find(self, how)
+        if found is None:
+            return None
+        step, _ = state.restore(self, found)
+        if self.run_directory is not None and self.is_main_process:
+            self.run_directory.forget_after(step)
+            self.run_directory.append_event("resume", step=step, checkpoint=str(found))
+        return found
+
+    # ---- small things ----
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.cluster.facts.is_main
+
+    @property
+    def scaler(self) -> LossScale:
+        """The loss scale of fp16; one that stays at 1 otherwise."""
+        return self.step.loss_scale or LossScale(dynamic=False, initial_scale=1.0)
+
+    def _global_batch_size(self, batch_size: int) -> int:
+        """Samples in a full step, over all ranks."""
+        training = self.config.training
+        per_round = batch_size * self.layout.data_parallel_size
+        return training.global_batch_size or per_round * training.gradient_accumulation_steps
+
+    def enable_gradient_checkpointing(self, mode: str = "full") -> None:
+        """Recompute the activations of blocks in the backward pass, from now on."""
+        for part in self.placed.parts:
+            apply_activation_checkpointing(blocks_of(part), mode, self.placed.cursor)
+
+    def sampler(self) -> Callable[..., Any]:
+        """The model as a function, in evaluation mode, to draw samples from; all ranks call it together."""
+        return sample_from(self.placed)
+
+    # ---- how it is put together ----
+
+    def _make_optimizer(self, given: Optimizer | MakeOptimizer | None, before: dict[int, str]) -> tuple[Optimizer, str]:
+        training = self.config.training
+        if given is None:
+            rate, line = scaled_learning_rate(
+                training.learning_rate,
+                training.lr_scaling,
+                self._global_batch_size(training.batch_size),
+                training.base_batch_size,
+            )
+            optimizer = build_optimizer(
+                training.optimizer, self.placed.parameters.values(), learning_rate=rate,
+                weight_decay=training.weight_decay, args=training.optimizer_args, device=self.device,
+                reproducible=self.config.distributed.reproducible,
+            )  # fmt: skip
+        else:
+            if isinstance(given, Optimizer):
+                rebind(optimizer := given, before, self.placed.parameters)
+            else:
+                optimizer = given(list(self.placed.parameters.values()))
+            line = f"learning rate {optimizer.param_groups[0]['lr']:g}, as {type(optimizer).__name__} says"
+        if self.layout.shard > 1:
+            check_shardable(optimizer)
+        return optimizer, line
+
+    def _source(self, train_data: Any, epochs: int | None) -> tuple[StepSource, int | None]:
+        """The steps that are left to do, and the number of the last one, where it is known; sets the schedule."""
+        training = self.config.training
+        adopted = self._adopt(train_data, training.batch_size, "batch_size")
+        global_batch = self._global_batch_size(adopted.batch_size or training.batch_size)
+        check_batch_sizes(adopted.batch_size or training.batch_size, global_batch)
+        micro_batches = global_batch // (adopted.batch_size or training.batch_size)
+        per_epoch = adopted.steps_per_epoch(micro_batches)
+        epochs = epochs or (None if training.max_steps else training.num_train_epochs or 1)
+        total = training.max_steps or (per_epoch * epochs if per_epoch and epochs else None)
+        if total is None and training.lr_schedule != "constant":
+            raise UsageError(
+                f"lr_schedule {training.lr_schedule} needs the number of steps, and the data do not say their length",
+                where="training.max_steps",
+                fix="set training.max_steps, or lr_schedule: constant",
+            )
+        self.step.schedule = Schedule(
+            training.lr_schedule, total or 0, training.warmup_steps, training.min_lr_ratio, training.wsd_decay_ratio
+        )
+        source = adopted.steps(
+            micro_batches, self.placed.assign, start_step=self.step.progress.step, stop_step=total, epochs=epochs,
+            device=self.device, wanted=self.placed.wants_data, state=self.source_state, any_left=self._any_left,
+        )  # fmt: skip
+        self._data_lines = [line for line in (adopted.notice, source.notice) if line]
+        return source, total
+
+    def _adopt(self, data: Any, batch_size: int, key: str) -> Adopted:
+        """`data` understood; a DataLoader's own batch size stands unless the config sets another."""
+        config = self.config.data
+        given = key in self.config.training.model_fields_set or not isinstance(data, DataLoader)
+        return adopt(
+            data, batch_size=batch_size if given else None, seed=self.config.training.seed, shuffle=config.shuffle,
+            drop_last=config.drop_last, num_workers=config.num_workers, prefetch_factor=config.prefetch_factor,
+            pin_memory=config.pin_memory, persistent_workers=config.persistent_workers,
+        )  # fmt: skip
+
+    def _any_left(self, mine: bool) -> bool:
+        return bool(cluster.all_reduce(int(mine), op="max"))
+
+    def _learn_nominal(self, first: Any, slots: int) -> None:
+        """What backward divides by: from the very first micro-batch of the run, which rank 0 has, for all ranks."""
+        if self._nominal_known:
+            return
+        count = float(self.placed.objective.count(first)) if self.is_main_process else 0.0
+        if self.layout.world_size > 1:
+            box = torch.tensor([count], dtype=torch.float64, device=self.device)
+            dist.broadcast(box, src=0)
+            count = box.item()
+        self.learn_nominal(nominal_count(count, slots))
+
+    def learn_nominal(self, nominal: float) -> None:
+        """Set it, once and for all steps."""
+        self.step.nominal, self._nominal_known = nominal, True
+
+    def _open_monitor(self, total: int | None) -> Monitor:
+        directory = self.run_directory
+        if directory is not None and self.is_main_process:
+            directory.create()
+            directory.config.write_text(self.config.to_yaml())
+        monitor = Monitor(self.config.monitor, directory, is_main=self.is_main_process, total_steps=total)
+        lines = [*self.lines, *self._data_lines]
+        monitor.say(*lines)
+        monitor.event("start", layout=str(self.layout), world_size=self.layout.world_size, lines=lines)
+        return monitor
+
+    def _lines(self, precision: str, rate: str) -> list[str]:
+        training, size = self.config.training, self.layout.data_parallel_size
+        total = self._global_batch_size(training.batch_size)
+        return [
+            f"strategy {self.layout} on {self.cluster.facts.world_size} × {self.device.type}, {precision}, "
+            f"{self.placed.num_parameters:,} parameters",
+            f"global batch {total} = {total // training.batch_size} micro-batches × {training.batch_size}, over {size} "
+            f"data-parallel rank{'s' * (size != 1)}; {rate}",
+            *([self.layout.notice] if self.layout.notice else []),
+            *self.placed.notices,
+        ]
+
+    def _evaluates_after(self, step: int, last: bool) -> bool:
+        every = self.config.training.eval_steps
+        return last or (every is not None and step % every == 0)
+
+    def _report_evaluation(self, monitor: Monitor, step: int, loss: float) -> None:
+        self.best["eval_loss"] = min(loss, self.best.get("eval_loss", loss))
+        monitor.on_eval({"step": step, "eval_loss": loss})
+
+    def _saves_after(self, step: int, last: bool, last_of_epoch: bool) -> bool:
+        config = self.config.checkpoint
+        if self.run_directory is None or config.save_strategy == "none":
+            return False
+        return last or (last_of_epoch if config.save_strategy == "epoch" else step % config.save_steps == 0)
+
+    def _save(self, monitor: Monitor) -> None:
+        assert self.run_directory is not None
+        path = self.save_checkpoint(self.run_directory.checkpoints)
+        monitor.event("save", step=self.step.progress.step, checkpoint=path.name)
+        if self.is_main_process:
+            checkpoint.rotate(self.run_directory.checkpoints, self.config.checkpoint.save_total_limit)
+
+
+class _Window:
+    """What `training_step` has gathered of a step."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.calls, self.samples = ledger, 0, 0
+        self.last: Any = None
+
+
+def _layout(config: Config, here: cluster.Cluster) -> Layout:
+    """The layout that the config names; left to us, replicas."""
+    distributed, facts = config.distributed, here.facts
+    if distributed.strategy == "auto":
+        strategy = "ddp" if facts.world_size > 1 else "single"
+        distributed = distributed.model_copy(update={"strategy": strategy})
+    return resolve(distributed, facts.world_size, facts.local_world_size)
+
+
+__all__ = ["RunError", "Trainer"]
