@@ -4,20 +4,29 @@
 names.
 """
 
-from lockstep.data.batches import Assign, MicroBatch, StepBatches, StepSource
+from lockstep.data.adopt import adopt
+from lockstep.data.batches import Assign, MicroBatch, StepBatches, StepSource, batch_length, move
 from lockstep.data.dataset import Data
+from lockstep.data.iterable import IterableSteps
 from lockstep.data.loader import StepLoader
-from lockstep.data.order import SampleOrder, Window
+from lockstep.data.order import SampleOrder, Window, check_batch_sizes
 from lockstep.data.registry import build_data
+from lockstep.data.sampler import DistributedSampler
 
 __all__ = [
     "Assign",
     "Data",
+    "DistributedSampler",
+    "IterableSteps",
     "MicroBatch",
     "SampleOrder",
     "StepBatches",
     "StepLoader",
     "StepSource",
     "Window",
+    "adopt",
+    "batch_length",
     "build_data",
+    "check_batch_sizes",
+    "move",
 ]

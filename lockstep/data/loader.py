@@ -20,10 +20,12 @@ from torch.utils.data import get_worker_info as worker_info
 
 from lockstep.data.batches import Assign, MicroBatch, StepBatches, move
 from lockstep.data.order import Order, Window
+from lockstep.data.parcel import Parcel
 from lockstep.data.seeding import outer_states_kept, seed_from
 from lockstep.errors import RunError
 
 Collate = Callable[[list[Any]], Any]
+_Plan = tuple[Window, list[tuple[int, bool]]]  # a step, and this rank's part of it
 
 
 class Request(NamedTuple):
@@ -53,6 +55,7 @@ class StepLoader:
         order: which samples make up a step.
         assign: M → this rank's micro-batches, in running order.
         stop_step: the first step not taken; None: go on for ever.
+        epochs: how many epochs to take at most, counted from step 0; None: as many as it takes.
         seed: of the run.
         num_workers, prefetch_factor, persistent_workers: as torch's DataLoader has them. Workers live as long as one
             iteration, whatever epochs it spans; `persistent_workers` keeps them for the next. `prefetch_factor` unset:
@@ -61,6 +64,7 @@ class StepLoader:
         collate_fn: list of samples → batch; unset: torch's `default_collate`.
         wanted: False where a rank only follows along (the middle of a pipeline): `batch` is None, nothing is read.
         worker_init_fn, multiprocessing_context, timeout: as torch's DataLoader has them.
+        notice: something about the data to be said at start, besides what the order has to say.
 
     Raises:
         RunError: while iterating: the dataset raised, or a worker died; names the dataset index.
@@ -85,14 +89,17 @@ class StepLoader:
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
         timeout: float = 0,
+        epochs: int | None = None,
+        notice: str | None = None,
     ) -> None:
         self.order = order
         self.device = torch.device(device)
         self._assign = assign
-        self._start, self._stop = start_step, stop_step
+        self._start, self._stop, self._epochs = start_step, stop_step, epochs
+        self._notice = notice
         self._wanted = wanted
         self._persistent = persistent_workers and num_workers > 0
-        self._plans: dict[int, tuple[Window, list[tuple[int, bool]]]] = {}  # of steps that are under way
+        self._plans: dict[int, _Plan] = {}  # of steps that are under way
         self._running: Any = None  # the DataLoader's iterator
         self._reader = _Reader(dataset, collate_fn, seed, num_workers)
         if num_workers and prefetch_factor is None:
@@ -120,7 +127,7 @@ class StepLoader:
 
     @property
     def notice(self) -> str | None:
-        return getattr(self.order, "notice", None)
+        return "; ".join(said for said in (self._notice, getattr(self.order, "notice", None)) if said) or None
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the data of a step follow from its number."""
@@ -129,13 +136,11 @@ class StepLoader:
     def __iter__(self) -> Iterator[StepBatches]:
         self._running = iter(self._loader) if self._wanted else None
         try:
-            for step in self._steps():
-                window, assigned = self._plan(step)
+            for window, assigned in self._planned():
                 mine = [MicroBatch(index, self._next(), real) for index, real in assigned]
-                self._plans.pop(step, None)
-                yield StepBatches(
-                    step, window.epoch, len(window.micro_batches), window.num_samples, window.last_of_epoch, mine
-                )
+                self._plans.pop(window.step, None)
+                count = len(window.micro_batches)
+                yield StepBatches(window.step, window.epoch, count, window.num_samples, window.last_of_epoch, mine)
         finally:
             if not self._persistent:
                 self.close()
@@ -166,11 +171,16 @@ class StepLoader:
             fix="set data.num_workers: 0 to see the dataset's own error; a killed worker was often out of memory",
         )
 
-    def _steps(self) -> Iterator[int]:
-        steps = itertools.count(self._start) if self._stop is None else range(self._start, self._stop)
-        return iter(steps)
+    def _planned(self) -> Iterator[_Plan]:
+        for step in itertools.count(self._start) if self._stop is None else range(self._start, self._stop):
+            window, assigned = self._plan(step)
+            if self._epochs is not None and window.epoch >= self._epochs:  # started at the end
+                return
+            yield window, assigned
+            if self._epochs is not None and window.epoch == self._epochs - 1 and window.last_of_epoch:
+                return
 
-    def _plan(self, step: int) -> tuple[Window, list[tuple[int, bool]]]:
+    def _plan(self, step: int) -> _Plan:
         # The sampler runs ahead of the steps, perhaps into the next epoch, so what it planned is kept: the order
         # holds one epoch's permutation only.
         if step not in self._plans:
@@ -203,10 +213,9 @@ class _Requests(Sampler[Request]):
         self._of = loader
 
     def __iter__(self) -> Iterator[Request]:
-        for step in self._of._steps():
-            window, assigned = self._of._plan(step)
+        for window, assigned in self._of._planned():
             for index, _ in assigned:
-                yield Request(step, window.epoch, index, window.micro_batches[index])
+                yield Request(window.step, window.epoch, index, window.micro_batches[index])
 
 
 class _Reader(Dataset[Any]):
@@ -225,14 +234,18 @@ class _Reader(Dataset[Any]):
     def __getitem__(self, request: Request) -> Any:
         self._at = None
         try:
-            if not self._draws and not self._collate_draws:
-                return self._collate(self._samples(request))
-            with outer_states_kept():
-                samples = self._samples(request)
-                seed_from("collate", self._seed, request.step, request.micro_batch)
-                return self._collate(samples)
+            batch = self._read(request)
         except Exception as error:
             return self._failure(error, request)
+        return batch if worker_info() is None else Parcel(batch)
+
+    def _read(self, request: Request) -> Any:
+        if not self._draws and not self._collate_draws:
+            return self._collate(self._samples(request))
+        with outer_states_kept():
+            samples = self._samples(request)
+            seed_from("collate", self._seed, request.step, request.micro_batch)
+            return self._collate(samples)
 
     def being_read(self, worker: int) -> str:
         """What the worker was reading when last heard of."""

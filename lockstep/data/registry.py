@@ -1,32 +1,22 @@
 """From a `data:` section to data: the names that ship, and `package.module:Name`."""
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from lockstep.config import DataConfig, load_object
 from lockstep.data.dataset import Data
 from lockstep.data.python_docs import python_docs
 from lockstep.errors import UsageError
 
-
-class DataSection(Protocol):
-    """The part of the config's `data:` section that says which data."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def args(self) -> Mapping[str, Any]: ...
-
-
 BUILDERS: dict[str, Callable[..., Data]] = {
     "python-docs": python_docs,
 }
+_CHOICES = ", ".join([*BUILDERS, "hf:NAME", "package.module:Class"])
 
 
-def build_data(data: DataSection, *, seed: int = 0) -> Data:
+def build_data(data: DataConfig, *, seed: int = 0) -> Data:
     """The data that `data.name` and `data.args` describe.
 
     Args:
@@ -36,6 +26,8 @@ def build_data(data: DataSection, *, seed: int = 0) -> Data:
         UsageError: an unknown name or argument, or data that can't be used.
     """
     name, args = data.name, dict(data.args)
+    if name is None:
+        raise UsageError("the config names no data", where="data.name", fix=f"set it: {_CHOICES}")
     if ":" in name and not name.startswith("hf:"):
         return _users(name, args, seed)
     if name not in BUILDERS:
@@ -43,7 +35,7 @@ def build_data(data: DataSection, *, seed: int = 0) -> Data:
         raise UsageError(
             f"there is no data set {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
             where="data.name",
-            fix=f"choose one of {', '.join(BUILDERS)}, hf:NAME, or package.module:Class",
+            fix=f"choose one of {_CHOICES}",
         )
     made: Data = called(BUILDERS[name], args, name)
     return made
@@ -80,7 +72,9 @@ def accepted_arguments(builder: Callable[..., Any]) -> list[str] | None:
 
 def _users(name: str, args: dict[str, Any], seed: int) -> Data:
     """A dataset, or a pair (training, validation), or a `Data`, made by a class or function of the user's."""
-    builder = _imported(name)
+    builder = load_object(name, "data.name")
+    if not callable(builder):
+        raise UsageError(f"{name} is no class or function", where="data.name")
     accepted = accepted_arguments(builder)
     if accepted is not None and "seed" in accepted:
         args.setdefault("seed", seed)
@@ -103,25 +97,3 @@ def _users(name: str, args: dict[str, Any], seed: int) -> Data:
 
 def _readable(part: Any) -> bool:
     return hasattr(part, "__iter__") or (hasattr(part, "__getitem__") and hasattr(part, "__len__"))
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"there is no module {error.name!r}",
-            where=f"data.name: {name}",
-            fix="run from the folder that holds it, or put that folder on PYTHONPATH",
-        ) from None
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
-        raise UsageError(
-            f"the module {module_name} has no class or function {attribute!r}"
-            + (f"; did you mean {near[0]!r}?" if near else ""),
-            where=f"data.name: {name}",
-        )
-    made: Callable[..., Any] = found
-    return made

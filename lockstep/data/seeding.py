@@ -7,6 +7,7 @@ for itself (`numpy.random.default_rng()`) are its own affair.
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +23,31 @@ def seed_from(*parts: object) -> None:
     torch.default_generator.manual_seed(key)
 
 
+def states() -> tuple[Any, Any, torch.Tensor]:
+    """Of the three generators."""
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+
+
+def put_back(kept: tuple[Any, Any, torch.Tensor]) -> None:
+    """What `states` gave."""
+    random.setstate(kept[0])
+    np.random.set_state(kept[1])
+    torch.set_rng_state(kept[2])
+
+
 @contextmanager
 def outer_states_kept() -> Iterator[None]:
     """Put the states of the three generators back after: what is drawn inside leaves no trace outside."""
-    python, numpy, pytorch = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+    kept = states()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(pytorch)
+        put_back(kept)
+
+
+def tell_epoch(holder: Any, epoch: int) -> bool:
+    """`holder.set_epoch(epoch)`, if it has that; whether it has."""
+    if not hasattr(holder, "set_epoch"):
+        return False
+    holder.set_epoch(epoch)
+    return True

@@ -1,0 +1,194 @@
+"""What a user hands to the trainer becomes a source of steps.
+
+- A dataset, or a DataLoader that samples it in the usual ways: the order is ours (`SampleOrder`), the loader's dataset,
+  collate_fn and workers are kept.
+- A DataLoader with a sampler or batch sampler of the user's own: its order, of which each rank reads its share.
+- Anything else that can be iterated: every rank iterates it and keeps its share (`IterableSteps`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DistributedSampler as TorchDistributedSampler
+
+from lockstep import cluster
+from lockstep.config import DataConfig
+from lockstep.data.batches import Assign, StepSource
+from lockstep.data.iterable import IterableSteps
+from lockstep.data.loader import Collate, StepLoader
+from lockstep.data.order import Order, SampleOrder, check_batch_sizes
+from lockstep.data.sampler import DistributedSampler
+from lockstep.data.sampler_order import SamplerOrder
+from lockstep.errors import UsageError
+
+
+def adopt(
+    data: Any,
+    config: DataConfig | None = None,
+    *,
+    batch_size: int,
+    global_batch_size: int,
+    assign: Assign,
+    start_step: int = 0,
+    stop_step: int | None = None,
+    epochs: int | None = None,
+    seed: int,
+    device: torch.device | str,
+    wanted: bool = True,
+    state: dict[str, Any] | None = None,
+    collate_fn: Collate | None = None,
+    own_batch_size: bool = False,
+    any_left: Callable[[bool], bool] | None = None,
+) -> StepSource:
+    """The steps `start_step` … `stop_step` − 1 of what a user passed as data.
+
+    Args:
+        data: a dataset (`__getitem__` and `__len__`, or an IterableDataset of samples), a DataLoader, or any other
+            iterable, of ready batches. A plain list is of the last kind.
+        config: order and workers, for data that are no DataLoader (which has its own).
+        batch_size, global_batch_size: samples in a micro-batch and in a step; of ready batches the quotient counts.
+        assign: M → this rank's micro-batches, in running order.
+        epochs: how many times to go through the data at most; None: until `stop_step`.
+        wanted: False where a rank reads no data.
+        state: what the source's `state_dict` gave when the run was saved.
+        own_batch_size: take a DataLoader's own batch_size, with as many micro-batches in a step; else it must agree.
+        any_left: whether any rank passes True; all ranks call it together; for data sharded by rank. Unset: over all
+            ranks.
+
+    Raises:
+        UsageError: it is nothing of the kind, or sizes contradict each other.
+    """
+    check_batch_sizes(batch_size, global_batch_size)
+    found = _understand(data, config or DataConfig(), collate_fn)
+    if found.batch_size is not None and found.batch_size != batch_size:
+        if not own_batch_size:
+            raise UsageError(
+                f"the DataLoader has batch_size {found.batch_size}, training.batch_size is {batch_size}",
+                where="the training data",
+                why="both mean the samples in a micro-batch",
+                fix=f"give the trainer batch_size={found.batch_size}",
+            )
+        global_batch_size, batch_size = global_batch_size // batch_size * found.batch_size, found.batch_size
+    common: dict[str, Any] = {
+        "start_step": start_step,
+        "stop_step": stop_step,
+        "epochs": epochs,
+        "seed": seed,
+        "device": device,
+        "wanted": wanted,
+        "collate_fn": found.collate_fn,
+        "notice": found.notice,
+    }
+    if not found.iterated:
+        order = _order(found, batch_size, global_batch_size, seed)
+        return StepLoader(found.data, order, assign, **common, **found.reading)
+    if not getattr(getattr(found.data, "dataset", found.data), "rank_sharded", False):
+        any_left = None
+    elif any_left is None:
+        any_left = _on_any_rank
+    return IterableSteps(
+        found.data, batch_size, global_batch_size, assign, **common, ready=found.ready, state=state, any_left=any_left
+    )
+
+
+@dataclass
+class _Found:
+    """Data that were understood."""
+
+    data: Any  # the dataset, or the iterable
+    batch_size: int | None = None  # of a DataLoader
+    shuffle: bool = True
+    drop_last: bool = False
+    iterated: bool = False  # can only be iterated
+    ready: bool = False  # `iterated`: the items are batches
+    batch_sampler: Any = None  # the user's own
+    reading: dict[str, Any] = field(default_factory=dict)  # how StepLoader reads
+    collate_fn: Collate | None = None
+    notice: str | None = None
+
+
+def _understand(data: Any, config: DataConfig, collate_fn: Collate | None) -> _Found:
+    if isinstance(data, DataLoader):
+        return _loader(data)
+    if isinstance(data, IterableDataset) or _hugging_face_stream(data):
+        notice = "an iterable dataset is read in the training process; give a DataLoader to read it in workers"
+        return _Found(data, iterated=True, collate_fn=collate_fn, notice=notice if config.num_workers else None)
+    has_length = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, torch.Tensor | dict | str | bytes) or not (has_length or hasattr(data, "__iter__")):
+        raise UsageError(
+            f"data of type {type(data).__name__} can't be trained on",
+            where="the training or validation data",
+            fix="give a dataset, a DataLoader or an iterable of batches (for tensors: torch.utils.data.TensorDataset)",
+        )
+    if isinstance(data, list | tuple) or not has_length:
+        return _Found(data, iterated=True, ready=True)
+    reading = {
+        name: getattr(config, name) for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+    }
+    return _Found(data, shuffle=config.shuffle, drop_last=config.drop_last, reading=reading, collate_fn=collate_fn)
+
+
+def _loader(loader: DataLoader[Any]) -> _Found:
+    own = loader.batch_size
+    if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
+        return _Found(loader, own, iterated=True, ready=True, notice=_read_by_all(loader.dataset))
+    reading = {
+        name: getattr(loader, name)
+        for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "worker_init_fn", "timeout")
+    }
+    reading["multiprocessing_context"] = loader.multiprocessing_context
+    found = _Found(loader.dataset, own, reading=reading, collate_fn=loader.collate_fn)
+    shuffle = _usual_order(loader)
+    if shuffle is None:
+        found.batch_sampler = loader.batch_sampler
+        name = type(loader.batch_sampler if own is None else loader.sampler).__name__
+        found.notice = f"the order is that of {name}: every rank goes through all of it and reads its share"
+        return found
+    found.shuffle, found.drop_last = shuffle, loader.drop_last
+    if isinstance(loader.sampler, TorchDistributedSampler | DistributedSampler):
+        found.notice = "the DistributedSampler is left out: the trainer itself shares the samples out"
+    return found
+
+
+def _order(found: _Found, batch_size: int, global_batch_size: int, seed: int) -> Order:
+    if found.batch_sampler is not None:
+        return SamplerOrder(found.batch_sampler, global_batch_size // batch_size, seed=seed)
+    return SampleOrder(
+        len(found.data),
+        batch_size,
+        global_batch_size,
+        seed=seed,
+        shuffle=found.shuffle,
+        drop_last=found.drop_last,
+    )
+
+
+def _usual_order(loader: DataLoader[Any]) -> bool | None:
+    """Whether the loader shuffles, if its order is one that ours stands in for; None if it is the user's own."""
+    sampler = loader.sampler
+    if type(loader.batch_sampler) is not BatchSampler:
+        return None
+    if type(sampler) is SequentialSampler:
+        return False
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return True
+    if type(sampler) in (TorchDistributedSampler, DistributedSampler):
+        return bool(sampler.shuffle)  # type: ignore[attr-defined]
+    return None
+
+
+def _read_by_all(dataset: Dataset[Any]) -> str | None:
+    if getattr(dataset, "rank_sharded", False):
+        return None
+    return f"every rank reads all of {type(dataset).__name__} and keeps its share"
+
+
+def _hugging_face_stream(data: Any) -> bool:
+    return type(data).__module__.startswith("datasets.") and not hasattr(data, "__getitem__")
+
+
+def _on_any_rank(mine: bool) -> bool:
+    return bool(cluster.all_reduce(float(mine), op="max"))
