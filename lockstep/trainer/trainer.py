@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from lockstep import checkpoint, cluster
 from lockstep.config import Config
-from lockstep.data import Adopted, StepSource, adopt, check_batch_sizes
-from lockstep.data.batches import batch_length, move
+from lockstep.data import StepSource, adopt, batch_length, move
 from lockstep.errors import RunError, UsageError
 from lockstep.mesh import Layout, resolve
 from lockstep.models.protocol import blocks_of, objective_of
@@ -88,7 +86,7 @@ class Trainer:
         self.source_state: dict[str, Any] = {}
         self.last_record: StepRecord | None = None
         self._nominal_known = False
-        self._data_lines: list[str] = []
+        self._data_line: str | None = None
         self._window: _Window | None = None
         self.lines = self._lines(f"{mode} ({why_mode})" if why_mode else mode, rate_line)
 
@@ -197,11 +195,11 @@ class Trainer:
         call it.
         """
         training = self.config.training
-        adopted = self._adopt(val_data, training.eval_batch_size or training.batch_size, "eval_batch_size")
-        adopted.shuffle = adopted.drop_last = False
-        source = adopted.steps(
-            WINDOW, self.placed.assign, start_step=0, stop_step=adopted.steps_per_epoch(WINDOW), epochs=1,
-            device=self.device, wanted=self.placed.wants_data, any_left=self._any_left,
+        size = training.eval_batch_size or training.batch_size
+        source = adopt(
+            val_data, self.config.data.model_copy(update={"shuffle": False, "drop_last": False}), batch_size=size,
+            global_batch_size=size * WINDOW, assign=self.placed.assign, epochs=1, seed=training.seed,
+            device=self.device, wanted=self.placed.wants_data, own_batch_size=True,
         )  # fmt: skip
         return evaluate(self.placed, source)
 
@@ -257,10 +255,11 @@ class Trainer:
         """The loss scale of fp16; one that stays at 1 otherwise."""
         return self.step.loss_scale or LossScale(dynamic=False, initial_scale=1.0)
 
-    def _global_batch_size(self, batch_size: int) -> int:
+    @property
+    def global_batch_size(self) -> int:
         """Samples in a full step, over all ranks."""
         training = self.config.training
-        per_round = batch_size * self.layout.data_parallel_size
+        per_round = training.batch_size * self.layout.data_parallel_size
         return training.global_batch_size or per_round * training.gradient_accumulation_steps
 
     def enable_gradient_checkpointing(self, mode: str = "full") -> None:
@@ -280,7 +279,7 @@ class Trainer:
             rate, line = scaled_learning_rate(
                 training.learning_rate,
                 training.lr_scaling,
-                self._global_batch_size(training.batch_size),
+                self.global_batch_size,
                 training.base_batch_size,
             )
             optimizer = build_optimizer(
@@ -301,12 +300,14 @@ class Trainer:
     def _source(self, train_data: Any, epochs: int | None) -> tuple[StepSource, int | None]:
         """The steps that are left to do, and the number of the last one, where it is known; sets the schedule."""
         training = self.config.training
-        adopted = self._adopt(train_data, training.batch_size, "batch_size")
-        global_batch = self._global_batch_size(adopted.batch_size or training.batch_size)
-        check_batch_sizes(adopted.batch_size or training.batch_size, global_batch)
-        micro_batches = global_batch // (adopted.batch_size or training.batch_size)
-        per_epoch = adopted.steps_per_epoch(micro_batches)
         epochs = epochs or (None if training.max_steps else training.num_train_epochs or 1)
+        source = adopt(
+            train_data, self.config.data, batch_size=training.batch_size, global_batch_size=self.global_batch_size,
+            assign=self.placed.assign, start_step=self.step.progress.step, stop_step=training.max_steps, epochs=epochs,
+            seed=training.seed, device=self.device, wanted=self.placed.wants_data, state=self.source_state,
+            own_batch_size="batch_size" not in training.model_fields_set,
+        )  # fmt: skip
+        per_epoch = source.steps_per_epoch
         total = training.max_steps or (per_epoch * epochs if per_epoch and epochs else None)
         if total is None and training.lr_schedule != "constant":
             raise UsageError(
@@ -317,25 +318,8 @@ class Trainer:
         self.step.schedule = Schedule(
             training.lr_schedule, total or 0, training.warmup_steps, training.min_lr_ratio, training.wsd_decay_ratio
         )
-        source = adopted.steps(
-            micro_batches, self.placed.assign, start_step=self.step.progress.step, stop_step=total, epochs=epochs,
-            device=self.device, wanted=self.placed.wants_data, state=self.source_state, any_left=self._any_left,
-        )  # fmt: skip
-        self._data_lines = [line for line in (adopted.notice, source.notice) if line]
+        self._data_line = source.notice
         return source, total
-
-    def _adopt(self, data: Any, batch_size: int, key: str) -> Adopted:
-        """`data` understood; a DataLoader's own batch size stands unless the config sets another."""
-        config = self.config.data
-        given = key in self.config.training.model_fields_set or not isinstance(data, DataLoader)
-        return adopt(
-            data, batch_size=batch_size if given else None, seed=self.config.training.seed, shuffle=config.shuffle,
-            drop_last=config.drop_last, num_workers=config.num_workers, prefetch_factor=config.prefetch_factor,
-            pin_memory=config.pin_memory, persistent_workers=config.persistent_workers,
-        )  # fmt: skip
-
-    def _any_left(self, mine: bool) -> bool:
-        return bool(cluster.all_reduce(int(mine), op="max"))
 
     def _learn_nominal(self, first: Any, slots: int) -> None:
         """What backward divides by: from the very first micro-batch of the run, which rank 0 has, for all ranks."""
@@ -358,14 +342,14 @@ class Trainer:
             directory.create()
             directory.config.write_text(self.config.to_yaml())
         monitor = Monitor(self.config.monitor, directory, is_main=self.is_main_process, total_steps=total)
-        lines = [*self.lines, *self._data_lines]
+        lines = [*self.lines, *([self._data_line] if self._data_line else [])]
         monitor.say(*lines)
         monitor.event("start", layout=str(self.layout), world_size=self.layout.world_size, lines=lines)
         return monitor
 
     def _lines(self, precision: str, rate: str) -> list[str]:
         training, size = self.config.training, self.layout.data_parallel_size
-        total = self._global_batch_size(training.batch_size)
+        total = self.global_batch_size
         return [
             f"strategy {self.layout} on {self.cluster.facts.world_size} × {self.device.type}, {precision}, "
             f"{self.placed.num_parameters:,} parameters",
