@@ -1,4 +1,4 @@
-"""`!calc "max(1, 64 // batch_size)"`: arithmetic over config values, worked out after all files and overrides are merged.
+"""`!calc "max(1, 64 // batch_size)"`: arithmetic over config values, worked out when files and overrides are merged.
 
 Operators + - * / // % **, min and max, numbers, and names. A name is looked up beside the expression, then as a dotted
 key, then as the last name of a key (`batch_size` finds `training.batch_size`), then among the schema's defaults. The

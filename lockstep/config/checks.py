@@ -1,10 +1,13 @@
-"""What can't be said together. Checks that need the world size are the mesh's."""
+"""What can't be said together in one config. Checks that need the world size are the mesh's."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lockstep.config.schema import Config
 from lockstep.errors import UsageError
+
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # zero-bubble schedules
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 @dataclass(frozen=True)
@@ -17,11 +20,250 @@ class Contradiction:
     why: str | None = None
 
 
-def contradictions(config: Config) -> Iterator[Contradiction]:
-    return iter(())
-
-
 def check(config: Config) -> None:
-    """Raise UsageError for the first contradiction in `config`."""
+    """Refuse a config that contradicts itself. `strategy: auto` escapes some checks: check again once it is resolved.
+
+    Raises:
+        UsageError: for the first contradiction.
+    """
     for found in contradictions(config):
         raise UsageError(found.what, where=", ".join(found.keys), why=found.why, fix=found.fix)
+
+
+def require_runnable(config: Config) -> None:
+    """Refuse a config that names no model or no data: fine in Python, where both are handed over, but not in a file.
+
+    Raises:
+        UsageError: naming the key that is missing.
+    """
+    if config.model.name is None:
+        raise UsageError(
+            "the config names no model",
+            where="model.name",
+            fix="write bdh, transformer, free_transformer, vae, hf:NAME or package.module:Class",
+        )
+    if config.data.name is None:
+        raise UsageError(
+            "the config names no data",
+            where="data.name",
+            fix="write python-docs, text, tokens, digits, hf:NAME or package.module:Class",
+        )
+
+
+def contradictions(config: Config) -> Iterator[Contradiction]:
+    """All of them."""
+    for part in (_sizes, _schedule, _loader, _precision, _compression, _reproducible, _pipeline, _accelerate, _rest):
+        yield from part(config)
+
+
+def _sizes(config: Config) -> Iterator[Contradiction]:
+    t = config.training
+    if t.max_steps is not None and t.num_train_epochs is not None:
+        yield Contradiction(
+            ("training.max_steps", "training.num_train_epochs"),
+            f"the run can't end both after {t.max_steps} steps and after {t.num_train_epochs} epochs",
+            "keep one of the two and write null for the other",
+        )
+    if t.global_batch_size is not None and t.global_batch_size % t.batch_size:
+        whole, rest = divmod(t.global_batch_size, t.batch_size)
+        below = f"{whole * t.batch_size} or " if whole else ""
+        yield Contradiction(
+            ("training.global_batch_size", "training.batch_size"),
+            "global_batch_size is not a multiple of batch_size: "
+            f"{t.global_batch_size} = {whole} × {t.batch_size} + {rest}",
+            f"write global_batch_size {below}{(whole + 1) * t.batch_size}, or a batch_size that divides "
+            f"{t.global_batch_size}: {', '.join(map(str, _divisors(t.global_batch_size, t.batch_size)))}",
+        )
+
+
+def _divisors(number: int, near: int) -> list[int]:
+    """The three divisors of `number` that are nearest to `near`."""
+    all_of_them = (d for d in range(1, min(number, 2 * near) + 1) if number % d == 0)
+    return sorted(sorted(all_of_them, key=lambda d: abs(d - near))[:3])
+
+
+def _schedule(config: Config) -> Iterator[Contradiction]:
+    t = config.training
+    if t.max_steps is not None and t.warmup_steps >= t.max_steps:
+        yield Contradiction(
+            ("training.warmup_steps", "training.max_steps"),
+            f"the warm-up of {t.warmup_steps} steps leaves none of the {t.max_steps} steps at the full learning rate",
+            f"write warmup_steps: {t.max_steps // 10}",
+        )
+    if t.lr_scaling != "none" and t.base_batch_size is None:
+        yield Contradiction(
+            ("training.lr_scaling", "training.base_batch_size"),
+            f"lr_scaling: {t.lr_scaling} needs the global batch that learning_rate was chosen for",
+            "write base_batch_size, or lr_scaling: none",
+        )
+
+
+def _loader(config: Config) -> Iterator[Contradiction]:
+    data = config.data
+    if data.num_workers == 0 and data.prefetch_factor is not None:
+        yield Contradiction(
+            ("data.prefetch_factor", "data.num_workers"),
+            "there are no workers to read ahead",
+            "write num_workers: 1 or more, or leave prefetch_factor out",
+        )
+    if data.num_workers == 0 and data.persistent_workers:
+        yield Contradiction(
+            ("data.persistent_workers", "data.num_workers"),
+            "there are no workers to keep",
+            "write num_workers: 1 or more, or persistent_workers: false",
+        )
+
+
+def _precision(config: Config) -> Iterator[Contradiction]:
+    precision, scale = config.precision, config.precision.loss_scale
+    if precision.mode == "fp16" and precision.param_dtype == "bf16":
+        yield Contradiction(
+            ("precision.mode", "precision.param_dtype"),
+            "fp16 autocast over bf16 parameters has the range of neither",
+            "write mode: bf16, or param_dtype: fp32",
+        )
+    if not scale.min_scale <= scale.initial_scale <= scale.max_scale:
+        yield Contradiction(
+            ("precision.loss_scale.min_scale", "precision.loss_scale.initial_scale", "precision.loss_scale.max_scale"),
+            f"initial_scale {scale.initial_scale:g} is not between min_scale {scale.min_scale:g} and max_scale "
+            f"{scale.max_scale:g}",
+            "write an initial_scale between them",
+        )
+
+
+def _compression(config: Config) -> Iterator[Contradiction]:
+    strategy, compression = config.distributed.strategy, config.distributed.ddp.compression
+    keys = ("distributed.ddp.compression.kind", "distributed.strategy")
+    if compression.kind in ("none", "auto"):
+        return
+    if strategy == "fsdp":
+        half = compression.kind in ("fp16", "bf16")
+        yield Contradiction(
+            keys,
+            f"compression ({compression.kind}) is DDP's, and the strategy is fsdp",
+            f"write distributed.fsdp.reduce_dtype: {compression.kind}"
+            if half
+            else "write kind: none, or strategy: ddp",
+        )
+    elif strategy in ("dp", "pipeline"):
+        yield Contradiction(
+            keys,
+            f"compression ({compression.kind}) is DDP's, and the strategy is {strategy}",
+            "write kind: none, or strategy: ddp",
+        )
+    elif strategy == "accelerate" and compression.kind == "powersgd":
+        yield Contradiction(
+            keys, "PowerSGD keeps state that Accelerate does not save", "write strategy: ddp, or kind: none"
+        )
+    feedback = compression.error_feedback or compression.warm_start
+    if compression.kind == "powersgd" and feedback and compression.start_step < 2:
+        yield Contradiction(
+            ("distributed.ddp.compression.start_step",),
+            f"PowerSGD with error feedback or a warm start can't start at step {compression.start_step}",
+            "write start_step: 2 or more",
+            "DDP rebuilds its buckets after the first step",
+        )
+
+
+def _reproducible(config: Config) -> Iterator[Contradiction]:
+    distributed = config.distributed
+    if not distributed.reproducible:
+        return
+    bends = (
+        ("precision.param_dtype", config.precision.param_dtype, "fp32"),
+        ("distributed.ddp.compression.kind", distributed.ddp.compression.kind, "none"),
+        ("distributed.fsdp.reduce_dtype", distributed.fsdp.reduce_dtype, "fp32"),
+    )
+    for key, value, needed in bends:
+        if value != needed:
+            yield Contradiction(
+                ("distributed.reproducible", key),
+                f"{key}: {value} rounds differently on another number of ranks, so the bits can't be equal",
+                f"write {key}: {needed}, or reproducible: false",
+            )
+    if distributed.strategy in ("dp", "accelerate"):
+        yield Contradiction(
+            ("distributed.reproducible", "distributed.strategy"),
+            f"equal bits are offered for single, ddp, fsdp and pipeline, not for {distributed.strategy}",
+            "write strategy: ddp, or reproducible: false",
+        )
+
+
+def _pipeline(config: Config) -> Iterator[Contradiction]:
+    distributed, pipeline = config.distributed, config.distributed.pipeline
+    if distributed.strategy != "pipeline":
+        return
+    schedule = pipeline.schedule
+    sharding = distributed.fsdp.sharding_strategy
+    if schedule in SPLIT_BACKWARD and config.training.compile:
+        yield Contradiction(
+            ("training.compile", "distributed.pipeline.schedule"),
+            f"{schedule} splits the backward pass, which a compiled block can't",
+            "write compile: false, or schedule: 1F1B",
+        )
+    if schedule in SPLIT_BACKWARD and (distributed.shard_size or 1) > 1 and sharding in ("full_shard", "hybrid_shard"):
+        yield Contradiction(
+            ("distributed.fsdp.sharding_strategy", "distributed.pipeline.schedule"),
+            f"{sharding} frees parameters that {schedule} still needs: its gradients would be wrong",
+            "write sharding_strategy: shard_grad_op",
+        )
+    needed = 2 if schedule in V_SHAPED else 1 if schedule in ("GPipe", "1F1B") else None
+    if needed is not None and pipeline.stages_per_rank != needed:
+        more = ", or schedule: Interleaved1F1B" if needed == 1 else ""
+        yield Contradiction(
+            ("distributed.pipeline.stages_per_rank", "distributed.pipeline.schedule"),
+            f"{schedule} takes {needed} stage{'s' * (needed > 1)} a rank, not {pipeline.stages_per_rank}",
+            f"write stages_per_rank: {needed}{more}",
+        )
+
+
+REFUSED_OF_ACCELERATE = {
+    "split_batches": "leave it out: training.batch_size is a rank's own",
+    "dispatch_batches": "leave it out: each rank reads its own samples, with data.num_workers",
+    "even_batches": "leave it out: no sample is repeated to fill a batch; data.drop_last drops the rest",
+    "use_seedable_sampler": "leave it out: the order of samples follows from training.seed",
+    "gradient_accumulation_plugin": "write training.gradient_accumulation_steps",
+}
+
+
+def _accelerate(config: Config) -> Iterator[Contradiction]:
+    accelerate = config.distributed.accelerate
+    for name, fix in REFUSED_OF_ACCELERATE.items():
+        if getattr(accelerate, name) is not None:
+            key = f"distributed.accelerate.{name}"
+            yield Contradiction((key,), f"{key} is about data or accumulation, which Lockstep's own keys say", fix)
+    said = {"no": "fp32", None: config.precision.mode}.get(accelerate.mixed_precision, accelerate.mixed_precision)
+    if said != config.precision.mode:
+        yield Contradiction(
+            ("distributed.accelerate.mixed_precision", "precision.mode"),
+            f"mixed_precision: {accelerate.mixed_precision} and precision.mode: {config.precision.mode} disagree",
+            "leave mixed_precision out",
+        )
+    if accelerate.cpu and config.distributed.device == "cuda":
+        yield Contradiction(
+            ("distributed.accelerate.cpu", "distributed.device"),
+            "accelerate.cpu: true and device: cuda disagree",
+            "leave accelerate.cpu out",
+        )
+
+
+def _rest(config: Config) -> Iterator[Contradiction]:
+    distributed = config.distributed
+    if distributed.fsdp.cpu_offload and distributed.device == "cpu":
+        yield Contradiction(
+            ("distributed.fsdp.cpu_offload", "distributed.device"),
+            "there is nothing to offload: the device is the CPU",
+            "write cpu_offload: false",
+        )
+    if distributed.backend == "nccl" and distributed.device == "cpu":
+        yield Contradiction(
+            ("distributed.backend", "distributed.device"),
+            "nccl is for GPUs, and the device is the CPU",
+            "write backend: gloo",
+        )
+    if config.checkpoint.keep_best is not None and config.checkpoint.save_strategy == "none":
+        yield Contradiction(
+            ("checkpoint.keep_best", "checkpoint.save_strategy"),
+            "no checkpoint is saved, so the best can't be kept",
+            "write save_strategy: steps, or leave keep_best out",
+        )

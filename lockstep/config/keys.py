@@ -57,21 +57,28 @@ def keys_named(name: str) -> list[str]:
 
 def near_keys(name: str, section: str) -> list[str]:
     """What `name`, written under `section`, was probably meant to be: dotted keys, best first; may be empty."""
-    here = _close(name, children(section), 0.6)
-    if here:
-        return [f"{section}.{found}" if section else found for found in here[:1]]
     elsewhere = keys_named(name)
     if elsewhere:
         return elsewhere
+    here = _close(name, children(section), 0.6)
+    if here:
+        return [f"{section}.{found}" if section else found for found in here[:1]]
     names = {facts.name for facts in all_keys().values() if not facts.is_section}
     close = _close(name, sorted(names), 0.75)
     return keys_named(close[0])[:1] if close else []
 
 
 def _close(word: str, words: list[str], cutoff: float) -> list[str]:
-    plain = {known.lower().replace("-", "_"): known for known in words}
-    found = difflib.get_close_matches(word.lower().replace("-", "_"), list(plain), n=2, cutoff=cutoff)
-    return [plain[name] for name in found]
+    """The known words like `word`, best first; a word that is like the beginning of a longer one counts too."""
+    wanted = word.lower().replace("-", "_")
+    scored = [
+        (max(_likeness(wanted, known), 0.95 * _likeness(wanted, known[: len(wanted) + 1])), known) for known in words
+    ]
+    return [known for score, known in sorted(scored, key=lambda pair: -pair[0]) if score >= cutoff]
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[KeyFacts]:
@@ -135,7 +142,7 @@ _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 def _words(annotation: Any, field: FieldInfo) -> str:
     bounds = [
-        f"{sign} {getattr(limit, name):g}"
+        f"{sign} {'2**63' if getattr(limit, name) == 2**63 else format(getattr(limit, name), 'g')}"
         for limit in field.metadata
         for name, sign in _BOUNDS
         if getattr(limit, name, None) is not None

@@ -1,7 +1,7 @@
 """From a YAML file, the files that it extends, and overrides to a checked `Config`.
 
-Order: the parent (`extends`), the file, the overrides; mappings are merged key by key, anything else is replaced. A file
-with lines that begin with `-- `, or with the tags of the template language, is a template and is rendered first.
+Order: the parent (`extends`), the file, the overrides; mappings are merged key by key, anything else is replaced. A
+file with lines that begin with `-- `, or with the tags of the template language, is a template and is rendered first.
 """
 
 from collections.abc import Mapping, Sequence

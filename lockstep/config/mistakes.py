@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from lockstep.config.keys import all_keys, children, near_keys
+from lockstep.config.keys import all_keys, children, keys_named, near_keys
 from lockstep.config.names import advice_for, advice_for_value
 from lockstep.config.tree import Node, Path
 from lockstep.errors import UsageError
@@ -44,16 +44,22 @@ def from_validation(error: ValidationError, tree: Node) -> list[Mistake]:
 def unknown_key(path: Path, tree: Node) -> list[Mistake]:
     """A key that is not in the schema: what to write instead, from the table of foreign names or the nearest one."""
     node = tree.find(path)
-    dotted = dotted_name(path)
-    if isinstance(node.value, dict) and not _section_has(path):
-        inner = [
-            Mistake(str(child.origin), f"unknown key {dotted_name((*path, *below))}", advice)
+    mistakes = [Mistake(str(node.origin), f"unknown key {dotted_name(path)}", _instead(path))]
+    if isinstance(node.value, dict):
+        inside = [
+            Mistake(str(child.origin), f"unknown key {dotted_name(full)}", advice)
             for below, child in node.walk()
-            if below and (advice := advice_for(dotted_name((*path, *below)), exact=True)) is not None
+            if below and (advice := _known_advice(full := (*path, *below))) is not None
         ]
-        if inner:
-            return inner
-    return [Mistake(str(node.origin), f"unknown key {dotted}", _instead(path))]
+        mistakes = inside or mistakes
+    return mistakes
+
+
+def _known_advice(path: Path) -> str | None:
+    """Advice for a key inside an unknown mapping: only what the table or the schema knows for sure."""
+    advice = advice_for(dotted_name(path))
+    keys = keys_named(str(path[-1])) if advice is None else []
+    return f"write {' or '.join(keys)}" if keys else advice
 
 
 def _instead(path: Path) -> str:
@@ -68,10 +74,6 @@ def _instead(path: Path) -> str:
     here = section if section in all_keys() or not section else ""
     title = f"the keys of {here} are" if here else "the sections are"
     return f"{title} {', '.join(children(here))}"
-
-
-def _section_has(path: Path) -> bool:
-    return dotted_name(path) in all_keys()
 
 
 def dotted_name(path: Sequence[str | int]) -> str:

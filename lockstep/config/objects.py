@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import inspect
 from typing import Any
 
 from lockstep.config.schema_training import ObjectSpec
@@ -20,9 +21,11 @@ def load_object(name: str, where: str) -> Any:
     try:
         here: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        fix = "set PYTHONPATH to the folder that holds it, or install it"
-        raise UsageError(f"there is no module {missing!r}, needed by {name}", where=where, fix=fix) from None
+        raise UsageError(
+            f"there is no module {error.name or module_name!r}, needed by {name}",
+            where=where,
+            fix="set PYTHONPATH to the folder that holds it, or install it",
+        ) from None
     except Exception as error:  # the user's own module, which may raise anything
         raise UsageError(
             f"the module {module_name} does not import", where=where, why=f"{type(error).__name__}: {error}"
@@ -30,8 +33,7 @@ def load_object(name: str, where: str) -> Any:
     for part in attribute.split("."):
         if not hasattr(here, part):
             near = difflib.get_close_matches(part, [n for n in dir(here) if not n.startswith("_")], n=1)
-            fix = f"write {near[0]}" if near else None
-            raise UsageError(f"{module_name} has no {attribute}", where=where, fix=fix)
+            raise UsageError(f"{module_name} has no {attribute}", where=where, fix=f"write {near[0]}" if near else None)
         here = getattr(here, part)
     return here
 
@@ -49,9 +51,12 @@ def build_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
     if not callable(target):
         raise UsageError(f"{spec.name} can't be called", where=where)
     try:
-        return target(*positional, **keywords)
+        inspect.signature(target).bind(*positional, **keywords)
     except TypeError as error:
-        raise UsageError(f"{spec.name} refuses its arguments", where=where, why=str(error)) from error
+        raise UsageError(f"{spec.name} does not take these arguments", where=where, why=str(error)) from None
+    except ValueError:
+        pass  # a builtin without a signature: it checks for itself
+    return target(*positional, **keywords)
 
 
 def _built(value: Any, where: str) -> Any:

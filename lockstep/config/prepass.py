@@ -21,8 +21,8 @@ from lockstep.errors import UsageError
 
 STATEMENTS = (
     *("extends", "block", "endblock", "set", "endset", "if", "elif", "else", "endif", "for", "endfor", "include"),
-    *("import", "from", "macro", "endmacro", "filter", "endfilter", "with", "endwith", "raw", "endraw", "call", "endcall"),
-)  # fmt: skip
+    *("import", "from", "macro", "endmacro", "filter", "endfilter", "with", "endwith", "raw", "endraw"),
+)
 _STATEMENT = re.compile(r"^( *)-- +(\w+)\b *(.*?) *$")
 _EXPRESSION = re.compile(r"^( *)== +(.+?) *$")
 _LINES = re.compile(r"^[ \t]*(?:--|==) +\S", re.MULTILINE)

@@ -38,7 +38,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _accelerate_speaks_for_both(self) -> "Config":
-        """`accelerate.mixed_precision` and `.cpu` fill `precision.mode` and `device`, so that others read only those."""
+        """`accelerate.mixed_precision` and `.cpu` fill `precision.mode` and `device`: others read only those."""
         accelerate = self.distributed.accelerate
         if accelerate.mixed_precision is not None and self.precision.mode == "auto":
             self.precision.mode = "fp32" if accelerate.mixed_precision == "no" else accelerate.mixed_precision

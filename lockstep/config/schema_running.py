@@ -7,6 +7,9 @@ from pydantic import Field
 from lockstep.config.schema_training import ObjectSpec, Section
 
 
+Sink = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
+
+
 class CheckpointConfig(Section):
     """When the run is saved, what is kept, and where it goes on."""
 
@@ -59,8 +62,8 @@ class MonitorConfig(Section):
     """What the run shows."""
 
     log_steps: int = Field(default=10, ge=1, description="Steps between records.")
-    sinks: list[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]] = Field(
-        default_factory=lambda: ["console", "jsonl", "tensorboard"], description="Where records go."
+    sinks: list[Sink] = Field(
+        default_factory=lambda: list[Sink](("console", "jsonl", "tensorboard")), description="Where records go."
     )
     callbacks: list[ObjectSpec] = Field(
         default_factory=list, description="Objects of your own, `package.module:Name`, called with every record."

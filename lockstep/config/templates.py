@@ -1,12 +1,12 @@
 """Forgather's template language for configs: rendered by Jinja2 in its sandbox, then read as YAML.
 
 A file extends another with `-- extends 'trainers/fsdp.yaml'` (beside it, or shipped) and fills its blocks. Text outside
-all blocks is laid over the result. Keys that come from two files are merged, the later winning, so that `== super()` can be
-followed by other values. A block that the parent lacks is an error.
+all blocks is laid over the result. Keys that come from two files are merged, the later winning, so that `== super()`
+can be followed by other values. A block that the parent lacks is an error.
 
 The blocks of the trainers that ship, and what their content becomes:
 
-    trainer_args         keys of any section by their last name (`max_steps`, `save_steps`, `split_spec`), or whole sections
+    trainer_args         keys of any section by their last name (`max_steps`, `save_steps` …), or whole sections
     distributed_env      keys of `distributed`; or an object named DistributedEnvironment, whose arguments they are
     loss_fn              `loss_fn`
     trainer_callbacks    `monitor.callbacks`
@@ -21,6 +21,7 @@ from jinja2 import nodes
 from jinja2.sandbox import SandboxedEnvironment
 
 from lockstep.config.files import ResolvedFile, parent_file, read
+from lockstep.config.flags import shallowest
 from lockstep.config.keys import all_keys
 from lockstep.config.prepass import Prepared, prepare, reindent, unmark
 from lockstep.config.tree import Node, Origin, merge, parse
@@ -127,9 +128,7 @@ def _check_blocks(chain: list[ResolvedFile], library: _Library) -> None:
                 raise UsageError(
                     f"the parent has no block {block.name}",
                     where=f"{member.shown}:{block.start + 1}",
-                    fix=f"its blocks are {', '.join(known)}"
-                    if known
-                    else "the parent has no blocks at all: it is plain YAML; write `extends:` and plain YAML here too",
+                    fix=f"its blocks are {', '.join(known)}" if known else "it is plain YAML: write `extends: NAME`",
                 )
         known += [block.name for block in blocks if block.name not in known]
 
@@ -183,18 +182,15 @@ def _trainer_args(node: Node) -> Node:
         raise UsageError("the block trainer_args holds keys and values", where=str(node.origin))
     placed = Node({}, node.origin)
     for name, child in node.value.items():
-        keys = [facts.key for facts in all_keys().values() if facts.name == name]
-        depth = min((key.count(".") for key in keys), default=0)
-        shallow = [key for key in keys if key.count(".") == depth]
+        shallow = shallowest(name, [facts.key for facts in all_keys().values() if facts.name == name])
         if len(shallow) > 1:
             raise UsageError(
                 f"{name} could be {' or '.join(shallow)}",
                 where=str(child.origin),
                 fix=f"write the section too: {shallow[0].replace('.', ': {', 1)}: …}}",
             )
-        path = (
-            shallow[0].split(".") if shallow else ["trainer_args", name]
-        )  # the schema refuses it, and says what to write
+        # The schema refuses what stays in `trainer_args`, and says what to write.
+        path = shallow[0].split(".") if shallow else ["trainer_args", name]
         for part in reversed(path):
             child = Node({part: child}, child.origin)
         placed = merge(placed, child)

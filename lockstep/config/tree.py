@@ -49,12 +49,12 @@ class Node:
         here = self
         for part in path:
             inside = here.value
-            if (isinstance(inside, dict) and part in inside) or (
-                isinstance(inside, list) and isinstance(part, int) and part < len(inside)
-            ):
+            if isinstance(inside, list) and isinstance(part, int) and part < len(inside):
                 here = inside[part]
-            else:
+                continue
+            if not isinstance(inside, dict) or part not in inside:
                 break
+            here = inside[part]
         return here
 
     def has(self, path: Path) -> bool:
@@ -106,18 +106,15 @@ class _CoreLoader(yaml.SafeLoader):
 
 
 _TAG = "tag:yaml.org,2002:"
+_FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 for _tag, _pattern, _first in (
     ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
     ("int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
-    ("float", r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
-     list("-+.0123456789")),
+    ("float", f"^(?:{_FLOAT})$", list("-+.0123456789")),
     ("merge", r"^<<$", ["<"]),
-):  # fmt: skip
-    _CoreLoader.add_implicit_resolver(_TAG + _tag, re.compile(_pattern), _first)  # type: ignore[no-untyped-call]
-
-
-TagHandler: TypeAlias = Callable[[str, Node], Node]
+):
+    _CoreLoader.add_implicit_resolver(_TAG + _tag, re.compile(_pattern), _first)
 
 
 def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False) -> Node:
@@ -133,7 +130,7 @@ def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False)
         UsageError: not YAML, more than one document, duplicate keys, unknown tags.
     """
     try:
-        document = yaml.compose(text, Loader=_CoreLoader)  # type: ignore[no-untyped-call]
+        document = yaml.compose(text, Loader=_CoreLoader)
     except yaml.YAMLError as error:
         raise _not_yaml(error, origins) from None
     except RecursionError:

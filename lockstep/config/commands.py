@@ -1,0 +1,80 @@
+"""`lockstep config show|check|schema|list [CONFIG]`: text for the command line to print."""
+
+import difflib
+import json
+from collections.abc import Sequence
+
+from lockstep.config.checks import require_runnable
+from lockstep.config.files import SHIPPED, shipped_names
+from lockstep.config.loading import config_from, load_config
+from lockstep.config.schema import Config
+from lockstep.errors import UsageError
+
+VERBS = ("show", "check", "schema", "list")
+
+
+def run(verb: str, config: str | None, overrides: Sequence[str] = ()) -> str:
+    """What the verb prints.
+
+    Raises:
+        UsageError: no such verb, a config is missing or wrong.
+    """
+    if verb == "show":
+        return _load(config, overrides).to_yaml()
+    if verb == "check":
+        if config is None:
+            raise UsageError("which config?", where="lockstep config check", fix="lockstep config check CONFIG")
+        loaded = load_config(config, overrides)
+        require_runnable(loaded)
+        return f"ok: {summary(loaded)}\n"
+    if verb == "schema":
+        return json.dumps(Config.model_json_schema(by_alias=True), indent=2) + "\n"
+    if verb == "list":
+        return _list()
+    near = difflib.get_close_matches(verb, VERBS, n=1)
+    raise UsageError(
+        f"{verb!r} is not one of {', '.join(VERBS)}", where="lockstep config", fix=f"write {near[0]}" if near else None
+    )
+
+
+def summary(config: Config) -> str:
+    """One line: model, data, strategy, batch, length, precision."""
+    t = config.training
+    batch = f"micro-batch {t.batch_size}"
+    if t.global_batch_size is not None:
+        batch += f", global batch {t.global_batch_size}"
+    elif t.gradient_accumulation_steps > 1:
+        batch += f" × accumulation {t.gradient_accumulation_steps} a rank"
+    epochs = t.num_train_epochs or 1
+    length = f"{t.max_steps} steps" if t.max_steps is not None else f"{epochs} epoch{'s' * (epochs > 1)}"
+    parts = [f"{config.model.name} on {config.data.name}", f"strategy {config.distributed.strategy}", batch, length]
+    return ", ".join([*parts, f"precision {config.precision.mode}"])
+
+
+def _load(config: str | None, overrides: Sequence[str]) -> Config:
+    if config is not None:
+        return load_config(config, overrides)
+    from lockstep.config.loading import apply_override
+    from lockstep.config.tree import Node, Origin
+
+    tree = Node({}, Origin("the defaults"))
+    for override in overrides:
+        tree = apply_override(tree, override)
+    return config_from(tree.plain())
+
+
+def _list() -> str:
+    names = shipped_names()
+    width = max(len(name) for name in names)
+    lines = [f"{name:{width}}  {_first_comment(name)}" for name in names]
+    return "\n".join(["Write `extends: NAME`, or give the name in place of a file.", "", *lines]) + "\n"
+
+
+def _first_comment(name: str) -> str:
+    """The first sentence of the comment at the head of a file."""
+    comment: list[str] = []
+    for line in (SHIPPED / name).read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        comment.append(line.lstrip("# "))
+    return " ".join(comment).partition(". ")[0].rstrip(".")

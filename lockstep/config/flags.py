@@ -1,0 +1,88 @@
+"""Short names for the keys that people type most: options of the command line and keywords of Python's `Trainer`.
+
+    --grad-clip 0   is   training.gradient_clip=0   is   Trainer(…, grad_clip=0)      (0: off)
+
+`FLAGS` is the table (importing it loads neither torch nor the schema). The command line turns the options that it met
+into overrides, `as_overrides(apply_flags({"grad_clip": "0"}))`, and hands them to `load_config`. `Trainer` turns its
+keywords into dotted keys and a config, `config_from(apply_flags(settings))`; beside the flags it takes any key by its
+last name, and whole sections as dictionaries.
+"""
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.config.names import SECTIONS, advice_for
+from lockstep.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A short name. `switch`: the option alone means true."""
+
+    name: str
+    key: str
+    metavar: str
+    help: str
+    switch: bool = False
+
+    @property
+    def option(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag("strategy", "distributed.strategy", "NAME", "auto, single, dp, ddp, fsdp, pipeline or accelerate"),
+    Flag("batch_size", "training.batch_size", "N", "samples in a micro-batch"),
+    Flag("gradient_accumulation_steps", "training.gradient_accumulation_steps", "N", "micro-batches per rank and step"),
+    Flag("grad_clip", "training.gradient_clip", "NORM", "clip the global norm of the gradient; 0: off"),
+    Flag("precision", "precision.mode", "MODE", "auto, fp32, bf16 or fp16"),
+    Flag("compile", "training.compile", "", "compile the model's blocks", switch=True),
+    Flag("max_steps", "training.max_steps", "N", "optimizer updates in the whole run"),
+    Flag("learning_rate", "training.learning_rate", "LR", "the peak learning rate"),
+    Flag("seed", "training.seed", "N", "first values, order of samples, random numbers"),
+)
+BY_NAME: dict[str, Flag] = {flag.name: flag for flag in FLAGS}
+
+
+def apply_flags(settings: Mapping[str, Any], where: str = "the settings") -> dict[str, Any]:
+    """Dotted keys for settings by short name (dashes equal underscores), by the last name of a key, or by dotted name.
+
+    Raises:
+        UsageError: a name that is neither; says the nearest.
+    """
+    return {_key(name.replace("-", "_"), where): value for name, value in settings.items()}
+
+
+def as_overrides(dotted: Mapping[str, Any]) -> list[str]:
+    """`["training.batch_size=4"]` for `load_config`. Text is taken as YAML, as if typed."""
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in dotted.items()]
+
+
+def _key(name: str, where: str) -> str:
+    if name in BY_NAME:
+        return BY_NAME[name].key
+    if name in SECTIONS or "." in name:
+        return name  # the schema checks it
+    from lockstep.config.keys import all_keys, near_keys
+
+    keys = shallowest(name, [facts.key for facts in all_keys().values() if facts.key.rpartition(".")[2] == name])
+    if len(keys) == 1:
+        return keys[0]
+    if keys:
+        raise UsageError(f"{name} could be {' or '.join(keys)}", where=where, fix="write the dotted key")
+    fix = advice_for(name)
+    if fix is None:
+        short = difflib.get_close_matches(name, list(BY_NAME), n=1)
+        near = short or near_keys(name, "")
+        fix = f"write {near[0]}" if near else f"the short names are {', '.join(BY_NAME)}"
+    raise UsageError(f"unknown setting {name}", where=where, fix=fix)
+
+
+def shallowest(name: str, keys: Iterable[str]) -> list[str]:
+    """Of several keys of one name those nearest the root: `strategy` is `distributed.strategy`."""
+    found = list(keys)
+    depth = min((key.count(".") for key in found), default=0)
+    return [key for key in found if key.count(".") == depth]
