@@ -12,24 +12,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lockstep.data import SampleOrder, StepBatches, StepLoader
+from lockstep.data import SampleOrder, StepLoader
 from lockstep.data.batches import batch_length, move
 from lockstep.errors import RunError
-
-
-def everything(num_micro_batches: int) -> list[tuple[int, bool]]:
-    return [(index, True) for index in range(num_micro_batches)]
-
-
-def share(rank: int, ranks: int):
-    """As even as possible, with a dummy where a rank is one short."""
-
-    def assign(num_micro_batches: int) -> list[tuple[int, bool]]:
-        most = -(-num_micro_batches // ranks)
-        mine = list(range(num_micro_batches))[rank::ranks]
-        return [(i, True) for i in mine] + [(0, False)] * (most - len(mine))
-
-    return assign
+from tests.data.shared import everything, plain, share, whole_from
 
 
 class Drawing(Dataset[dict[str, Any]]):
@@ -67,29 +53,6 @@ def loader(dataset: Any, *, assign=everything, start=0, stop=9, shuffle=True, **
     return StepLoader(dataset, order, assign, start_step=start, stop_step=stop, seed=3, device="cpu", **options)
 
 
-def plain(steps: list[StepBatches]) -> list[Any]:
-    """What can be compared."""
-
-    def flat(batch: Any) -> Any:
-        if isinstance(batch, torch.Tensor):
-            return batch.tolist()
-        if isinstance(batch, dict):
-            return {key: flat(value) for key, value in batch.items()}
-        return [flat(value) for value in batch] if isinstance(batch, list) else batch
-
-    return [
-        (
-            s.step,
-            s.epoch,
-            s.num_micro_batches,
-            s.samples,
-            s.last_of_epoch,
-            *((m.index, flat(m.batch), m.real) for m in s.mine),
-        )
-        for s in steps
-    ]
-
-
 @pytest.fixture(scope="module")
 def reference() -> list[Any]:
     return plain(list(loader(Drawing())))
@@ -116,11 +79,10 @@ def test_trap_54_resuming_gives_the_tail_of_the_whole_run(reference, start, num_
 def test_trap_12_ranks_share_a_step_and_read_nothing_twice(reference):
     """Every rank drawing the same samples trains on them `ranks` times and on others never."""
     for ranks in (1, 2, 3):
-        parts = [plain(list(loader(Drawing(), assign=share(rank, ranks)))) for rank in range(ranks)]
-        for step, whole in enumerate(reference):
-            real = sorted((m for part in parts for m in part[step][5:] if m[2]), key=lambda m: m[0])
-            assert tuple(real) == whole[5:]
-            assert {part[step][:5] for part in parts} == {whole[:5]}
+        assert (
+            whole_from([plain(list(loader(Drawing(), assign=share(rank, ranks)))) for rank in range(ranks)])
+            == reference
+        )
 
 
 def test_a_rank_reads_its_own_micro_batches_only():

@@ -1,0 +1,274 @@
+"""Data that can only be iterated: each rank keeps its share, whole and resumable; streams sharded by rank even out."""
+
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from lockstep.data import IterableSteps
+from lockstep.errors import RunError, UsageError
+from tests.data.shared import everything, plain, share, whole_from
+
+
+class Numbers(IterableDataset[Any]):
+    """0 … n − 1 in an order and with noise drawn from the global generators."""
+
+    def __init__(self, size: int = 11) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(range(self.size))
+        random.shuffle(order)
+        for number in order:
+            yield {"number": number, "noise": torch.rand(1)}
+
+
+class Resumable(Numbers):
+    """Knows where it stands; counts what it reads."""
+
+    def __init__(self, size: int = 11) -> None:
+        super().__init__(size)
+        self.position = self.epoch = self.read = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < self.size:
+            self.position += 1
+            self.read += 1
+            yield {"number": self.position - 1 + 100 * self.epoch, "noise": torch.rand(1)}
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def steps_of(iterable: Any, *, assign=everything, start=0, stop=None, epochs=2, **options: Any) -> IterableSteps:
+    return IterableSteps(
+        iterable, 2, 4, assign, start_step=start, stop_step=stop, seed=5, device="cpu", epochs=epochs, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[Any]:
+    return plain(list(steps_of(Numbers())))
+
+
+def test_an_epoch_ends_with_a_short_step_and_no_step_straddles(reference):
+    assert [row[:5] for row in reference] == [
+        (0, 0, 2, 4, False), (1, 0, 2, 4, False), (2, 0, 2, 3, True),
+        (3, 1, 2, 4, False), (4, 1, 2, 4, False), (5, 1, 2, 3, True),
+    ]  # fmt: skip
+    for epoch in (0, 1):
+        rows = [row for row in reference if row[1] == epoch]
+        assert sorted(number for row in rows for m in row[5:] for number in m[1]["number"]) == list(range(11))
+
+
+def test_trap_13_epochs_of_an_iterable_differ(reference):
+    """A sampler that draws from one seed gives each epoch the same order."""
+    assert [row[5:] for row in reference[:3]] != [row[5:] for row in reference[3:]]
+
+
+def test_trap_12_ranks_read_the_same_stream_and_share_it(reference):
+    """Ranks that draw for themselves would each see another order, and share out samples twice or never."""
+    for ranks in (2, 3):
+        parts = []
+        for rank in range(ranks):
+            random.seed(rank), torch.manual_seed(rank)
+            parts.append(plain(list(steps_of(Numbers(), assign=share(rank, ranks)))))
+        assert whole_from(parts) == reference
+
+
+@pytest.mark.parametrize("start", [1, 3, 5])
+def test_trap_54_fast_forward_gives_the_tail(reference, start):
+    """Random numbers that advance differently while batches are skipped make another run of the rest."""
+    assert plain(list(steps_of(Numbers(), start=start))) == reference[start:]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_a_state_resumes_in_the_middle_without_reading_again(stop):
+    whole = plain(list(steps_of(Resumable())))
+    first = steps_of(Resumable(), stop=stop)
+    begun = plain(list(first))
+    again = Resumable()
+    rest = plain(list(steps_of(again, start=stop, state=first.state_dict())))
+    assert begun + rest == whole
+    assert again.read == 22 - sum(row[3] for row in begun)
+
+
+def test_a_state_is_that_of_the_step_in_hand_not_of_what_was_read_ahead():
+    source = steps_of(Resumable())
+    steps = iter(source)
+    next(steps)
+    assert source.state_dict() == {"step": 1, "epoch": 0, "position": 4, "iterable": {"position": 4}}
+
+
+def test_without_a_state_of_its_own_an_iterable_told_its_epoch_resumes_there():
+    class Told(Numbers):
+        begun: list[int] = []  # noqa: RUF012
+
+        def set_epoch(self, epoch: int) -> None:
+            self.begun.append(epoch)
+
+    whole = plain(list(steps_of(Told())))
+    first = steps_of(Told(), stop=4)
+    list(first)
+    Told.begun.clear()
+    assert plain(list(steps_of(Told(), start=4, state=first.state_dict()))) == whole[4:]
+    assert Told.begun == [1]
+
+
+def test_a_state_that_json_cannot_hold_is_refused_at_once():
+    class Tensorial(Resumable):
+        def state_dict(self) -> dict[str, Any]:
+            return {"generator": torch.get_rng_state()}
+
+    with pytest.raises(UsageError, match="state_dict of Tensorial can't be saved"):
+        next(iter(steps_of(Tensorial())))
+
+
+def test_a_state_later_than_the_start_is_refused():
+    with pytest.raises(UsageError, match="step 3, after step 1"):
+        steps_of(Resumable(), start=1, state={"step": 3})
+
+
+def test_ready_batches_are_micro_batches():
+    batches = [torch.arange(3), torch.arange(2), torch.arange(1)]
+    rows = plain(list(steps_of(batches, ready=True, epochs=1)))
+    assert rows == [(0, 0, 2, 5, False, (0, [0, 1, 2], True), (1, [0, 1], True)), (1, 0, 1, 1, True, (0, [0], True))]
+
+
+def test_what_can_be_iterated_once_ends_the_steps():
+    rows = plain(list(steps_of((torch.ones(1) for _ in range(3)), ready=True, epochs=None)))
+    assert [row[0] for row in rows] == [0, 1]
+    assert rows[-1][4]
+
+
+def test_leaving_the_loop_closes_a_generator():
+    closed = []
+
+    def batches() -> Iterator[torch.Tensor]:
+        try:
+            while True:
+                yield torch.ones(1)
+        finally:
+            closed.append(True)
+
+    for _ in steps_of(batches(), ready=True):
+        break
+    assert closed
+
+
+def test_outer_random_states_are_untouched():
+    random.seed(1), torch.manual_seed(1)
+    expected = (random.random(), torch.rand(1).item())
+    random.seed(1), torch.manual_seed(1)
+    list(steps_of(Numbers()))
+    assert (random.random(), torch.rand(1).item()) == expected
+
+
+def test_an_empty_iterable_is_one_clear_message():
+    with pytest.raises(UsageError, match="the list is empty"):
+        list(steps_of([], ready=True))
+
+
+def test_an_iterable_that_raises_is_named_with_its_item():
+    def samples() -> Iterator[int]:
+        yield from range(5)
+        raise ValueError("bad line")
+
+    with pytest.raises(RunError, match="item 5 of the generator failed in epoch 0") as caught:
+        list(steps_of(samples()))
+    assert caught.value.why == "ValueError: bad line"
+    assert "in samples" in (caught.value.where or "")
+
+
+def test_a_rank_that_wants_no_data_learns_where_epochs_end(reference):
+    rows = plain(list(steps_of(Numbers(), wanted=False)))
+    assert [row[:5] for row in rows] == [row[:5] for row in reference]
+    assert all(m[1] is None for row in rows for m in row[5:])
+
+
+class Together:
+    """`any_left` among threads that stand for ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks, timeout=20)
+        self.votes: list[bool] = [False] * ranks
+
+    def on(self, rank: int):
+        def any_left(mine: bool) -> bool:
+            self.votes[rank] = mine
+            self.barrier.wait()
+            result = any(self.votes)
+            self.barrier.wait()
+            return result
+
+        return any_left
+
+
+def on_ranks(streams: list[list[Any]], **options: Any) -> list[Any]:
+    """Each rank with a stream of its own; what each yields, or the error that it meets."""
+    together, results = Together(len(streams)), [None] * len(streams)
+
+    def rank_main(rank: int) -> None:
+        assign = share(rank, len(streams))
+        try:
+            source = steps_of(streams[rank], ready=True, assign=assign, any_left=together.on(rank), **options)
+            results[rank] = plain(list(source))
+        except Exception as error:
+            results[rank] = error
+            together.barrier.abort()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(len(streams))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def numbered(rank: int, count: int) -> list[torch.Tensor]:
+    return [torch.tensor([10 * rank + k]) for k in range(count)]
+
+
+def test_trap_63_streams_that_end_at_different_times_are_evened_out_by_dummies():
+    """A rank that stops while others go on leaves them waiting for ever; here it repeats its latest, counting nothing."""
+    short, long = on_ranks([numbered(0, 1), numbered(1, 3)], epochs=1)
+    assert [row[5:] for row in short] == [((0, [0], True),), ((0, [0], False),), ((0, [0], False),)]
+    assert [row[5:] for row in long] == [((1, [10], True),), ((1, [11], True),), ((1, [12], True),)]
+    assert [row[4] for row in short] == [row[4] for row in long] == [False, False, True]
+    assert [row[3] for row in short] == [1, 0, 0]  # samples: this rank's own
+
+
+def test_epochs_of_streams_begin_together():
+    short, long = on_ranks([numbered(0, 1), numbered(1, 2)], epochs=2)
+    assert [(row[1], row[5][2]) for row in short] == [(0, True), (0, False), (1, True), (1, False)]
+    assert [(row[1], row[5][2]) for row in long] == [(0, True), (0, True), (1, True), (1, True)]
+
+
+def test_a_stream_sharded_by_rank_is_resumed_by_reading_up_to_there():
+    streams = [numbered(0, 2), numbered(1, 5)]
+    whole = on_ranks(streams, epochs=1)
+    assert on_ranks(streams, epochs=1, start=3) == [rows[3:] for rows in whole]
+
+
+def test_a_rank_with_no_data_at_all_is_one_clear_message():
+    errors = on_ranks([[], numbered(1, 2)])
+    assert isinstance(errors[0], RunError)
+    assert "this rank's share of the data is empty" in str(errors[0])
+
+
+def test_law_1_is_waived_aloud():
+    assert steps_of(numbered(0, 2), ready=True).notice is None
+    notice = steps_of(numbered(0, 2), ready=True, any_left=bool).notice
+    assert notice is not None
+    assert "sharded by rank" in notice
