@@ -169,7 +169,7 @@ def _order(found: _Found, batch_size: int, global_batch_size: int, seed: int) ->
 def _usual_order(loader: DataLoader[Any]) -> bool | None:
     """Whether the loader shuffles, if its order is one that ours stands in for; None if it is the user's own."""
     sampler = loader.sampler
-    if type(loader.batch_sampler) is not BatchSampler:
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         return None
     if type(sampler) is SequentialSampler:
         return False

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lockstep.data import Assign, StepBatches
+from lockstep.data import Assign, MicroBatch, StepBatches
 
 
 def everything(num_micro_batches: int) -> list[tuple[int, bool]]:
@@ -32,12 +32,14 @@ def flat(batch: Any) -> Any:
     return [flat(value) for value in batch] if isinstance(batch, list | tuple) else batch
 
 
+def plain_micro(micro: MicroBatch) -> tuple[int, Any, bool]:
+    return micro.index, flat(micro.batch), micro.real
+
+
 def plain(steps: list[StepBatches]) -> list[Any]:
     """What can be compared: step, epoch, micro-batches, samples, last of epoch, then (index, batch, real) of each."""
     return [
-        (s.step, s.epoch, s.num_micro_batches, s.samples, s.last_of_epoch)
-        + tuple((m.index, flat(m.batch), m.real) for m in s.mine)
-        for s in steps
+        (s.step, s.epoch, s.num_micro_batches, s.samples, s.last_of_epoch, *map(plain_micro, s.mine)) for s in steps
     ]
 
 

@@ -127,11 +127,7 @@ def test_a_sampler_is_told_its_epoch_and_reads_ranks_own_share_only():
     data = Counting(torch.arange(10))
     list(steps_of(DataLoader(data, batch_size=2, sampler=Told(data)), assign=share(1, 2)))
     assert Told.epochs[:2] == [0, 1]
-    assert (
-        read == [2, 3, 6, 7, 8, 9] * 2
-        or read == [2, 3, 6, 7] * 2 + [8, 9] * 0
-        or sorted(set(read)) == [2, 3, 6, 7, 8, 9]
-    )
+    assert read == [2, 3, 6, 7, 8, 9] * 2  # the last two for a dummy
 
 
 def test_a_sampler_that_can_be_iterated_once_says_so_in_the_second_epoch():

@@ -241,7 +241,7 @@ def numbered(rank: int, count: int) -> list[torch.Tensor]:
 
 
 def test_trap_63_streams_that_end_at_different_times_are_evened_out_by_dummies():
-    """A rank that stops while others go on leaves them waiting for ever; here it repeats its latest, counting nothing."""
+    """A rank that stops while others go on leaves them waiting for ever; here it runs dummies."""
     short, long = on_ranks([numbered(0, 1), numbered(1, 3)], epochs=1)
     assert [row[5:] for row in short] == [((0, [0], True),), ((0, [0], False),), ((0, [0], False),)]
     assert [row[5:] for row in long] == [((1, [10], True),), ((1, [11], True),), ((1, [12], True),)]
