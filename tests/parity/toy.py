@@ -1,0 +1,75 @@
+"""Small data and models on which strategies are compared; functions here run on every rank of a test."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from lockstep.config import config_from
+from lockstep.models import get_model
+from lockstep.trainer import Trainer
+
+VOCAB, LENGTH, SAMPLES = 61, 16, 83
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """83 samples whose first 0 to 6 targets do not count, so that micro-batches hold unequal numbers of them."""
+
+    deterministic = True
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(0, VOCAB, (LENGTH + 1,), generator=generator)
+        targets = ids[1:].clone()
+        targets[: index % 7] = -100
+        return {"input_ids": ids[:-1], "targets": targets}
+
+
+def language_model(name: str, **args: Any) -> nn.Module:
+    """A tiny model of the family, on meta."""
+    common = {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": VOCAB, "dropout": 0.1}
+    family = {"bdh": {"mlp_multiplier": 4}, "transformer": {"n_kv_head": 2}, "free_transformer": {"latent_bits": 4}}
+    with torch.device("meta"):
+        return get_model(name)(**{**common, **family[name], **args})
+
+
+def losses(
+    settings: dict[str, Any], model: str = "transformer", steps: int = 20, **args: Any
+) -> list[tuple[float, ...]]:
+    """(loss, gradient norm, learning rate, tokens) of each step under `settings`, dotted keys of the config."""
+    common = {
+        "training.batch_size": 2,
+        "training.global_batch_size": 24,
+        "training.learning_rate": 3e-3,
+        "training.warmup_steps": 3,
+        "training.max_steps": steps,
+        "precision.mode": "fp32",
+    }
+    trainer = Trainer(language_model(model, **args), config=config_from({**common, **settings}))
+    records = trainer.steps(Tokens())
+    return [(float(r.loss), float(r.grad_norm), r.lr, float(r.tokens)) for r in records]
+
+
+def many(cases: list[tuple[Any, ...]]) -> list[list[tuple[float, ...]]]:
+    """`losses` of each case, one after the other in one process."""
+    return [losses(*case[:2], **(case[2] if len(case) > 2 else {})) for case in cases]
+
+
+def worst(one: list[tuple[float, ...]], other: list[tuple[float, ...]]) -> float:
+    """The largest relative difference between two runs."""
+    assert len(one) == len(other)
+    return max(
+        abs(a - b) / max(abs(b), 1e-12) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+def gathered(value: Any) -> list[Any]:
+    """`value` of every rank, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
