@@ -1,0 +1,61 @@
+"""Text from a trained language model: its newest whole checkpoint, in one process, whatever trained it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep import checkpoint
+from lockstep.config import Config, load_config
+from lockstep.data import build_data
+from lockstep.errors import UsageError
+from lockstep.models.generate import generate
+from lockstep.records import RunDirectory
+from lockstep.trainer.run import build
+
+
+def sample(
+    run: Path, *, prompt: str = "The ", num_tokens: int = 200, temperature: float = 0.8, top_k: int | None = None,
+    seed: int = 0,
+) -> str:  # fmt: skip
+    """The prompt, continued by the model of a run.
+
+    Args:
+        run: a run directory.
+        prompt: what to continue.
+        num_tokens: how many tokens to add.
+        temperature: 0 takes the likeliest token.
+
+    Raises:
+        UsageError: there is no run or no checkpoint, or the data have no text.
+    """
+    directory = RunDirectory(run)
+    if not directory.config.is_file():
+        raise UsageError(f"{run} is no run directory", why="there is no config.yaml in it")
+    found = checkpoint.newest(directory.checkpoints)
+    if found is None:
+        raise UsageError(f"there is no checkpoint in {directory.checkpoints}")
+    config = load_config(directory.config)
+    data = build_data(config.data, seed=config.training.seed)
+    if data.encode is None or data.decode is None:
+        raise UsageError(f"the data {config.data.name} are no text", where=str(directory.config))
+    model = restored(config, found)
+    block_size = int(data.facts.get("block_size", 512))
+    ids = torch.tensor([data.encode(prompt)], dtype=torch.int64)
+    tokens = generate(model, ids, num_tokens, block_size=block_size, temperature=temperature, top_k=top_k, seed=seed)
+    return data.decode(tokens[0].tolist())
+
+
+def restored(config: Config, path: Path) -> Any:
+    """The model of a checkpoint, whole, on the CPU, in evaluation mode."""
+    data = build_data(config.data, seed=config.training.seed)
+    model = build(config, data)
+    if any(p.is_meta for p in model.parameters()):
+        model.to_empty(device="cpu")
+        model.init_weights()  # buffers that no checkpoint holds
+    tensors = dict(model.named_parameters()) | {
+        n: b for n, b in model.named_buffers() if n in model.state_dict(keep_vars=True)
+    }
+    with torch.no_grad():
+        checkpoint.load(path, checkpoint.Snapshot(model=tensors), only=["model"])
+    return model.eval()
