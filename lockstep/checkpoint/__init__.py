@@ -11,6 +11,7 @@
 
 from lockstep.checkpoint.background import AsyncSaver
 from lockstep.checkpoint.commit import save, save_as
+from lockstep.checkpoint.describe import inspect
 from lockstep.checkpoint.digest import digest, digest_tensors
 from lockstep.checkpoint.keep import newest, resume_point, rotate, set_aside
 from lockstep.checkpoint.manifest import DamagedError, verify
@@ -26,6 +27,7 @@ __all__ = [
     "digest",
     "digest_tensors",
     "has_optimizer",
+    "inspect",
     "list_checkpoints",
     "load",
     "newest",

@@ -185,9 +185,8 @@ class _MainRank:
 
     def clean_up(self) -> None:
         """After a failure: nothing of the attempt stays. After a success there is nothing by this name."""
-        shutil.rmtree(
-            self.folder, ignore_errors=True
-        )  # what can't be removed is swept later; the error to tell is another
+        if self.folder.exists():
+            shutil.rmtree(self.folder, ignore_errors=True)  # the rest is swept later; another error is to be told now
         _in_flight.discard(self.writer.token)
 
     def _parameters(self) -> dict[str, ParameterFacts]:

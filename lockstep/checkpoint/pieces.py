@@ -1,10 +1,10 @@
 """Tensors as they lie on one rank: pieces of whole tensors.
 
 A plain tensor is one piece, the whole. A DTensor is the block that this rank holds, with its offset in the whole. A
-rank that holds nothing of a tensor (dimension 0 shorter than the mesh) has no piece of it, but still its facts.
+rank that holds nothing of a tensor (dimension 0 shorter than the mesh) has an empty piece, and still knows its shape.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,10 +51,16 @@ class Part:
     Args:
         pieces: canonical name → piece.
         aliases: canonical name → the other names of the same tensor.
+        read: gets a block when it is written; the pieces then only say what there is.
     """
 
     pieces: dict[str, Piece] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    read: Callable[[str], Tensor] | None = None
+
+    def resolve(self, name: str) -> Tensor:
+        """The block of a name, as it is to be written."""
+        return self.pieces[name].tensor if self.read is None else self.read(name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -109,7 +109,7 @@ class _PieceSavePlanner(DefaultSavePlanner):
         self.part = part
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.part.pieces[write_item.index.fqn].tensor
+        return self.part.resolve(write_item.index.fqn)
 
 
 def _write_item(name: str, piece: Piece) -> WriteItem:

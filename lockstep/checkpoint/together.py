@@ -26,6 +26,13 @@ class Ranks:
         self.rank: int = dist.get_rank(group) if self.connected else 0
         self.size: int = dist.get_world_size(group) if self.connected else 1
 
+    @classmethod
+    def alone(cls) -> "Ranks":
+        """This process by itself, whatever groups it is in: nothing is sent."""
+        ranks = cls.__new__(cls)
+        ranks.group, ranks.connected, ranks.rank, ranks.size = None, False, 0, 1
+        return ranks
+
     @property
     def is_main(self) -> bool:
         return self.rank == 0

@@ -1,0 +1,127 @@
+"""`lockstep checkpoint list|inspect|verify|digest|export|convert PATH`: text out, errors raised."""
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.describe import checkpoints_at, inspect, newest_at
+from lockstep.checkpoint.digest import digest
+from lockstep.checkpoint.export import export_safetensors, export_torch, rewrite_full
+from lockstep.checkpoint.manifest import DamagedError, read_manifest, verify
+from lockstep.checkpoint.names import MANIFEST
+from lockstep.errors import UsageError
+
+VERBS = ("list", "inspect", "verify", "digest", "export", "convert")
+FORMATS = ("full", "torch")
+
+
+def run(verb: str, path: str | Path, **options: Any) -> str:
+    """Do what a verb says.
+
+    Args:
+        verb: one of VERBS.
+        path: a run directory, a folder of checkpoints, or one checkpoint; where one is needed, the newest whole one.
+        options: `output` (export, convert): the file or folder to write; `to` (convert): one of FORMATS.
+
+    Returns:
+        what to print.
+
+    Raises:
+        UsageError: there is no such verb, option or checkpoint.
+        DamagedError: `verify` found damage; every damaged checkpoint is named.
+    """
+    if verb not in VERBS:
+        raise UsageError(f"there is no `lockstep checkpoint {verb}`", fix="one of: " + ", ".join(VERBS))
+    chosen = {key: value for key, value in options.items() if value is not None}
+    accepted = _OPTIONS.get(verb, ())
+    if stray := [key for key in chosen if key not in accepted]:
+        raise UsageError(f"`lockstep checkpoint {verb}` takes no {stray[0]}")
+    return _ACTIONS[verb](Path(path), **chosen)
+
+
+def _list(path: Path) -> str:
+    rows = [("checkpoint", "size", "written", "")]
+    for checkpoint in checkpoints_at(path):
+        problems = verify(checkpoint, thorough=False)
+        if problems:
+            rows.append((checkpoint.name, "", "", f"damaged: {problems[0]}"))
+            continue
+        written = datetime.fromtimestamp((checkpoint / MANIFEST).stat().st_mtime)
+        rows.append((checkpoint.name, _size(read_manifest(checkpoint).num_bytes), f"{written:%Y-%m-%d %H:%M:%S}", ""))
+    return _table(rows)
+
+
+def _inspect(path: Path) -> str:
+    found = inspect(newest_at(path))
+    manifest = found.manifest
+    lines = [f"{found.path}: step {manifest.step}, {_size(manifest.num_bytes)} in {len(manifest.files)} files"]
+    lines += [f"  {part}: {_size(size)}" for part, size in found.part_bytes.items()]
+    lines += [f"written by: {', '.join(f'{k} {v}' for k, v in manifest.written_by.items())}"]
+    lines += [f"state: {json.dumps(found.state, sort_keys=True)}"]
+    lines += [f"model: {len(manifest.parameters)} tensors, {found.num_elements:,} elements"]
+    rows = []
+    for name, facts in manifest.parameters.items():
+        tied = f"tied: {', '.join(facts.aliases)}" if facts.aliases else ""
+        rows.append((f"  {name}", facts.dtype, str(list(facts.shape)), tied))
+    return "\n".join([*lines, _table(rows)]) if rows else "\n".join(lines)
+
+
+def _verify(path: Path) -> str:
+    checkpoints = checkpoints_at(path)
+    problems = {checkpoint: verify(checkpoint) for checkpoint in checkpoints}
+    damaged = {checkpoint: found for checkpoint, found in problems.items() if found}
+    if damaged:
+        raise DamagedError(
+            f"{len(damaged)} of {len(checkpoints)} checkpoints damaged",
+            why="; ".join(f"{checkpoint.name}: {', '.join(found)}" for checkpoint, found in damaged.items()),
+            fix="delete or restore what is damaged; a run resumes from the newest whole one",
+        )
+    return "\n".join(f"{checkpoint}: whole" for checkpoint in checkpoints)
+
+
+def _digest(path: Path) -> str:
+    return digest(newest_at(path))
+
+
+def _export(path: Path, output: str | Path = "model.safetensors") -> str:
+    checkpoint = newest_at(path)
+    return f"{checkpoint} → {export_safetensors(checkpoint, output)}"
+
+
+def _convert(path: Path, to: str = "full", output: str | Path | None = None) -> str:
+    if to not in FORMATS:
+        raise UsageError(f"there is no format {to!r} to convert to", fix="one of: " + ", ".join(FORMATS))
+    checkpoint = newest_at(path)
+    target = Path(output) if output else Path(f"{checkpoint.resolve().name}-full" if to == "full" else "model.pt")
+    written = rewrite_full(checkpoint, target) if to == "full" else export_torch(checkpoint, target)
+    return f"{checkpoint} → {written}"
+
+
+_ACTIONS: dict[str, Callable[..., str]] = {
+    "list": _list,
+    "inspect": _inspect,
+    "verify": _verify,
+    "digest": _digest,
+    "export": _export,
+    "convert": _convert,
+}
+_OPTIONS: dict[str, tuple[str, ...]] = {"export": ("output",), "convert": ("output", "to")}
+
+
+def _size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _table(rows: list[tuple[str, str, str, str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,116 @@
+"""Whatever happens to the bytes on disk is noticed before anything is trusted."""
+
+import logging
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lockstep import checkpoint
+from lockstep.checkpoint import DamagedError
+from lockstep.errors import RunError, UsageError
+from tests.checkpoint.shared import blank, files_of, flip, save, snapshot
+
+LIMIT = 60  # positions of a file that are tried: all of a short one
+
+
+def positions(size: int) -> list[int]:
+    chosen = {0, size - 1, *random.Random(0).sample(range(size), min(size, LIMIT))}
+    return sorted(chosen)
+
+
+def test_trap_50_one_flipped_bit_in_any_file_is_noticed(tmp_path: Path) -> None:
+    """torch's own format has no checksum: flipped bits load successfully."""
+    path = save(tmp_path, 1)
+    assert checkpoint.verify(path) == []
+    for file in files_of(path):
+        data = file.read_bytes()
+        where = range(len(data)) if file.name == "manifest.json" else positions(len(data))
+        for position in where:
+            flip(file, position)
+            assert checkpoint.verify(path), f"{file.name}, byte {position}"
+            file.write_bytes(data)
+        flip(file, len(data) // 2)
+        target = blank(snapshot())
+        with pytest.raises(DamagedError):
+            checkpoint.load(path, target)
+        assert not any(tensor.any() for tensor in target.model.values())
+        file.write_bytes(data)
+    assert checkpoint.verify(path) == []
+
+
+def test_cut_lengthened_and_missing_files_are_noticed_at_a_glance(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    for file in files_of(path):
+        data = file.read_bytes()
+        for damaged in (data[:-1], data[: len(data) // 2], b"", data + b"\0"):
+            file.write_bytes(damaged)
+            assert checkpoint.verify(path, thorough=False), f"{file.name}: {len(damaged)} of {len(data)} bytes"
+        file.unlink()
+        assert checkpoint.verify(path, thorough=False), f"{file.name}: missing"
+        file.write_bytes(data)
+    assert checkpoint.verify(path) == []
+
+
+def test_a_renamed_checkpoint_is_not_taken_for_another_step(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    path.rename(tmp_path / "step-00000009")
+    assert "not the step of its name" in checkpoint.verify(tmp_path / "step-00000009")[0]
+
+
+def test_newest_passes_over_what_is_damaged_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second, third, fourth = (save(tmp_path, step) for step in (1, 2, 3, 4))
+    (fourth / "manifest.json").unlink()
+    shutil.rmtree(third / "optimizer")
+    with caplog.at_level(logging.WARNING):
+        assert checkpoint.newest(tmp_path) == second
+    assert "step-00000004" in caplog.text
+    assert "optimizer/main/.metadata: missing" in caplog.text
+    told: list[tuple[str, str]] = []
+    flip(second / "model" / "__0_0.distcp", 1000)
+    assert checkpoint.newest(tmp_path) == second, "at a glance the sizes are right"
+    found = checkpoint.newest(tmp_path, thorough=True, on_damaged=lambda path, why: told.append((path.name, why)))
+    assert found == first
+    assert [name for name, _ in told] == ["step-00000004", "step-00000003", "step-00000002"]
+    assert checkpoint.resume_point(tmp_path) == first
+
+
+def test_trap_53_all_damaged_is_a_hard_failure(tmp_path: Path) -> None:
+    """A run that starts afresh because no checkpoint could be read has lost everything, silently."""
+    for step in (1, 2):
+        (save(tmp_path, step) / "state.json").unlink()
+    for choose in (checkpoint.newest, checkpoint.resume_point):
+        with pytest.raises(RunError, match="none of the 2 checkpoints"):
+            choose(tmp_path)
+
+
+def test_trap_53_the_last_one_fails_only_under_its_checksum(tmp_path: Path) -> None:
+    """The one checkpoint looks whole until its bytes are read: still a hard failure, not a fresh start."""
+    flip(save(tmp_path, 1) / "model" / "__0_0.distcp", 1000)
+    with pytest.raises(RunError, match="none of the 1 checkpoints"):
+        checkpoint.resume_point(tmp_path)
+
+
+def test_no_checkpoint_at_all_is_a_fresh_start(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "not there"):
+        assert checkpoint.newest(directory) is None
+        assert checkpoint.resume_point(directory) is None
+    with pytest.raises(UsageError, match="there is no checkpoint at"):
+        checkpoint.load(tmp_path / "step-00000001", snapshot())
+
+
+def test_trap_52_unfinished_folders_are_not_checkpoints(tmp_path: Path) -> None:
+    """An unanchored pattern takes step-100.tmp for a checkpoint of step 100."""
+    real = save(tmp_path, 100)
+    for name in (
+        "step-00000200.tmp", "step-00000200.tmp-host-1-0123abcd", "step-200", "xstep-00000200", "step-00000200 ",
+        "step-00000200\n", "step-0000020x", "step-000000200", "step-٠٠٠٠٠٢٠٠", "step-00000200.aside-1", "step--0000200",
+    ):  # fmt: skip
+        shutil.copytree(real, tmp_path / name)
+    (tmp_path / "step-00000300").write_text("a file")
+    (tmp_path / "step-00000400").symlink_to(real)
+    assert checkpoint.list_checkpoints(tmp_path) == [real]
+    assert checkpoint.newest(tmp_path) == real
+    shutil.copytree(real, tmp_path / "step-123456789")
+    assert len(checkpoint.list_checkpoints(tmp_path)) == 2, "nine digits, for a long run"

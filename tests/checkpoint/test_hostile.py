@@ -1,0 +1,203 @@
+"""A checkpoint from a stranger: reading it runs nothing and reaches nothing outside."""
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+
+from lockstep import checkpoint
+from lockstep.checkpoint import DamagedError
+from lockstep.checkpoint.disk import facts_inside
+from lockstep.checkpoint.manifest import Manifest, read_manifest
+from lockstep.checkpoint.stored_metadata import parse_metadata
+from lockstep.errors import RunError
+from tests.checkpoint.shared import blank, save, snapshot
+
+
+def reseal(path: Path, **changes: Any) -> None:
+    """Write a manifest that fits whatever is now in the folder: the attacker can compute checksums too."""
+    old = read_manifest(path)
+    files = {name: facts_inside(path, name) for name in old.files}
+    manifest = Manifest(old.step, changes.get("files", files), old.parameters, old.parts, old.written_by)
+    (path / "manifest.json").write_bytes(manifest.to_bytes())
+
+
+class Touch:
+    """Unpickles to a call of any function."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+def stored_metadata(path: Path) -> Metadata:
+    metadata: Metadata = pickle.loads((path / "model" / ".metadata").read_bytes())
+    return metadata
+
+
+def assert_refused(path: Path, match: str) -> None:
+    target = blank(snapshot())
+    with pytest.raises(DamagedError, match=match):
+        checkpoint.load(path, target)
+    with pytest.raises(DamagedError, match=match):
+        checkpoint.digest(path)
+
+
+def test_trap_50_the_metadata_pickle_runs_nothing(tmp_path: Path) -> None:
+    """`.metadata` is a pickle: torch would run whatever it names."""
+    path, witness = save(tmp_path, 1), tmp_path / "witness"
+    for function, arguments in (
+        (os.system, (f"touch {witness}",)),
+        (open, (str(witness), "w")),
+        (exec, (f"open({str(witness)!r}, 'w')",)),
+        (torch.load, (str(witness),)),
+        (eval, ("1",)),
+    ):
+        for payload in (Touch(function, *arguments), {"x": Touch(function, *arguments)}):
+            metadata = stored_metadata(path)
+            metadata.planner_data = payload
+            (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
+            reseal(path)
+            assert_refused(path, "which no metadata needs|is not a dtype")
+            assert not witness.exists()
+            shutil.rmtree(path)
+            save(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"ctorch\nload\n.",  # a name of torch that is no dtype
+        b"ctorch\n_C\n.",
+        b"ctorch.serialization\nload\n.",
+        b"cbuiltins\neval\n(S'1'\ntR.",
+        b"\x80\x04\x8c\x05torch\x8c\x10serialization.os\x93.",  # a dotted path through a module
+        b"ctorch.distributed.checkpoint.metadata\nos\n.",
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'evil'\nI1\nstb.",  # sets an attribute of a class
+        b"ctorch\nSize\n(N}S'evil'\nI1\nstb.",
+        b"P1\n.",
+        b"\x80\x05\x97.",
+        b"(lp0\n0g0\n.",
+        b"",
+        b".",
+        b"garbage",
+        b"\x80\x04N.",
+        pickle.dumps({}),
+        pickle.dumps(Metadata({}, None, None)),
+    ],
+)
+def test_programs_that_are_no_metadata_are_refused(program: bytes) -> None:
+    with pytest.raises(ValueError):
+        parse_metadata(program)
+
+
+def test_trap_50_paths_do_not_climb_out(tmp_path: Path) -> None:
+    """`relative_path` in the metadata may name any file of the machine."""
+    secret = tmp_path / "__0_0.distcp"
+    shutil.copy(save(tmp_path / "other", 1) / "model" / "__0_0.distcp", secret)
+    for climbing in ("../../__0_0.distcp", str(secret), "../__0_0.distcp", "__0_0.distcp/../../x", "__0_9.distcp", ""):
+        path = save(tmp_path, 1)
+        metadata = stored_metadata(path)
+        for info in metadata.storage_data.values():
+            info.relative_path = climbing
+        (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
+        reseal(path)
+        assert_refused(path, "not one of its own tensor files|does not list")
+        shutil.rmtree(path)
+
+
+def test_the_manifest_lists_no_file_outside(tmp_path: Path) -> None:
+    (tmp_path / "passwd").write_text("secret")
+    for stray in (
+        "../passwd",
+        "/etc/passwd",
+        "model/../../passwd",
+        "model/../state.json",
+        "model//.metadata",
+        "passwd",
+    ):
+        path = save(tmp_path, 1)
+        facts = read_manifest(path).files
+        reseal(path, files={**facts, stray: facts["state.json"]})
+        assert "no checkpoint holds" in checkpoint.verify(path)[0]
+        shutil.rmtree(path)
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    other = save(tmp_path / "other", 1)
+    for linked in ("state.json", "model/__0_0.distcp", "model/.metadata", "manifest.json"):
+        path = save(tmp_path, 1)
+        (path / linked).unlink()
+        (path / linked).symlink_to(other / linked)
+        assert checkpoint.verify(path), linked
+        with pytest.raises(DamagedError):
+            checkpoint.load(path, blank(snapshot()))
+        shutil.rmtree(path)
+    path = save(tmp_path, 1)
+    shutil.rmtree(path / "model")
+    (path / "model").symlink_to(other / "model")
+    assert checkpoint.verify(path)
+    assert_refused(path, "damaged|can't be read")
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / "state.json").unlink()
+    os.mkfifo(path / "state.json")
+    assert "not an ordinary file" in checkpoint.verify(path)[0]
+
+
+def test_stored_objects_are_never_unpickled(tmp_path: Path) -> None:
+    """DCP loads what is no tensor with a full unpickler."""
+    path = save(tmp_path, 1)
+    metadata = stored_metadata(path)
+    metadata.state_dict_metadata["count"] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex("count")] = _StorageInfo("__0_0.distcp", 0, 10)
+    (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(path)
+    assert_refused(path, "only tensors are stored")
+
+
+def test_a_tensor_file_is_read_as_weights_only(tmp_path: Path) -> None:
+    path, witness = save(tmp_path, 1), tmp_path / "witness"
+    torch.save(Touch(os.system, f"touch {witness}"), path / "model" / "__0_0.distcp")
+    length = (path / "model" / "__0_0.distcp").stat().st_size
+    metadata = stored_metadata(path)
+    for info in metadata.storage_data.values():
+        info.offset, info.length = 0, length
+    (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(path)
+    with pytest.raises(RunError, match=r"(?i)weights"):
+        checkpoint.load(path, blank(snapshot()))
+    assert not witness.exists()
+
+
+def test_blocks_that_leave_a_hole_are_refused(tmp_path: Path) -> None:
+    """What nobody wrote would come back as whatever lay in memory."""
+    path = save(tmp_path, 1)
+    metadata = stored_metadata(path)
+    stored = metadata.state_dict_metadata["blocks.0.weight"]
+    stored.chunks[0].sizes = torch.Size([9, 6])  # type: ignore[union-attr]
+    (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(path)
+    assert_refused(path, "54 of its 60 elements")
+
+
+def test_metadata_that_disagrees_with_the_manifest_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    metadata = stored_metadata(path)
+    metadata.state_dict_metadata["other"] = metadata.state_dict_metadata.pop("norm")
+    index = next(i for i in metadata.storage_data if i.fqn == "norm")
+    metadata.storage_data[MetadataIndex("other", index.offset)] = metadata.storage_data.pop(index)
+    (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(path)
+    assert_refused(path, "disagrees with the manifest about")
