@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.errors import UsageError
@@ -73,9 +74,10 @@ def build_model(model_config: ModelSettings, facts: Mapping[str, Any] | None = N
 
 def _constructor(name: str) -> Callable[..., "nn.Module"]:
     if name.startswith("hf:"):
-        from lockstep.models.hf import build_hugging_face
+        from lockstep.models import hf
 
-        return partial(build_hugging_face, name.removeprefix("hf:"))
+        source = name.removeprefix("hf:")
+        return partial(hf.from_files if Path(source).exists() else hf.from_type, source)
     path = _FAMILIES.get(name, name)
     if ":" not in path:
         raise UsageError(

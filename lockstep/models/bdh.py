@@ -13,8 +13,8 @@ N = mlp_multiplier · n_embd / n_head neurons a head. No LayerNorm has parameter
 
 Where the weights live: `encoder`, `encoder_v` [H, D, N] and `decoder` [H·N, D] are parameters of the model itself, lent
 to each layer at each call (`shared_parameters`, see `lockstep.models.chain`); a `BDHLayer` owns none. So wrapping by
-block finds nothing to wrap: shard the three along a dim that divides, and gather them once a step. A stage of a pipeline
-needs the three wherever it has a layer, with their gradients summed over those stages.
+block finds nothing to wrap: shard the three along a dim that divides, and gather them once a step. A pipeline's stage
+with any layer needs the three, and their gradients are summed over those stages.
 
 Tensors of neurons are large (H·N = 128·D), and laid out heads first: each product with a weight is then one batched
 product over heads that copies neither the weight nor the neurons.
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.models.language import LanguageModel, require_multiple, require_positive
-from lockstep.models.rotary import phases, rotate
+from lockstep.models.rotary import phases, rotate, without_autocast
 
 THETA = 2.0**16
 INIT_STD = 0.02
@@ -91,11 +91,10 @@ class BDHLayer(nn.Module):
         heads, _, neurons = encoder.shape
         rows = batch * length
         x_heads = x.reshape(1, rows, width).expand(heads, -1, -1)
-        # In place, because a product does not keep its result for its gradient.
-        s = torch.bmm(x_heads, encoder).relu_()
+        s = torch.relu(torch.bmm(x_heads, encoder))
         a = attend_to_past(s.view(heads, batch, length, neurons), x)
         a = F.layer_norm(a, (width,)).view(heads, rows, width)
-        u = self.dropout(s * torch.bmm(a, encoder_v).relu_())
+        u = self.dropout(s * torch.relu(torch.bmm(a, encoder_v)))
         # concat_heads(u) @ decoder, as a sum over heads in float32.
         y = torch.bmm(u, decoder.view(heads, neurons, width)).sum(0, dtype=torch.float32)
         y = F.layer_norm(y, (width,)).to(x.dtype).view_as(x)
@@ -115,9 +114,3 @@ def attend_to_past(s: Tensor, x: Tensor) -> Tensor:
         q = rotate(s, cos, sin, dtype).view(heads * batch, length, neurons)
         scores = torch.bmm(q, q.transpose(1, 2)).tril(-1).view(heads, batch, length, length)
         return scores @ x.to(dtype)
-
-
-def without_autocast(device: torch.device) -> torch.autocast:
-    """A region that computes in the dtypes of its operands."""
-    kind = device.type if torch.amp.is_autocast_available(device.type) else "cpu"  # `meta` has none
-    return torch.autocast(kind, enabled=False)

@@ -19,28 +19,33 @@ The borrower owns nothing and gets the tensor at each call, looked up through it
 What a segment returns is neither a view nor one of its own inputs: torch's pipeline runtime detaches outputs in place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 
-def run_segments(model: nn.Module, *inputs: Any) -> Any:
-    """Fold `inputs` through `model.segments()`; returns what the last segment returns."""
+def run_segments(model: nn.Module, *inputs: Any, keywords: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
+    """Fold `inputs` through `model.segments()`; returns what the last segment returns.
+
+    Args:
+        keywords: further keyword arguments, by segment name.
+    """
     borrowed = shared_parameters_of(model)
     values: tuple[Any, ...] = inputs
     outputs: Any = inputs
-    for name, segment in model.segments():  # type: ignore[operator]
-        outputs = segment(*values, **lent(model, borrowed.get(name, {})))
+    segments: list[tuple[str, nn.Module]] = model.segments()  # type: ignore[operator]
+    for name, segment in segments:
+        own = (keywords or {}).get(name, {})
+        outputs = segment(*values, **lent(model, borrowed.get(name, {})), **own)
         values = outputs if isinstance(outputs, tuple) else (outputs,)
     return outputs
 
 
 def shared_parameters_of(model: nn.Module) -> dict[str, dict[str, str]]:
     """Which parameters which segments borrow: {segment: {keyword: canonical name}}; empty where the model says none."""
-    if not hasattr(model, "shared_parameters"):
-        return {}
-    return {segment: dict(names) for segment, names in model.shared_parameters().items()}
+    own: Callable[[], dict[str, dict[str, str]]] | None = getattr(model, "shared_parameters", None)
+    return own() if own else {}
 
 
 def lent(owner: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:

@@ -17,20 +17,17 @@ IGNORED_TARGET = -100
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next token: ids [B, T] → logits [B, T, V], a fold over `segments()`.
+    """Predicts the next token: ids [B, T] → logits [B, T, V], by default a fold over its `segments()`.
 
-    Args:
-        block_size: the context it is meant for, in tokens. Positions are rotary, so it bounds nothing but generation's
-            window.
+    Attributes:
+        block_size: the context it is meant for, in tokens. Positions are rotary, so it bounds nothing but the window
+            of generation.
     """
 
     block_size: int
 
     def forward(self, ids: Tensor) -> Any:
         return run_segments(self, ids)
-
-    def segments(self) -> list[tuple[str, nn.Module]]:
-        raise NotImplementedError
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor]:
         """The arguments of forward: the ids, int64 [B, T]."""

@@ -45,8 +45,14 @@ class _Rotation(torch.autograd.Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turned_even, turned_odd = turned.unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = x.view(*x.shape[:-1], -1, 2).unbind(-1)
+    turned_even, turned_odd = turned.view(*x.shape[:-1], -1, 2).unbind(-1)
     torch.mul(even, cos, out=turned_even).addcmul_(odd, sin, value=-1)
     torch.mul(even, sin, out=turned_odd).addcmul_(odd, cos)
     return turned
+
+
+def without_autocast(device: torch.device) -> torch.autocast:
+    """A region that computes in the dtypes of its operands."""
+    kind = device.type if torch.amp.is_autocast_available(device.type) else "cpu"  # `meta` has none
+    return torch.autocast(kind, enabled=False)

@@ -125,8 +125,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
         normed = self.attention_norm(x)
-        x = x + self.dropout(self.attention(normed, normed))
-        return with_carried(x + self.dropout(self.mlp(self.mlp_norm(x))), carried)
+        return with_carried(self._add(x, self.attention(normed, normed)), carried)
+
+    def _add(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.dropout(attended)
+        y: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return y
 
 
 class Attention(nn.Module):
@@ -165,7 +169,7 @@ class Attention(nn.Module):
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # [B, H, T, head width]
+        return x.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)  # [B, H, T, head width]
 
 
 class SwiGLU(nn.Module):

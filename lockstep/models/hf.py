@@ -1,0 +1,170 @@
+"""Hugging Face causal language models (the extra `transformers`), from the disk or from a config; none is downloaded.
+
+    hf:FOLDER         a local folder with a config.json; its *.safetensors are loaded if it has any
+    hf:CONFIG.json    that config, values drawn at random
+    hf:TYPE           a model type of the library (llama, gpt2, …) with its default config, values drawn at random
+
+`model.args` override the config by the library's own names (num_hidden_layers, hidden_size, …). Parameters are float32
+whatever the config says: autocast does the rest. How such a model meets the protocol is in `lockstep.models.hf_causal`.
+
+The Llama and GPT-2 families with random values can be built on `meta`. Others are built whole, on the CPU.
+"""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+
+try:
+    import transformers
+except ImportError as error:
+    raise UsageError(
+        "Hugging Face models need the package transformers",
+        where="model.name",
+        fix='install it: pip install "lockstep-train[transformers]"',
+    ) from error
+
+from lockstep.models.hf_causal import can_be_cut, meet_protocol
+
+# The library's automatic classes are typed by halves.
+_AutoConfig: Any = transformers.AutoConfig
+_AutoModel: Any = transformers.AutoModelForCausalLM
+
+
+def from_files(path: str, **overrides: Any) -> nn.Module:
+    """The model in a folder, with its weights if they are there; or of a config file, with random ones.
+
+    Raises:
+        UsageError: no config there, an override that it does not have, or weights that do not fill the model.
+    """
+    place = Path(path)
+    file = place / "config.json" if place.is_dir() else place
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+        model_type = described.pop("model_type")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise UsageError(
+            f"{file} is not the config of a Hugging Face model", where="model.name", why=_first_line(error)
+        ) from error
+    config = _config(model_type, described, overrides)
+    if place.is_dir() and any(place.glob("*.safetensors")):
+        return meet_protocol(_loaded(place, config))
+    if place.is_dir() and any(place.glob("*.bin")):
+        raise UsageError(
+            f"the weights in {path} are pickles, which can run code when they are read",
+            where="model.name",
+            fix="convert them to safetensors",
+        )
+    return meet_protocol(_drawn(config))
+
+
+def from_type(
+    model_type: str, *, vocab_size: int | None = None, block_size: int | None = None, **overrides: Any
+) -> nn.Module:
+    """A model of the library's type `model_type`, with its default config, changed by what is given.
+
+    Args:
+        block_size: the config's positions are raised to it where they are fewer.
+
+    Raises:
+        UsageError: no such type, or an override that its config does not have.
+    """
+    if vocab_size is not None:
+        overrides["vocab_size"] = vocab_size
+    config = _config(model_type, {}, overrides)
+    if block_size is not None and block_size > getattr(config, "max_position_embeddings", block_size):
+        config = _config(model_type, {}, {"max_position_embeddings": block_size, **overrides})
+    return meet_protocol(_drawn(config))
+
+
+def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    """A config made anew, so that what the library derives (the width of a head …) follows the overrides."""
+    known = list(transformers.CONFIG_MAPPING.keys())
+    if model_type not in known:
+        near = difflib.get_close_matches(model_type, known, n=1)
+        raise UsageError(
+            f"{model_type!r} is neither a folder, nor a config file, nor a model type of transformers"
+            + (f"; did you mean hf:{near[0]}?" if near else ""),
+            where="model.name",
+            fix="write hf:llama, hf:gpt2 …, or the path of a folder (nothing is downloaded)",
+        )
+    kind: Any = transformers.CONFIG_MAPPING[model_type]
+    renamed: dict[str, str] = getattr(kind, "attribute_map", {})
+    _check_overrides(model_type, sorted({*kind().to_dict(), *renamed}), overrides)
+    with _errors_of(model_type):
+        return _AutoConfig.for_model(
+            model_type, **{renamed.get(k, k): v for part in (described, overrides) for k, v in part.items()}
+        )
+
+
+def _check_overrides(model_type: str, accepted: list[str], overrides: Mapping[str, Any]) -> None:
+    for key in overrides:
+        if key not in accepted:
+            near = difflib.get_close_matches(key, accepted, n=1)
+            raise UsageError(
+                f"the config of a {model_type} has no {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+                where=f"model.args.{key}",
+                fix=f"it has {', '.join(accepted)}",
+            )
+
+
+def _drawn(config: Any) -> Any:
+    """A model with random values: on the device that is active if it can be filled there later, else on the CPU."""
+    device = torch.get_default_device() if can_be_cut(config) else torch.device("cpu")
+    with _errors_of(config.model_type), device:
+        return _AutoModel.from_config(config, **_attention(config)).float()
+
+
+def _loaded(folder: Path, config: Any) -> Any:
+    with _errors_of(config.model_type), _no_progress_bars(), torch.device("cpu"):
+        model, found = _AutoModel.from_pretrained(
+            folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True,
+            **_attention(config),
+        )  # fmt: skip
+    missing = [str(key) for kind in ("missing_keys", "mismatched_keys") for key in sorted(found[kind])]
+    if missing:
+        raise UsageError(
+            f"the weights in {folder} do not fill {len(missing)} of the model's parameters, the first {missing[0]}",
+            where="model.name",
+            why="they would be drawn at random",
+        )
+    return model.float().train()
+
+
+def _attention(config: Any) -> dict[str, str]:
+    # Segments pass no mask, which means causal to this implementation alone.
+    return {"attn_implementation": "sdpa"} if can_be_cut(config) else {}
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Or every rank draws its own."""
+    logging: Any = transformers.utils.logging
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _errors_of(model_type: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, ImportError, ZeroDivisionError, RuntimeError) as error:
+        raise UsageError(
+            f"transformers can't build a {model_type} from this config", where="model.args", why=_first_line(error)
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0]

@@ -1,0 +1,232 @@
+"""How a Hugging Face causal language model meets the protocol.
+
+It stays the library's object and its parameters keep their names, so `save_pretrained` and checkpoints agree with
+other tools. Its class is swapped for a subclass that takes ids [B, T] and returns logits [B, T, V], with our own loss:
+targets are shifted by the data, and the library's loss would shift again. What else the library adds to its loss (the
+load balancing of experts) is left out.
+
+The Llama and GPT-2 families are also cut by hand into segments, each a module of the model under its own name:
+
+    llama   model.embed_tokens → model.layers.i → model.norm → lm_head
+    gpt2    transformer.wte → transformer.wpe → transformer.drop → transformer.h.i → transformer.ln_f → lm_head
+
+What differs inside: each Llama layer makes the angles of its rotary positions itself, from a buffer `inv_freq` that is
+not saved (`model.rotary_emb` is gone); GPT-2's `wpe` adds positions to what it is given, and nothing else adds them; a
+head tied to the embedding owns no weight and borrows the embedding's (`lockstep.models.chain`), whose name is the one
+under which the library lists it, too.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+from lockstep.models.chain import run_segments
+from lockstep.models.language import LanguageModel
+
+# With these kinds of rotary positions angles do not depend on the length of the text.
+_FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+
+
+def can_be_cut(config: Any) -> bool:
+    """Whether models of this config are a chain of segments here."""
+    if config.model_type == "llama":
+        rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        return rotary.get("rope_type", "default") in _FIXED_ROTARY
+    return bool(config.model_type == "gpt2" and not config.add_cross_attention)
+
+
+def meet_protocol(model: Any) -> nn.Module:
+    """Swap the classes of the library's model, in place; it is returned."""
+    kind = {"llama": Llama, "gpt2": GPT2}[model.config.model_type] if can_be_cut(model.config) else CausalModel
+    _swap_class(model, kind)
+    model.block_size = getattr(model.config, "max_position_embeddings", None) or 1024
+    if isinstance(model, CutModel):
+        model.cut()
+    assert isinstance(model, nn.Module)
+    return model
+
+
+class CausalModel(LanguageModel):
+    """What any causal model of the library gets: ids [B, T] → logits [B, T, V]."""
+
+    config: Any
+    _no_split_modules: Any
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = super(LanguageModel, self).forward(input_ids=ids, use_cache=False).logits
+        return logits
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        names = set(self._no_split_modules or ())
+        return [(name, module) for name, module in self.named_modules() if type(module).__name__ in names]
+
+
+class CutModel(CausalModel):
+    """A causal model that is a chain of its own modules."""
+
+    chain: tuple[str, ...]  # canonical names, in order; "*" stands for the members of a list
+    embedding: str  # canonical name of the parameter that a tied head borrows
+    tied = False
+
+    def cut(self) -> None:
+        """Prepare the parts: called once, on the library's model."""
+        head = self.get_submodule("lm_head")
+        if head.weight is self.get_parameter(self.embedding):
+            self.tied = True
+            head.register_parameter("weight", None)
+            _swap_class(head, BorrowingHead)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = run_segments(self, ids)
+        return logits
+
+    def segments(self) -> list[tuple[str, nn.Module]]:
+        found: list[tuple[str, nn.Module]] = []
+        for name in self.chain:
+            if name.endswith(".*"):
+                members = self.get_submodule(name[:-2]).named_children()
+                found += [(f"{name[:-2]}.{index}", module) for index, module in members]
+            else:
+                found.append((name, self.get_submodule(name)))
+        return found
+
+    def shared_parameters(self) -> dict[str, dict[str, str]]:
+        """A tied head borrows the embedding."""
+        return {"lm_head": {"weight": self.embedding}} if self.tied else {}
+
+    def init_weights(self) -> None:
+        """As the library draws: weights ~ N(0, initializer_range), biases 0, norms 1."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=self.std_of(name))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.ones_(parameter)
+
+    def std_of(self, name: str) -> float:
+        """Standard deviation of the first values of the weight called `name`."""
+        return float(self.config.initializer_range)
+
+
+class Llama(CutModel):
+    """A Llama as a chain."""
+
+    chain = ("model.embed_tokens", "model.layers.*", "model.norm", "lm_head")
+    embedding = "model.embed_tokens.weight"
+
+    def cut(self) -> None:
+        super().cut()
+        decoder: Any = self.get_submodule("model")
+        rotary_class: Any = type(decoder.rotary_emb)
+        make_rotary = functools.partial(rotary_class, config=self.config)
+        decoder.rotary_emb = None
+        for layer in decoder.layers:
+            _swap_class(layer, LlamaLayer)
+            layer.prepare(make_rotary)
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        for layer in self.get_submodule("model.layers").children():
+            assert isinstance(layer, LlamaLayer)
+            layer.fill_buffers()
+
+
+class LlamaLayer(nn.Module):
+    """x [B, T, D] → x [B, T, D]; makes its own angles."""
+
+    inv_freq: Tensor
+
+    def prepare(self, make_rotary: Callable[[], Any]) -> None:
+        """`make_rotary` makes the library's module for rotary positions, from which the frequencies are taken."""
+        self.make_rotary = make_rotary
+        device = next(self.parameters()).device
+        with torch.device("cpu"):
+            frequencies = make_rotary().inv_freq
+        self.register_buffer("inv_freq", torch.empty_like(frequencies, device=device), persistent=False)
+        self.fill_buffers()
+
+    def fill_buffers(self) -> None:
+        with torch.device("cpu"):
+            rotary = self.make_rotary()
+        self.inv_freq.copy_(rotary.inv_freq)
+        self.rotary_scale = float(rotary.attention_scaling)
+
+    def forward(self, x: Tensor) -> Tensor:
+        position = torch.arange(x.shape[1], dtype=torch.float32, device=x.device)
+        angle = (position[:, None] * self.inv_freq.float()).repeat(1, 2)[None]
+        turn = ((angle.cos() * self.rotary_scale).to(x.dtype), (angle.sin() * self.rotary_scale).to(x.dtype))
+        return _only(super().forward(x, attention_mask=None, position_embeddings=turn))
+
+
+class GPT2(CutModel):
+    """A GPT-2 as a chain."""
+
+    chain = (
+        "transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h.*", "transformer.ln_f", "lm_head",
+    )  # fmt: skip
+    embedding = "transformer.wte.weight"
+
+    def cut(self) -> None:
+        super().cut()
+        _swap_class(self.get_submodule("transformer.wpe"), PositionAdder)
+        for layer in self.get_submodule("transformer.h").children():
+            _swap_class(layer, GPT2Layer)
+
+    def std_of(self, name: str) -> float:
+        std = super().std_of(name)
+        return std / (2 * self.config.num_hidden_layers) ** 0.5 if name.endswith("c_proj.weight") else std
+
+
+class PositionAdder(nn.Embedding):
+    """x [B, T, D] → x plus the vectors of positions 0 … T−1."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        length = input.shape[1]
+        if length > self.num_embeddings:
+            raise UsageError(
+                f"a text of {length} tokens, and the model has {self.num_embeddings} positions",
+                where="model.args.max_position_embeddings",
+            )
+        return input + self.weight[:length]
+
+
+class GPT2Layer(nn.Module):
+    """x [B, T, D] → x [B, T, D]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _only(super().forward(x))
+
+
+class BorrowingHead(nn.Linear):
+    """x [B, T, D] → logits [B, T, V], by a weight [V, D] that it does not own."""
+
+    def forward(self, input: Tensor, *, weight: Tensor) -> Tensor:  # type: ignore[override]
+        return F.linear(input, weight)
+
+
+def _only(outputs: Any) -> Tensor:
+    """Layers of older versions of the library return a tuple of one."""
+    found = outputs[0] if isinstance(outputs, tuple) else outputs
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _swap_class(module: nn.Module, mixin: type[nn.Module]) -> None:
+    module.__class__ = _subclass(mixin, type(module))
+
+
+_SUBCLASSES: dict[tuple[type, type], type[nn.Module]] = {}  # one each: layers of one class stay of one class
+
+
+def _subclass(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    if (mixin, base) not in _SUBCLASSES:
+        bases = (mixin,) if issubclass(mixin, base) else (mixin, base)
+        # By the base's name, which the library's own tables go by (`_no_split_modules`, `architectures`).
+        _SUBCLASSES[mixin, base] = type(base.__name__, bases, {"__doc__": mixin.__doc__})
+    return _SUBCLASSES[mixin, base]
