@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
@@ -24,6 +25,9 @@ _ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
     torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
 }  # fmt: skip
+
+# torch has rules by which the fused kernels of these run on shards; of the others it says "no sharding strategy".
+_FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def register_elementwise(optimizer: type[Optimizer]) -> None:
@@ -56,15 +60,17 @@ def build_optimizer(
     """
     kind = _BY_NAME.get(name) or _imported(name)
     accepted = inspect.signature(kind).parameters
+    over = list(parameters)
+    sharded = any(isinstance(parameter, DTensor) for parameter in over)
     settings: dict[str, Any] = {"lr": learning_rate}
     if "weight_decay" in accepted:
         settings["weight_decay"] = weight_decay
     if reproducible and "foreach" in accepted:
         settings["foreach"] = True
-    elif "fused" in accepted and device.type in ("cuda", "cpu"):
+    elif "fused" in accepted and device.type in ("cuda", "cpu") and (kind in _FUSED_ON_SHARDS or not sharded):
         settings["fused"] = True
     try:
-        return kind(list(parameters), **{**settings, **args})
+        return kind(over, **{**settings, **args})
     except TypeError as error:
         raise UsageError(
             f"the optimizer {name} does not accept these arguments: {error}",

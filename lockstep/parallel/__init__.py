@@ -17,6 +17,7 @@ from lockstep.mesh import Layout
 from lockstep.models.protocol import Objective, blocks_of, segments_of
 from lockstep.parallel import ddp, fsdp
 from lockstep.parallel.activation import apply_activation_checkpointing
+from lockstep.parallel.buffers import RunningBuffers, refuse_synchronised
 from lockstep.parallel.initial import FirstValues, agree, canonical_names, materialise, on_meta
 from lockstep.parallel.loop import evaluated, in_order, looped, plain_forward
 from lockstep.parallel.placed import Ledger, Placed, Share, contiguous_shares, strided_shares
@@ -61,12 +62,13 @@ def place(
         model.to(device)
     mesh = layout.mesh(device.type) if shared else None
     placed = _lay(model, layout, config, mesh, objective, cursor, precision, blocks, notices, first, device)
-    placed.parameters = {n: p for n, p in model.named_parameters()}
+    placed.parameters = dict(model.named_parameters())
     placed.aliases, placed.num_parameters = aliases, before
     persistent = model.state_dict(keep_vars=True)
     placed.buffers = {n: b for n, b in model.named_buffers() if n in persistent}
     after = sum(p.numel() for p in model.parameters())
-    assert before == after and set(placed.parameters) == set(names.values()), "placement changed the parameters"
+    assert before == after, "placement changed the number of parameters"
+    assert set(placed.parameters) == set(names.values()), "placement changed names of parameters"
     return placed
 
 
@@ -77,7 +79,10 @@ def _lay(
 ) -> Placed:  # fmt: skip
     """Shard or replicate, then fill in first values."""
     rank = dist.get_rank() if mesh is not None else 0
-    loop = partial(looped, objective=objective, cursor=cursor, precision=precision)
+    if mesh is not None:
+        refuse_synchronised(model)
+    buffers = RunningBuffers(model, layout.data_parallel_size, reproducible=config.distributed.reproducible)
+    loop = partial(looped, objective=objective, cursor=cursor, precision=precision, buffers=buffers)
     groups = []
     runs: nn.Module = model
     if layout.strategy == "fsdp" and mesh is not None:
@@ -144,7 +149,7 @@ def _transform_blocks(
     if training.compile:
         # Inside of the hooks: the seed of a block is set before its compiled code runs.
         for _, module in blocks or [("", model)]:
-            module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+            module.forward = torch.compile(module.forward)
         return [f"compile: {len(blocks) or 1} block(s), at their first forward pass"]
     return []
 

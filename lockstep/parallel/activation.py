@@ -1,8 +1,8 @@
 """Activation checkpointing: forget what is inside a block, and recompute it in the backward pass.
 
 A block's `forward` is replaced on the instance, so canonical names stay, and hooks on the block (keyed random numbers,
-FSDP's gathering) lie outside of what is recomputed. The recomputation takes up the cursor as it stood in the forward pass:
-under a pipeline another micro-batch is current by then.
+FSDP's gathering) lie outside of what is recomputed. The recomputation takes up the cursor as it stood in the forward
+pass: under a pipeline another micro-batch is current by then.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +38,8 @@ def apply_activation_checkpointing(
 
     Args:
         blocks: (name, module) in the order in which they run.
-        mode: none | full (each block) | selective (each block, keeping products of matrices) | every_n (each `every`-th)
-            | sequential (as full; a pipeline stage is a sequence of blocks).
+        mode: none | full (each block) | selective (each block, keeping products of matrices) | every_n (each
+            `every`-th) | sequential (as full; a pipeline stage is a sequence of blocks).
         every: n of every_n.
         compiled: the blocks will be compiled; the cursor's context is then left to the hooks outside of them.
 
@@ -56,7 +56,7 @@ def apply_activation_checkpointing(
         )
     chosen = blocks[::every] if mode == "every_n" else blocks
     for _, block in chosen:
-        block.forward = _checkpointed(block.forward, cursor, selective=mode == "selective", compiled=compiled)  # type: ignore[method-assign]
+        block.forward = _checkpointed(block.forward, cursor, selective=mode == "selective", compiled=compiled)
 
 
 def _checkpointed(
@@ -82,7 +82,7 @@ def _contexts(
     keep: AbstractContextManager[Any] = nullcontext()
     reuse: AbstractContextManager[Any] = nullcontext()
     if selective:
-        keep, reuse = create_selective_checkpoint_contexts(_policy)
+        keep, reuse = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
     return keep, _Both(cursor.recomputing(captured), reuse)
 
 

@@ -7,6 +7,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.fully_shard.
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -82,8 +83,8 @@ def set_sync(model: nn.Module, last: bool, *, accumulate: str) -> None:
     """Before each forward pass: what the next backward pass sends.
 
     With `sharded` accumulation each micro-batch's gradient is scattered at once, and a rank never holds more than its
-    share; replicas add up once a step. With `unsharded` nothing is sent before the last micro-batch, and each rank holds
-    the whole model's gradient until then.
+    share; replicas add up once a step. With `unsharded` nothing is sent before the last micro-batch, and each rank
+    holds the whole model's gradient until then.
     """
     assert isinstance(model, FSDPModule)
     model.set_is_last_backward(last)
@@ -176,7 +177,7 @@ def _divisible_dim(ranks: int) -> Callable[[nn.Parameter], Shard]:
 def _prefetch(units: Sequence[nn.Module], config: FSDPConfig) -> None:
     shards = [u for u in units if isinstance(u, FSDPModule)]
     if config.forward_prefetch:
-        for this, following in zip(shards, shards[1:], strict=False):
+        for this, following in pairwise(shards):
             this.set_modules_to_forward_prefetch([following])
     if config.backward_prefetch != "pre":
         # FSDP2 gathers the next unit before this one's backward unless a list says otherwise; a unit that names itself,

@@ -1,9 +1,10 @@
 """First values: each parameter is a function of (seed, its canonical name), whatever the strategy.
 
 A model with `init_weights()` is built on `meta`, placed, and filled one parameter at a time: `init_weights()` runs on a
-copy in which only that parameter is real and all others are meta, where random functions draw nothing. The value is made
-in full on the CPU and cut as the parameter is placed, so no rank ever holds more than one whole parameter beside its own
-share, and the values do not depend on the number of ranks. (FSDP2's usual recipe, `reset_parameters` on shards, does.)
+copy in which only that parameter is real and all others are meta, where random functions draw nothing. The value is
+made in full on the CPU and cut as the parameter is placed, so no rank ever holds more than one whole parameter beside
+its own share, and the values do not depend on the number of ranks. (With FSDP2's usual recipe, `reset_parameters` on
+shards, they do.)
 
 Any other module is built whole on every rank under one seed, compared, and cut.
 """
@@ -27,7 +28,7 @@ def on_meta(model: nn.Module) -> bool:
 
 
 def canonical_names(model: nn.Module) -> tuple[dict[int, str], dict[str, list[str]]]:
-    """id of each parameter → its canonical name (the first under which the unwrapped model lists it), and its aliases."""
+    """id of each parameter → its canonical name (the first that the unwrapped model lists), and its aliases."""
     names: dict[int, str] = {}
     aliases: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

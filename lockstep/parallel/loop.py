@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.models.protocol import Objective
+from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.placed import Evaluate, ForwardBackward, Ledger, MicroStep, Share
 from lockstep.precision import Precision
 from lockstep.randomness import Cursor
@@ -24,13 +25,14 @@ def forward_loss(
 
 
 def looped(
-    model: nn.Module, objective: Objective, cursor: Cursor, precision: Precision, *,
+    model: nn.Module, objective: Objective, cursor: Cursor, precision: Precision, buffers: RunningBuffers, *,
     set_sync: Callable[[bool], None] = lambda _last: None, multiplier: float = 1.0,
     after_backward: Callable[[Share], None] = lambda _share: None,
 ) -> MicroStep:  # fmt: skip
     """A `MicroStep` for a model that is whole on this rank, or gathers itself.
 
     Args:
+        buffers: keeps running statistics the same on any number of ranks.
         set_sync: told before each forward pass whether it is the rank's last in this step.
         multiplier: undoes a mean that the strategy's own reduction takes (DDP: the number of ranks).
         after_backward: told after each backward pass.
@@ -39,13 +41,17 @@ def looped(
     def micro_step(share: Share, ledger: Ledger, factor: float, last: bool) -> tuple[Tensor, int | Tensor]:
         set_sync(last)
         cursor.at(share.index)
-        loss, count = forward_loss(model, objective, precision, share)
-        ledger.enter(share, loss, count)
+        with buffers.micro_batch(share.index, real=share.real):
+            loss, count = forward_loss(model, objective, precision, share)
+            buffers.forward_done()
+            ledger.enter(share, loss, count)
+            if last:
+                ledger.close()
+            # A dummy has weight zero: its backward pass is there for the collectives inside of it.
+            (loss * (factor * multiplier if share.real else 0.0)).backward()  # type: ignore[no-untyped-call]
+            after_backward(share)
         if last:
-            ledger.close()
-        # A dummy has weight zero: its backward pass is there for the collectives inside of it.
-        (loss * (factor * multiplier if share.real else 0.0)).backward()
-        after_backward(share)
+            buffers.finish_step(ledger.slots)
         return loss.detach(), count
 
     return micro_step

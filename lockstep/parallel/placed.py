@@ -1,7 +1,7 @@
 """`Placed`: what a strategy makes of a model, and all that the step knows about it.
 
-A strategy decides where a micro-batch runs and where a parameter lies. It never decides what a step is: the samples, the
-random numbers, the loss and its normalisation are the same for all of them.
+A strategy decides where a micro-batch runs and where a parameter lies. It never decides what a step is: the samples,
+the random numbers, the loss and its normalisation are the same for all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,6 +51,11 @@ class Ledger:
         self._work: dist.Work | None = None
         self._closed = False
 
+    @property
+    def slots(self) -> int:
+        """Micro-batches in the step, over all ranks."""
+        return self._table.shape[1] - 1
+
     def enter(self, share: Share, loss_sum: Tensor, count: int | Tensor) -> None:
         """Write down one micro-batch; dummies count for nothing."""
         if share.real:
@@ -85,8 +90,8 @@ class Ledger:
 ForwardBackward = Callable[[Sequence[Share], Ledger, float], None]
 """(this rank's shares of a step, the step's ledger, factor).
 
-Adds `factor` × the gradient of the summed loss of the *whole* step to `.grad` of the placed parameters, reduced over all
-ranks once `finish_gradients` has run.
+Adds `factor` × the gradient of the summed loss of the *whole* step to `.grad` of the placed parameters, reduced over
+all ranks once `finish_gradients` has run.
 """
 
 MicroStep = Callable[[Share, Ledger, float, bool], tuple[Tensor, int | Tensor]]

@@ -1,0 +1,226 @@
+"""Buffers that a forward pass changes: batch normalisation's running statistics, and all others.
+
+A running average depends on the order in which micro-batches update it. On several ranks each sees only its own, so
+replicas would drift apart, and the average would depend on their number (1 rank × 4 micro-batches against 4 × 1 gives
+variances of 2.5 and 0.97); under activation checkpointing each micro-batch would count twice. So here
+
+- during a forward pass the running statistics are exchanged for empty ones, which pick up what this micro-batch adds;
+- what is recomputed, and what a zero-weight dummy runs, writes to statistics that nobody reads;
+- after the last backward pass the records of all ranks are gathered and replayed in the order of the micro-batches.
+
+With n earlier calls, momentum m and a module called k times in a forward pass, one micro-batch takes the average r to
+(1 - m)^k r + c, where c is what the pass makes of an average of zero. Without momentum (cumulative average) it takes it
+to (n r + k c) / (n + k).
+
+Any other buffer that changes in a training forward pass has no law to replay: ranks take rank 0's after each step, and
+it is said, or refused where the same bits are asked for.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.errors import UsageError
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+_log = logging.getLogger("lockstep")
+
+
+def normalisations(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Name → batch normalisation that keeps running statistics."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
+    }
+
+
+def refuse_synchronised(model: nn.Module) -> None:
+    """Refuse statistics that mix the samples of all ranks.
+
+    Raises:
+        UsageError: there is a `SyncBatchNorm`.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UsageError(
+                f"{name or type(model).__name__} is a SyncBatchNorm",
+                why="it normalises over the micro-batches of all ranks, so a step would depend on their number",
+                fix="use BatchNorm: its running statistics are the same on any number of ranks here",
+            )
+
+
+@dataclass
+class RunningBuffers:
+    """Records what forward passes do to buffers, and replays it once a step.
+
+    Args:
+        model: whose buffers, on this rank; all of its forward pass runs here.
+        ranks: how many ranks hold the same model.
+        group: of these ranks; None for the default group.
+        reproducible: refuse buffers whose changes can't be replayed.
+    """
+
+    model: nn.Module
+    ranks: int = 1
+    group: dist.ProcessGroup | None = None
+    reproducible: bool = False
+    _norms: dict[str, _BatchNorm] = field(init=False)
+    _others: dict[str, Tensor] = field(init=False)
+    _records: dict[int, Tensor] = field(default_factory=dict)  # micro-batch → flat statistics
+    _moving: list[str] | None = None  # other buffers that change; None before the first step's end
+    _changed: set[str] = field(default_factory=set)
+    _real: bool = False  # whether the micro-batch that runs counts
+
+    def __post_init__(self) -> None:
+        self._norms = normalisations(self.model)
+        self._others = {
+            name: buffer
+            for name, buffer in self.model.named_buffers()
+            if not (name.rpartition(".")[0] in self._norms and name.rpartition(".")[2] in _STATISTICS)
+        }
+
+    @contextmanager
+    def micro_batch(self, index: int, *, real: bool) -> Iterator["RunningBuffers"]:
+        """The forward and backward pass of a micro-batch run inside; call `forward_done` between them."""
+        if not self._norms and not self._others:
+            yield self
+            return
+        kept = {module: {key: module._buffers[key] for key in _STATISTICS} for module in self._active()}
+        for module, buffers in kept.items():
+            module._buffers.update({key: torch.zeros_like(b) for key, b in buffers.items() if b is not None})
+        versions = {name: (id(b), b._version) for name, b in self._others.items()}
+        self._index, self._real, self._versions = index, real, versions
+        try:
+            yield self
+        finally:
+            for module, buffers in kept.items():
+                module._buffers.update(buffers)
+
+    def forward_done(self) -> None:
+        """The forward pass is over: what the statistics hold now is this micro-batch's; recomputation comes later."""
+        if self._real and (active := self._active()):
+            self._records[self._index] = _flat(active)
+        if self._others:
+            now = dict(self.model.named_buffers())
+            self._changed |= {
+                name for name, seen in self._versions.items() if (id(now[name]), now[name]._version) != seen
+            }
+
+    @torch.no_grad()
+    def finish_step(self, slots: int) -> None:
+        """Bring the buffers to what the step makes of them; every rank calls it after its last backward pass.
+
+        Args:
+            slots: micro-batches in the step, over all ranks.
+        """
+        if active := self._active():
+            _replay(active, self._gathered(slots, active))
+            self._records.clear()
+        if self._others:
+            self._settle_others()
+
+    def _active(self) -> list[_BatchNorm]:
+        """Those that update their averages; frozen ones, in evaluation mode, normalise with theirs."""
+        return [module for module in self._norms.values() if module.training]
+
+    def _gathered(self, slots: int, active: list[_BatchNorm]) -> Tensor:
+        """[micro-batches, statistics] over all ranks, in order; rows of zeros, which change nothing, come first."""
+        if self.ranks == 1:
+            return torch.stack([self._records[index] for index in sorted(self._records)])
+        rows = -(-slots // self.ranks)
+        width, device = _width(active)
+        mine = torch.zeros(rows, width + 1, dtype=torch.float64, device=device)  # the last column: micro-batch + 1
+        for row, (index, record) in enumerate(self._records.items()):
+            mine[row, :-1], mine[row, -1] = record, index + 1
+        theirs = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(theirs, mine, group=self.group)
+        table = torch.cat(theirs)
+        return table[table[:, -1].argsort(stable=True), :-1]  # sorted on the device: nothing waits for it
+
+    def _settle_others(self) -> None:
+        """Which other buffers change is agreed on after the first step; from then on ranks take rank 0's."""
+        if self._moving is None:
+            names = list(self._others)
+            if self.ranks > 1:
+                device = next(iter(self._others.values())).device
+                flags = torch.tensor([name in self._changed for name in names], dtype=torch.int32, device=device)
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+                self._moving = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+            else:
+                self._moving = [name for name in names if name in self._changed]
+            self._say(self._moving)
+        if self._moving and self.ranks > 1:
+            now = dict(self.model.named_buffers())
+            for name in self._moving:
+                source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+                dist.broadcast(now[name], src=source, group=self.group)
+
+    def _say(self, names: list[str]) -> None:
+        if not names:
+            return
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        why = "how it changes is the model's own, so it depends on which micro-batches a rank runs"
+        if self.reproducible:
+            raise UsageError(
+                f"the forward pass changes the buffer {listed}",
+                where="distributed.reproducible",
+                why=why,
+                fix="compute it outside of the forward pass, or set distributed.reproducible: false",
+            )
+        _log.warning("the forward pass changes the buffer %s: %s; ranks take rank 0's after each step", listed, why)
+
+
+# A micro-batch's statistics, flat: of each module its means and variances, then of each module the number of its calls.
+
+
+def _averages(module: _BatchNorm) -> tuple[Tensor, Tensor]:
+    mean, variance = module.running_mean, module.running_var
+    assert mean is not None
+    assert variance is not None
+    return mean, variance
+
+
+def _width(modules: list[_BatchNorm]) -> tuple[int, torch.device]:
+    return sum(2 * module.num_features + 1 for module in modules), _averages(modules[0])[0].device
+
+
+def _flat(modules: list[_BatchNorm]) -> Tensor:
+    averages = [average.double() for module in modules for average in _averages(module)]
+    one = torch.ones((), dtype=torch.float64, device=averages[0].device)
+    calls = [one if m.num_batches_tracked is None else m.num_batches_tracked.double() for m in modules]
+    return torch.cat([*averages, torch.stack(calls)])
+
+
+def _replay(modules: list[_BatchNorm], records: Tensor) -> None:
+    """Take the running statistics through `records`, [micro-batches, statistics], one row after the other."""
+    state = _flat(modules)
+    averages, calls = state[: -len(modules)], state[-len(modules) :]
+    device = state.device
+    widths = torch.tensor([2 * m.num_features for m in modules], device=device)
+    momentum = torch.tensor([math.nan if m.momentum is None else m.momentum for m in modules], device=device).double()
+    cumulative = momentum.isnan()
+    for row in records:
+        now = row[-len(modules) :]
+        share = torch.where(calls + now > 0, now / (calls + now).clamp(min=1), 0.0)
+        kept = torch.where(cumulative, 1.0 - share, (1.0 - momentum) ** now)
+        added = torch.where(cumulative, share, 1.0)
+        spread = partial(torch.repeat_interleave, repeats=widths, output_size=averages.numel())
+        averages = averages * spread(kept) + row[: -len(modules)] * spread(added)
+        calls = calls + now
+    begin = 0
+    for module, counted in zip(modules, calls, strict=True):
+        for average in _averages(module):
+            average.copy_(averages[begin : begin + module.num_features])
+            begin += module.num_features
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked.copy_(counted)

@@ -1,0 +1,179 @@
+"""Running statistics are those of one process that sees the micro-batches in order, whatever the number of ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import config_from
+from lockstep.errors import UsageError
+from lockstep.parallel.buffers import RunningBuffers, refuse_synchronised
+from lockstep.trainer import Trainer
+from tests.ranks import run_ranks
+
+SAMPLES, FEATURES = 88, 5  # 5 full steps of 4 micro-batches and a short one of 2
+
+
+class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    deterministic = True
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        scale = 1.0 + index % 7  # micro-batches differ much, so that their order shows
+        return torch.randn(FEATURES, generator=generator) * scale + index / 10, torch.tensor(index % 3)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+        self.norm = nn.BatchNorm1d(FEATURES, momentum=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.linear(x)))
+
+
+class Normalised(nn.Module):
+    """A norm in a repeated block, one that runs twice in a pass, one with a cumulative average, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.twice = nn.BatchNorm1d(FEATURES)
+        self.cumulative = nn.BatchNorm1d(FEATURES, momentum=None)
+        self.frozen = nn.BatchNorm1d(FEATURES)
+        self.head = nn.Linear(FEATURES, 3)
+
+    def train(self, mode: bool = True) -> "Normalised":
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.frozen(self.cumulative(self.twice(2 * self.twice(x)))))
+
+
+class Counting(nn.Module):
+    """A buffer of its own that each forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("constant", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += x.sum().detach()
+        return self.linear(x) * self.constant
+
+
+def train(model: nn.Module, settings: dict[str, Any]) -> dict[str, Tensor]:
+    common = {
+        "training.batch_size": 4,
+        "training.global_batch_size": 16,
+        "training.optimizer": "sgd",  # Adam would blow up what rounding leaves of a gradient of zero
+        "training.num_train_epochs": 1,
+        "training.learning_rate": 1e-2,
+        "precision.mode": "fp32",
+    }
+    trainer = Trainer(model.train(), loss_fn=nn.CrossEntropyLoss(), config=config_from({**common, **settings}))
+    for _ in trainer.steps(Points()):
+        pass
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def normalised(settings: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return train(Normalised(), settings)
+
+
+def normalised_in_all(cases: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    return [normalised(case) for case in cases]
+
+
+def plain_process() -> dict[str, Tensor]:
+    """The same training in plain PyTorch: micro-batches one after the other, no Lockstep but for the order of samples."""
+    from lockstep.data import SampleOrder
+
+    torch.manual_seed(0)
+    model = Normalised().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=0.1)
+    order = SampleOrder(SAMPLES, 4, 16, seed=1337)
+    for step in range(order.steps_per_epoch):
+        window = order.window(step)
+        total = sum(len(indices) for indices in window.micro_batches)
+        for indices in window.micro_batches:
+            items = [Points()[i] for i in indices]
+            x, y = torch.stack([a for a, _ in items]), torch.stack([b for _, b in items])
+            (nn.functional.cross_entropy(model(x), y, reduction="sum") / total).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+CONSTANT = {"training.lr_schedule": "constant"}
+
+
+def test_running_statistics_do_not_depend_on_ranks_and_count_each_micro_batch_once() -> None:
+    """1 rank × 4 micro-batches, 2 × 2 and 4 × 1 (with dummies in the short step) under ddp and fsdp; recomputation too.
+
+    Left to themselves, 1×4 and 4×1 give other variances, and activation checkpointing counts each micro-batch twice.
+    """
+    plain = plain_process()
+    alone = normalised(CONSTANT)
+    assert alone["layers.0.norm.num_batches_tracked"] == 22  # 5 steps of 4 micro-batches, and 2
+    assert alone["twice.num_batches_tracked"] == 44
+    assert_same(alone, plain)
+    recomputed = {"training.gradient_checkpointing": "full"}
+    assert_same(normalised(CONSTANT | recomputed), plain)
+    cases = [
+        CONSTANT | more | {"distributed.strategy": strategy}
+        for strategy in ("ddp", "fsdp")
+        for more in ({}, recomputed)
+    ]
+    for ranks in (2, 4):
+        for buffers_of_cases in run_ranks(normalised_in_all, ranks, cases):
+            for buffers in buffers_of_cases:
+                assert_same(buffers, plain)
+
+
+def assert_same(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    assert ours.keys() == plain.keys()
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+    torch.testing.assert_close(ours["frozen.running_var"], torch.ones(FEATURES))
+
+
+def counting_ranks(reproducible: bool) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    buffers = train(Counting(), {"distributed.strategy": "ddp", "distributed.reproducible": reproducible})
+    return buffers["seen"], buffers["constant"]
+
+
+def test_another_buffer_that_changes_is_named_and_equal_on_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    """There is no law by which to replay it: the replicas at least stay replicas, and it is said."""
+    first, second = run_ranks(counting_ranks, 2, False)
+    assert first == second
+    torch.manual_seed(0)
+    train(Counting(), {})
+    assert "changes the buffer seen" in caplog.text
+    assert "constant" not in caplog.text
+    with pytest.raises(UsageError, match="changes the buffer seen"):
+        recorder = RunningBuffers(model := Counting(), reproducible=True)
+        with recorder.micro_batch(0, real=True):
+            model(torch.ones(2, FEATURES))
+            recorder.forward_done()
+        recorder.finish_step(1)
+
+
+def test_statistics_over_all_ranks_are_refused() -> None:
+    with pytest.raises(UsageError, match="SyncBatchNorm"):
+        refuse_synchronised(nn.SyncBatchNorm.convert_sync_batchnorm(Normalised()))
