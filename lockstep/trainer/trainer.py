@@ -86,7 +86,6 @@ class Trainer:
         self.source_state: dict[str, Any] = {}
         self.last_record: StepRecord | None = None
         self._nominal_known = False
-        self._data_line: str | None = None
         self._window: _Window | None = None
         self.lines = self._lines(f"{mode} ({why_mode})" if why_mode else mode, rate_line)
 
@@ -238,6 +237,7 @@ class Trainer:
         if found is None:
             return None
         step, _ = state.restore(self, found)
+        self.lines.append(f"goes on after step {step}, from {found}")
         if self.run_directory is not None and self.is_main_process:
             self.run_directory.forget_after(step)
             self.run_directory.append_event("resume", step=step, checkpoint=str(found))
@@ -318,7 +318,8 @@ class Trainer:
         self.step.schedule = Schedule(
             training.lr_schedule, total or 0, training.warmup_steps, training.min_lr_ratio, training.wsd_decay_ratio
         )
-        self._data_line = source.notice
+        if source.notice:
+            self.lines.append(source.notice)
         return source, total
 
     def _learn_nominal(self, first: Any, slots: int) -> None:
@@ -342,9 +343,8 @@ class Trainer:
             directory.create()
             directory.config.write_text(self.config.to_yaml())
         monitor = Monitor(self.config.monitor, directory, is_main=self.is_main_process, total_steps=total)
-        lines = [*self.lines, *([self._data_line] if self._data_line else [])]
-        monitor.say(*lines)
-        monitor.event("start", layout=str(self.layout), world_size=self.layout.world_size, lines=lines)
+        monitor.say(*self.lines)
+        monitor.event("start", layout=str(self.layout), world_size=self.layout.world_size, lines=self.lines)
         return monitor
 
     def _lines(self, precision: str, rate: str) -> list[str]:
