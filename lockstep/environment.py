@@ -7,6 +7,7 @@ LOCAL_WORLD_SIZE; srun sets SLURM_*; Open MPI's mpirun sets OMPI_COMM_WORLD_*.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.errors import UsageError
 
@@ -82,3 +83,13 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
         return int(text.split("(")[0])  # SLURM_NTASKS_PER_NODE may read "4(x2)"
     except ValueError:
         raise UsageError(f"{name} should be a whole number, but is {text!r}", where="the environment") from None
+
+
+def parent_identity() -> str:
+    """Names the process that started this one: its children share it, and no earlier or later process has it (Linux)."""
+    parent = os.getppid()
+    try:
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        started = ""
+    return f"{parent}-{started}"

@@ -1,0 +1,256 @@
+"""The command line: finds the verb, reads its arguments, and hands over at once.
+
+A verb is a function `argv -> exit code` in `VERBS`; its imports are its own, so that `--help` loads neither torch nor
+the schema. Whatever goes wrong for a user's reason is one message on stderr; LOCKSTEP_TRACEBACK=1 shows the traceback.
+"""
+
+import argparse
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from lockstep.errors import EXIT_DONE, LockstepError, UsageError
+
+if TYPE_CHECKING:
+    from lockstep.launch.local import LaunchOptions
+
+_DESCRIPTION = "Distributed training for PyTorch in which every strategy takes the same step."
+_EPILOG = "Exit codes: 0 done; 1 the run failed; 2 the command or config is wrong; 75 preempted and saved."
+_LEGACY = ("--local-rank",)  # the legacy launcher adds it; the environment says the same
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        the exit code: 0 done; 1 the run failed; 2 the command or config is wrong; 75 preempted and saved.
+    """
+    arguments = without_legacy(sys.argv[1:] if argv is None else argv)
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())  # the user's own `package.module:Name`, as under `python -m lockstep`
+    try:
+        return _dispatch(arguments)
+    except LockstepError as error:
+        if os.environ.get("LOCKSTEP_TRACEBACK") == "1":
+            traceback.print_exc()
+        print(f"lockstep: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _dispatch(argv: list[str]) -> int:
+    verb = argv[0] if argv else "--help"
+    if verb in ("-h", "--help"):
+        print(_overview())
+        return EXIT_DONE
+    if verb == "--version":
+        from importlib.metadata import version
+
+        print(f"lockstep {version('lockstep-train')}")
+        return EXIT_DONE
+    if verb not in VERBS:
+        raise UsageError(f"there is no verb {verb!r}", fix=f"one of {', '.join(VERBS)}; `lockstep --help` says more")
+    return VERBS[verb][0](argv[1:])
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
+    return f"usage: lockstep VERB …\n\n{_DESCRIPTION}\n\n{verbs}\n\n`lockstep VERB --help` says more.\n{_EPILOG}"
+
+
+# ---- verbs ----
+
+
+def train(argv: list[str]) -> int:
+    """lockstep train CONFIG [KEY=VALUE …]"""
+    parser = Parser("train", "Train what CONFIG says. KEY=VALUE overrides a key of it: training.max_steps=10.")
+    add_config(parser)
+    add_launch_options(parser)
+    parser.add_argument(
+        "--output-dir", metavar="DIR", type=Path, help="the run directory (default: runs/<CONFIG's name>)"
+    )
+    parser.add_argument("--resume", metavar="auto|never|PATH", help="where to go on from (default: checkpoint.resume)")
+    given = parser.parse(argv)
+    path, overrides = config_and_overrides(given)
+
+    from lockstep.launch.train import train as start
+
+    return start(
+        path,
+        overrides,
+        launch_options(given),
+        output_dir=given.output_dir or Path("runs", path.stem),
+        resume=given.resume,
+        argv=argv,
+    )
+
+
+def launch(argv: list[str]) -> int:
+    """lockstep launch [options] SCRIPT.py [ARGS …]"""
+    parser = Parser("launch", "Run any script of yours on several ranks.")
+    add_launch_options(parser)
+    parser.add_argument(
+        "--output-dir", metavar="DIR", type=Path, help="logs go to DIR/logs (default: runs/<SCRIPT's name>)"
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    given = parser.parse(argv, until_script=True)
+
+    from lockstep.launch.train import launch_script
+
+    output = given.output_dir or Path("runs", Path(given.script).stem)
+    return launch_script(
+        given.script, given.arguments, launch_options(given), module=given.module, logs=Path(output, "logs")
+    )
+
+
+def config(argv: list[str]) -> int:
+    """lockstep config show|check|schema|list [CONFIG] [KEY=VALUE …]"""
+    parser = Parser("config", "Show a config as it resolves, check it, print its schema, list those that ship.")
+    parser.add_argument("verb", metavar="show|check|schema|list", choices=("show", "check", "schema", "list"))
+    add_config(parser)
+    given = parser.parse(argv)
+    required = given.verb in ("show", "check")
+    path, overrides = config_and_overrides(given, required=required)
+    print(import_module("lockstep.config.commands").run(given.verb, path, overrides))
+    return EXIT_DONE
+
+
+def checkpoint(argv: list[str]) -> int:
+    """lockstep checkpoint list|inspect|verify|digest|export|convert PATH"""
+    code: int | None = import_module("lockstep.checkpoint.commands").run(argv)
+    return code or EXIT_DONE
+
+
+def data(argv: list[str]) -> int:
+    """lockstep data prepare …"""
+    code: int | None = import_module("lockstep.data.prepare").run(argv)
+    return code or EXIT_DONE
+
+
+Verb = tuple[Callable[[list[str]], int], str]
+VERBS: dict[str, Verb] = {
+    "train": (train, "train what a config says, on one rank or many"),
+    "launch": (launch, "run any script of yours with the same launcher"),
+    "config": (config, "show, check or list configs"),
+    "checkpoint": (checkpoint, "list, inspect, verify, digest, export or convert checkpoints"),
+    "data": (data, "prepare data"),
+}
+
+
+# ---- arguments that verbs share ----
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one message instead of a usage wall, options and positionals in any order."""
+
+    def __init__(self, verb: str, description: str) -> None:
+        super().__init__(f"lockstep {verb}", description=description, allow_abbrev=False, epilog=_EPILOG)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, where=f"the command {self.prog!r}", fix=f"`{self.prog} --help` says what there is")
+
+    def parse(self, argv: list[str], *, until_script: bool = False) -> argparse.Namespace:
+        """Read the arguments; underscores in flags equal dashes.
+
+        Args:
+            until_script: what follows the first positional belongs to a script, and is left as it is.
+        """
+        argv = self._dashed(argv, until_script)
+        given, unknown = self.parse_known_args(argv) if until_script else self.parse_known_intermixed_args(argv)
+        if unknown:
+            self._refuse(unknown[0])
+        return given
+
+    def _dashed(self, argv: list[str], until_script: bool) -> list[str]:
+        takes_value = {name for action in self._actions for name in action.option_strings if action.nargs != 0}
+        result: list[str] = []
+        for index, token in enumerate(argv):
+            value_of_flag = bool(result) and result[-1] in takes_value
+            if until_script and not token.startswith("-") and not value_of_flag:
+                return result + argv[index:]
+            name, equals, value = token.partition("=")
+            result.append(name.replace("_", "-") + equals + value if token.startswith("--") else token)
+        return result
+
+    def _refuse(self, token: str) -> NoReturn:
+        from lockstep.config.names import advice_for
+
+        name = token.partition("=")[0].lstrip("-").replace("-", "_")
+        advice = advice_for(name) if token.startswith("-") else None
+        self.error(f"{token}: {advice}" if advice else f"there is no argument {token}")
+
+
+def add_config(parser: Parser) -> None:
+    parser.add_argument("words", metavar="CONFIG KEY=VALUE", nargs="*", help="a YAML file, and keys to override")
+    parser.add_argument("--config", metavar="FILE", type=Path, help="the same as CONFIG")
+
+
+def config_and_overrides(given: argparse.Namespace, *, required: bool = True) -> tuple[Path, list[str]]:
+    """The config file, and overrides in the order given."""
+    overrides = [word for word in given.words if re.match(r"[A-Za-z_][\w.]*=", word)]
+    files = [Path(word) for word in given.words if word not in overrides]
+    files += [given.config] if given.config is not None else []
+    if len(files) > 1:
+        raise UsageError(
+            f"one config, please, not {len(files)}: {', '.join(map(str, files))}",
+            fix="a key is overridden as KEY=VALUE, without spaces; files are composed with `extends:`",
+        )
+    if not files and required:
+        raise UsageError(
+            "which config?", fix="lockstep train CONFIG.yaml; `lockstep config list` names those that ship"
+        )
+    return files[0] if files else Path(), overrides
+
+
+def add_launch_options(parser: Parser) -> None:
+    group = parser.add_argument_group("processes and machines, by torchrun's names")
+    group.add_argument(
+        "--nproc-per-node", metavar="N|auto", help="ranks on this machine (default: all visible GPUs, else 1)"
+    )
+    group.add_argument("--nnodes", metavar="N|MIN:MAX", default="1", help="machines (default: 1)")
+    group.add_argument("--node-rank", metavar="N", type=int, help="this machine's number, from 0")
+    group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where machines meet, when they need no number")
+    group.add_argument("--rdzv-id", metavar="NAME", help="tells jobs that meet at one endpoint apart")
+    group.add_argument("--rdzv-backend", choices=("c10d", "static"), help=argparse.SUPPRESS)
+    group.add_argument("--rdzv-conf", metavar="KEY=VALUE,…", default="", help="for the meeting: timeout=900, is_host=1")
+    group.add_argument("--standalone", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--master-addr", metavar="HOST", help="the machine with --node-rank 0")
+    group.add_argument("--master-port", metavar="PORT", type=int, help="a free port there (default: 29500)")
+    group.add_argument(
+        "--max-restarts", metavar="N", type=int, default=0, help="start the ranks anew so often (default: 0)"
+    )
+    group.add_argument("--local-rank", help=argparse.SUPPRESS)
+
+
+def launch_options(given: argparse.Namespace) -> "LaunchOptions":
+    from lockstep.launch.local import LaunchOptions
+
+    conf = dict(pair.partition("=")[::2] for pair in given.rdzv_conf.split(",") if pair)
+    options = LaunchOptions(
+        nproc_per_node=given.nproc_per_node,
+        nnodes=given.nnodes,
+        node_rank=given.node_rank,
+        rdzv_endpoint=given.rdzv_endpoint,
+        rdzv_id=given.rdzv_id,
+        rdzv_conf=conf,
+        master_addr=given.master_addr,
+        master_port=given.master_port,
+        max_restarts=given.max_restarts,
+    )
+    options.check()
+    return options
+
+
+def without_legacy(argv: Sequence[str]) -> list[str]:
+    """Without `--local-rank=N` and `--local_rank N` before the verb, where `torch.distributed.launch` puts it."""
+    rest = list(argv)
+    while rest and rest[0].partition("=")[0].replace("_", "-") in _LEGACY:
+        rest = rest[1 if "=" in rest[0] else 2 :]
+    return rest

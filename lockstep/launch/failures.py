@@ -1,0 +1,192 @@
+"""What a rank leaves behind when it fails, and how the first cause is found among the files of many ranks.
+
+A worker writes `rank-N.json` into the folder that the launcher named. When one rank dies, its peers fail a moment
+later because the connection to it is gone: those are consequences, known by their messages, and never reported first.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+
+from lockstep.environment import RankFacts
+from lockstep.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    EXIT_USAGE,
+    LockstepError,
+    RunError,
+    UsageError,
+)
+
+_PEER_IS_GONE = re.compile(
+    r"connection (closed|reset|refused|aborted)|broken pipe|socket timeout|communicator was aborted"
+    r"|remote process exited|failed to (recv|send)|recvvalue failed|sendbytes failed|heartbeat"
+    r"|did not meet the other ranks",
+    re.IGNORECASE,
+)
+_NOT_THE_USERS = re.compile(r"<frozen |/runpy\.py$|/lockstep/(launch/|cli\.py|__main__\.py)")
+_LIBRARIES = re.compile(r"/(site-packages|dist-packages)/|/lib/python\d")
+_FRAMES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended, other than well.
+
+    Attributes:
+        kind: "usage" (a wrong config or command), "error" (an exception), "exit" (the program left with a code),
+            "signal", or "preempted" (saved, please requeue).
+        what, where, why, fix: as in `LockstepError`.
+        traceback: the whole of it, for LOCKSTEP_TRACEBACK=1.
+        log: path of the rank's log.
+        consequence: whether a peer that went away explains it.
+    """
+
+    rank: int
+    world_size: int
+    kind: str
+    what: str
+    exit_code: int = EXIT_FAILED
+    where: str | None = None
+    why: str | None = None
+    fix: str | None = None
+    host: str = ""
+    time: float = 0.0
+    traceback: str = ""
+    log: str | None = None
+    consequence: bool = False
+
+    def write(self, folder: Path) -> None:
+        """Leave it as `rank-N.json`; whole or not at all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f".rank-{self.rank}-{os.getpid()}"
+        beside.write_text(json.dumps(asdict(self)))
+        beside.rename(folder / f"rank-{self.rank}.json")
+
+    def error(self) -> LockstepError:
+        """The one message about it."""
+        if self.kind == "usage":
+            return UsageError(self.what, where=self.where, why=self.why, fix=self.fix)
+        who = "" if self.world_size == 1 else f"rank {self.rank} of {self.world_size} failed: "
+        host = f"host {self.host}" if self.world_size > 1 else None
+        where = ", ".join(part for part in (host, self.where) if part)
+        read = f"the whole traceback is in {self.log}" if self.log and self.kind == "error" else None
+        if self.log and self.kind != "error":
+            read = f"the last that it said is in {self.log}"
+        return RunError(who + self.what, where=where, why=self.why, fix="; ".join(t for t in (self.fix, read) if t))
+
+
+def preempted(facts: RankFacts) -> Failure:
+    return Failure(facts.rank, facts.world_size, "preempted", "preempted and saved", exit_code=EXIT_PREEMPTED)
+
+
+def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> Failure:
+    """What `error`, caught at the top of a worker, says to people."""
+    common = {
+        "rank": facts.rank,
+        "world_size": facts.world_size,
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "traceback": "".join(traceback.format_exception(error)),
+        "log": None if log is None else str(log),
+    }
+    if isinstance(error, LockstepError):
+        told = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
+        kind = "usage" if error.exit_code == EXIT_USAGE else "error"
+        gone = kind == "error" and bool(_PEER_IS_GONE.search(str(error)))
+        return Failure(**common, **told, kind=kind, exit_code=error.exit_code, consequence=gone)  # type: ignore[arg-type]
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else EXIT_FAILED
+        said = "" if isinstance(error.code, int) else f": {error.code}"
+        passed_on = code if code in (EXIT_USAGE, EXIT_PREEMPTED) else EXIT_FAILED
+        kind = "preempted" if code == EXIT_PREEMPTED else "exit"
+        return Failure(**common, kind=kind, what=f"the program left with code {code}{said}", exit_code=passed_on)  # type: ignore[arg-type]
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(**common, kind="signal", what="interrupted", consequence=True)  # type: ignore[arg-type]
+    first_line, _, rest = str(error).strip().partition("\n")
+    where, frames = users_frames(error.__traceback__)
+    return Failure(
+        **common,  # type: ignore[arg-type]
+        kind="error",
+        what=f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__,
+        where=where,
+        why="\n       ".join(line for line in (*rest.splitlines()[:3], *frames) if line.strip()) or None,
+        consequence=bool(_PEER_IS_GONE.search(str(error))),
+    )
+
+
+def users_frames(trace: TracebackType | None) -> tuple[str | None, list[str]]:
+    """The place nearest to the error in code that is the user's own, and the last few frames that led there.
+
+    Where no frame is the user's own, libraries' frames are taken.
+    """
+    frames = [f for f in traceback.extract_tb(trace) if not _NOT_THE_USERS.search(f.filename)]
+    own = [f for f in frames if not _LIBRARIES.search(f.filename)] or frames
+    if not own:
+        return None, []
+    # The innermost frame too where it is a library's: it names the function that refused.
+    shown = own[-_FRAMES_SHOWN:] + ([frames[-1]] if frames[-1] is not own[-1] else [])
+    lines = [f"{short_path(f.filename)}:{f.lineno} in {f.name}: {f.line}" for f in shown]
+    return f"{short_path(own[-1].filename)}:{own[-1].lineno}", lines
+
+
+def short_path(path: str) -> str:
+    """Relative to the working directory where it lies below it."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path
+
+
+def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path | None) -> Failure:
+    """For a rank that left no file: it was killed, or left past Python.
+
+    Args:
+        code: as `subprocess` has it, negative for a signal.
+        seen: when the launcher saw it, seconds since the Unix epoch.
+    """
+    common = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "time": seen}
+    path = None if log is None else str(log)
+    if code >= 0:
+        return Failure(**common, kind="exit", what=f"the program left with code {code}", log=path)  # type: ignore[arg-type]
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    why = "often the machine ran out of memory: see `dmesg`, or the container's limit" if name == "SIGKILL" else None
+    ours = name == "SIGTERM"  # with which the launcher stops the peers of a failed rank
+    return Failure(**common, kind="signal", what=f"killed by {name}", why=why, log=path, consequence=ours)  # type: ignore[arg-type]
+
+
+def read_all(folder: Path) -> list[Failure]:
+    """The failures in the folder, whole ones only."""
+    known = {f.name for f in fields(Failure)}
+    found = []
+    for path in sorted(folder.glob("rank-*.json")):
+        row = json.loads(path.read_text())
+        found.append(Failure(**{key: value for key, value in row.items() if key in known}))
+    return found
+
+
+def first_cause(failures: Iterable[Failure]) -> Failure | None:
+    """The failure to report: the earliest that a peer's failure doesn't explain, else the earliest."""
+    ended = [f for f in failures if f.kind != "preempted"]
+    return min(ended, key=lambda f: (f.consequence, f.time), default=None)
+
+
+def exit_code(failures: Iterable[Failure]) -> int:
+    """The launcher's exit code when all ranks have ended."""
+    failures = list(failures)
+    cause = first_cause(failures)
+    if cause is not None:
+        return cause.exit_code
+    return EXIT_PREEMPTED if failures else EXIT_DONE

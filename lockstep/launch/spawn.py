@@ -1,0 +1,190 @@
+"""`lockstep.spawn`: ranks from a script or a notebook, each running a function.
+
+From a script, or for a function that lives in a module, ranks are fresh processes. In a notebook the function lives in
+no file that a fresh process could import, so ranks are forks, which CUDA forbids once it is in use: that is said.
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from lockstep.environment import RankFacts, rank_facts
+from lockstep.errors import EXIT_USAGE, UsageError
+from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
+from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
+
+_GRACE_SECONDS = 5.0  # for the peers of a failed rank, which notice within a tenth of a second
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int | None = None,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+) -> None:
+    """Run `fn(*args)` on `nprocs` ranks of this machine, and return when all are done.
+
+    A rank knows its place from `lockstep.rank()`, and joins the others with `lockstep.setup()` or by making a
+    `Trainer`. Its number is node_rank · nprocs + its index here. One process on one machine runs in this one.
+
+    Args:
+        fn: a function; from a script, one that the script defines at its top level.
+        nprocs: ranks on this machine; unset: all visible GPUs, else 1.
+        nnodes: machines; every one calls `spawn` with the same arguments but its own `node_rank`, from 0.
+        master_addr, master_port: the machine with node_rank 0 and a free port there; needed for more than one machine.
+
+    Raises:
+        UsageError: the numbers don't fit, or there is no way to start `fn` in another process.
+        LockstepError: the first error of a rank, once.
+    """
+    _refuse_import_of_main()
+    if nprocs is None:
+        from lockstep.launch.local import count_gpus
+
+        nprocs = max(1, count_gpus())
+    _check(nprocs, nnodes, node_rank, master_addr)
+    if nprocs == nnodes == 1:
+        fn(*args)
+        return
+    common, keep = _meeting_point(nprocs, nnodes, node_rank, master_addr, master_port)
+    with tempfile.TemporaryDirectory(prefix="lockstep-failures-") as folder:
+        common |= {FAILURES: folder, LAUNCHER_PID: str(os.getpid())}
+        context: Any = multiprocessing.get_context(_start_method(fn))
+        ranks = range(node_rank * nprocs, (node_rank + 1) * nprocs)
+        processes = []
+        try:
+            for local, rank in enumerate(ranks):
+                environment = common | {"RANK": str(rank), "LOCAL_RANK": str(local)}
+                process = context.Process(target=_run, args=(fn, tuple(args), environment), name=f"rank-{rank}")
+                with environment_with(environment):  # for what the child imports before `_run`
+                    process.start()
+                processes.append(process)
+            _wait(processes)
+        finally:
+            _end(processes)
+            del keep
+        cause = first_cause(_failures(processes, ranks, nprocs * nnodes, Path(folder)))
+    if cause is not None:
+        sys.stderr.write(cause.traceback)
+        raise cause.error()
+
+
+def _check(nprocs: int, nnodes: int, node_rank: int, master_addr: str | None) -> None:
+    if nprocs < 1 or nnodes < 1:
+        raise UsageError(f"nprocs={nprocs} on nnodes={nnodes} is no number of ranks", where="spawn")
+    if not 0 <= node_rank < nnodes:
+        raise UsageError(f"node_rank={node_rank} is not below nnodes={nnodes}", where="spawn")
+    if nnodes > 1 and master_addr is None:
+        raise UsageError(f"nnodes={nnodes} needs master_addr=, the machine with node_rank 0", where="spawn")
+
+
+def _meeting_point(
+    nprocs: int, nnodes: int, node_rank: int, master_addr: str | None, master_port: int | None
+) -> tuple[dict[str, str], Any]:
+    """The variables that all ranks share, and the store that must live as long as they do."""
+    from lockstep.cluster import DEFAULT_PORT, threads_per_rank
+
+    common = {
+        "WORLD_SIZE": str(nprocs * nnodes),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+        "GROUP_RANK": str(node_rank),
+        "MASTER_ADDR": master_addr or "127.0.0.1",
+        "MASTER_PORT": str(master_port or DEFAULT_PORT),
+    }
+    if "OMP_NUM_THREADS" not in os.environ:
+        common["OMP_NUM_THREADS"] = str(threads_per_rank(nprocs))
+    if nnodes > 1 or master_port is not None:
+        return common, None
+    # On one machine this process holds the store, at a port that the system picks: nobody else can take it meanwhile.
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return common | {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}, store
+
+
+def _start_method(fn: Callable[..., Any]) -> str:
+    """`spawn` where a fresh process can import `fn`, `fork` in a notebook."""
+    main = sys.modules["__main__"]
+    in_a_file = getattr(main, "__file__", None) is not None or getattr(main, "__spec__", None) is not None
+    nested = "<" in getattr(fn, "__qualname__", "")  # a lambda, or a function made inside another
+    if (fn.__module__ != "__main__" or in_a_file) and not nested:
+        return "spawn"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise UsageError(
+            "this process uses CUDA already, so ranks can't be forks of it",
+            where=f"spawn({getattr(fn, '__qualname__', fn)})",
+            why="a function that lives in a notebook or inside another function can't be imported by a fresh process",
+            fix="call spawn before anything touches a GPU, or move the function to the top of a module",
+        )
+    return "fork"
+
+
+def _refuse_import_of_main() -> None:
+    """A fresh process imports the script; a script that calls `spawn` at its top level would then start ranks anew."""
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    facts = rank_facts()
+    error = UsageError(
+        "the script calls lockstep.spawn while a rank is importing it",
+        where=getattr(sys.modules.get("__main__"), "__file__", None),
+        fix="put the call below `if __name__ == '__main__':`",
+    )
+    from_exception(error, facts, None).write(Path(os.environ[FAILURES]))
+    os._exit(EXIT_USAGE)
+
+
+def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    die_with_parent()
+    facts: RankFacts = rank_facts()
+    try:
+        fn(*args)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            return
+        failure = from_exception(error, facts, None)
+        failure.write(Path(environment[FAILURES]))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failure.exit_code)  # without the shutdown, which may wait for peers that are gone
+
+
+def _wait(processes: Sequence[BaseProcess]) -> None:
+    """Until all have ended, or one has failed."""
+    while not any(process.exitcode for process in processes):
+        running = [process.sentinel for process in processes if process.exitcode is None]
+        if not running:
+            return
+        multiprocessing.connection.wait(running)
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    deadline = time.monotonic() + _GRACE_SECONDS
+    failed = any(process.exitcode != 0 for process in processes)
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()) if failed else None)
+        if process.exitcode is None:
+            process.terminate()
+            process.join(1)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+
+
+def _failures(processes: Sequence[BaseProcess], ranks: Sequence[int], world: int, folder: Path) -> list[Failure]:
+    told = {f.rank: f for f in read_all(folder)}
+    for rank, process in zip(ranks, processes, strict=False):
+        if process.exitcode and rank not in told:
+            told[rank] = from_exit_code(rank, world, process.exitcode, time.time(), None)
+    return list(told.values())

@@ -1,0 +1,116 @@
+"""What `lockstep train` and `lockstep launch` do: be a worker, start ranks, or run here.
+
+A config that is wrong is refused before any process is started.
+"""
+
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.environment import is_worker
+from lockstep.errors import UsageError
+from lockstep.launch.local import Job, LaunchOptions, how_many, launch
+from lockstep.launch.script import run_script
+from lockstep.launch.worker import run_as_worker
+from lockstep.records import RunDirectory
+
+if TYPE_CHECKING:
+    from lockstep.config import Config
+
+_ONE_PROCESS = {
+    "single": "strategy single is one process",
+    "dp": "strategy dp is one process that uses all visible GPUs",
+}
+
+
+def train(
+    path: Path,
+    overrides: Sequence[str],
+    options: LaunchOptions,
+    *,
+    output_dir: Path,
+    resume: str | None,
+    argv: Sequence[str],
+) -> int:
+    """`lockstep train`.
+
+    Args:
+        resume: "auto", "never" or a path; None: what the config says.
+        argv: the arguments after `train`, which workers are started with.
+
+    Returns:
+        the exit code.
+    """
+    from lockstep.config import load_config
+
+    config = load_config(path, overrides)
+    run = RunDirectory(output_dir)
+
+    def work() -> int:
+        code: int = import_module("lockstep.trainer").run(
+            config, output_dir=output_dir, resume=resume or config.checkpoint.resume
+        )
+        return code
+
+    if is_worker():
+        return run_as_worker(work, logs=run.logs)
+    run.create()
+    processes, reason = _processes(config, options)
+    _announce(f"strategy {config.distributed.strategy}, {_counted(processes, options)} ({reason})")
+    if _in_this_process(processes, options):
+        return run_as_worker(work, logs=run.logs)
+    job = Job(("-m", "lockstep", "train", *argv), run.logs, _environment(config))
+    return launch(job, options, processes)
+
+
+def launch_script(script: str, arguments: Sequence[str], options: LaunchOptions, *, module: bool, logs: Path) -> int:
+    """`lockstep launch`.
+
+    Args:
+        script: a file, or a module's name where `module`.
+        logs: where every rank's output goes.
+    """
+    if is_worker():
+        raise UsageError(
+            "`lockstep launch` was itself started by a launcher",
+            where="the environment: RANK and WORLD_SIZE are set",
+            fix=f"under torchrun, srun or mpirun start the script itself: python {script}",
+        )
+    if not module and not Path(script).is_file():
+        raise UsageError(f"there is no file {script}", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
+    processes, reason = how_many(options)
+    _announce(f"{script}: {_counted(processes, options)} ({reason})")
+    if _in_this_process(processes, options):
+        return run_as_worker(lambda: run_script(script, arguments, module=module), logs=logs)
+    started = ("-m", "lockstep.launch.script", str(logs), *(("-m",) if module else ()), script, *arguments)
+    return launch(Job(started, logs), options, processes)
+
+
+def _processes(config: "Config", options: LaunchOptions) -> tuple[int, str]:
+    distributed = config.distributed
+    return how_many(options, use_gpus=distributed.device != "cpu", alone=_ONE_PROCESS.get(distributed.strategy))
+
+
+def _in_this_process(processes: int, options: LaunchOptions) -> bool:
+    """One process that nobody asked a launcher for needs none."""
+    return processes == 1 and options.nproc_per_node is None and not options.several_nodes and not options.max_restarts
+
+
+def _environment(config: "Config") -> Mapping[str, str]:
+    from lockstep.cluster import environment
+
+    return environment(config.distributed)
+
+
+def _counted(processes: int, options: LaunchOptions) -> str:
+    some = f"{processes} process{'es' * (processes != 1)}"
+    if options.several_nodes:
+        return f"{some} on this machine ({socket.gethostname()}), {options.nnodes} machines"
+    return some
+
+
+def _announce(text: str) -> None:
+    print(f"lockstep: {text}", file=sys.stdout, flush=True)

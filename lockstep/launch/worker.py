@@ -1,0 +1,131 @@
+"""Being a rank: die with the launcher, write to the log, and leave a failure where the launcher finds it.
+
+The same for every launcher. Under Lockstep's own, the launcher prints the one message; under torchrun, srun, mpirun or
+none at all, the first rank of this machine to fail prints it.
+"""
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from lockstep.environment import RankFacts, parent_identity, rank_facts
+from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError
+from lockstep.launch.failures import Failure, from_exception, preempted
+from lockstep.launch.streams import console, to_log
+
+LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"  # set by Lockstep's launcher for its workers
+FAILURES = "LOCKSTEP_FAILURES"  # the folder where it reads their failures
+_PR_SET_PDEATHSIG = 1
+
+
+def run_as_worker(work: Callable[[], int | None], *, logs: Path) -> int:
+    """`work()` as this process's rank, its output in `logs/rank-N.log`.
+
+    Args:
+        work: returns an exit code (None is 0); may raise.
+
+    Returns:
+        the exit code for this process. Under Lockstep's launcher a preempted rank leaves with 0, having said so in its
+        file: the agent takes any other code for a failure and would stop the ranks that are still saving.
+    """
+    facts = rank_facts()
+    alone = facts.launcher == "none"
+    if not alone:
+        die_with_parent()
+    # Taken out of the environment: processes that this one starts are no ranks.
+    os.environ.pop(LAUNCHER_PID, None)
+    folder = os.environ.pop(FAILURES, None)
+    log = logs / f"rank-{facts.rank}.log"
+    with to_log(log, on_console=facts.is_main, descriptors=not alone):
+        if not alone:
+            faulthandler.enable(file=2)
+        try:
+            code = work() or EXIT_DONE
+            failure = preempted(facts) if code == EXIT_PREEMPTED else None
+        except SystemExit as error:
+            if not error.code:
+                return EXIT_DONE
+            failure = from_exception(error, facts, log)
+        except (Exception, KeyboardInterrupt) as error:
+            failure = from_exception(error, facts, log)
+        if failure is None:
+            return code
+        return _fail(failure, facts, None if folder is None else Path(folder))
+
+
+def _fail(failure: Failure, facts: RankFacts, folder: Path | None) -> int:
+    if failure.traceback and failure.kind != "usage":
+        getattr(sys.stderr, "log", sys.stderr).write(failure.traceback)
+    code = failure.exit_code
+    if folder is not None:
+        failure.write(folder)
+        code = EXIT_DONE if failure.kind == "preempted" else code
+    elif failure.kind != "preempted" and _first_to_fail(facts):
+        print_error(failure.error(), failure.traceback)
+    if facts.launcher != "none" and failure.kind != "preempted":
+        _leave_at_once(code)
+    return code
+
+
+def _leave_at_once(code: int) -> None:
+    """Leave without the interpreter's shutdown, which may wait for peers that are gone."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _first_to_fail(facts: RankFacts) -> bool:
+    """Whether no other rank of this machine has failed yet in this attempt: the launcher is their common parent."""
+    if facts.launcher == "none":
+        return True
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        Path(tempfile.gettempdir(), f"lockstep-failed-{os.getuid()}-{parent_identity()}-{attempt}").touch(
+            exist_ok=False
+        )
+    except FileExistsError:
+        return False
+    return True
+
+
+def print_error(error: LockstepError, trace: str = "") -> None:
+    """The one message, to the console, past the log."""
+    stream = console(sys.stderr)
+    if os.environ.get("LOCKSTEP_TRACEBACK") == "1" and trace:
+        stream.write(trace)
+    stream.write(f"lockstep: {error}\n")
+    stream.flush()
+
+
+@contextmanager
+def environment_with(added: Mapping[str, str]) -> Iterator[None]:
+    """The environment with these variables, for processes that are started inside the block."""
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its launcher dies, however it dies (Linux)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    launcher = os.environ.get(LAUNCHER_PID)
+    if launcher is not None and int(launcher) != os.getppid():
+        os._exit(1)  # the launcher died before the line above

@@ -1,0 +1,11 @@
+"""What people see of a run: meters, and the sinks that records go to. Loads torch only where it is loaded already.
+
+Monitor(config.monitor, run, is_main=…, total_steps=…)   on_step, on_eval, event, close
+"""
+
+from lockstep.monitor.callbacks import JsonLogger
+from lockstep.monitor.meters import Meters, memory_in_use
+from lockstep.monitor.monitor import Monitor
+from lockstep.monitor.sinks import Sink
+
+__all__ = ["JsonLogger", "Meters", "Monitor", "Sink", "memory_in_use"]

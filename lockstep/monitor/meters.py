@@ -1,0 +1,67 @@
+"""How long steps take, how much is trained on a second, how much memory is held.
+
+Counts that are still tensors are added up on their device and read once an interval.
+"""
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.records import StepRecord, plain
+
+
+class Meters:
+    """Averages over the steps since the last reading.
+
+    Args:
+        clock: seconds, monotonic; another one for tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._steps = 0
+        self._tokens: Any = 0
+
+    def count(self, record: StepRecord) -> None:
+        """Take in one step. Reads no tensor."""
+        self._steps += 1
+        self._tokens = self._tokens + without_graph(record.tokens)
+
+    def read(self) -> tuple[float, float]:
+        """Seconds a step and tokens a second since the last reading (waits for the device), and start anew."""
+        tokens = float(plain(self._tokens))  # host waits for the device
+        now = self._clock()
+        seconds, steps = now - self._since, self._steps
+        self._since, self._steps, self._tokens = now, 0, 0
+        if steps == 0 or seconds <= 0:
+            return 0.0, 0.0
+        return seconds / steps, tokens / seconds
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time that was not spent on steps: an evaluation, a checkpoint."""
+        self._since += seconds
+
+
+def without_graph(value: Any) -> Any:
+    """The same number without what autograd keeps for it: a record that is held must not hold a step's activations."""
+    return value.detach() if hasattr(value, "detach") else value
+
+
+def memory_in_use() -> tuple[int, int]:
+    """Peak bytes that this rank held, and bytes that its device has.
+
+    On CUDA the allocator's peak and the GPU's memory; on the CPU the process's peak resident set and the machine's
+    memory. Each rank knows its own only.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        device = torch.cuda.current_device()
+        return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    kilobyte = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte, os.sysconf("SC_PAGE_SIZE") * os.sysconf(
+        "SC_PHYS_PAGES"
+    )

@@ -1,0 +1,142 @@
+"""`Monitor`: takes every step's record, reads one an interval, and hands it to the sinks and callbacks.
+
+Reading a number that is still on the device makes the host wait for it, so that the next step can't be queued. So the
+tensors of a record are read on logged steps only: every `log_steps`-th, the first that this process sees, and the last.
+"""
+
+import logging
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from lockstep.config import MonitorConfig
+from lockstep.monitor.callbacks import build_callbacks
+from lockstep.monitor.meters import Meters, memory_in_use, without_graph
+from lockstep.monitor.sinks import Guarded, Row, build_sinks
+from lockstep.records import RunDirectory, StepRecord
+
+_log = logging.getLogger("lockstep")
+
+
+class Monitor:
+    """The loop calls `on_step` after every step on every rank; rank 0 writes.
+
+    Args:
+        config: the section `monitor`.
+        run: the run directory; None: nothing is written to files.
+        is_main: whether this is rank 0.
+        total_steps: steps of the whole run, where known.
+        start_step: the step that the run goes on from.
+
+    Raises:
+        UsageError: a callback or a sink can't be had.
+    """
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        run: RunDirectory | None,
+        *,
+        is_main: bool,
+        total_steps: int | None = None,
+        start_step: int = 0,
+    ) -> None:
+        self._config, self._run, self._is_main, self._total = config, run, is_main, total_steps
+        self._meters = Meters()
+        self._last: StepRecord | None = None  # the newest record, where it was not logged
+        self._seen_one = False
+        callbacks = [(name, call) for name, call in build_callbacks(config) if is_main or _on_every_rank(call)]
+        self._callbacks = [Guarded(f"the callback {name}", _Called(call), self.event) for name, call in callbacks]
+        self._sinks = build_sinks(config, run, total_steps, start_step, self.event) if is_main else []
+
+    def on_step(self, record: StepRecord) -> None:
+        """Take one step's record. Waits for the device on logged steps only."""
+        self._meters.count(record)
+        if self.logs(record.step):
+            self._log_step(record)
+        else:
+            # A record that is held until the next one must not hold the graph of its step.
+            self._last = replace(
+                record,
+                loss=without_graph(record.loss),
+                grad_norm=without_graph(record.grad_norm),
+                tokens=without_graph(record.tokens),
+            )
+        self._seen_one = True
+
+    def logs(self, step: int) -> bool:
+        """Whether this step's record is read: the same answer on every rank."""
+        last = self._total is not None and step >= self._total
+        return step % self._config.log_steps == 0 or last or not self._seen_one
+
+    def on_eval(self, record: Row) -> None:
+        """An evaluation: `{"step": …, "eval_loss": …, …}`, plain numbers."""
+        row = {"time": time.time(), **record}
+        for sink in self._sinks:
+            sink.on_eval(row)
+
+    def say(self, *lines: str) -> None:
+        """Lines for the person who started the run: once, by rank 0, where there is a console."""
+        if self._is_main and "console" in self._config.sinks:
+            for line in lines:
+                print(f"lockstep: {line}", flush=True)
+
+    def say(self, *lines: str) -> None:
+        """Tell people something once: rank 0 prints it, whatever the sinks."""
+        if self._is_main:
+            print("\n".join(lines), flush=True)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Write to `events.jsonl`; rank 0 only. A disk that refuses it doesn't stop the run."""
+        if self._run is None or not self._is_main:
+            return
+        try:
+            self._run.append_event(kind, **fields)
+        except OSError as error:
+            _log.warning("warning: the event %r could not be written: %s", kind, error)
+
+    def close(self) -> None:
+        """Log the last step if it wasn't, and close the sinks. Harmless twice."""
+        if self._last is not None:
+            with suppress(RuntimeError):  # after a failure of the device its numbers can't be read any more
+                self._log_step(self._last)
+        for sink in (*self._sinks, *self._callbacks):
+            sink.close()
+        self._sinks, self._callbacks = [], []
+
+    def _log_step(self, record: StepRecord) -> None:
+        self._last = None
+        if not self._sinks and not self._callbacks:
+            return
+        row = record.as_dict()  # host waits for the device
+        seconds, rate = self._meters.read()
+        row["step_seconds"] = record.step_seconds or seconds
+        row["tokens_per_second"] = record.tokens_per_second or rate
+        row["memory_bytes"] = record.memory_bytes or memory_in_use()[0]
+        for sink in self._sinks:
+            sink.on_step(row)
+        for callback in self._callbacks:
+            callback.on_step(row)
+
+
+class _Called:
+    """A callback as a sink; it gets a record of plain numbers."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def on_step(self, row: Row) -> None:
+        self._call(StepRecord(**row))
+
+    def on_eval(self, row: Row) -> None:
+        """Callbacks take steps only."""
+
+    def close(self) -> None:
+        close = getattr(self._call, "close", None)
+        if callable(close):
+            close()
+
+
+def _on_every_rank(call: Any) -> bool:
+    return bool(getattr(call, "every_rank", False))

@@ -1,0 +1,100 @@
+"""A sink takes rows of plain numbers. A sink that fails is said once and never stops the run.
+
+`jsonl` and the events go through `records.RunDirectory`; `console` and `tensorboard` have files of their own.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lockstep.config import MonitorConfig
+from lockstep.errors import UsageError
+from lockstep.records import RunDirectory
+
+Row = dict[str, Any]
+Event = Callable[..., None]
+
+_log = logging.getLogger("lockstep")
+
+
+class Sink(Protocol):
+    """Where records go. `row` holds plain numbers by the names of `StepRecord`."""
+
+    def on_step(self, row: Row) -> None: ...
+
+    def on_eval(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Jsonl:
+    """`metrics.jsonl` of the run directory."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+
+    def on_step(self, row: Row) -> None:
+        self._run.append_metrics(row)
+
+    def on_eval(self, row: Row) -> None:
+        self._run.append_metrics(row)
+
+    def close(self) -> None:
+        """Every line is on its way already."""
+
+
+class Guarded:
+    """A sink whose failures become one warning and one event; it is tried again at the next record."""
+
+    def __init__(self, name: str, sink: Sink, event: Event) -> None:
+        self.name, self._sink, self._event = name, sink, event
+        self.failures = 0
+
+    def on_step(self, row: Row) -> None:
+        self._guard(self._sink.on_step, row)
+
+    def on_eval(self, row: Row) -> None:
+        self._guard(self._sink.on_eval, row)
+
+    def close(self) -> None:
+        self._guard(self._sink.close)
+
+    def _guard(self, call: Callable[..., object], *args: Any) -> None:
+        try:
+            call(*args)
+        except Exception as error:  # of any library, of the user's own code: none is worth the run
+            self.failures += 1
+            if self.failures == 1:
+                reason = f"{type(error).__name__}: {error}"
+                _log.warning("warning: %s failed, training goes on: %s", self.name, reason, exc_info=_trace_wanted())
+                self._event("sink_failed", sink=self.name, reason=reason)
+
+
+def _trace_wanted() -> bool:
+    import os
+
+    return os.environ.get("LOCKSTEP_TRACEBACK") == "1"
+
+
+def build_sinks(
+    config: MonitorConfig, run: RunDirectory | None, total_steps: int | None, start_step: int, event: Event
+) -> list[Guarded]:
+    """The sinks that the config names; one whose library is missing is left out with one warning."""
+    made: list[Guarded] = []
+    for name in config.sinks:
+        sink: Sink | None = None
+        if name == "console":
+            from lockstep.monitor.console import Console
+
+            sink = Console(total_steps, start_step)
+        elif name == "jsonl":
+            sink = Jsonl(run) if run is not None else None
+        elif name == "tensorboard":
+            from lockstep.monitor.tensorboard import open_tensorboard
+
+            sink = open_tensorboard(run) if run is not None else None
+        else:
+            raise UsageError(f"there is no sink {name!r} yet", where="monitor.sinks", fix="console, jsonl, tensorboard")
+        if sink is not None:
+            made.append(Guarded(f"the sink {name}", sink, event))
+    return made
