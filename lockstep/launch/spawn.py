@@ -115,7 +115,7 @@ def _meeting_point(
 def _start_method(fn: Callable[..., Any]) -> str:
     """`spawn` where a fresh process can import `fn`, `fork` in a notebook."""
     main = sys.modules["__main__"]
-    in_a_file = getattr(main, "__file__", None) is not None or getattr(main, "__spec__", None) is not None
+    in_a_file = Path(getattr(main, "__file__", None) or "").is_file()  # "<stdin>" is none
     nested = "<" in getattr(fn, "__qualname__", "")  # a lambda, or a function made inside another
     if (fn.__module__ != "__main__" or in_a_file) and not nested:
         return "spawn"

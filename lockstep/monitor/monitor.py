@@ -82,11 +82,6 @@ class Monitor:
             for line in lines:
                 print(f"lockstep: {line}", flush=True)
 
-    def say(self, *lines: str) -> None:
-        """Tell people something once: rank 0 prints it, whatever the sinks."""
-        if self._is_main:
-            print("\n".join(lines), flush=True)
-
     def event(self, kind: str, **fields: Any) -> None:
         """Write to `events.jsonl`; rank 0 only. A disk that refuses it doesn't stop the run."""
         if self._run is None or not self._is_main:
