@@ -28,6 +28,11 @@ def topics() -> list[str]:
     return [texts[name] for name in sorted(texts)]
 
 
+def source_line() -> str:
+    """The source in words."""
+    return f"the topics of Python {platform.python_version()}'s own documentation"
+
+
 def python_docs(
     *,
     block_size: int = 256,
@@ -39,7 +44,11 @@ def python_docs(
     """The data set. With `documents`, a topic is a document, padded to `block_size`."""
     cut = Cut(block_size, stride, validation_fraction)
     chosen = Tokenizer(tokenizer)
-    source = f"the topics of Python {platform.python_version()}'s own documentation"
+    source = source_line()
     if documents:
-        return document_data([chosen.encode_array(text) for text in topics()], cut, chosen, source)
-    return text_data(chosen.encode_array("\n\n".join(topics())), cut, chosen, chosen.vocab_size, source)
+        encoded = [chosen.encode_array(text) for text in topics()]
+        border = cut.border(len(encoded))
+        return document_data(encoded[:border], encoded[border:], cut, source, chosen)
+    tokens = chosen.encode_array("\n\n".join(topics()))
+    border = cut.border(len(tokens))
+    return text_data(tokens[:border], tokens[border:], cut, source, chosen, chosen.vocab_size)

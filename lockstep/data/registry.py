@@ -3,15 +3,24 @@
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lockstep.config import DataConfig, load_object
 from lockstep.data.dataset import Data
+from lockstep.data.digits import digits
+from lockstep.data.hugging_face import hugging_face
+from lockstep.data.loader import users_line
 from lockstep.data.python_docs import python_docs
-from lockstep.errors import UsageError
+from lockstep.data.text import text
+from lockstep.data.tokens import tokens
+from lockstep.errors import LockstepError, UsageError
 
 BUILDERS: dict[str, Callable[..., Data]] = {
     "python-docs": python_docs,
+    "text": text,
+    "tokens": tokens,
+    "digits": digits,
 }
 _CHOICES = ", ".join([*BUILDERS, "hf:NAME", "package.module:Class"])
 
@@ -28,7 +37,9 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
     name, args = data.name, dict(data.args)
     if name is None:
         raise UsageError("the config names no data", where="data.name", fix=f"set it: {_CHOICES}")
-    if ":" in name and not name.startswith("hf:"):
+    if name.startswith("hf:"):
+        return _made(partial(hugging_face, name.removeprefix("hf:")), args, name)
+    if ":" in name:
         return _users(name, args, seed)
     if name not in BUILDERS:
         near = difflib.get_close_matches(name, BUILDERS, n=1, cutoff=0.5)
@@ -37,7 +48,11 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
             where="data.name",
             fix=f"choose one of {_CHOICES}",
         )
-    made: Data = called(BUILDERS[name], args, name)
+    return _made(BUILDERS[name], args, name)
+
+
+def _made(builder: Callable[..., Data], args: Mapping[str, Any], name: str) -> Data:
+    made: Data = called(builder, args, name)
     return made
 
 
@@ -56,6 +71,9 @@ def called(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> A
             where=f"data.args.{unknown[0]}",
             fix=f"it takes {', '.join(accepted)}",
         )
+    missing = [key for key in _required(builder) if key not in args]
+    if missing:
+        raise UsageError(f"{name} needs the argument {missing[0]!r}", where=f"data.args.{missing[0]}")
     return builder(**args)
 
 
@@ -70,6 +88,15 @@ def accepted_arguments(builder: Callable[..., Any]) -> list[str] | None:
     return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
 
 
+def _required(builder: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(builder).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+
+
 def _users(name: str, args: dict[str, Any], seed: int) -> Data:
     """A dataset, or a pair (training, validation), or a `Data`, made by a class or function of the user's."""
     builder = load_object(name, "data.name")
@@ -78,7 +105,13 @@ def _users(name: str, args: dict[str, Any], seed: int) -> Data:
     accepted = accepted_arguments(builder)
     if accepted is not None and "seed" in accepted:
         args.setdefault("seed", seed)
-    made = called(builder, args, name)
+    try:
+        made = called(builder, args, name)
+    except LockstepError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"the data {name} can't be made", where=users_line(error), why=why) from error
     if isinstance(made, Data):
         return made
     if isinstance(made, tuple) and len(made) == 2:

@@ -1,0 +1,114 @@
+"""`hf:NAME`: a data set of the Hugging Face hub, or a local folder of its files (parquet, JSON, text …).
+
+Every process turns the text into tokens for itself and holds them in memory: for large ones, write the text out once
+and use `lockstep data prepare`.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.data.dataset import Data
+from lockstep.data.language import Cut, document_data, text_data
+from lockstep.data.tokenizers import Tokenizer
+from lockstep.errors import UsageError
+
+
+def hugging_face(
+    name: str,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    validation_split: str | None = "validation",
+    text_field: str = "text",
+    columns: Sequence[str] | None = None,
+    block_size: int = 256,
+    stride: int | None = None,
+    validation_fraction: float = 0.1,
+    tokenizer: str = "bytes",
+    documents: bool = False,
+) -> Data:
+    """The data set.
+
+    Args:
+        config: which of its configurations, e.g. `wikitext-2-raw-v1`.
+        validation_split: used where the data set has it; else `validation_fraction` of `split` is held out.
+        text_field: the column that holds the text. Rows are joined, each ending its line; with `documents`, a row is a
+            document, padded to `block_size`.
+        columns: instead of text: samples are rows of these columns, as tensors where they are numbers.
+
+    Raises:
+        UsageError: the package is missing, the data set can't be loaded, or it has no such split or column.
+    """
+    cut = Cut(block_size, stride, validation_fraction)
+    train, validation = _splits(_load(name, config), name, split, validation_split)
+    source = f"hf:{name}" + (f" ({config})" if config else "")
+    wanted = [text_field] if columns is None else list(columns)
+    for column in wanted:
+        if column not in train.column_names:
+            raise UsageError(
+                f"hf:{name} has no column {column!r}",
+                where="data.args.text_field" if columns is None else "data.args.columns",
+                fix=f"it has {', '.join(train.column_names)}; `columns` takes rows of any of them as samples",
+            )
+    if columns is not None:
+        return _rows(train, validation, wanted, cut, source)
+    chosen = Tokenizer(tokenizer)
+    texts = _encoded(train[text_field], chosen, documents)
+    held_out = None if validation is None else _encoded(validation[text_field], chosen, documents)
+    if documents:
+        border = cut.border(len(texts))
+        first, last = (texts[:border], texts[border:]) if held_out is None else (texts, held_out)
+        return document_data(first, last, cut, source, chosen)
+    tokens = _joined(texts, chosen)
+    border = cut.border(len(tokens))
+    pair = (tokens[:border], tokens[border:]) if held_out is None else (tokens, _joined(held_out, chosen))
+    return text_data(*pair, cut, source, chosen, chosen.vocab_size)
+
+
+def _load(name: str, config: str | None) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise UsageError(
+            f"hf:{name} needs the package datasets",
+            where="data.name",
+            fix="pip install 'lockstep-train[datasets]'",
+        ) from None
+    try:
+        return datasets.load_dataset(name, config)
+    except Exception as error:  # the package and what it calls raise many kinds
+        raise UsageError(
+            f"hf:{name} can't be loaded",
+            where="data.name",
+            why=f"{type(error).__name__}: {error}".splitlines()[0],
+            fix="check the name, data.args.config and the network; a local folder works without one: hf:./folder",
+        ) from error
+
+
+def _splits(loaded: Any, name: str, split: str, validation_split: str | None) -> tuple[Any, Any]:
+    if split not in loaded:
+        raise UsageError(
+            f"hf:{name} has no split {split!r}", where="data.args.split", fix=f"it has {', '.join(loaded)}"
+        )
+    return loaded[split], loaded.get(validation_split)
+
+
+def _rows(train: Any, validation: Any, columns: list[str], cut: Cut, source: str) -> Data:
+    train = train.with_format("torch", columns=columns)
+    if validation is not None:
+        return Data(train, validation.with_format("torch", columns=columns), {"source": source})
+    border = cut.border(len(train))
+    held_out = train.select(range(border, len(train))) if border < len(train) else None
+    return Data(train.select(range(border)), held_out, {"source": source})
+
+
+def _encoded(rows: Iterable[str], tokenizer: Tokenizer, documents: bool) -> list[NDArray[Any]]:
+    ended = rows if documents else (row + "\n" if row and not row.endswith("\n") else row for row in rows)
+    return [tokenizer.encode_array(row) for row in ended]
+
+
+def _joined(texts: list[NDArray[Any]], tokenizer: Tokenizer) -> NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype=tokenizer.dtype), *texts])
