@@ -95,7 +95,11 @@ def _damage(path: Path, *, thorough: bool) -> str | None:
 
 
 def rotate(
-    directory: str | os.PathLike[str], keep: int | None, protect: Iterable[str | os.PathLike[str]] = ()
+    directory: str | os.PathLike[str],
+    keep: int | None,
+    protect: Iterable[str | os.PathLike[str]] = (),
+    *,
+    on_damaged: OnDamaged = _warn,
 ) -> list[Path]:
     """Delete whole checkpoints beyond the newest `keep`, once the newest is proved byte by byte; sweep dead writers'
     folders.
@@ -105,13 +109,11 @@ def rotate(
 
     Args:
         keep: how many to keep, at least 1; None: all of them.
-        protect: checkpoints that stay in any case (the best one); they are not counted.
+        protect: checkpoints that stay in any case (the best one).
+        on_damaged: told the newest checkpoint, and why it does not prove whole: then nothing is deleted.
 
     Returns:
-        the deleted checkpoints.
-
-    Raises:
-        RunError: none of the checkpoints is whole.
+        the deleted checkpoints; none if the newest does not prove whole.
     """
     assert keep is None or keep >= 1, "the only checkpoint is never deleted"
     folder = Path(directory)
@@ -119,14 +121,13 @@ def rotate(
     if keep is None:
         return []
     protected = {Path(path).name for path in protect}
-    spare = [path for path in reversed(list_checkpoints(folder)) if path.name not in protected]
-    whole = [path for path in spare if _damage(path, thorough=False) is None]
-    if len(whole) <= keep:
+    whole = [path for path in reversed(list_checkpoints(folder)) if _damage(path, thorough=False) is None]
+    gone = [path for path in whole[keep:] if path.name not in protected]
+    if not gone:
         return []
-    if (proved := newest(folder, thorough=True)) is None:
+    if (reason := _damage(whole[0], thorough=True)) is not None:
+        on_damaged(whole[0], reason)
         return []
-    limit = step_of(proved.name)
-    gone = [path for path in whole[keep:] if (step_of(path.name) or 0) < (limit or 0)]
     for path in reversed(gone):  # the oldest first
         _delete(path)
     return gone

@@ -1,16 +1,21 @@
 """What ranks do in the tests: each function runs on every rank of one launch, and many cases share a launch."""
 
+import resource
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from lockstep import checkpoint
-from lockstep.checkpoint import Snapshot
-from tests.checkpoint.shared import CONFIG, known, known_model
+from lockstep.checkpoint import AsyncSaver, Snapshot
+from lockstep.errors import LockstepError, RunError
+from tests.checkpoint.shared import CONFIG, files_of, flip, known, known_model
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -79,12 +84,305 @@ def load_on_all(directory: Path) -> None:
             assert_known(target.model)
 
 
-def on_four(directory: Path) -> list[str]:
-    torch.manual_seed(0)
-    digests = [save_on_one_axis(directory), save_on_two_axes(directory), save_by_stages(directory)]
-    load_on_all(directory)
-    return digests
+class Network(nn.Module):
+    """Two blocks and a head whose weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return cast(Tensor, self.head(x))
+
+
+def network(mesh: DeviceMesh | None) -> tuple[Network, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Network()
+    if mesh is not None:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Every rank sees the same batch, so that the mean over ranks is the gradient of one process."""
+    for step in steps:
+        tokens = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def save_network(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    tensors, groups = checkpoint.optimizer_state(optimizer, names_of(model))
+    tied = {"embedding.weight": ["head.weight"]}
+    snapshot = Snapshot(dict(model.named_parameters()), {"main": tensors}, groups={"main": groups}, aliases=tied)
+    return checkpoint.save(directory, step, snapshot, config_yaml=CONFIG)
+
+
+def load_network(path: Path, mesh: DeviceMesh | None) -> tuple[Network, torch.optim.Optimizer]:
+    """Into fresh objects, whose weights and state are others."""
+    model, optimizer = network(mesh)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    parameters = dict(model.named_parameters())
+    target = Snapshot(dict(parameters), {"main": checkpoint.optimizer_targets(path, "main", parameters)})
+    state = checkpoint.load(path, target)
+    groups = state["optimizer_groups"]["main"]
+    checkpoint.restore_optimizer(optimizer, names_of(model), target.optimizers["main"], groups)
+    return model, optimizer
+
+
+def assert_networks_equal(one: nn.Module, other: nn.Module) -> None:
+    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(whole(mine), whole(theirs)), name
+
+
+def fsdp_goes_on_in_the_same_bits(directory: Path) -> None:
+    """FSDP2 on one axis and two: save, load into fresh objects, train on: as if never stopped."""
+    size = dist.get_world_size()
+    for step, shape in ((1, (size,)), (2, (2, size // 2))):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        model, optimizer = network(mesh)
+        train(model, optimizer, range(2))
+        path = save_network(directory, step, model, optimizer)
+        again, its_optimizer = load_network(path, mesh)
+        train(model, optimizer, range(2, 4))
+        train(again, its_optimizer, range(2, 4))
+        assert_networks_equal(model, again)
+        listed = checkpoint.inspect(path).manifest.parameters
+        assert listed["embedding.weight"].aliases == ("head.weight",)
+
+
+def raised(work: Callable[[], object]) -> LockstepError:
+    try:
+        work()
+    except LockstepError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def assert_same_everywhere(error: LockstepError) -> str:
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, str(error))
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+def one_rank_fails(directory: Path) -> None:
+    """The disk refuses one rank, in the middle: one error on all, nothing left behind, and the group still works."""
+    rank = dist.get_rank()
+    snapshot = Snapshot({f"w{i}": known(f"w{i}", (50, 50)) for i in range(4)})
+    old = checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for failing in (2, 0):
+        if rank == failing:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+        error = raised(lambda: checkpoint.save(directory, 2, snapshot, config_yaml=CONFIG))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        text = assert_same_everywhere(error)
+        assert isinstance(error, RunError)
+        assert f"rank {failing}" in text
+        assert "File too large" in text
+        dist.barrier()
+        assert [path.name for path in directory.iterdir()] == [old.name]
+    dist.barrier()
+    assert checkpoint.verify(checkpoint.save(directory, 2, snapshot, config_yaml=CONFIG)) == []
+
+
+def mistakes_are_the_same_everywhere(directory: Path) -> None:
+    """What is wrong on one rank, in its snapshot or its target, is told by all."""
+    rank = dist.get_rank()
+    bad = Snapshot({"w": torch.zeros(3 if rank == 1 else 2)})
+    text = assert_same_everywhere(raised(lambda: checkpoint.save(directory, 1, bad, config_yaml=CONFIG)))
+    assert "ranks disagree about w: float32[2] on one, float32[3] on another" in text
+    bad = Snapshot({}, state={"x": torch.zeros(1)} if rank == 3 else {})
+    assert "JSON" in assert_same_everywhere(raised(lambda: checkpoint.save(directory, 1, bad, config_yaml=CONFIG)))
+
+    path = checkpoint.save(directory, 1, Snapshot({"w": torch.ones(2), "v": torch.ones(1)}), config_yaml=CONFIG)
+    target = Snapshot({"w": torch.zeros(3 if rank == 2 else 2), "v": torch.zeros(1)})
+    text = assert_same_everywhere(raised(lambda: checkpoint.load(path, target)))
+    assert "w (stored [2], wanted [3])" in text
+    assert not target.model["v"].any()
+    target = Snapshot({"w": torch.zeros(2)} | ({"x": torch.zeros(1)} if rank == 1 else {}))
+    text = assert_same_everywhere(raised(lambda: checkpoint.load(path, target)))
+    assert "missing in the checkpoint: x" in text
+    assert "only in the checkpoint: v" in text
+    target = Snapshot({"w": torch.zeros(2)} | ({"v": torch.zeros(1)} if rank == 1 else {}))
+    checkpoint.load(path, target)  # each rank a part, together all of it
+    assert target.model["w"].all()
+
+
+def damage_is_found_by_all(directory: Path) -> None:
+    """The ranks share the reading; whichever finds the damage, all pass over the checkpoint."""
+    for step in (1, 2):
+        checkpoint.save(directory, step, Snapshot(known_model()), config_yaml=CONFIG)
+    newest = directory / "step-00000002"
+    for file in files_of(newest):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            flip(file, 20)
+        dist.barrier()
+        text = assert_same_everywhere(raised(lambda: checkpoint.load(newest, Snapshot(known_model()))))
+        assert "damaged" in text
+        told: list[Path] = []
+        found = checkpoint.resume_point(directory, on_damaged=lambda path, why, told=told: told.append(path))
+        assert found == directory / "step-00000001"
+        assert told == ([newest] if dist.get_rank() == 0 else [])
+        dist.barrier()
+        if dist.get_rank() == 0:
+            flip(file, 20)
+    dist.barrier()
+    assert checkpoint.resume_point(directory) == newest
+
+
+def stages_with_groups_of_their_own(directory: Path) -> None:
+    """Trap 25: each stage has its own part of the optimizer; rank 0's alone is not the optimizer."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parameters = {f"layers.{rank}.{kind}": nn.Parameter(known(f"{rank}{kind}", (4,))) for kind in ("w", "b")}
+    weights, biases = list(parameters.values())
+    groups = [{"params": [weights], "weight_decay": 0.1}, {"params": [biases], "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    weights.square().sum().backward()
+    biases.square().sum().backward()
+    optimizer.step()
+    names = {id(p): name for name, p in parameters.items()}
+    tensors, stored = checkpoint.optimizer_state(optimizer, names)
+    snapshot = Snapshot(dict(parameters), {"main": tensors}, groups={"main": stored})
+    path = checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG)
+    merged = checkpoint.inspect(path).state["optimizer_groups"]["main"]["groups"]
+    assert [group["params"] for group in merged] == [[f"layers.{r}.{k}" for r in range(size)] for k in ("w", "b")]
+
+    moved = (rank + 1) % size  # another cut: this rank now holds what its neighbour held
+    target = {f"layers.{moved}.{kind}": nn.Parameter(torch.zeros(4)) for kind in ("w", "b")}
+    state = checkpoint.optimizer_targets(path, "main", target)
+    loaded = checkpoint.load(path, Snapshot(dict(target), {"main": state}))
+    groups = [{"params": [p], "weight_decay": 0.5} for p in target.values()]
+    fresh = torch.optim.SGD(groups, lr=0.2, momentum=0.9)
+    names = {id(p): name for name, p in target.items()}
+    checkpoint.restore_optimizer(fresh, names, state, loaded["optimizer_groups"]["main"])
+    assert [group["weight_decay"] for group in fresh.param_groups] == [0.1, 0.0]
+    for kind, decay, parameter in zip(("w", "b"), (0.1, 0.0), target.values(), strict=True):
+        gradient = (2 + decay) * known(f"{moved}{kind}", (4,))
+        assert torch.allclose(fresh.state[parameter]["momentum_buffer"], gradient)
+
+
+def a_parameter_on_two_stages(directory: Path) -> None:
+    """Tied weights on the first and the last rank are stored once, and come back to both."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    mine = {0: "embedding", last: "head"}.get(rank)
+    tied = {"embedding": ["head"]}
+    snapshot = Snapshot({mine: known("tied", (6, 3))} if mine else {}, aliases=tied)
+    path = checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG)
+    manifest = checkpoint.inspect(path).manifest
+    assert list(manifest.parameters) == ["embedding"]
+    assert manifest.parameters["embedding"].aliases == ("head",)
+    target = Snapshot({mine: torch.zeros(6, 3)} if mine else {}, aliases=tied)
+    checkpoint.load(path, target)
+    assert all(torch.equal(tensor, known("tied", (6, 3))) for tensor in target.model.values())
+    both = Snapshot({"embedding": torch.zeros(6, 3), "head": torch.zeros(6, 3)}, aliases=tied)
+    checkpoint.load(path, both)
+    assert torch.equal(both.model["head"], both.model["embedding"])
+    untold = Snapshot({mine: known("tied", (6, 3))} if mine else {}, aliases=tied if rank == 0 else {})
+    error = raised(lambda: checkpoint.save(directory, 2, untold, config_yaml=CONFIG))
+    assert "one parameter on one rank and two on another" in assert_same_everywhere(error)
+
+
+def saving_beside_training(directory: Path) -> None:
+    """The background's collectives and training's don't meet; errors come to all ranks in the same call."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placements: dict[str, list[Placement]] = {"blocks.0.weight": [Shard(0)], "blocks.0.bias": [Shard(0)]}
+    live = spread(mesh, placements)
+    rotated: list[Path] = []
+    saver = AsyncSaver(then=rotated.append)
+    for step in (1, 2, 3):
+        saver.save(directory, step, Snapshot(live, state={"step": step}), config_yaml=CONFIG)
+        for tensor in live.values():  # training changes everything at once
+            tensor.mul_(2)
+        polls = 0
+        while saver.in_flight and polls < 1000:
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            assert total.item() == dist.get_world_size()
+            found = saver.poll()
+            polls += 1
+        assert found == directory / f"step-{step:08d}"
+    assert rotated == (checkpoint.list_checkpoints(directory) if rank == 0 else [])
+    for step in (1, 2, 3):
+        target = spread(mesh, placements, zeros=True)
+        checkpoint.load(directory / f"step-{step:08d}", Snapshot(target))
+        for name, tensor in known_model().items():
+            assert torch.equal(whole(target[name]), tensor * 2 ** (step - 1)), name
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 3:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    saver.save(directory, 4, Snapshot({f"own{rank}": torch.ones(4)}), config_yaml=CONFIG)
+    calls, error = 0, None
+    while error is None:
+        calls += 1
+        try:
+            saver.poll()
+        except RunError as caught:
+            error = caught
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    seen: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(seen, calls)
+    assert len(set(seen)) == 1, f"the ranks saw the error in different calls: {seen}"
+    assert "rank 3" in assert_same_everywhere(error)
+    bad = Snapshot({}, state={"x": {1}} if rank == 2 else {})
+    assert "is a set" in assert_same_everywhere(raised(lambda: saver.save(directory, 5, bad, config_yaml="")))
+    saver.save(directory, 5, Snapshot(live), config_yaml=CONFIG)
+    assert saver.wait() == directory / "step-00000005"
+
+
+CASES = (
+    fsdp_goes_on_in_the_same_bits,
+    one_rank_fails,
+    mistakes_are_the_same_everywhere,
+    damage_is_found_by_all,
+    stages_with_groups_of_their_own,
+    a_parameter_on_two_stages,
+    saving_beside_training,
+)
+
+
+def on_four(directory: Path) -> dict[str, str]:
+    """Every case in a folder of its own: its name → what went wrong, or its digest, or nothing."""
+    said: dict[str, str] = {}
+    for save in (save_on_one_axis, save_on_two_axes, save_by_stages):
+        said[save.__name__] = save(directory / "layouts")
+    load_on_all(directory / "layouts")
+    for case in CASES:
+        folder = directory / case.__name__
+        if dist.get_rank() == 0:
+            folder.mkdir()
+        dist.barrier()
+        case(folder)
+        said[case.__name__] = "passed"
+    return said
 
 
 def on_two(directory: Path) -> None:
-    load_on_all(directory)
+    """What four ranks saved, on two."""
+    load_on_all(directory / "layouts")
+    single, its_optimizer = network(None)
+    train(single, its_optimizer, range(2))
+    for step in (1, 2):
+        path = directory / "fsdp_goes_on_in_the_same_bits" / f"step-{step:08d}"
+        model, optimizer = load_network(path, init_device_mesh("cpu", (2,)))
+        assert all(torch.allclose(whole(a), b) for a, b in zip(model.parameters(), single.parameters(), strict=True))
+        train(model, optimizer, range(2, 3))

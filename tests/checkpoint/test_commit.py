@@ -216,8 +216,7 @@ def as_nobody(work: Callable[[], object]) -> str:
 def test_a_folder_that_may_not_be_written_is_one_message(tmp_path: Path) -> None:
     save(tmp_path, 1)
     tmp_path.chmod(0o555)
-    for parent in (tmp_path.parent, tmp_path.parent.parent):
-        parent.chmod(0o755)
+    tmp_path.parent.chmod(0o755)
     message = as_nobody(lambda: save(tmp_path, 2))
     tmp_path.chmod(0o755)
     assert "the checkpoint of step 2 was not written" in message

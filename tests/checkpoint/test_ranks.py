@@ -1,32 +1,56 @@
-"""Saving on several ranks and loading on others."""
+"""Saving on several ranks and loading on others; the cases are in rank_cases.py, and share two launches."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep import checkpoint
 from tests.checkpoint import rank_cases
 from tests.checkpoint.shared import Snapshot, blank, known_model
 from tests.ranks import run_ranks
 
+Saved = tuple[Path, list[dict[str, str]]]
+
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
-    directory = tmp_path_factory.mktemp("checkpoints")
-    return directory, run_ranks(rank_cases.on_four, 4, directory)
+def saved(module_path: Path) -> Saved:
+    return module_path, run_ranks(rank_cases.on_four, 4, module_path)
 
 
-def test_digest_is_that_of_the_whole_tensors(saved: tuple[Path, list[list[str]]]) -> None:
+@pytest.mark.parametrize("layout", ["save_on_one_axis", "save_on_two_axes", "save_by_stages"])
+def test_digest_is_that_of_the_whole_tensors_whatever_the_layout(saved: Saved, layout: str) -> None:
     expected = checkpoint.digest_tensors(sorted(known_model().items()))
-    assert saved[1] == [[expected] * 3] * 4
+    assert [said[layout] for said in saved[1]] == [expected] * 4
 
 
-def test_two_ranks_load_what_four_saved(saved: tuple[Path, list[list[str]]]) -> None:
+@pytest.mark.parametrize("case", [case.__name__ for case in rank_cases.CASES])
+def test_on_four_ranks(saved: Saved, case: str) -> None:
+    assert [said[case] for said in saved[1]] == ["passed"] * 4
+
+
+def test_two_ranks_load_what_four_saved(saved: Saved) -> None:
     run_ranks(rank_cases.on_two, 2, saved[0])
 
 
-def test_one_process_loads_what_four_ranks_saved(saved: tuple[Path, list[list[str]]]) -> None:
+def test_one_process_loads_what_four_ranks_saved(saved: Saved) -> None:
     for step in (1, 2, 3):
         target = blank(Snapshot(known_model()))
-        checkpoint.load(saved[0] / f"step-{step:08d}", target, only=["model"])
-        assert all((target.model[name] == tensor).all() for name, tensor in known_model().items())
+        checkpoint.load(saved[0] / "layouts" / f"step-{step:08d}", target, only=["model"])
+        assert all(torch.equal(target.model[name], tensor) for name, tensor in known_model().items())
+    single, its_optimizer = rank_cases.network(None)
+    rank_cases.train(single, its_optimizer, range(2))
+    for step in (1, 2):
+        path = saved[0] / "fsdp_goes_on_in_the_same_bits" / f"step-{step:08d}"
+        model, optimizer = rank_cases.load_network(path, None)
+        for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
+            assert torch.allclose(mine, theirs)
+        assert optimizer.state[model.embedding.weight]["step"] == 2
+
+
+def test_replicas_share_the_writing(saved: Saved) -> None:
+    """Plain tensors lie on all ranks, and each rank writes some of them."""
+    path = saved[0] / "one_rank_fails" / "step-00000002"
+    sizes = [file.stat().st_size for file in sorted((path / "model").glob("*.distcp"))]
+    assert len(sizes) == 4
+    assert max(sizes) < 2 * min(sizes)

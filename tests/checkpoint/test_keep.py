@@ -1,0 +1,94 @@
+"""What is kept, what goes, what is swept."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep import checkpoint
+from lockstep.checkpoint.keep import sweep
+from lockstep.checkpoint.names import Writer
+from tests.checkpoint.shared import flip, save
+
+
+def steps(directory: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in checkpoint.list_checkpoints(directory)]
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step) for step in (1, 2, 3, 4, 5)]
+    assert checkpoint.rotate(tmp_path, None) == []
+    assert checkpoint.rotate(tmp_path, keep=2, protect=[paths[1]]) == [paths[2], paths[0]]
+    assert steps(tmp_path) == [2, 4, 5]
+    assert checkpoint.rotate(tmp_path, keep=2, protect=[paths[1], paths[4]]) == []
+    assert checkpoint.rotate(tmp_path, keep=1) == [paths[3], paths[1]]
+    assert checkpoint.rotate(tmp_path, keep=1) == []
+    assert steps(tmp_path) == [5], "never the only one"
+
+
+def test_trap_51_nothing_goes_before_the_newest_is_proved(tmp_path: Path) -> None:
+    """The new checkpoint is damaged, and the old good ones are pruned in its favour."""
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    flip(tmp_path / "step-00000003" / "model" / "__0_0.distcp", 500)
+    told: list[str] = []
+    assert checkpoint.rotate(tmp_path, keep=1, on_damaged=lambda path, why: told.append(why)) == []
+    assert steps(tmp_path) == [1, 2, 3]
+    assert "checksum" in told[0]
+
+
+def test_damaged_ones_do_not_count_and_do_not_go(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    for step in (1, 3):
+        (tmp_path / f"step-{step:08d}" / "state.json").unlink()
+    checkpoint.rotate(tmp_path, keep=1)
+    assert steps(tmp_path) == [1, 3, 4]
+
+
+def test_dead_writers_are_swept_and_living_ones_spared(tmp_path: Path) -> None:
+    here = Writer.new()
+    finished = subprocess.Popen([sys.executable, "-c", ""])
+    finished.wait()
+    living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    dead = [
+        tmp_path / Writer(here.host, finished.pid, "00000001").folder("step-00000001"),
+        tmp_path / Writer(here.host, os.getpid(), "00000002").folder("step-00000002"),  # an earlier life of this pid
+        tmp_path / Writer("elsewhere", 1, "00000003").folder("step-00000003"),
+    ]
+    spared = [
+        tmp_path / Writer(here.host, living.pid, "00000004").folder("step-00000004"),
+        tmp_path / Writer("elsewhere", 1, "00000005").folder("step-00000005"),
+        tmp_path / "step-00000006.tmp",
+        tmp_path / "notes.tmp-host-1-00000007",
+        tmp_path / "step-00000008",
+    ]
+    for folder in dead + spared:
+        (folder / "model").mkdir(parents=True)
+    for path in (dead[2] / "model", dead[2]):
+        os.utime(path, (1, 1))
+    assert sorted(sweep(tmp_path)) == dead
+    assert sorted(tmp_path.iterdir()) == sorted(spared)
+    living.communicate(b"\n")
+    assert sweep(tmp_path / "not there") == []
+
+
+def test_going_back_sets_the_later_ones_aside(tmp_path: Path) -> None:
+    """Resumed from step 2 on purpose, a restart must not go on from the old step 4."""
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    checkpoint.set_aside(tmp_path, after=2)
+    assert steps(tmp_path) == [1, 2]
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000002"
+    (aside,) = tmp_path.glob("step-00000004.aside-*")
+    assert checkpoint.verify(aside) == []
+    save(tmp_path, 3)
+    assert steps(tmp_path) == [1, 2, 3]
+    assert checkpoint.set_aside(tmp_path, after=3) == []
+
+
+def test_keeping_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        checkpoint.rotate(tmp_path, keep=0)
