@@ -1,5 +1,6 @@
 """Whatever a user passes becomes steps; ours is the order, unless the user brought one."""
 
+import random
 from typing import Any
 
 import pytest
@@ -102,6 +103,27 @@ def test_a_samplers_order_is_kept_the_same_on_every_rank_and_after_a_resume(cust
         assert plain(list(steps_of(DataLoader(NUMBERS, **custom), start_step=start))) == whole[start:]
     assert "reads its share" in (steps_of(DataLoader(NUMBERS, **custom)).notice or "")
     assert {row[1] for row in whole} == {0, 1}
+
+
+class Lazy:
+    """Draws each batch when it is asked for it."""
+
+    def __iter__(self):
+        for _ in range(6):
+            yield [random.randrange(10), int(torch.randint(10, ()))]
+
+
+def test_a_sampler_that_draws_as_it_goes_draws_the_same_on_every_rank():
+    drawn = []
+    for rank in range(2):
+        steps = []
+        random.seed(rank), torch.manual_seed(rank)
+        for row in steps_of(DataLoader(NUMBERS, batch_sampler=Lazy())):
+            random.random(), torch.rand(rank + 1)  # training draws too, and not the same everywhere
+            steps.append(row)
+        drawn.append(plain(steps))
+    assert drawn[0] == drawn[1]
+    assert len({str(row[5:]) for row in drawn[0]}) == len(drawn[0])
 
 
 def test_steps_by_a_sampler_hold_its_batches_in_turn():

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lockstep.config import DataConfig
 from lockstep.data import Data, build_data
 from lockstep.data.prepare import prepare, run
+from lockstep.data.tokenizers import Tokenizer
 from lockstep.data.windows import Documents, TokenWindows
 from lockstep.errors import UsageError
 
@@ -128,10 +129,7 @@ def test_text_with_a_tokenizer(book, tokenizer):
     assert data.decode is not None
     assert data.encode is not None
     assert data.decode(data.train[0]["input_ids"].tolist()).startswith("line 0: gray goose 0")
-    assert (
-        data.encode("line 0: gray goose 0")
-        == data.train[0]["input_ids"].tolist()[: len(data.encode("line 0: gray goose 0"))]
-    )
+    assert data.encode(book.read_text())[:16] == data.train[0]["input_ids"].tolist()
     together = np.concatenate([data.train.tokens, data.validation.tokens])
     assert data.decode(together.tolist()) == book.read_text()
 
@@ -193,20 +191,20 @@ def test_a_token_file_is_not_copied_to_workers(tmp_path, book):
 
 
 def test_a_vocabulary_beyond_16_bits_takes_32(tmp_path, book, monkeypatch):
-    monkeypatch.setattr("lockstep.data.tokenizers.Tokenizer.encode_array", lambda self, text: np.array([70_000] * 40))
-    monkeypatch.setattr("lockstep.data.tokenizers.Tokenizer.vocab_size", 100_000, raising=False)
-    original = __import__("lockstep.data.tokenizers", fromlist=["Tokenizer"]).Tokenizer.__init__
+    class Wide(Tokenizer):
+        def __init__(self, name: str = "bytes") -> None:
+            super().__init__(name)
+            self.vocab_size = 100_000
 
-    def wide(self, name="bytes"):
-        original(self, name)
-        self.vocab_size = 100_000
+        def encode_array(self, text: str) -> Any:
+            return np.array([70_000] * 40)
 
-    monkeypatch.setattr("lockstep.data.tokenizers.Tokenizer.__init__", wide)
+    monkeypatch.setattr("lockstep.data.prepare.Tokenizer", Wide)
     prepare(book, tmp_path / "out")
-    header = json.loads((tmp_path / "out" / "tokens.json").read_text())
-    assert header["dtype"] == "uint32"
+    assert json.loads((tmp_path / "out" / "tokens.json").read_text())["dtype"] == "uint32"
     data = build("tokens", path=str(tmp_path / "out"), block_size=4, validation_fraction=0)
     assert data.train[0]["input_ids"].tolist() == [70_000] * 4
+    assert data.facts["vocab_size"] == 100_000
 
 
 def test_preparing_leaves_nothing_behind_when_it_fails(tmp_path):

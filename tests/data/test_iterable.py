@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.data import IterableSteps
 from lockstep.errors import RunError, UsageError
@@ -75,6 +75,32 @@ def test_an_epoch_ends_with_a_short_step_and_no_step_straddles(reference):
 def test_trap_13_epochs_of_an_iterable_differ(reference):
     """A sampler that draws from one seed gives each epoch the same order."""
     assert [row[5:] for row in reference[:3]] != [row[5:] for row in reference[3:]]
+
+
+class Eager(Numbers):
+    """Draws its order when iterating begins, before the first item."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(super().__iter__()))
+
+
+class Noise(Numbers):
+    def __iter__(self) -> Iterator[Any]:
+        yield from (torch.rand(1) for _ in range(self.size))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [Eager, lambda: DataLoader(Noise(), batch_size=2, num_workers=1)],
+    ids=["drawn at once", "drawn in a worker"],
+)
+def test_what_is_drawn_when_iterating_begins_is_the_same_on_every_rank(made):
+    drawn = []
+    for rank in range(2):
+        random.seed(rank), torch.manual_seed(rank)
+        drawn.append(plain(list(steps_of(made(), ready=isinstance(made(), DataLoader)))))
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0][5:] != drawn[0][3][5:]
 
 
 def test_trap_12_ranks_read_the_same_stream_and_share_it(reference):
