@@ -78,7 +78,7 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
         if match is None:
             raise wrong
         name, first, second = match[1], int(match[2] or 1), int(match[3] or 1)
-        if (place > 0) == (name == "pipeline") and len(parts) > 1 or (second != 1) != (name == "hybrid") or first < 1:
+        if ((place > 0) == (name == "pipeline") and len(parts) > 1) or (second != 1) != (name == "hybrid") or first < 1:
             raise wrong
         ranks *= first * second
         if name == "pipeline":

@@ -1,7 +1,7 @@
 """Mixed precision as a value: autocast over fp32 parameters, and the loss scale that fp16 needs.
 
-`bf16` and `fp16` mean the same under every strategy. The scaler's order is unscale → check → clip → step; whether a step
-overflowed is read from the global gradient norm, so that all ranks agree. bf16 has the range of fp32 and no scaler.
+`bf16` and `fp16` mean the same under every strategy. The scaler's order is unscale → check → clip → step;
+whether a step overflowed is read from the global gradient norm, so that all ranks agree. bf16 has the range of fp32 and no scaler.
 """
 
 from collections import deque
@@ -33,16 +33,22 @@ class Precision:
     Attributes:
         mode: fp32, or the dtype of autocast.
         device_type: of the device that autocast watches.
+        cache_weights: a weight that is used several times in a forward pass is cast once.
     """
 
     mode: Mode
     device_type: str
+    cache_weights: bool = True
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Forward pass and loss run inside."""
         dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.mode]
-        with nullcontext() if dtype is None else torch.autocast(self.device_type, dtype=dtype):
+        with (
+            nullcontext()
+            if dtype is None
+            else torch.autocast(self.device_type, dtype=dtype, cache_enabled=self.cache_weights)
+        ):
             yield
 
 

@@ -49,7 +49,7 @@ def sample(
 def restored(config: Config, path: Path) -> Any:
     """The model of a checkpoint, whole, on the CPU, in evaluation mode."""
     data = build_data(config.data, seed=config.training.seed)
-    model = build(config, data)
+    model: Any = build(config, data)
     if any(p.is_meta for p in model.parameters()):
         model.to_empty(device="cpu")
         model.init_weights()  # buffers that no checkpoint holds

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lockstep.config import GradientClipConfig
 from lockstep.errors import RunError
 from lockstep.optim import Schedule, clip_by_value
+from lockstep.parallel.exact_norm import exact_norm
 from lockstep.parallel.placed import Ledger, Placed, Share
 from lockstep.precision import LossScale
 from lockstep.records import StepRecord
@@ -87,7 +88,7 @@ class Step:
         self.placed.finish_gradients()
         gradients = self.placed.gradients()
         to_mean = (1.0 / self.factor / count).float()
-        norm = gradient_norm(gradients, self.placed.norm_groups, count.device) * to_mean
+        norm = self._norm(gradients, count.device) * to_mean
         rate = self._set_learning_rate()
         overflow = self.loss_scale is not None and not math.isfinite(norm.item())
         record = StepRecord(
@@ -103,12 +104,18 @@ class Step:
             self._clip_and_scale(gradients, to_mean, norm)
             self.optimizer.step()
             self.progress.updates += 1
+        self.placed.settle(overflow)
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         self.progress.samples += samples
         return record
+
+    def _norm(self, gradients: list[Tensor], device: torch.device) -> Tensor:
+        if self.placed.reproducible:
+            return exact_norm(gradients, self.placed.norm_groups, device, self.placed.num_parameters)
+        return gradient_norm(gradients, self.placed.norm_groups, device)
 
     def _set_learning_rate(self) -> float:
         factor = self.schedule.factor(self.progress.updates)
@@ -159,7 +166,7 @@ class Watch:
         if norm.device.type == "cpu":
             return self._judge(step, norm.item(), stop_votes.item())
         copy = torch.stack((norm.double(), stop_votes)).to("cpu", non_blocking=True)
-        arrived = torch.cuda.Event()
+        arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
         earlier, self._pending = self._pending, (step, copy, arrived)
         if earlier is None:

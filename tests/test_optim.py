@@ -1,5 +1,6 @@
 """Schedules, scaling rules, optimizers."""
 
+import itertools
 import math
 
 import pytest
@@ -31,7 +32,7 @@ def test_trap_11_the_cosine_falls_once_from_the_end_of_warmup_to_the_end() -> No
     schedule = Schedule("cosine", 100, warmup=20, min_ratio=0.1)
     factors = [schedule.factor(u) for u in range(101)]
     assert factors[19] == factors[20] == 1.0
-    assert all(a >= b for a, b in zip(factors[20:], factors[21:], strict=False)), "it must not oscillate"
+    assert all(a >= b for a, b in itertools.pairwise(factors[20:])), "it must not oscillate"
     assert factors[60] == pytest.approx(0.55)
     assert factors[100] == pytest.approx(0.1)
 

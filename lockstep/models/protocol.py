@@ -47,13 +47,14 @@ class Objective:
 def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> Objective:
     """The objective of `model`, with `loss_fn` or with what the model itself offers."""
     inputs = _inputs_of(model, has_loss_fn=loss_fn is not None)
+    own: Any = model  # what it offers beyond nn.Module is asked for by name
     if loss_fn is None and hasattr(model, "loss"):
         if not hasattr(model, "count"):
             raise UsageError(
                 f"{type(model).__name__} has loss(), which returns a sum, but no count() to divide it by",
                 fix="add count(batch) -> number of valid targets in the batch",
             )
-        return Objective(inputs, model.loss, model.count)
+        return Objective(inputs, own.loss, own.count)
     if loss_fn is not None:
         count = getattr(model, "count", None) or _count_for(loss_fn)
         return Objective(inputs, _summed(_with_targets(loss_fn), _reduction(loss_fn), count), count)
@@ -69,8 +70,9 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Asked for in this order: `model.blocks()`; the classes that a Hugging Face model must not split; the longest
     `ModuleList` or `Sequential` whose members are of one class.
     """
+    own: Any = model
     if hasattr(model, "blocks"):
-        return list(model.blocks())
+        return list(own.blocks())
     unsplittable = set(getattr(model, "_no_split_modules", None) or ())
     if unsplittable:
         return [(name, m) for name, m in model.named_modules() if type(m).__name__ in unsplittable]
@@ -90,8 +92,9 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
     """The forward pass of `model` as a chain of modules, or None where the model does not say."""
+    own: Any = model
     if hasattr(model, "segments"):
-        return list(model.segments())
+        return list(own.segments())
     if isinstance(model, nn.Sequential):
         return list(model.named_children())
     return None
@@ -117,7 +120,7 @@ def num_samples(batch: Any) -> int:
 
 def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]:
     if hasattr(model, "inputs"):
-        own = model.inputs
+        own: Any = model.inputs
         return lambda batch: (tuple(own(batch)), {})
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -186,15 +189,9 @@ def _summed(
                     f"the loss has the shape {tuple(mean.shape)}, but a mean is one number",
                     fix='declare it with reduction = "none" (it is summed), or return one number',
                 )
-            n = count(batch)
-            # A batch without a valid target has the mean 0/0: its sum is 0, and so is its gradient.
-            if isinstance(n, Tensor):
-                return (
-                    torch.where(n > 0, mean.float(), mean.detach().float() * 0) * n
-                    if n.is_cuda
-                    else (mean.float() * n if n else torch.nan_to_num(mean.float()) * 0)
-                )
-            return mean.float() * n
+            n = torch.as_tensor(count(batch), device=mean.device)
+            # A batch without a valid target has the mean 0/0: its sum is 0.
+            return torch.where(n > 0, mean.float() * n, 0.0)
 
         return summed
     raise UsageError(f"a loss with reduction {reduction!r}", fix="use mean, sum or none")
@@ -214,7 +211,7 @@ def _count_for(loss_fn: Callable[..., Tensor]) -> Callable[[Any], int | Tensor]:
         targets = targets_of(batch)
         if targets.is_floating_point():  # class probabilities: every sample counts
             return num_samples(batch)
-        valid = targets != ignored
+        valid: Tensor = targets != ignored
         if weight is not None:  # torch's weighted mean divides by the weights of the targets
             return torch.where(valid, weight.to(targets.device)[targets.clamp(min=0)], 0.0).sum()
         return valid.sum()
