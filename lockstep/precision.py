@@ -1,7 +1,8 @@
 """Mixed precision as a value: autocast over fp32 parameters, and the loss scale that fp16 needs.
 
 `bf16` and `fp16` mean the same under every strategy. The scaler's order is unscale → check → clip → step;
-whether a step overflowed is read from the global gradient norm, so that all ranks agree. bf16 has the range of fp32 and no scaler.
+whether a step overflowed is read from the global gradient norm, so that all ranks agree. bf16 has the range of fp32 and
+no scaler.
 """
 
 from collections import deque
