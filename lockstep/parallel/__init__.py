@@ -15,12 +15,15 @@ from lockstep.config import Config
 from lockstep.errors import UsageError
 from lockstep.mesh import Layout
 from lockstep.models.protocol import Objective, blocks_of, segments_of
-from lockstep.parallel import ddp, fsdp
+from lockstep.parallel import ddp, fsdp, reproducible
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.buffers import RunningBuffers, refuse_synchronised
 from lockstep.parallel.initial import FirstValues, agree, canonical_names, materialise, on_meta
 from lockstep.parallel.loop import evaluated, in_order, looped, plain_forward
 from lockstep.parallel.placed import Ledger, Placed, Share, contiguous_shares, strided_shares
+from lockstep.parallel.tree import hybrid_shares, tree_shares
+from lockstep.parallel.tree_fsdp import ShardTree
+from lockstep.parallel.tree_local import LocalTree, ReplicaTree
 from lockstep.precision import Precision
 from lockstep.randomness import Cursor, key_segments
 
@@ -56,6 +59,10 @@ def place(
     blocks = blocks_of(model)
     key_model(model, cursor, blocks)
     notices = _transform_blocks(model, config, cursor, blocks)
+    if config.distributed.reproducible:
+        reproducible.require(config, layout)
+        notices += reproducible.switch_on(device)
+        precision = reproducible.without_weight_cache(precision)
     if first is None:
         if shared and not agree(model):
             notices.append("the model's values differed between ranks: all took rank 0's")
@@ -83,28 +90,45 @@ def _lay(
         refuse_synchronised(model)
     buffers = RunningBuffers(model, layout.data_parallel_size, reproducible=config.distributed.reproducible)
     loop = partial(looped, objective=objective, cursor=cursor, precision=precision, buffers=buffers)
+    exact = config.distributed.reproducible
+    tree: LocalTree | ReplicaTree | ShardTree | None = None
     groups = []
     runs: nn.Module = model
     if layout.strategy == "fsdp" and mesh is not None:
         kind = config.distributed.fsdp
-        notices += fsdp.apply_fsdp(model, mesh, kind, blocks, param_dtype=config.precision.param_dtype)
+        notices += fsdp.apply_fsdp(
+            model, mesh, kind, blocks, param_dtype=config.precision.param_dtype, replicas_apart=exact
+        )
         _materialise(model, first, device)
         micro_step = loop(model, set_sync=partial(fsdp.set_sync, model, accumulate=kind.accumulate))
         assign = partial(strided_shares, rank=rank, ranks=layout.data_parallel_size)
+        if exact:
+            tree = ShardTree(model, mesh)
+            assign = partial(
+                hybrid_shares, replica=rank // layout.shard, replicas=layout.replicate,
+                shard=rank % layout.shard, shards=layout.shard,
+            )  # fmt: skip
         groups = [mesh["shard"].get_group()] if layout.shard > 1 else []
     else:
         _materialise(model, first, device)
         assign = partial(contiguous_shares, rank=rank, ranks=layout.data_parallel_size)
         if mesh is not None:
             runs = wrapped = ddp.apply_ddp(model, mesh, config.distributed.ddp)
-            micro_step = loop(
-                wrapped, set_sync=partial(ddp.set_sync, wrapped), multiplier=float(layout.data_parallel_size)
-            )
+            # The tree is a sum; DDP's own reduction is a mean.
+            multiplier = 1.0 if exact else float(layout.data_parallel_size)
+            micro_step = loop(wrapped, set_sync=partial(ddp.set_sync, wrapped), multiplier=multiplier)
+            if exact:
+                tree = ReplicaTree(wrapped, mesh["replicate"].get_group())
+                assign = partial(tree_shares, rank=rank, ranks=layout.data_parallel_size)
         else:
             micro_step = loop(model)
+            if exact:
+                tree = LocalTree(list(model.parameters()))
             if layout.strategy not in ("single", "dp"):
                 notices.append(f"{layout.strategy} on one rank: nothing to synchronise or to shard")
     plain = model if isinstance(runs, DistributedDataParallel) else runs
+    if tree is not None:
+        micro_step = reproducible.guarded(tree.over(micro_step))
     return Placed(
         layout=layout,
         parts=[model],
@@ -116,8 +140,10 @@ def _lay(
         forward_backward=in_order(micro_step),
         evaluate=evaluated(plain, objective, cursor, precision),
         forward=plain_forward(plain, precision),
+        finish_gradients=tree.finish if tree is not None else lambda: None,
         norm_groups=groups,
         notices=notices,
+        reproducible=exact,
     )
 
 

@@ -29,7 +29,7 @@ def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def apply_fsdp(
     model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, blocks: Sequence[tuple[str, nn.Module]], *,
-    param_dtype: str = "fp32", reshard_after_forward: bool | None = None,
+    param_dtype: str = "fp32", reshard_after_forward: bool | None = None, replicas_apart: bool = False,
 ) -> list[str]:  # fmt: skip
     """Shard `model` in place over the axes `replicate` and `shard` of `mesh`.
 
@@ -38,11 +38,12 @@ def apply_fsdp(
         blocks: its repeated blocks, for the policy `transformer`.
         param_dtype: in which parameters are gathered and computed with.
         reshard_after_forward: overrides what the sharding strategy says.
+        replicas_apart: the caller adds up the replicas' gradients; FSDP2 only shards.
 
     Returns:
         lines to be said at start.
     """
-    over = shard_mesh(mesh)
+    over = mesh["shard"] if replicas_apart else shard_mesh(mesh)
     if reshard_after_forward is None:
         reshard_after_forward = config.sharding_strategy in ("full_shard", "hybrid_shard")
     reduce_dtype = DTYPES[config.reduce_dtype]

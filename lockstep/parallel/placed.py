@@ -126,6 +126,7 @@ class Placed:
         wants_data: whether this rank's shares need their batches.
         notices: lines to be said at start.
         state: tensors of the strategy's own that a checkpoint keeps (error feedback of a compression).
+        reproducible: the step must be the same in every bit on any layout.
         num_parameters: of the whole model, tied ones counted once.
     """
 
@@ -146,6 +147,7 @@ class Placed:
     wants_data: bool = True
     notices: list[str] = field(default_factory=list)
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    reproducible: bool = False
     num_parameters: int = 0
 
     def ledger(self, slots: int) -> Ledger:

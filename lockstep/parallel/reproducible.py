@@ -1,0 +1,101 @@
+"""The same bits on any number of ranks: what must be switched on, and what is refused.
+
+Three things make a sum of micro-batches' gradients the same in every bit: each gradient is (the same kernels on the
+same shapes, this file), they are added as one expression (`lockstep.parallel.tree`), and so is what the step computes
+of the sum (an exact norm, element by element updates: `lockstep.step`, `lockstep.optim`).
+
+It holds among processors of one kind: a CPU with wider vectors, or another GPU, has other kernels.
+"""
+
+import os
+import re
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lockstep.config import Config
+from lockstep.errors import UsageError
+from lockstep.mesh import Layout
+from lockstep.parallel.placed import Ledger, MicroStep, Share
+from lockstep.precision import Precision
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def require(config: Config, layout: Layout) -> None:
+    """Refuse what can't give the same bits.
+
+    Raises:
+        UsageError: naming it.
+    """
+    distributed = config.distributed
+    refused = {
+        "distributed.strategy": (layout.strategy in ("dp", "accelerate"), layout.strategy, "ddp"),
+        "precision.param_dtype": (config.precision.param_dtype != "fp32", config.precision.param_dtype, "fp32"),
+        "distributed.ddp.compression.kind": (
+            layout.strategy == "ddp" and distributed.ddp.compression.kind != "none",
+            distributed.ddp.compression.kind,
+            "none",
+        ),
+        "distributed.fsdp.reduce_dtype": (
+            distributed.fsdp.reduce_dtype not in (None, "fp32"), distributed.fsdp.reduce_dtype, "fp32",
+        ),
+        "distributed.fsdp.accumulate": (
+            layout.strategy == "fsdp" and distributed.fsdp.accumulate != "sharded",
+            distributed.fsdp.accumulate,
+            "sharded",
+        ),
+    }  # fmt: skip
+    for key, (wrong, value, right) in refused.items():
+        if wrong:
+            raise UsageError(
+                f"{key}: {value} can't give the same bits on any number of ranks",
+                where="distributed.reproducible",
+                fix=f"write {key}: {right}, or reproducible: false",
+            )
+
+
+def switch_on(device: torch.device) -> list[str]:
+    """Deterministic kernels, and as many threads on every rank; returns lines to be said at start."""
+    os.environ.setdefault(_WORKSPACE, ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads it
+    torch.backends.cudnn.benchmark = False
+    if device.type != "cpu":
+        return ["reproducible: deterministic kernels"]
+    # Reductions (LayerNorm's and embedding's gradients, sums) are cut by the number of threads.
+    torch.set_num_threads(1)
+    return ["reproducible: deterministic kernels, one thread a rank"]
+
+
+def without_weight_cache(precision: Precision) -> Precision:
+    """Autocast that casts a weight anew at each use.
+
+    Its cache casts a weight that several layers share once, and adds up the uses' gradients in low precision before
+    they reach the weight; a pipeline's stages would each cast it, and add in float32.
+    """
+    return replace(precision, cache_weights=False)
+
+
+def guarded(micro_step: MicroStep) -> MicroStep:
+    """`micro_step`, which turns torch's complaint about an operation without a deterministic kernel into one line.
+
+    Raises:
+        UsageError: (when it runs) naming the operation.
+    """
+
+    def step(share: Share, ledger: Ledger, factor: float, last: bool) -> tuple[Tensor, int | Tensor]:
+        try:
+            return micro_step(share, ledger, factor, last)
+        except RuntimeError as error:
+            found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
+            if found is None:
+                raise
+            raise UsageError(
+                f"{found[1]} has no deterministic kernel on this device",
+                where="distributed.reproducible",
+                fix="use another operation in the model, or set distributed.reproducible: false",
+            ) from error
+
+    return step

@@ -1,0 +1,138 @@
+"""The tree over micro-batches where a rank holds whole gradients: one process, and ddp.
+
+After each backward pass the gradients become a leaf; under ddp, each bucket of the last one is folded with what is held
+and sent while the backward pass goes on.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.parallel.placed import Ledger, MicroStep, Share
+from lockstep.parallel.tree import Partials, finish, tree_assignment
+from lockstep.parallel.tree_reduce import TreeAllReduce
+
+
+class LocalTree:
+    """Sums gradients of the micro-batches that this rank runs, and leaves the step's sum in `.grad`.
+
+    A rank holds ⌈log₂ K⌉ + 1 copies of the gradients for K micro-batches of its own.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._partials = Partials(0)
+
+    def over(self, micro_step: MicroStep) -> MicroStep:
+        """`micro_step`, whose gradients are summed by this tree."""
+
+        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> tuple[Tensor, int | Tensor]:
+            if not len(self._partials):
+                self._partials = Partials(ledger.slots)
+            result = micro_step(share, ledger, factor, last)
+            if share.real:
+                self._partials.add(share.index, [p.grad for p in self._parameters])
+            for parameter in self._parameters:
+                parameter.grad = None
+            if last:
+                self._total()
+            return result
+
+        return step
+
+    def _total(self) -> None:
+        for parameter, total in zip(self._parameters, self._partials.total() or [], strict=False):
+            parameter.grad = total
+
+    def finish(self) -> None:
+        """After the last backward pass of a step."""
+        finish([p.grad for p in self._parameters if p.grad is not None])
+
+
+class ReplicaTree:
+    """The hook by which DDP reduces buckets up the tree.
+
+    The all-to-all of a bucket starts when the bucket is ready; its fold and its all-gather follow when the next bucket
+    is: one bucket behind, so that nothing waits for the network while there is backward work left to hide it.
+
+    Args:
+        model: its gradients must not be reduced in any other way.
+        group: of the replicas.
+    """
+
+    def __init__(self, model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._places = {id(p): place for place, p in enumerate(self._parameters)}
+        self._group = group
+        self._partials = Partials(0)
+        self._share: Share | None = None
+        self._folding: list[tuple[TreeAllReduce, Tensor]] = []  # the all-to-all runs
+        self._gathering: list[tuple[TreeAllReduce, Tensor]] = []  # the all-gather runs
+        model.register_comm_hook(None, self._reduce)
+
+    def over(self, micro_step: MicroStep) -> MicroStep:
+        """`micro_step`, whose gradients are summed by this tree."""
+
+        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> tuple[Tensor, int | Tensor]:
+            if self._share is None:
+                self._partials = Partials(ledger.slots)
+            self._share = share
+            result = micro_step(share, ledger, factor, last)
+            if last:
+                assert not self._folding
+                self._share = None
+            else:
+                if share.real:
+                    self._partials.add(share.index, [p.grad for p in self._parameters])
+                for parameter in self._parameters:
+                    parameter.grad = None
+            return result
+
+        return step
+
+    def finish(self) -> None:
+        """After the last backward pass of a step."""
+        finish([p.grad for p in self._parameters if p.grad is not None])
+
+    def _reduce(self, _state: None, bucket: GradBucket) -> Future[Tensor]:
+        flat = bucket.buffer()
+        sums = self._sums(bucket)
+        if self._folding:
+            behind, out = self._folding.pop()
+            behind.fold()
+            self._gathering.append((behind, out))
+        self._folding.append((TreeAllReduce(sums, flat, self._partials.leaves, self._group), flat))
+        if bucket.is_last():
+            behind, out = self._folding.pop()
+            behind.fold()
+            for reduce, out_ in (*self._gathering, (behind, out)):
+                reduce.finish(out_)
+            self._gathering.clear()
+        # DDP reads the result at the end of the backward pass: by then the last bucket has finished all of them.
+        done: Future[Tensor] = Future()
+        done.set_result(flat)
+        return done
+
+    def _sums(self, bucket: GradBucket) -> list[Tensor | None]:
+        """This rank's nodes' sums of a bucket's parameters, each laid out as the bucket is."""
+        assert self._share is not None
+        partials = self._partials.move_out([self._places[id(p)] for p in bucket.parameters()])
+        if self._share.real:
+            partials.add(self._share.index, list(bucket.gradients()), owned=False)
+        nodes = tree_assignment(partials.leaves, self._group.size())[self._group.rank()]
+        return [None if (values := partials.take(node)) is None else _flat(values, bucket) for node in nodes]
+
+
+def _flat(values: Sequence[Tensor | None], bucket: GradBucket) -> Tensor:
+    like = bucket.buffer()
+    flat = torch.zeros_like(like)
+    for value, view in zip(values, bucket.gradients(), strict=True):
+        if value is not None:
+            place = view.storage_offset() - like.storage_offset()
+            flat.as_strided(view.size(), view.stride(), place).copy_(value)
+    return flat
