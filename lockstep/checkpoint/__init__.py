@@ -10,7 +10,6 @@
 """
 
 from lockstep.checkpoint.background import AsyncSaver
-from lockstep.checkpoint.commit import save, save_as
 from lockstep.checkpoint.describe import inspect
 from lockstep.checkpoint.digest import digest, digest_tensors
 from lockstep.checkpoint.keep import newest, resume_point, rotate, set_aside
@@ -18,6 +17,7 @@ from lockstep.checkpoint.manifest import DamagedError, verify
 from lockstep.checkpoint.names import list_checkpoints
 from lockstep.checkpoint.optimizers import has_optimizer, optimizer_state, optimizer_targets, restore_optimizer
 from lockstep.checkpoint.restore import load
+from lockstep.checkpoint.saving import save, save_as
 from lockstep.checkpoint.snapshot import Snapshot
 
 __all__ = [

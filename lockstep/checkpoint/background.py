@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep.checkpoint.commit import commit
+from lockstep.checkpoint.commit import not_written
 from lockstep.checkpoint.names import step_name
 from lockstep.checkpoint.pieces import Part, Piece
+from lockstep.checkpoint.saving import Format, write
 from lockstep.checkpoint.snapshot import Snapshot, Staged, stage
 from lockstep.checkpoint.together import Ranks
 
@@ -40,7 +41,15 @@ class AsyncSaver:
         """Whether a save was started whose result no call has returned yet; the same on every rank."""
         return self._save is not None
 
-    def save(self, directory: str | Path, step: int, snapshot: Snapshot, *, config_yaml: str) -> Path | None:
+    def save(
+        self,
+        directory: str | Path,
+        step: int,
+        snapshot: Snapshot,
+        *,
+        config_yaml: str,
+        format: Format = "sharded",
+    ) -> Path | None:
         """Start a save; the snapshot's tensors may be changed as soon as this returns. Waits for the one before.
 
         On CUDA the copy runs on the current stream into pinned memory, and the host does not wait for it.
@@ -53,15 +62,14 @@ class AsyncSaver:
             RunError: the save before failed.
         """
         before = self.wait()
-        doing = f"the checkpoint of step {step} was not written"
-        staged, copied = self._control.agree(doing, lambda: self._copy(stage(snapshot)))
+        staged, copied = self._control.agree(not_written(step), lambda: self._copy(stage(snapshot)))
         path = Path(directory) / step_name(step)
 
         def work() -> None:
             if copied is not None:
                 torch.cuda.set_device(copied[0])  # a new thread stands on device 0, whichever this rank's is
                 copied[1].synchronize()
-            commit(path, step, staged, config_yaml, self._writing)
+            write(path, step, staged, config_yaml, format, self._writing)
             if self._then is not None and self._writing.is_main:
                 self._then(path)
 
@@ -92,7 +100,7 @@ class AsyncSaver:
         if self._save is None:
             return None
         save, self._save = self._save, None
-        self._control.agree(f"the checkpoint of step {save.step} was not written", save.result)
+        self._control.agree(not_written(save.step), save.result)
         return save.path
 
     def _copy(self, staged: Staged) -> tuple[Staged, tuple[torch.device, torch.cuda.Event] | None]:

@@ -9,22 +9,22 @@ overwritten.
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lockstep.checkpoint.disk import FileFacts, sync_directory, write_file
+from lockstep.checkpoint.disk import FileFacts, make_directories, sync_directory, write_file
 from lockstep.checkpoint.manifest import Manifest, ParameterFacts, verify
-from lockstep.checkpoint.names import CONFIG, MANIFEST, MODEL, STATE, Writer, aside_name, step_name, step_of
+from lockstep.checkpoint.names import CONFIG, MANIFEST, MODEL, STATE, Writer, aside_name, step_of
 from lockstep.checkpoint.pieces import Part, dtype_name
-from lockstep.checkpoint.snapshot import Snapshot, Staged, dump_state, stage
+from lockstep.checkpoint.snapshot import Staged, dump_state
 from lockstep.checkpoint.storage import PartWriter, global_plan, local_plan
 from lockstep.checkpoint.together import Ranks
 from lockstep.errors import RunError, UsageError
@@ -32,35 +32,21 @@ from lockstep.errors import RunError, UsageError
 _in_flight: set[str] = set()  # tokens of the writers of this process; the sweep of dead writers spares them
 
 
-def save(
-    directory: str | Path, step: int, snapshot: Snapshot, *, config_yaml: str, group: dist.ProcessGroup | None = None
-) -> Path:
-    """Write a checkpoint; every rank of the group calls it. When it returns, the checkpoint is on disk, whole.
+@contextmanager
+def unfinished(path: Path) -> Iterator[Path]:
+    """A folder name beside `path` that is no checkpoint's, and that no sweep takes for a dead writer's.
 
-    Args:
-        directory: the folder of checkpoints, which all ranks share; made if it is not there.
-        step: the step after which the snapshot was taken.
-        config_yaml: the resolved config of the run, kept beside the state.
-        group: the ranks that hold the state; the default group if None. Gloo or NCCL.
-
-    Returns:
-        the folder of the new checkpoint, `directory/step-00000100`.
-
-    Raises:
-        UsageError: the snapshot can't be stored, or a checkpoint of this step exists already and is whole.
-        RunError: the disk refused; nothing of the attempt stays behind, older checkpoints are untouched.
-            The same error on every rank.
+    Whatever is there by that name at the end is removed: after a failure, nothing of the attempt stays.
     """
-    return save_as(Path(directory) / step_name(step), step, snapshot, config_yaml=config_yaml, group=group)
-
-
-def save_as(
-    path: str | Path, step: int, snapshot: Snapshot, *, config_yaml: str, group: dist.ProcessGroup | None = None
-) -> Path:
-    """`save`, to a folder of the caller's naming: `path` is the checkpoint itself, and must not exist yet."""
-    ranks = Ranks(group)
-    staged = ranks.agree(_failed(step), lambda: stage(snapshot))
-    return commit(Path(path), step, staged, config_yaml, ranks)
+    writer = Writer.new()
+    folder = path.with_name(writer.folder(path.name))
+    _in_flight.add(writer.token)
+    try:
+        yield folder
+    finally:
+        if folder.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # the rest is swept later; another error is to be told now
+        _in_flight.discard(writer.token)
 
 
 @dataclass(frozen=True)
@@ -80,26 +66,30 @@ class _Written:
 
 
 def commit(path: Path, step: int, staged: Staged, config_yaml: str, ranks: Ranks) -> Path:
-    """`save_as`, for a snapshot that is staged already."""
-    main = _MainRank(path, step, staged.state, config_yaml) if ranks.is_main else None
-    try:
+    """Write a staged snapshot to `path`, which must not exist yet; every rank of `ranks` calls it.
+
+    Raises:
+        UsageError: there is something at `path` already (a damaged checkpoint is moved aside), or ranks disagree.
+        RunError: the disk refused; the same error on every rank, and nothing of the attempt stays.
+    """
+    with ExitStack() as stack:
+        main: _MainRank | None = None
+        if ranks.is_main:
+            main = _MainRank(path, stack.enter_context(unfinished(path)), step, staged.state, config_yaml)
         share = ranks.exchange(
-            _failed(step),
+            not_written(step),
             lambda: ({part: (local_plan(p), p.aliases) for part, p in staged.parts.items()}, staged.groups),
             lambda plans: _of(main).open(plans),
         )
         ranks.judge(
-            _failed(step),
+            not_written(step),
             lambda: _write_share(path.with_name(share.folder), share, staged.parts),
             lambda written: _of(main).close(written),
         )
-    finally:
-        if main is not None:
-            main.clean_up()
     return path
 
 
-def _failed(step: int) -> str:
+def not_written(step: int) -> str:
     return f"the checkpoint of step {step} was not written"
 
 
@@ -127,14 +117,11 @@ def _write_share(folder: Path, share: _Share, parts: Mapping[str, Part]) -> _Wri
 class _MainRank:
     """Rank 0's side: opens the unfinished folder, shares out the work, and commits."""
 
-    def __init__(self, path: Path, step: int, state: dict[str, Any], config_yaml: str) -> None:
-        self.path, self.step, self.state, self.config_yaml = path, step, state, config_yaml
-        self.writer = Writer.new()
-        self.folder = path.with_name(self.writer.folder(path.name))
+    def __init__(self, path: Path, folder: Path, step: int, state: dict[str, Any], config_yaml: str) -> None:
+        self.path, self.folder, self.step, self.state, self.config_yaml = path, folder, step, state, config_yaml
         self.metadata: dict[str, Metadata] = {}
         self.aliases: dict[str, tuple[str, ...]] = {}
         self.groups: dict[str, dict[str, Any]] = {}
-        _in_flight.add(self.writer.token)
 
     def open(
         self, ranks: list[tuple[dict[str, tuple[SavePlan, dict[str, tuple[str, ...]]]], dict[str, Any]]]
@@ -151,7 +138,8 @@ class _MainRank:
         self.aliases = _merge_aliases([parts[MODEL][1] for parts, _ in ranks if MODEL in parts], self.metadata[MODEL])
         self.groups = merge_groups([groups for _, groups in ranks])
         self._make_way()
-        self.folder.mkdir(parents=True)
+        make_directories(self.path.parent)
+        self.folder.mkdir()
         for part in names:
             (self.folder / part).mkdir(parents=True)
         return [_Share(self.folder.name, plans) for plans in shares]
@@ -182,12 +170,6 @@ class _MainRank:
             sync_directory(folder)
         self.folder.rename(self.path)
         sync_directory(self.path.parent)
-
-    def clean_up(self) -> None:
-        """After a failure: nothing of the attempt stays. After a success there is nothing by this name."""
-        if self.folder.exists():
-            shutil.rmtree(self.folder, ignore_errors=True)  # the rest is swept later; another error is to be told now
-        _in_flight.discard(self.writer.token)
 
     def _parameters(self) -> dict[str, ParameterFacts]:
         stored = self.metadata[MODEL].state_dict_metadata

@@ -72,6 +72,15 @@ def write_file(path: Path, data: bytes) -> FileFacts:
         return stream.facts
 
 
+def make_directories(path: Path) -> None:
+    """Make a folder, and those above it that are not there, each durably named in the one above."""
+    if path.is_dir():
+        return
+    make_directories(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_directory(path.parent)
+
+
 def sync_directory(path: Path) -> None:
     """Make the names in a folder durable."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -84,6 +84,27 @@ def load_on_all(directory: Path) -> None:
             assert_known(target.model)
 
 
+def full_format_is_one_file_of_whole_tensors(directory: Path) -> None:
+    """Rank 0 writes it; nothing of the scattered one stays; on a refusal by the disk nothing at all."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    snapshot = Snapshot(spread(mesh, {"blocks.0.weight": [Shard(0)], "norm": [Shard(0)]}), state={"step": 1})
+    path = checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG, format="full")
+    saver = AsyncSaver()
+    saver.save(directory, 2, snapshot, config_yaml=CONFIG, format="full")
+    saver.wait()
+    assert [entry.name for entry in sorted(directory.iterdir())] == ["step-00000001", "step-00000002"]
+    for entry in checkpoint.list_checkpoints(directory):
+        assert [file.name for file in files_of(entry / "model")] == [".metadata", "__0_0.distcp"]
+        assert checkpoint.verify(entry) == []
+    target = Snapshot(spread(mesh, {"blocks.0.weight": [Shard(1)]}, zeros=True))
+    assert checkpoint.load(path, target)["step"] == 1
+    assert_known(target.model)
+    again = raised(lambda: checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG, format="full"))
+    assert "never overwritten" in assert_same_everywhere(again)
+    dist.barrier()
+    assert len(list(directory.iterdir())) == 2
+
+
 class Network(nn.Module):
     """Two blocks and a head whose weight is the embedding's."""
 
@@ -350,6 +371,7 @@ def saving_beside_training(directory: Path) -> None:
 
 
 CASES = (
+    full_format_is_one_file_of_whole_tensors,
     fsdp_goes_on_in_the_same_bits,
     one_rank_fails,
     mistakes_are_the_same_everywhere,

@@ -148,6 +148,12 @@ def test_trap_50_everything_is_synced_before_the_rename(tmp_path: Path) -> None:
     assert changes[rename + 1 :] == [f"fsync {tmp_path.name}"]
 
 
+def test_the_folders_above_are_named_durably_too(tmp_path: Path) -> None:
+    """The first checkpoint of a run also makes `checkpoints/`: its name must not be lost either."""
+    _, changes = killed_at(10**9, tmp_path, lambda: save(tmp_path / "run" / "checkpoints", 1))
+    assert changes[:4] == ["os.mkdir run", f"fsync {tmp_path.name}", "os.mkdir checkpoints", "fsync run"]
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 128 kB; a test that needs it is skipped where none can be mounted."""

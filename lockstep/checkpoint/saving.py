@@ -1,0 +1,71 @@
+"""The doors for writing: `save`, to a folder of checkpoints, and `save_as`, to a path of the caller's."""
+
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+
+from lockstep.checkpoint.commit import commit, not_written, unfinished
+from lockstep.checkpoint.export import rewrite_full
+from lockstep.checkpoint.names import step_name
+from lockstep.checkpoint.snapshot import Snapshot, Staged, stage
+from lockstep.checkpoint.together import Ranks
+
+Format = Literal["sharded", "full"]
+
+
+def save(
+    directory: str | Path,
+    step: int,
+    snapshot: Snapshot,
+    *,
+    config_yaml: str,
+    format: Format = "sharded",
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write a checkpoint; every rank of the group calls it. When it returns, the checkpoint is on disk, whole.
+
+    Args:
+        directory: the folder of checkpoints, which all ranks share; made if it is not there.
+        step: the step after which the snapshot was taken.
+        config_yaml: the resolved config of the run, kept beside the state.
+        format: `sharded`: each rank writes a file of its own blocks; `full`: one file of whole tensors a part, which
+            rank 0 makes of the sharded ones, one tensor in memory at a time. Any number of ranks loads either.
+        group: the ranks that hold the state; the default group if None. Gloo or NCCL.
+
+    Returns:
+        the folder of the new checkpoint, `directory/step-00000100`.
+
+    Raises:
+        UsageError: the snapshot can't be stored, or a checkpoint of this step exists already and is whole.
+        RunError: the disk refused; nothing of the attempt stays behind, older checkpoints are untouched.
+            The same error on every rank.
+    """
+    path = Path(directory) / step_name(step)
+    return save_as(path, step, snapshot, config_yaml=config_yaml, format=format, group=group)
+
+
+def save_as(
+    path: str | Path,
+    step: int,
+    snapshot: Snapshot,
+    *,
+    config_yaml: str,
+    format: Format = "sharded",
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """`save`, to a folder of the caller's naming: `path` is the checkpoint itself, and must not exist yet."""
+    ranks = Ranks(group)
+    staged = ranks.agree(not_written(step), lambda: stage(snapshot))
+    return write(Path(path), step, staged, config_yaml, format, ranks)
+
+
+def write(path: Path, step: int, staged: Staged, config_yaml: str, format: Format, ranks: Ranks) -> Path:
+    """`save_as`, for a snapshot that is staged already."""
+    if format == "sharded" or ranks.size == 1:  # one rank's blocks are whole tensors
+        return commit(path, step, staged, config_yaml, ranks)
+    with unfinished(path) as mine:
+        scattered = path.with_name(ranks.same(not_written(step), lambda: mine.name))
+        commit(scattered, step, staged, config_yaml, ranks)
+        ranks.same(not_written(step), lambda: rewrite_full(scattered, path).name)
+    return path
