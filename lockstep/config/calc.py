@@ -51,8 +51,10 @@ def evaluate(expression: str, lookup: Callable[[str], Number]) -> Number:
         raise ValueError("it is not an expression") from None
     try:
         return _number(_value(parsed.body, lookup))
-    except (ZeroDivisionError, OverflowError, TypeError) as error:
-        raise ValueError(str(error)) from None
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    except OverflowError:
+        raise ValueError("the result is too large") from None
 
 
 def _value(node: ast.expr, lookup: Callable[[str], Number]) -> Number:

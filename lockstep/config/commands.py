@@ -3,6 +3,7 @@
 import difflib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from lockstep.config.checks import require_runnable
 from lockstep.config.files import SHIPPED, shipped_names
@@ -13,22 +14,22 @@ from lockstep.errors import UsageError
 VERBS = ("show", "check", "schema", "list")
 
 
-def run(verb: str, config: str | None, overrides: Sequence[str] = ()) -> str:
-    """What the verb prints.
+def run(verb: str, config: str | Path | None, overrides: Sequence[str] = ()) -> str:
+    """What the verb prints, without a last line break. Without a config, `show` shows the defaults.
 
     Raises:
         UsageError: no such verb, a config is missing or wrong.
     """
     if verb == "show":
-        return _load(config, overrides).to_yaml()
+        return _load(config, overrides).to_yaml().rstrip("\n")
     if verb == "check":
         if config is None:
             raise UsageError("which config?", where="lockstep config check", fix="lockstep config check CONFIG")
         loaded = load_config(config, overrides)
         require_runnable(loaded)
-        return f"ok: {summary(loaded)}\n"
+        return f"ok: {summary(loaded)}"
     if verb == "schema":
-        return json.dumps(Config.model_json_schema(by_alias=True), indent=2) + "\n"
+        return json.dumps(Config.model_json_schema(by_alias=True), indent=2)
     if verb == "list":
         return _list()
     near = difflib.get_close_matches(verb, VERBS, n=1)
@@ -51,7 +52,7 @@ def summary(config: Config) -> str:
     return ", ".join([*parts, f"precision {config.precision.mode}"])
 
 
-def _load(config: str | None, overrides: Sequence[str]) -> Config:
+def _load(config: str | Path | None, overrides: Sequence[str]) -> Config:
     if config is not None:
         return load_config(config, overrides)
     from lockstep.config.loading import apply_override
@@ -67,7 +68,7 @@ def _list() -> str:
     names = shipped_names()
     width = max(len(name) for name in names)
     lines = [f"{name:{width}}  {_first_comment(name)}" for name in names]
-    return "\n".join(["Write `extends: NAME`, or give the name in place of a file.", "", *lines]) + "\n"
+    return "\n".join(["Write `extends: NAME`, or give the name in place of a file.", "", *lines])
 
 
 def _first_comment(name: str) -> str:

@@ -66,7 +66,7 @@ def _key(name: str, where: str) -> str:
         return BY_NAME[name].key
     if name in SECTIONS or "." in name:
         return name  # the schema checks it
-    from lockstep.config.keys import all_keys, near_keys
+    from lockstep.config.keys import all_keys
 
     keys = shallowest(name, [facts.key for facts in all_keys().values() if facts.key.rpartition(".")[2] == name])
     if len(keys) == 1:
@@ -75,8 +75,8 @@ def _key(name: str, where: str) -> str:
         raise UsageError(f"{name} could be {' or '.join(keys)}", where=where, fix="write the dotted key")
     fix = advice_for(name)
     if fix is None:
-        short = difflib.get_close_matches(name, list(BY_NAME), n=1)
-        near = short or near_keys(name, "")
+        known = dict.fromkeys([*BY_NAME, *SECTIONS, *(key.rpartition(".")[2] for key in all_keys())])
+        near = difflib.get_close_matches(name, known, n=1)
         fix = f"write {near[0]}" if near else f"the short names are {', '.join(BY_NAME)}"
     raise UsageError(f"unknown setting {name}", where=where, fix=fix)
 

@@ -148,7 +148,7 @@ def _config(tree: Node, source: str) -> Config:
         raise usage_error(from_validation(error, tree), source) from None
     found = [
         Mistake(
-            ", ".join(dict.fromkeys(f"{key} ({tree.find(tuple(key.split('.'))).origin})" for key in one.keys)),
+            ", ".join(_placed(tree, key) for key in one.keys),
             one.what + (f" ({one.why})" if one.why else ""),
             one.fix,
         )
@@ -157,3 +157,9 @@ def _config(tree: Node, source: str) -> Config:
     if found:
         raise usage_error(found, source)
     return config
+
+
+def _placed(tree: Node, key: str) -> str:
+    """A key with the place where it is set."""
+    path = tuple(key.split("."))
+    return f"{key} ({tree.find(path).origin})" if tree.has(path) else f"{key} (unset)"

@@ -45,7 +45,8 @@ def unknown_key(path: Path, tree: Node) -> list[Mistake]:
     """A key that is not in the schema: what to write instead, from the table of foreign names or the nearest one."""
     node = tree.find(path)
     mistakes = [Mistake(str(node.origin), f"unknown key {dotted_name(path)}", _instead(path))]
-    if isinstance(node.value, dict):
+    foreign = advice_for(dotted_name(path)) is not None
+    if isinstance(node.value, dict) and (foreign or not near_keys(str(path[-1]), dotted_name(path[:-1]))):
         inside = [
             Mistake(str(child.origin), f"unknown key {dotted_name(full)}", advice)
             for below, child in node.walk()
@@ -68,6 +69,8 @@ def _instead(path: Path) -> str:
     if advice is not None:
         return advice
     section = dotted_name(path[:-1])
+    if section.partition("[")[0] in ("loss_fn", "monitor.callbacks"):
+        return "an object has a name, and args (keywords) and positional (a list) if it takes any"
     near = near_keys(str(path[-1]), section)
     if near:
         return f"write {' or '.join(near)}"

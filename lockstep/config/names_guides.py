@@ -88,7 +88,7 @@ FORGATHER_KEYS: Rows = (
     ("trainer_callbacks", "monitor.callbacks", "", "in a template: the block trainer_callbacks"),
     ("trainer_args", "training", "", "in a template: the block trainer_args"),
     ("gpu_memory_threshold", "monitor.memory.threshold"),
-    ("rank_filter", "", "", "leave it out: records are written once, by the main process"),
+    ("rank_filter", "", "", "leave it out: the main process writes; lockstep.monitor.callbacks:JsonLogger has it"),
 )  # fmt: skip
 FORGATHER_PYTHON: Rows = (
     ("Trainer", STRATEGY, "single"),

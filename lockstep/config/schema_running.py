@@ -6,7 +6,6 @@ from pydantic import Field
 
 from lockstep.config.schema_training import ObjectSpec, Section
 
-
 Sink = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
 
 

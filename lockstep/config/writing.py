@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from lockstep.config.prepass import is_template
 from lockstep.config.schema import Config
 from lockstep.config.tree import _CoreLoader
 
@@ -27,11 +28,22 @@ def _mapping(dumper: yaml.SafeDumper, data: dict[str, Any]) -> yaml.Node:
     return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=not data)
 
 
+_BANG = "\ue002"  # stands for an exclamation mark until the text is written; PyYAML would leave the mark as it is
+
+
+def _text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
+    """Text that holds line breaks, or reads like the template language, goes into double quotes, on one line."""
+    if is_template(data):
+        return dumper.represent_scalar("tag:yaml.org,2002:str", data.replace("!", _BANG), style='"')
+    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "\n" in data else None)
+
+
 def _float(dumper: yaml.SafeDumper, data: float) -> yaml.Node:
     text = {float("inf"): ".inf", float("-inf"): "-.inf"}.get(data, ".nan" if data != data else repr(data))
     return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 
 
+_CoreDumper.add_representer(str, _text)
 _CoreDumper.add_representer(list, _sequence)
 _CoreDumper.add_representer(dict, _mapping)
 _CoreDumper.add_representer(float, _float)
@@ -39,5 +51,7 @@ _CoreDumper.add_representer(float, _float)
 
 def to_yaml(config: Config) -> str:
     """Sections in the order of the schema, a blank line between them."""
-    text: str = yaml.dump(config.to_dict(), Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=110)
+    text: str = yaml.dump(
+        config.to_dict(), Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=float("inf")
+    ).replace(_BANG, "\\x21")
     return re.sub(r"\n(?=[a-z_]+:)", "\n\n", text)

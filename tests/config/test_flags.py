@@ -1,0 +1,92 @@
+"""Short names of the command line and of Python's Trainer."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import FLAGS, apply_flags, as_overrides, config_from
+from lockstep.config.keys import all_keys
+from lockstep.errors import UsageError
+from tests.config.shared import loaded
+
+
+def test_the_flags_that_are_promised() -> None:
+    assert [flag.option for flag in FLAGS] == [
+        *("--strategy", "--batch-size", "--gradient-accumulation-steps", "--grad-clip", "--precision", "--compile"),
+        *("--max-steps", "--learning-rate", "--seed"),
+    ]
+    assert all(flag.key in all_keys() for flag in FLAGS)
+    assert [flag.option for flag in FLAGS if flag.switch] == ["--compile"]
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    typed = {
+        "strategy": "fsdp",
+        "batch-size": "4",
+        "gradient_accumulation_steps": "2",
+        "grad-clip": "0",
+        "precision": "bf16",
+        "compile": True,
+        "max-steps": "10",
+        "learning-rate": "2e-4",
+        "seed": "3",
+    }
+    config = loaded(
+        tmp_path, "training: {gradient_clip: {strategy: adaptive, value: 0.1}}\n", *as_overrides(apply_flags(typed))
+    )
+    assert config.distributed.strategy == "fsdp"
+    assert (config.training.batch_size, config.training.gradient_accumulation_steps) == (4, 2)
+    assert config.training.gradient_clip.strategy == "none"
+    assert config.precision.mode == "bf16"
+    assert config.training.compile
+    assert (config.training.max_steps, config.training.learning_rate, config.training.seed) == (10, 2e-4, 3)
+
+
+def test_a_grad_clip_is_a_norm(tmp_path: Path) -> None:
+    clip = loaded(tmp_path, "{}", *as_overrides(apply_flags({"grad_clip": "0.5"}))).training.gradient_clip
+    assert (clip.strategy, clip.value) == ("norm", 0.5)
+
+
+def test_from_python() -> None:
+    config = config_from(
+        apply_flags(
+            {
+                "strategy": "ddp",
+                "grad_clip": 0,
+                "warmup_steps": 5,
+                "device": "cpu",
+                "distributed.fsdp.forward_prefetch": True,
+                "checkpoint": {"save_steps": 7, "async": False},
+            }
+        )
+    )
+    assert config.distributed.strategy == "ddp"
+    assert config.training.gradient_clip.strategy == "none"
+    assert config.training.warmup_steps == 5
+    assert config.distributed.device == "cpu"
+    assert config.distributed.fsdp.forward_prefetch
+    assert (config.checkpoint.save_steps, config.checkpoint.async_) == (7, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("precison", ("unknown setting precison", "write precision")),
+        ("accumulation_steps", ("training.gradient_accumulation_steps",)),
+        ("warmup_step", ("write warmup_steps",)),
+        ("qqq", ("the short names are strategy",)),
+        ("name", ("model.name or data.name", "dotted")),
+    ],
+)
+def test_other_names_are_refused(name: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError) as caught:
+        apply_flags({name: 1})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_dotted_keys_and_sections_are_checked_by_the_schema() -> None:
+    with pytest.raises(UsageError, match="write training"):
+        config_from(apply_flags({"trainig.seed": 1}))
+    with pytest.raises(UsageError, match=r"write training\.seed"):
+        config_from(apply_flags({"training": {"sed": 1}}))
