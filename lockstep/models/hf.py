@@ -51,7 +51,7 @@ def from_files(path: str, **overrides: Any) -> nn.Module:
         model_type = described.pop("model_type")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise UsageError(
-            f"{file} is not the config of a Hugging Face model", where="model.name", why=_first_line(error)
+            f"{file} is not the config of a Hugging Face model", where="model.name", why=_in_short(error)
         ) from error
     config = _config(model_type, described, overrides)
     if place.is_dir() and any(place.glob("*.safetensors")):
@@ -160,11 +160,11 @@ def _no_progress_bars() -> Iterator[None]:
 def _errors_of(model_type: str) -> Iterator[None]:
     try:
         yield
-    except (ValueError, TypeError, KeyError, ImportError, ZeroDivisionError, RuntimeError) as error:
+    except Exception as error:  # configs and constructors of the library raise what they please
         raise UsageError(
-            f"transformers can't build a {model_type} from this config", where="model.args", why=_first_line(error)
+            f"transformers can't build a {model_type} from this config", where="model.args", why=_in_short(error)
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0]
+def _in_short(error: Exception) -> str:
+    return " ".join(str(error).split())[:400] or type(error).__name__

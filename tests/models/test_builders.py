@@ -1,0 +1,95 @@
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.models import build_model, get_model
+from tests.models.samples import SMALL
+
+
+@dataclass
+class Section:
+    name: str | None
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+class Plain(nn.Module):
+    def __init__(self, width: int, channels: int = 2) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, channels)
+
+
+class Greedy(nn.Module):
+    def __init__(self, **settings: int) -> None:
+        super().__init__()
+        self.settings = settings
+
+
+def not_a_module() -> int:
+    return 3
+
+
+HERE = __name__
+
+
+def test_facts_fill_what_the_config_leaves_unset() -> None:
+    facts = {"vocab_size": 50, "block_size": 64, "image_size": 32}
+    model = build_model(Section("transformer", {"n_layer": 1, "n_embd": 8, "n_head": 2}), facts)
+    assert model.embed.weight.shape == (50, 8)
+    assert model.block_size == 64
+    model = build_model(Section("transformer", {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 60}), facts)
+    assert model.embed.weight.shape == (60, 8)
+
+
+def test_models_are_built_on_the_default_device() -> None:
+    with torch.device("meta"):
+        model = build_model(Section("bdh"), {"vocab_size": 256})
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_builder_takes_a_config_or_keywords() -> None:
+    from lockstep.config import Config
+
+    config = Config.model_validate({"model": {"name": "vae", "args": {"image_size": 16, "channels": 1}}})
+    assert get_model("vae")(config)(torch.rand(1, 1, 16, 16))["reconstruction"].shape == (1, 1, 16, 16)
+    assert get_model("vae")(config, latent_dim=3).latent.mu.out_features == 3
+    assert get_model("bdh")(**SMALL).head.out_features == SMALL["vocab_size"]
+
+
+def test_classes_of_the_users_own() -> None:
+    model = build_model(Section(f"{HERE}:Plain", {"width": 3}), {"channels": 5, "vocab_size": 9})
+    assert model.layer.weight.shape == (5, 3)
+    assert get_model(f"{HERE}:Greedy")(anything=1).settings == {"anything": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "says"),
+    [
+        ("transfomer", {}, r"no model 'transfomer'; did you mean 'transformer'\?[\s\S]*free_transformer"),
+        ("bdh", {"n_layers": 3}, r"bdh takes no argument 'n_layers'; did you mean 'n_layer'\?[\s\S]*mlp_multiplier"),
+        ("no.such.module:Model", {}, r"can't be imported[\s\S]*No module named 'no'"),
+        (f"{HERE}:Missing", {}, r"can't be imported[\s\S]*Missing"),
+        (f"{HERE}:HERE", {}, r"is a str, not a class"),
+        (f"{HERE}:not_a_module", {}, r"made a int, not an nn.Module"),
+        (f"{HERE}:Plain", {}, r"needs width"),
+        (None, {}, r"no model is named"),
+    ],
+)
+def test_mistakes_are_named(name: str | None, args: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        build_model(Section(name, args), {})
+
+
+def test_only_the_family_asked_for_is_imported() -> None:
+    code = (
+        "import sys, lockstep.models as m; assert 'torch' not in sys.modules; m.get_model('bdh'); "
+        "assert 'lockstep.models.vae' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=120)

@@ -1,0 +1,251 @@
+"""Against the library's own forward pass, on models of its own classes. Nothing is fetched."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+from lockstep.models import build_model, get_model
+from lockstep.models.chain import lent, run_segments
+from lockstep.models.generate import generate
+from tests.models.samples import VOCABULARY, texts
+from tests.models.test_builders import Section
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": VOCABULARY, "initializer_range": 0.2,
+    },
+    "gpt2": {
+        "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 16, "vocab_size": VOCABULARY, "bos_token_id": 0,
+        "eos_token_id": 0, "initializer_range": 0.2,
+    },
+}  # fmt: skip
+cut_families = pytest.mark.parametrize("family", SIZES)
+ties = pytest.mark.parametrize("tied", [False, True])
+
+
+def pair(family: str, **args: Any) -> tuple[nn.Module, nn.Module]:
+    """Ours, and the library's with the same values; both in eval mode."""
+    args = {**SIZES[family], **args}
+    ours = get_model(f"hf:{family}")(**args).eval()
+    config = transformers.AutoConfig.for_model(family, **args)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    missing, unexpected = theirs.load_state_dict(ours.state_dict(), strict=False)
+    assert not unexpected
+    assert missing == (["lm_head.weight"] if getattr(ours, "tied", False) else [])
+    return ours, theirs
+
+
+@cut_families
+@ties
+def test_the_chain_of_segments_is_the_librarys_forward(family: str, tied: bool) -> None:
+    """GPT-2 by the recipe for Llama adds its positions twice, and is off by 0.3."""
+    ours, theirs = pair(family, tie_word_embeddings=tied)
+    ids = texts()["input_ids"]
+    expected = theirs(ids).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(ours(ids), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(run_segments(ours, ids), expected, rtol=1e-6, atol=1e-6)
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+    (ours(ids) * weights).sum().backward()
+    mine = dict(ours.named_parameters())
+    assert list(mine) == [name for name, _ in theirs.named_parameters()]
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(mine[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 8, "rope_theta": 1000.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 1000.0},
+        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1000.0},
+    ],
+)  # fmt: skip
+def test_llamas_with_stretched_positions(rope: dict[str, Any]) -> None:
+    ours, theirs = pair("llama", rope_parameters=rope, max_position_embeddings=32)
+    ids = texts(length=20)["input_ids"]
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
+    assert hasattr(ours, "segments") == (rope["rope_type"] != "dynamic")  # its angles depend on the length
+
+
+@cut_families
+def test_segments_are_modules_of_the_model_and_blocks_are_among_them(family: str) -> None:
+    model = get_model(f"hf:{family}")(**SIZES[family])
+    assert all(model.get_submodule(name) is module for name, module in model.segments())
+    assert len(model.blocks()) == 3
+    assert [item for item in model.segments() if item[0] in dict(model.blocks())] == model.blocks()
+    assert type(model.blocks()[0][1]) is type(model.blocks()[2][1])
+
+
+@cut_families
+def test_each_segment_runs_on_its_own(family: str) -> None:
+    ours, theirs = pair(family, tie_word_embeddings=True)
+    values: Any = texts()["input_ids"]
+    for name, segment in ours.segments():
+        values = segment(values.detach(), **lent(ours, ours.shared_parameters().get(name, {})))
+        assert not values._is_view()
+    torch.testing.assert_close(values, theirs(texts()["input_ids"]).logits, rtol=1e-6, atol=1e-6)
+
+
+@cut_families
+@ties
+def test_trap_19_tied_weights_stay_tied(family: str, tied: bool) -> None:
+    """On meta → to_empty the library's two registrations become two parameters; ours has one registration."""
+    with torch.device("meta"):
+        model = get_model(f"hf:{family}")(tie_word_embeddings=tied, **SIZES[family])
+    assert all(p.is_meta for p in model.parameters())
+    count = sum(p.numel() for p in model.parameters())
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(torch.nan)
+    model.init_weights()
+    assert sum(p.numel() for p in model.parameters()) == count
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    assert ("lm_head.weight" in names) != tied
+    batch = texts()
+    loss = model.loss(model(*model.inputs(batch)), batch)
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@cut_families
+def test_trap_47_first_values_are_filled_one_by_one(family: str) -> None:
+    """With all other parameters on meta each must still get its values, as the library would draw them."""
+    with torch.device("meta"):
+        model = get_model(f"hf:{family}")(**SIZES[family])
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                real = nn.Parameter(torch.full(parameter.shape, torch.nan))
+                module._parameters[name] = real
+                model.init_weights()
+                assert not real.isnan().any(), name
+                module._parameters[name] = parameter
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(family, **{**SIZES[family], "vocab_size": 2000})
+    )
+    ours = get_model(f"hf:{family}")(**{**SIZES[family], "vocab_size": 2000})
+    ours.init_weights()
+    mine = dict(ours.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        for statistic in (torch.mean, torch.std):
+            torch.testing.assert_close(statistic(mine[name]), statistic(parameter), rtol=0.2, atol=0.03)
+
+
+@cut_families
+def test_the_loss_takes_targets_as_the_data_shift_them(family: str) -> None:
+    ours, theirs = pair(family)
+    ids = torch.randint(VOCABULARY, (2, 9))
+    batch = {"input_ids": ids[:, :-1], "targets": ids[:, 1:]}
+    mean_over_the_same_targets = theirs(ids, labels=ids).loss
+    loss = ours.loss(ours(*ours.inputs(batch)), batch) / ours.count(batch)
+    torch.testing.assert_close(loss, mean_over_the_same_targets, rtol=1e-5, atol=1e-6)
+
+
+@cut_families
+@ties
+def test_weights_are_loaded_from_a_folder(family: str, tied: bool, tmp_path: Path) -> None:
+    ours, theirs = pair(family, tie_word_embeddings=tied)
+    theirs.save_pretrained(tmp_path)
+    loaded = get_model(f"hf:{tmp_path}")()
+    assert loaded.training
+    ids = texts()["input_ids"]
+    assert torch.equal(loaded.eval()(ids), ours(ids))
+    loaded.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    torch.testing.assert_close(again(ids).logits, ours(ids), rtol=1e-6, atol=1e-6)
+
+
+def test_weights_in_low_precision_become_float32(tmp_path: Path) -> None:
+    _, theirs = pair("llama")
+    theirs.bfloat16().save_pretrained(tmp_path)
+    with torch.device("meta"):  # weights that exist are read at once
+        loaded = build_model(Section(f"hf:{tmp_path}"), {"vocab_size": 7})
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    assert {p.device.type for p in loaded.parameters()} == {"cpu"}
+    assert torch.equal(loaded.lm_head.weight, theirs.lm_head.weight.float())
+
+
+def test_weights_that_do_not_fill_the_model_are_refused(tmp_path: Path) -> None:
+    _, theirs = pair("llama")
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"do not fill 9 of the model's parameters[\s\S]*at random"):
+        get_model(f"hf:{tmp_path}")(num_hidden_layers=4)
+
+
+def test_a_config_file_makes_a_model_with_random_values(tmp_path: Path) -> None:
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps({"model_type": "gpt2", **SIZES["gpt2"]}))
+    model = get_model(f"hf:{file}")(n_layer=1, num_attention_heads=2)
+    assert len(model.blocks()) == 1
+    assert model.config.n_head == 2
+
+
+def test_facts_fill_the_config_of_a_type() -> None:
+    args = {key: value for key, value in SIZES["gpt2"].items() if key != "vocab_size"}
+    model = build_model(Section("hf:gpt2", args), {"vocab_size": 31, "block_size": 40, "image_size": 8})
+    assert model.config.vocab_size == 31
+    assert model.config.n_positions == 16  # what args say stands
+    args.pop("n_positions")
+    model = build_model(Section("hf:gpt2", {**args, "vocab_size": 33}), {"vocab_size": 31, "block_size": 1500})
+    assert model.config.vocab_size == 33
+    assert model.config.n_positions == 1500
+
+
+def test_another_family_trains_without_segments() -> None:
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}
+    with torch.device("meta"):
+        model = get_model("hf:gpt_neo")(vocab_size=VOCABULARY, **sizes)
+    batch = texts()
+    logits = model(*model.inputs(batch))
+    assert logits.shape == (3, 8, VOCABULARY)
+    model.loss(logits, batch).backward()
+    assert not hasattr(model, "segments")
+    assert len(model.blocks()) == 2
+
+
+@cut_families
+def test_a_copy_shares_nothing_and_text_is_continued(family: str) -> None:
+    model = get_model(f"hf:{family}")(**SIZES[family]).eval()
+    twin = copy.deepcopy(model)
+    prompt = torch.tensor([[1, 2]])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    text: Tensor = generate(twin, prompt, 3, block_size=8, temperature=0)
+    assert text.shape == (1, 5)
+    assert twin(prompt).abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "says"),
+    [
+        ("hf:lama", {}, r"'lama' is neither[\s\S]*hf:l?lama"),
+        ("hf:llama", {"num_layers": 3}, r"the config of a llama has no 'num_layers'[\s\S]*num_hidden_layers"),
+        ("hf:llama", {"hidden_size": 30, "num_attention_heads": 4}, r"can't build a llama[\s\S]*not a multiple"),
+        ("hf:.", {}, r"config.json is not the config"),
+    ],
+)
+def test_mistakes_are_named(name: str, args: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        get_model(name)(**args)
+
+
+def test_a_text_longer_than_gpt2s_positions_is_refused() -> None:
+    with pytest.raises(UsageError, match="17 tokens, and the model has 16 positions"):
+        get_model("hf:gpt2")(**SIZES["gpt2"])(torch.zeros(1, 17, dtype=torch.int64))
