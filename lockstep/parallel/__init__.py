@@ -18,6 +18,7 @@ from lockstep.models.protocol import Objective, blocks_of, segments_of
 from lockstep.parallel import ddp, fsdp, reproducible
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.buffers import RunningBuffers, refuse_synchronised
+from lockstep.parallel.compression import Compression, compress
 from lockstep.parallel.initial import FirstValues, agree, canonical_names, materialise, on_meta
 from lockstep.parallel.loop import evaluated, in_order, looped, plain_forward
 from lockstep.parallel.placed import Ledger, Placed, Share, contiguous_shares, strided_shares
@@ -93,6 +94,7 @@ def _lay(
     exact = config.distributed.reproducible
     tree: LocalTree | ReplicaTree | ShardTree | None = None
     groups = []
+    compression = Compression()
     runs: nn.Module = model
     if layout.strategy == "fsdp" and mesh is not None:
         kind = config.distributed.fsdp
@@ -113,10 +115,16 @@ def _lay(
         _materialise(model, first, device)
         assign = partial(contiguous_shares, rank=rank, ranks=layout.data_parallel_size)
         if mesh is not None:
-            runs = wrapped = ddp.apply_ddp(model, mesh, config.distributed.ddp)
+            compression = compress(model, mesh["replicate"], config, undoable=precision.mode == "fp16")
+            notices += compression.notices
+            runs = wrapped = ddp.apply_ddp(model, mesh, config.distributed.ddp, compression.hook)
             # The tree is a sum; DDP's own reduction is a mean.
             multiplier = 1.0 if exact else float(layout.data_parallel_size)
-            micro_step = loop(wrapped, set_sync=partial(ddp.set_sync, wrapped), multiplier=multiplier)
+            micro_step = loop(
+                wrapped, set_sync=partial(ddp.set_sync, wrapped), multiplier=multiplier,
+                after_backward=ddp.check_reduced(wrapped),
+            )  # fmt: skip
+            micro_step = compression.over(micro_step)
             if exact:
                 tree = ReplicaTree(wrapped, mesh["replicate"].get_group())
                 assign = partial(tree_shares, rank=rank, ranks=layout.data_parallel_size)
@@ -141,8 +149,10 @@ def _lay(
         evaluate=evaluated(plain, objective, cursor, precision),
         forward=plain_forward(plain, precision),
         finish_gradients=tree.finish if tree is not None else lambda: None,
+        settle=compression.settle,
         norm_groups=groups,
         notices=notices,
+        state=compression.state,
         reproducible=exact,
     )
 

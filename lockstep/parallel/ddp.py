@@ -4,7 +4,8 @@ DDP's built-in reduction is a mean over ranks; the loss is multiplied by their n
 Buffers are not broadcast here: what changes them is the same on every rank, or is said to be different.
 """
 
-import inspect
+import re
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -12,28 +13,71 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import DDPConfig
+from lockstep.errors import RunError
+from lockstep.parallel.compression import Hook
+from lockstep.parallel.placed import Share
+
+_SHOWN = 8  # names in an error; the rest is counted
 
 
-def apply_ddp(model: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> DistributedDataParallel:
-    """Wrap a whole model, its values already equal on all ranks, for the replicate axis of `mesh`."""
+def apply_ddp(
+    model: nn.Module, mesh: DeviceMesh, config: DDPConfig, hook: Hook | None = None
+) -> DistributedDataParallel:
+    """Wrap a whole model, its values already equal on all ranks, for the replicate axis of `mesh`.
+
+    Args:
+        hook: takes the place of DDP's own reduction.
+    """
     device = next(model.parameters()).device
     settings: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" else {}
-    # torch 2.13 renamed it; with init_sync off neither touches a buffer, at the start or later.
-    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    settings["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
-    if config.bucket_cap_mb is not None:
-        settings["bucket_cap_mb"] = config.bucket_cap_mb
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model,
         process_group=mesh["replicate"].get_group(),
+        broadcast_buffers=False,
         init_sync=False,
+        bucket_cap_mb=config.bucket_cap_mb,
         find_unused_parameters=config.find_unused_parameters,
         gradient_as_bucket_view=config.gradient_as_bucket_view,
         static_graph=config.static_graph,
         **settings,
     )
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
+    return wrapped
 
 
 def set_sync(model: DistributedDataParallel, last: bool) -> None:
     """Reduce gradients in the next backward pass, or only accumulate them here: what `no_sync()` does, for one pass."""
     model.require_backward_grad_sync = last
+
+
+def check_reduced(model: DistributedDataParallel) -> Callable[[Share], None]:
+    """A check to be made after each backward pass: if it was to reduce the gradients, did DDP reduce them all?
+
+    A parameter without a gradient keeps its bucket from being sent. DDP says so in the next step's forward pass, by
+    number at best, and only there.
+    """
+    names = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
+
+    def check(_share: Share) -> None:
+        if not model.require_backward_grad_sync or model.find_unused_parameters or model.static_graph:
+            return
+        try:
+            model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise _unreduced(str(error), names) from None
+
+    return check
+
+
+def _unreduced(message: str, names: list[str]) -> RunError:
+    numbers = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", message)
+    if numbers is None:
+        return RunError("DDP did not finish reducing the gradients", why=message.splitlines()[0])
+    missing = [names[int(number)] for number in re.findall(r"\d+", numbers[1])]
+    listed = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
+    return RunError(
+        f"{len(missing)} parameter(s) got no gradient in the last micro-batch of the step: {listed}",
+        why="the loss does not depend on them, so DDP waits for their gradients in vain",
+        fix="set distributed.ddp.find_unused_parameters: true, or freeze them (requires_grad_(False))",
+    )

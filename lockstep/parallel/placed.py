@@ -122,6 +122,7 @@ class Placed:
         forward: the model's forward pass outside of the step, for sampling from it.
         micro_step: see `MicroStep`; None where micro-batches can't be run one at a time (pipelines).
         finish_gradients: what is left to do to `.grad` after the last backward.
+        settle: told after each update whether it was skipped.
         norm_groups: process groups over which squared norms of the local gradients add up.
         wants_data: whether this rank's shares need their batches.
         notices: lines to be said at start.
@@ -143,6 +144,7 @@ class Placed:
     aliases: dict[str, list[str]] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     finish_gradients: Callable[[], None] = lambda: None
+    settle: Callable[[bool], None] = lambda _skipped: None
     norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
     wants_data: bool = True
     notices: list[str] = field(default_factory=list)

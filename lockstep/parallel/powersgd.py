@@ -1,0 +1,210 @@
+"""PowerSGD: gradients as products of two thin matrices, a hook of DDP.
+
+A gradient matrix M [n, m], the mean over ranks of M_r, is approximated by P Q^T with P = orth(mean M_r Q) and
+Q = mean M_r^T P, so that r (n + m) numbers are sent instead of n m. What is lost, M_r - P Q^T, is remembered on each
+rank and added to its next gradient (error feedback); Q of one step is where the next one starts (warm start).
+
+The memory belongs to parameters, not to DDP's buckets, whose cut changes after the first step and after a resume: so it
+is kept in checkpoints by canonical name. Gradients are compressed *unscaled*: one that was multiplied by a loss scale
+would give the memory another weight whenever the scale changes. A step that overflows leaves the memory as it was, or
+one inf would stay in it for ever.
+
+All collectives are issued by one thread, bucket by bucket, in the same order on every rank: P and what is not
+compressed when a bucket is ready, Q when the last one is. (Where they are issued by callbacks, as in torch's own hook,
+gloo's threads may put them in another order on another rank.)
+
+Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient Compression".
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs lack it
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lockstep.randomness import derive_key
+
+_LEAST_GAIN = 2  # a tensor is compressed if it then takes at most one number in so many
+
+
+def matrix_of(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
+    """(n, m) of the matrix that a parameter's gradient is seen as, or None where compressing it does not pay.
+
+    The dims are cut in two where n + m is least.
+    """
+    splits = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
+    best = min(splits, key=sum, default=(0, 0))
+    return best if best[0] * best[1] >= _LEAST_GAIN * rank * sum(best) > 0 else None
+
+
+@dataclass
+class _Waiting:
+    """A bucket between its hook and the last bucket's."""
+
+    names: list[str]  # of the compressed ones
+    matrices: list[Tensor]  # [n, m], views into the bucket; gradients plus memory
+    plain: list[Tensor]  # views of the others
+    sent: Tensor  # P of each matrix, then the others, flat
+    work: dist.Work
+    buffer: Tensor
+    done: torch.futures.Future[Tensor]
+
+
+class PowerSGD:
+    """The hook and its memory.
+
+    Args:
+        parameters: canonical name → parameter of the wrapped model.
+        mesh: 1-D, of the replicas.
+        rank: r; a matrix with fewer rows or columns takes as many as it has.
+        start_step: the first step that is compressed; those before it are sent whole.
+        warm_start: keep Q from step to step.
+        error_feedback: remember what is lost.
+        seed: of the first Q.
+        undoable: steps may be skipped after the hook has run (fp16); costs another memory of the model's size.
+
+    Attributes:
+        state: what a checkpoint keeps; the tensors are live.
+        factor: what this step's gradients were multiplied by; set before each backward pass.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, *, rank: int, start_step: int,
+        warm_start: bool = True, error_feedback: bool = True, seed: int = 0, undoable: bool = False,
+    ) -> None:  # fmt: skip
+        self.group, self.ranks = mesh.get_group(), mesh.size()
+        self.rank, self.start_step, self.seed = rank, start_step, seed
+        self.warm_start, self.undoable = warm_start, undoable
+        self.factor = 1.0
+        self._names = {id(p): name for name, p in parameters.items() if p.requires_grad}
+        self._matrix: dict[str, tuple[int, int]] = {}  # name → (n, m) of those that are compressed
+        self._errors: dict[str, Tensor] = {}
+        self._qs: dict[str, Tensor] = {}
+        self._steps = torch.zeros(1, dtype=torch.int64)
+        self.state: dict[str, Tensor] = {"steps": self._steps}
+        for name, parameter in parameters.items():
+            matrix = matrix_of(tuple(parameter.shape), rank)
+            if matrix is None or not parameter.requires_grad or not parameter.is_contiguous():
+                continue
+            self._matrix[name] = matrix
+            self._qs[name] = self._first_q(name).to(parameter.device)
+            if warm_start:
+                self.state[f"{name}//q"] = self._qs[name]
+            if error_feedback:
+                error = torch.zeros(matrix, device=parameter.device)
+                self._errors[name] = error
+                # Each rank has an error of its own: together, a stack of them, of which a rank holds one slice.
+                self.state[f"{name}//error"] = DTensor.from_local(error.unsqueeze(0), mesh, [Shard(0)], run_check=False)
+        self._waiting: list[_Waiting] = []
+        self._undo: dict[str, tuple[Tensor | None, Tensor]] = {}  # name → (error, Q) before this step
+
+    @property
+    def steps(self) -> int:
+        """How many times gradients were reduced; the counter lies in host memory."""
+        return int(self._steps.item())
+
+    def hook(self, _state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """What DDP calls when a bucket's gradients are there; the result is their mean over ranks."""
+        buffer, last = bucket.buffer(), bucket.is_last()
+        if self.steps < self.start_step:
+            if last:
+                self._steps += 1
+            sent = dist.all_reduce(buffer.div_(self.ranks), group=self.group, async_op=True).get_future()
+            reduced: torch.futures.Future[Tensor] = sent.then(lambda future: future.value()[0])
+            return reduced
+        waiting = self._begin(bucket, buffer)
+        self._waiting.append(waiting)
+        if last:
+            self._steps += 1
+            self._finish()
+        return waiting.done
+
+    def settle(self, skipped: bool) -> None:
+        """After the update: a step that was skipped leaves no trace in the memory."""
+        if skipped:
+            for name, (error, q) in self._undo.items():
+                self._qs[name].copy_(q)
+                if error is not None:
+                    self._errors[name].copy_(error)
+        self._undo.clear()
+
+    def _begin(self, bucket: GradBucket, buffer: Tensor) -> _Waiting:
+        names, matrices, plain = [], [], []
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            name = self._names[id(parameter)]
+            if name in self._qs:
+                names.append(name)
+                matrices.append(gradient.view(self._matrix[name]))
+            else:
+                plain.append(gradient)
+        torch._foreach_div_(matrices, self.factor)
+        if self._errors:
+            torch._foreach_add_(matrices, [self._errors[name] for name in names])
+        if not self.warm_start:
+            for name in names:
+                self._qs[name].copy_(self._first_q(name))
+        products = [matrix @ self._qs[name] for name, matrix in zip(names, matrices, strict=True)]
+        sent = torch.cat([t.reshape(-1) for t in (*products, *plain)])
+        work = dist.all_reduce(sent, group=self.group, async_op=True)
+        assert work is not None
+        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        return _Waiting(names, matrices, plain, sent, work, buffer, done)
+
+    def _finish(self) -> None:
+        """All buckets are there: Q of each, then the approximations."""
+        second = []
+        for bucket in self._waiting:
+            bucket.work.wait()
+            ps, plain = _split(
+                bucket.sent, [(self._matrix[n][0], self._qs[n].shape[1]) for n in bucket.names], bucket.plain
+            )
+            for gradient, reduced in zip(bucket.plain, plain, strict=True):
+                torch.div(reduced, self.ranks, out=gradient)
+            ps = [torch.linalg.qr(p)[0] for p in ps]  # of a zero matrix, too, it gives columns of length 1
+            qs = [matrix.T @ p for matrix, p in zip(bucket.matrices, ps, strict=True)]
+            flat = torch.cat([q.reshape(-1) for q in qs]) if qs else bucket.sent.new_zeros(0)
+            work = dist.all_reduce(flat, group=self.group, async_op=True) if qs else None
+            second.append((bucket, ps, flat, work))
+        for bucket, ps, flat, work in second:
+            if work is not None:
+                work.wait()
+            qs, _ = _split(flat.div_(self.ranks), [self._qs[n].shape for n in bucket.names], [])
+            for name, matrix, p, q in zip(bucket.names, bucket.matrices, ps, qs, strict=True):
+                self._approximate(name, matrix, p, q)
+            bucket.done.set_result(bucket.buffer)
+        self._waiting.clear()
+
+    def _approximate(self, name: str, matrix: Tensor, p: Tensor, q: Tensor) -> None:
+        """Replace a gradient by its approximation, scaled again; keep what was lost."""
+        error = self._errors.get(name)
+        if self.undoable:
+            self._undo[name] = (None if error is None else error.clone(), self._qs[name].clone())
+        if error is not None:
+            error.copy_(matrix)
+        torch.mm(p, q.T, out=matrix)
+        if error is not None:
+            error.sub_(matrix)
+        matrix.mul_(self.factor)
+        self._qs[name].copy_(q)
+
+    def _first_q(self, name: str) -> Tensor:
+        """[m, r] of orthonormal columns, a function of (seed, name, step), drawn on the CPU."""
+        generator = torch.Generator().manual_seed(derive_key(self.seed, "powersgd", name, self.steps))
+        n, m = self._matrix[name]
+        orthonormal: Tensor = torch.linalg.qr(torch.randn(m, min(self.rank, n), generator=generator))[0]
+        return orthonormal
+
+
+def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]], like: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Cut a flat tensor into views of `shapes`, then of the shapes of `like`."""
+    all_shapes = [*shapes, *(tuple(t.shape) for t in like)]
+    pieces = flat.split([math.prod(shape) for shape in all_shapes])  # type: ignore[no-untyped-call]
+    views = [piece.view(shape) for piece, shape in zip(pieces, all_shapes, strict=True)]
+    return views[: len(shapes)], views[len(shapes) :]
