@@ -10,7 +10,6 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = "Distributed training for PyTorch in which every strategy takes the same step."
 _EPILOG = "Exit codes: 0 done; 1 the run failed; 2 the command or config is wrong; 75 preempted and saved."
+_FLAG = "flag:"  # marks the short names of keys among the parsed arguments
 _LEGACY = ("--local-rank",)  # the legacy launcher adds it; the environment says the same
 
 
@@ -77,6 +77,7 @@ def train(argv: list[str]) -> int:
     parser.add_argument("--resume", metavar="auto|never|PATH", help="where to go on from (default: checkpoint.resume)")
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given)
+    assert path is not None
 
     from lockstep.launch.train import train as start
 
@@ -113,25 +114,37 @@ def launch(argv: list[str]) -> int:
 def config(argv: list[str]) -> int:
     """lockstep config show|check|schema|list [CONFIG] [KEY=VALUE …]"""
     parser = Parser("config", "Show a config as it resolves, check it, print its schema, list those that ship.")
-    parser.add_argument("verb", metavar="show|check|schema|list", choices=("show", "check", "schema", "list"))
+    parser.add_argument("verb", metavar="show|check|schema|list")
     add_config(parser)
     given = parser.parse(argv)
-    required = given.verb in ("show", "check")
-    path, overrides = config_and_overrides(given, required=required)
-    print(import_module("lockstep.config.commands").run(given.verb, path, overrides))
+    path, overrides = config_and_overrides(given, required=False)
+
+    from lockstep.config import commands
+
+    print(commands.run(given.verb, path, overrides))
     return EXIT_DONE
 
 
 def checkpoint(argv: list[str]) -> int:
     """lockstep checkpoint list|inspect|verify|digest|export|convert PATH"""
-    code: int | None = import_module("lockstep.checkpoint.commands").run(argv)
-    return code or EXIT_DONE
+    parser = Parser("checkpoint", "Look at checkpoints, prove them, take weights out of them.")
+    parser.add_argument("verb", metavar="list|inspect|verify|digest|export|convert")
+    parser.add_argument("path", metavar="PATH", type=Path, help="a run directory, its checkpoints, or one of them")
+    parser.add_argument("--output", metavar="PATH", type=Path, help="export, convert: the file or folder to write")
+    parser.add_argument("--to", metavar="full|torch", help="convert: one file of whole tensors, or torch.load's format")
+    given = parser.parse(argv)
+
+    from lockstep.checkpoint import commands
+
+    print(commands.run(given.verb, given.path, output=given.output, to=given.to))
+    return EXIT_DONE
 
 
 def data(argv: list[str]) -> int:
     """lockstep data prepare …"""
-    code: int | None = import_module("lockstep.data.prepare").run(argv)
-    return code or EXIT_DONE
+    from lockstep.data import prepare
+
+    return prepare.run(argv)
 
 
 Verb = tuple[Callable[[list[str]], int], str]
@@ -162,10 +175,10 @@ class Parser(argparse.ArgumentParser):
         Args:
             until_script: what follows the first positional belongs to a script, and is left as it is.
         """
-        argv = self._dashed(argv, until_script)
-        given, unknown = self.parse_known_args(argv) if until_script else self.parse_known_intermixed_args(argv)
+        dashed = self._dashed(argv, until_script)
+        given, unknown = self.parse_known_args(dashed) if until_script else self.parse_known_intermixed_args(dashed)
         if unknown:
-            self._refuse(unknown[0])
+            self._refuse(argv[dashed.index(unknown[0])])
         return given
 
     def _dashed(self, argv: list[str], until_script: bool) -> list[str]:
@@ -180,20 +193,39 @@ class Parser(argparse.ArgumentParser):
         return result
 
     def _refuse(self, token: str) -> NoReturn:
-        from lockstep.config.names import advice_for
+        from lockstep.config.names import advice_for_flag
 
-        name = token.partition("=")[0].lstrip("-").replace("-", "_")
-        advice = advice_for(name) if token.startswith("-") else None
-        self.error(f"{token}: {advice}" if advice else f"there is no argument {token}")
+        advice = advice_for_flag(token) if token.startswith("-") else None
+        where = f"the command {self.prog!r}"
+        raise UsageError(f"there is no argument {token}", where=where, fix=advice or self._nearest(token))
+
+    def _nearest(self, token: str) -> str:
+        from difflib import get_close_matches
+
+        near = get_close_matches(token.partition("=")[0], self._option_string_actions, n=1)
+        return f"write {near[0]}" if near else f"`{self.prog} --help` says what there is"
 
 
 def add_config(parser: Parser) -> None:
     parser.add_argument("words", metavar="CONFIG KEY=VALUE", nargs="*", help="a YAML file, and keys to override")
     parser.add_argument("--config", metavar="FILE", type=Path, help="the same as CONFIG")
+    from lockstep.config.flags import FLAGS
+
+    group = parser.add_argument_group("short names of keys")
+    for flag in FLAGS:
+        text = f"{flag.help} ({flag.key})"
+        if flag.switch:
+            group.add_argument(flag.option, dest=_FLAG + flag.name, action="store_const", const="true", help=text)
+        else:
+            group.add_argument(flag.option, dest=_FLAG + flag.name, metavar=flag.metavar, help=text)
 
 
-def config_and_overrides(given: argparse.Namespace, *, required: bool = True) -> tuple[Path, list[str]]:
-    """The config file, and overrides in the order given."""
+def config_and_overrides(given: argparse.Namespace, *, required: bool = True) -> tuple[Path | None, list[str]]:
+    """The config file, and the overrides: short names first, then KEY=VALUE in the order given."""
+    from lockstep.config.flags import apply_flags, as_overrides
+
+    said = {name.removeprefix(_FLAG): value for name, value in vars(given).items() if name.startswith(_FLAG)}
+    short = as_overrides(apply_flags({name: value for name, value in said.items() if value is not None}))
     overrides = [word for word in given.words if re.match(r"[A-Za-z_][\w.]*=", word)]
     files = [Path(word) for word in given.words if word not in overrides]
     files += [given.config] if given.config is not None else []
@@ -206,7 +238,7 @@ def config_and_overrides(given: argparse.Namespace, *, required: bool = True) ->
         raise UsageError(
             "which config?", fix="lockstep train CONFIG.yaml; `lockstep config list` names those that ship"
         )
-    return files[0] if files else Path(), overrides
+    return (files[0] if files else None), short + overrides
 
 
 def add_launch_options(parser: Parser) -> None:

@@ -2,7 +2,8 @@
 
 `LocalElasticAgent` starts the ranks of one machine, watches them and starts them anew. Changed here: a signal to the
 launcher goes to the ranks, which may then take the time they need to save (the agent alone gives them 30 s); a
-second one ends them at once; a run that was told to stop, or whose config is wrong, is not restarted.
+second one ends them at once; a run that was told to stop, or whose config is wrong, is not restarted; ranks that are
+started anew meet in a new store, or they would read the addresses that dead ranks left in the old one.
 
 Source: docs.pytorch.org/docs/stable/elastic/agent.html, "Extending the agent". Loads torch.
 """
@@ -17,13 +18,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from lockstep.launch.failures import Failure, first_cause, from_exit_code, read_all
 
-_PASSED_ON = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
+PASSED_ON = {
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,  # schedulers' warning ahead of the end
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGHUP: signal.SIGTERM,
+}
 
 
 class StoppedBySignalError(Exception):
@@ -49,6 +56,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
         self._failures, self._logs, self._on_restart = failures, logs, on_restart
         self.stop_signal: int | None = None
+        self._met_before = False
 
     def failed(self, result: RunResult) -> list[Failure]:
         """What went wrong with this machine's ranks, files first, exit codes where a rank left none."""
@@ -64,6 +72,21 @@ class Agent(LocalElasticAgent):
 
     def pids(self) -> list[int]:
         return list(self._pcontext.pids().values()) if self._pcontext else []
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        group: Any = worker_group  # whose fields the library declares as None
+        attempt = group.spec.max_restarts - self._remaining_restarts
+        # The dynamic rendezvous has a store of its own for each round; the static one has one for all.
+        round_name = f"lockstep/{attempt}" if group.spec.rdzv_handler.get_backend() == "static" else "lockstep"
+        if group.group_rank == 0:
+            if self._met_before:
+                self._fresh = TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)
+                group.master_port = self._fresh.port
+            group.store.set(round_name, f"{group.master_addr} {group.master_port}")
+        address, port = group.store.get(round_name).decode().split()
+        group.master_addr, group.master_port = address, int(port)
+        self._met_before = True
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for worker in worker_group.workers:
@@ -99,13 +122,13 @@ class Agent(LocalElasticAgent):
         self.stop_signal = number
         for pid in running:
             # To the rank alone: its data workers must live until it has saved.
-            _send(pid, _PASSED_ON[signal.Signals(number)])
+            _send(pid, PASSED_ON[signal.Signals(number)])
 
     @contextmanager
     def signals_kept(self) -> Iterator[None]:
         """The library installs handlers of its own when it starts processes; these stay."""
         yield
-        for number in _PASSED_ON:
+        for number in PASSED_ON:
             signal.signal(number, self.on_signal)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from lockstep.errors import EXIT_FAILED, LockstepError, RunError, UsageError
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, environment_with, print_error
+from lockstep.records import RunDirectory
 
 DEFAULT_PORT = 29500
 _OTHERS_SECONDS = 2.0  # how long to wait for another machine's account of a failure
@@ -163,7 +164,7 @@ def launch(job: Job, options: LaunchOptions, processes: int) -> int:
 def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path) -> int:
     import signal
 
-    from lockstep.launch.agent import Agent, StoppedBySignalError, quiet_library, wait_for_files
+    from lockstep.launch.agent import PASSED_ON, Agent, StoppedBySignalError, quiet_library, wait_for_files
 
     quiet_library()
     if options.several_nodes:
@@ -172,8 +173,10 @@ def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path)
     def on_restart(cause: Failure | None, left: int) -> None:
         reason = "machines joined or left" if cause is None else str(cause.error()).replace("\n", "\n  ")
         _say(f"starting the ranks again ({left} more restart{'s' * (left != 1)} left): {reason}")
+        if cause is None or not cause.consequence:
+            RunDirectory(job.logs.parent).append_event("restart", reason=reason, left=left)
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    handlers = {number: signal.getsignal(number) for number in PASSED_ON}
     agent = None
     try:
         spec = _worker_spec(job, options, processes)

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from lockstep.environment import RankFacts, rank_facts
+from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_USAGE, UsageError
 from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
@@ -59,13 +59,14 @@ def spawn(
     common, keep = _meeting_point(nprocs, nnodes, node_rank, master_addr, master_port)
     with tempfile.TemporaryDirectory(prefix="lockstep-failures-") as folder:
         common |= {FAILURES: folder, LAUNCHER_PID: str(os.getpid())}
-        context: Any = multiprocessing.get_context(_start_method(fn))
+        method = _start_method(fn)
+        context: Any = multiprocessing.get_context(method)
         ranks = range(node_rank * nprocs, (node_rank + 1) * nprocs)
         processes = []
         try:
             for local, rank in enumerate(ranks):
                 environment = common | {"RANK": str(rank), "LOCAL_RANK": str(local)}
-                process = context.Process(target=_run, args=(fn, tuple(args), environment), name=f"rank-{rank}")
+                process = context.Process(target=_run, args=(fn, tuple(args), environment, method), name=f"rank-{rank}")
                 with environment_with(environment):  # for what the child imports before `_run`
                     process.start()
                 processes.append(process)
@@ -144,10 +145,14 @@ def _refuse_import_of_main() -> None:
     os._exit(EXIT_USAGE)
 
 
-def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> None:
+def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], method: str) -> None:
     os.environ.update(environment)
     die_with_parent()
-    facts: RankFacts = rank_facts()
+    if method == "fork":
+        import torch
+
+        torch.set_num_threads(1)  # OpenMP's threads don't come along into a fork, and waiting for them never ends
+    facts = rank_facts()
     try:
         fn(*args)
     except BaseException as error:

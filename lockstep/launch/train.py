@@ -3,6 +3,7 @@
 A config that is wrong is refused before any process is started.
 """
 
+import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from lockstep.environment import is_worker
 from lockstep.errors import UsageError
 from lockstep.launch.local import Job, LaunchOptions, how_many, launch
 from lockstep.launch.script import run_script
-from lockstep.launch.worker import run_as_worker
+from lockstep.launch.worker import environment_with, run_as_worker
 from lockstep.records import RunDirectory
 
 if TYPE_CHECKING:
@@ -23,6 +24,17 @@ if TYPE_CHECKING:
 _ONE_PROCESS = {
     "single": "strategy single is one process",
     "dp": "strategy dp is one process that uses all visible GPUs",
+}
+
+
+_RANK_0_OF_1 = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "GROUP_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",  # the system picks; there is nobody else to tell
 }
 
 
@@ -50,9 +62,8 @@ def train(
     run = RunDirectory(output_dir)
 
     def work() -> int:
-        code: int = import_module("lockstep.trainer").run(
-            config, output_dir=output_dir, resume=resume or config.checkpoint.resume
-        )
+        chosen = _resume_from(run, resume or config.checkpoint.resume)
+        code: int = import_module("lockstep.trainer").run(config, output_dir=output_dir, resume=chosen)
         return code
 
     if is_worker():
@@ -61,7 +72,7 @@ def train(
     processes, reason = _processes(config, options)
     _announce(f"strategy {config.distributed.strategy}, {_counted(processes, options)} ({reason})")
     if _in_this_process(processes, options):
-        return run_as_worker(work, logs=run.logs)
+        return run_as_worker(work, logs=run.logs, launched=False)
     job = Job(("-m", "lockstep", "train", *argv), run.logs, _environment(config))
     return launch(job, options, processes)
 
@@ -84,7 +95,8 @@ def launch_script(script: str, arguments: Sequence[str], options: LaunchOptions,
     processes, reason = how_many(options)
     _announce(f"{script}: {_counted(processes, options)} ({reason})")
     if _in_this_process(processes, options):
-        return run_as_worker(lambda: run_script(script, arguments, module=module), logs=logs)
+        with environment_with(_RANK_0_OF_1):
+            return run_as_worker(lambda: run_script(script, arguments, module=module), logs=logs, launched=False)
     started = ("-m", "lockstep.launch.script", str(logs), *(("-m",) if module else ()), script, *arguments)
     return launch(Job(started, logs), options, processes)
 
@@ -92,6 +104,17 @@ def launch_script(script: str, arguments: Sequence[str], options: LaunchOptions,
 def _processes(config: "Config", options: LaunchOptions) -> tuple[int, str]:
     distributed = config.distributed
     return how_many(options, use_gpus=distributed.device != "cpu", alone=_ONE_PROCESS.get(distributed.strategy))
+
+
+def _resume_from(run: RunDirectory, asked: str) -> str:
+    """As asked, but ranks that are started anew go on from what this launch has saved, if it has saved anything."""
+    if asked == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return asked
+    import psutil
+
+    launched = psutil.Process(os.getppid()).create_time()
+    saved = any(event["kind"] == "save" and event["time"] >= launched for event in run.read_events())
+    return "auto" if saved else asked
 
 
 def _in_this_process(processes: int, options: LaunchOptions) -> bool:

@@ -25,26 +25,26 @@ FAILURES = "LOCKSTEP_FAILURES"  # the folder where it reads their failures
 _PR_SET_PDEATHSIG = 1
 
 
-def run_as_worker(work: Callable[[], int | None], *, logs: Path) -> int:
+def run_as_worker(work: Callable[[], int | None], *, logs: Path, launched: bool = True) -> int:
     """`work()` as this process's rank, its output in `logs/rank-N.log`.
 
     Args:
         work: returns an exit code (None is 0); may raise.
+        launched: a launcher started this process for this; False: a person did, and the process is theirs.
 
     Returns:
         the exit code for this process. Under Lockstep's launcher a preempted rank leaves with 0, having said so in its
         file: the agent takes any other code for a failure and would stop the ranks that are still saving.
     """
     facts = rank_facts()
-    alone = facts.launcher == "none"
-    if not alone:
+    if launched:
         die_with_parent()
     # Taken out of the environment: processes that this one starts are no ranks.
     os.environ.pop(LAUNCHER_PID, None)
     folder = os.environ.pop(FAILURES, None)
     log = logs / f"rank-{facts.rank}.log"
-    with to_log(log, on_console=facts.is_main, descriptors=not alone):
-        if not alone:
+    with to_log(log, on_console=facts.is_main, descriptors=launched):
+        if launched:
             faulthandler.enable(file=2)
         try:
             code = work() or EXIT_DONE
@@ -57,21 +57,19 @@ def run_as_worker(work: Callable[[], int | None], *, logs: Path) -> int:
             failure = from_exception(error, facts, log)
         if failure is None:
             return code
-        return _fail(failure, facts, None if folder is None else Path(folder))
+        _tell(failure, facts, None if folder is None else Path(folder))
+        if failure.kind != "preempted" and launched:
+            _leave_at_once(failure.exit_code)
+        return EXIT_DONE if failure.kind == "preempted" and folder is not None else failure.exit_code
 
 
-def _fail(failure: Failure, facts: RankFacts, folder: Path | None) -> int:
+def _tell(failure: Failure, facts: RankFacts, folder: Path | None) -> None:
     if failure.traceback and failure.kind != "usage":
         getattr(sys.stderr, "log", sys.stderr).write(failure.traceback)
-    code = failure.exit_code
     if folder is not None:
         failure.write(folder)
-        code = EXIT_DONE if failure.kind == "preempted" else code
     elif failure.kind != "preempted" and _first_to_fail(facts):
         print_error(failure.error(), failure.traceback)
-    if facts.launcher != "none" and failure.kind != "preempted":
-        _leave_at_once(code)
-    return code
 
 
 def _leave_at_once(code: int) -> None:
@@ -85,7 +83,7 @@ def _leave_at_once(code: int) -> None:
 
 def _first_to_fail(facts: RankFacts) -> bool:
     """Whether no other rank of this machine has failed yet in this attempt: the launcher is their common parent."""
-    if facts.launcher == "none":
+    if facts.world_size == 1:
         return True
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
