@@ -18,8 +18,9 @@ from lockstep import cluster
 from lockstep.config import DataConfig
 from lockstep.data.batches import Assign, StepSource
 from lockstep.data.iterable import IterableSteps
-from lockstep.data.loader import Collate, StepLoader
+from lockstep.data.loader import StepLoader
 from lockstep.data.order import Order, SampleOrder, check_batch_sizes
+from lockstep.data.reader import Collate
 from lockstep.data.sampler import DistributedSampler
 from lockstep.data.sampler_order import SamplerOrder
 from lockstep.errors import UsageError

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lockstep.data.batches import Assign, MicroBatch, StepBatches, batch_length, move
-from lockstep.data.loader import Collate, users_line
+from lockstep.data.reader import Collate, users_line
 from lockstep.data.seeding import outer_states_kept, seed_from
 from lockstep.data.stream import Stream
 from lockstep.errors import RunError, UsageError

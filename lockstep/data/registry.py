@@ -10,8 +10,8 @@ from lockstep.config import DataConfig, load_object
 from lockstep.data.dataset import Data
 from lockstep.data.digits import digits
 from lockstep.data.hugging_face import hugging_face
-from lockstep.data.loader import users_line
 from lockstep.data.python_docs import python_docs
+from lockstep.data.reader import users_line
 from lockstep.data.text import text
 from lockstep.data.tokens import tokens
 from lockstep.errors import LockstepError, UsageError

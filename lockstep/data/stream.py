@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lockstep.data.loader import users_line
+from lockstep.data.reader import users_line
 from lockstep.data.seeding import outer_states_kept, seed_from, tell_epoch
 from lockstep.errors import LockstepError, RunError, UsageError
 
