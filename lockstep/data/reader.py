@@ -5,6 +5,7 @@ micro-batch): see `seeding`. What the user's code raises comes back as a `Failur
 """
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -129,7 +130,8 @@ def draws_nothing(dataset: Any) -> bool:
 
 def users_line(error: BaseException) -> str | None:
     """The deepest line of the traceback that is neither ours nor an installed package's: file:line, function, text."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    here = os.path.dirname(__file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if os.path.dirname(f.filename) != here]
     own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
     if not (own or frames):
         return None

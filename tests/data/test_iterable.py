@@ -217,6 +217,13 @@ def test_an_iterable_that_raises_is_named_with_its_item():
     assert "in samples" in (caught.value.where or "")
 
 
+def test_samples_of_unlike_shapes_are_not_blamed_on_this_package():
+    with pytest.raises(RunError, match="collating micro-batch 0 of step 0 failed") as caught:
+        list(steps_of([torch.zeros(2), torch.zeros(3)]))
+    assert "lockstep" not in (caught.value.where or "")
+    assert "stack expects each tensor to be equal size" in (caught.value.why or "")
+
+
 def test_a_rank_that_wants_no_data_learns_where_epochs_end(reference):
     rows = plain(list(steps_of(Numbers(), wanted=False)))
     assert [row[:5] for row in rows] == [row[:5] for row in reference]
