@@ -1,4 +1,4 @@
-"""Optimizers, learning-rate schedules, batch-size scaling of the learning rate, and gradient clipping.
+"""Optimizers, learning-rate schedules and batch-size scaling of the learning rate.
 
 The schedule is driven by the number of optimizer updates made, so it stands still on a step that the loss scale skips.
 Warm-up is (update + 1) / warmup_steps: the first update never has a learning rate of 0.
@@ -6,13 +6,13 @@ Warm-up is (update + 1) / warmup_steps: the first update never has a learning ra
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -175,9 +175,3 @@ def scaled_learning_rate(rate: float, rule: str, global_batch: int, base_batch: 
     return scaled, (
         f"learning rate {scaled:g} = {rate:g} × {'' if rule == 'linear' else '√'}({global_batch}/{base_batch}) ({rule})"
     )
-
-
-def clip_by_value(gradients: Sequence[Tensor], limit: float) -> None:
-    """Bring every element of the gradients into [−limit, limit], in place."""
-    torch._foreach_clamp_min_(list(gradients), -limit)
-    torch._foreach_clamp_max_(list(gradients), limit)

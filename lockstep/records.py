@@ -32,6 +32,7 @@ class StepRecord:
     samples: int  # in this step, over all ranks
     tokens: Any  # valid targets in this step, over all ranks
     epoch: int = 0
+    clipped: Any = None  # share of the gradient that clipping changed: 1 or 0 (norm), of elements, of units (adaptive)
     skipped: bool = False  # no update was made (overflow under fp16)
     step_seconds: float = 0.0
     tokens_per_second: float = 0.0

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.clipping import clip_adaptively, clip_by_value
 from lockstep.config import GradientClipConfig
 from lockstep.errors import RunError
-from lockstep.optim import Schedule, clip_by_value
+from lockstep.optim import Schedule
 from lockstep.parallel.exact_norm import exact_norm
 from lockstep.parallel.placed import Ledger, Placed, Share
 from lockstep.precision import LossScale
@@ -88,7 +89,7 @@ class Step:
         self.placed.finish_gradients()
         gradients = self.placed.gradients()
         to_mean = (1.0 / self.factor / count).float()
-        norm = self._norm(gradients, count.device) * to_mean
+        norm = self._norm(self.placed.counted_gradients(), count.device) * to_mean
         rate = self._set_learning_rate()
         overflow = self.loss_scale is not None and not math.isfinite(norm.item())
         record = StepRecord(
@@ -101,7 +102,7 @@ class Step:
         if overflow:
             self.progress.skipped.append(self.progress.step)
         else:
-            self._clip_and_scale(gradients, to_mean, norm)
+            record.clipped = self._clip_and_scale(gradients, to_mean, norm)
             self.optimizer.step()
             self.progress.updates += 1
         self.placed.settle(overflow)
@@ -123,17 +124,25 @@ class Step:
             group["lr"] = group["initial_lr"] * factor
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _clip_and_scale(self, gradients: list[Tensor], to_mean: Tensor, norm: Tensor) -> None:
-        """Bring the gradients to the mean loss, clipped; one pass over them for a norm."""
-        if not gradients:
-            return
-        if self.clip.strategy == "norm":
-            to_mean = to_mean * torch.clamp(self.clip.value / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(gradients, to_mean)
-        if self.clip.strategy == "value":
-            clip_by_value(gradients, self.clip.value)
-        elif self.clip.strategy == "adaptive":
-            raise NotImplementedError
+    def _clip_and_scale(self, gradients: list[Tensor], to_mean: Tensor, norm: Tensor) -> Tensor | None:
+        """Bring the gradients to the mean loss, clipped; one pass over them for a norm.
+
+        Returns:
+            the share of the gradient that clipping changed (see `StepRecord.clipped`).
+        """
+        kind, limit, groups = self.clip.strategy, self.clip.value, self.placed.norm_groups
+        clipped = None
+        if kind == "norm":
+            to_mean = to_mean * torch.clamp(limit / (norm + 1e-6), max=1.0)
+            clipped = (norm > limit).float()
+        if gradients:
+            torch._foreach_mul_(gradients, to_mean)
+        if kind == "value":
+            clipped = clip_by_value(gradients, limit, groups, norm.device)
+        elif kind == "adaptive":
+            parameters = self.placed.parameters.values()
+            clipped = clip_adaptively(parameters, limit, groups, norm.device, exact=self.placed.reproducible)
+        return clipped
 
 
 def gradient_norm(gradients: list[Tensor], groups: list[dist.ProcessGroup], device: torch.device) -> Tensor:

@@ -1,0 +1,138 @@
+"""Clipping of gradients by value and per unit; clipping to a global norm is folded into the step's own scaling.
+
+Adaptive clipping bounds each unit's gradient by its weights: g is multiplied by min(1, λ · max(‖w‖, ε) / ‖g‖). A unit
+is what makes one output: a row of a matrix (the first dim), all of a vector. Norms are those of whole units: where
+sharding cuts a unit into pieces, their squares are added over the shards.
+
+Source: Brock, De, Smith, Simonyan 2021, "High-Performance Large-Scale Image Recognition Without Normalization".
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from lockstep.parallel.placed import local
+
+_LEAST_WEIGHT_NORM = 1e-3  # ε: units that start at zero can still grow
+
+
+def clip_by_value(
+    gradients: Sequence[Tensor], limit: float, groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> Tensor:
+    """Bring every element of the gradients into [−limit, limit], in place.
+
+    Args:
+        gradients: this rank's.
+        groups: over which the others are spread.
+
+    Returns:
+        the share of all elements that it changed, 0-dim.
+    """
+    counts = torch.zeros(2, dtype=torch.float64, device=device)
+    for gradient in gradients:
+        counts[0] += (gradient.abs() > limit).sum()
+        counts[1] += gradient.numel()
+    if gradients:
+        torch._foreach_clamp_min_(list(gradients), -limit)
+        torch._foreach_clamp_max_(list(gradients), limit)
+    for group in groups:
+        dist.all_reduce(counts, group=group)
+    return counts[0] / counts[1].clamp(min=1)
+
+
+@torch.no_grad()
+def clip_adaptively(
+    parameters: Iterable[nn.Parameter], ratio: float, groups: Sequence[dist.ProcessGroup], device: torch.device, *,
+    exact: bool = False,
+) -> Tensor:  # fmt: skip
+    """Clip `.grad` of each parameter, unit by unit, in place; every rank of the groups calls it.
+
+    Args:
+        parameters: whole, or DTensors. Those without a gradient are left out, on every rank the same ones.
+        ratio: λ.
+        groups: over which the others are spread.
+        exact: the same bits however units are cut: squares are added as integers.
+
+    Returns:
+        the share of all units that it changed, 0-dim.
+    """
+    tensors = [_Units.of(p) for p in parameters if p.grad is not None]
+    weights = _norms([t.weight for t in tensors], tensors, exact)
+    gradients = _norms([t.gradient for t in tensors], tensors, exact)
+    counts = torch.zeros(2, dtype=torch.float64, device=device)
+    for units, weight, gradient in zip(tensors, weights, gradients, strict=True):
+        scale = torch.clamp(ratio * weight.clamp(min=_LEAST_WEIGHT_NORM) / gradient, max=1.0)
+        target = units.target
+        target.mul_(scale.view(-1, *[1] * (target.ndim - 1)) if target.ndim else scale.squeeze(0))
+        # A unit that is cut counts once on each shard, in the numerator and in the denominator.
+        counts[0] += (scale < 1.0).sum()
+        counts[1] += scale.numel()
+    for group in groups:
+        dist.all_reduce(counts, group=group)
+    return counts[0] / counts[1].clamp(min=1)
+
+
+@dataclass(frozen=True)
+class _Units:
+    """One parameter as [units, elements of a unit], as far as it lies on this rank.
+
+    Attributes:
+        target: the gradient itself, in its own shape.
+        group: over which units are cut into pieces; None: they are whole here.
+        elements: of a whole unit.
+    """
+
+    weight: Tensor
+    gradient: Tensor
+    target: Tensor
+    group: dist.ProcessGroup | None
+    elements: int
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> "_Units":
+        assert parameter.grad is not None
+        weight, gradient = local(parameter.detach()), local(parameter.grad)
+        whole = parameter.shape  # of a DTensor, too
+        elements = math.prod(whole if len(whole) < 2 else whole[1:])
+        rows = (1, -1) if len(whole) < 2 else (gradient.shape[0], gradient.numel() // max(1, gradient.shape[0]))
+        group = None
+        if isinstance(parameter, DTensor):
+            for axis, placement in enumerate(parameter.placements):
+                if isinstance(placement, Shard) and (placement.dim > 0 or len(whole) < 2):
+                    group = parameter.device_mesh.get_group(axis)
+        return cls(weight.reshape(rows), gradient.reshape(rows), gradient, group, elements)
+
+
+def _norms(pieces: list[Tensor], units: list[_Units], exact: bool) -> list[Tensor]:
+    """The norm of each unit, [units] of each tensor, float32."""
+    if not exact:
+        squares = [piece.double().square().sum(1) for piece in pieces]
+        return [s.sqrt().float() for s in _over_shards(squares, units, dist.ReduceOp.SUM)]
+    # Squares in fixed point, multiples of a unit that all shards agree on; integers add up in any order.
+    largest = [p.abs().amax(1) if p.shape[1] else p.new_zeros(p.shape[0]) for p in pieces]
+    largest = _over_shards(largest, units, dist.ReduceOp.MAX)
+    totals = []
+    for piece, top, unit in zip(pieces, largest, units, strict=True):
+        bits = 62 - math.ceil(math.log2(max(2, unit.elements)))
+        coarse = torch.ldexp(torch.ones_like(top, dtype=torch.float64), bits - 2 * torch.frexp(top)[1])
+        totals.append(((piece.double().square() * coarse.unsqueeze(1)).round().long().sum(1), coarse))
+    sums = _over_shards([total for total, _ in totals], units, dist.ReduceOp.SUM)
+    return [(s.double() / coarse).sqrt().float() for s, (_, coarse) in zip(sums, totals, strict=True)]
+
+
+def _over_shards(values: list[Tensor], units: list[_Units], op: dist.ReduceOp.RedOpType) -> list[Tensor]:
+    """Reduce the values of units that are cut, in one all-reduce for each group."""
+    reduced = list(values)
+    groups = {unit.group.group_name: unit.group for unit in units if unit.group is not None}
+    for name, group in groups.items():
+        places = [i for i, unit in enumerate(units) if unit.group is not None and unit.group.group_name == name]
+        flat = torch.cat([values[i] for i in places])
+        dist.all_reduce(flat, op=op, group=group)
+        pieces = torch.split(flat, [values[i].numel() for i in places])
+        reduced = [pieces[places.index(i)] if i in places else value for i, value in enumerate(reduced)]
+    return reduced
