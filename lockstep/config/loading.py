@@ -44,7 +44,9 @@ def config_from(settings: Mapping[str, Any], base: Config | None = None) -> Conf
     Raises:
         UsageError: an unknown key, a wrong value, a contradiction.
     """
-    tree = node_of(base.to_dict() if base is not None else {}, Origin("the config"))
+    # Only what was set: what follows from other keys when unset must still be unset.
+    given = base.model_dump(by_alias=True, exclude_unset=True) if base is not None else {}
+    tree = node_of(given, Origin("the config"))
     for key, value in settings.items():
         tree = _put(tree, key_path(key, key), node_of(value, Origin(f"the setting {key}")), f"the setting {key}")
     return _config(tree, "the configuration")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lockstep import checkpoint, cluster
 from lockstep.config import Config
@@ -40,8 +41,8 @@ class Trainer:
 
     Args:
         model: any `nn.Module`, not wrapped. On `meta` if it has `init_weights()`.
-        optimizer: made over `model.parameters()` and not yet used, or a function `parameters -> optimizer`; unset: as
-            `config.training` says (AdamW).
+        optimizer: made over `model.parameters()` and not yet used, a function `parameters -> optimizer`, or a name;
+            unset: as `config.training` says (AdamW).
         loss_fn: `(outputs, targets) -> loss`; unset: the model's own loss.
         config: the whole config; unset: defaults.
         output_dir: the run directory; unset: nothing is written, except where a path is given.
@@ -53,10 +54,12 @@ class Trainer:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | MakeOptimizer | None = None,
+        self, model: nn.Module, optimizer: Optimizer | MakeOptimizer | str | None = None,
         loss_fn: Callable[..., Tensor] | None = None, *, config: Config | None = None,
         output_dir: str | Path | None = None, **settings: Any,
     ) -> None:  # fmt: skip
+        if isinstance(optimizer, str):
+            settings, optimizer = {**settings, "optimizer": optimizer}, None
         self.config = with_settings(config or Config(), settings)
         self.cluster = cluster.setup(self.config.distributed)
         self.device = self.cluster.device
@@ -72,7 +75,8 @@ class Trainer:
             device=self.device,
             precision=precision,
         )
-        self.optimizer, rate_line = self._make_optimizer(optimizer, before)
+        self._scales_rate = optimizer is None  # a user's optimizer brings its own learning rate
+        self.optimizer, self._rate_line = self._make_optimizer(optimizer, before)
         training = self.config.training
         self.step = Step(
             self.placed,
@@ -87,7 +91,8 @@ class Trainer:
         self.last_record: StepRecord | None = None
         self._nominal_known = False
         self._window: _Window | None = None
-        self.lines = self._lines(f"{mode} ({why_mode})" if why_mode else mode, rate_line)
+        self._precision_line = f"{mode} ({why_mode})" if why_mode else mode
+        self._later_lines: list[str] = []
 
     # ---- the whole run ----
 
@@ -116,6 +121,9 @@ class Trainer:
                 if self.step.stopping:
                     break
             monitor.event("stop", step=self.step.progress.step, reason="preempted" if self.step.stopping else "done")
+        except RuntimeError as error:
+            explain = getattr(source, "explain", None)  # torch raises a data worker's death wherever the loop is
+            raise (explain(error) if explain else None) or error from None
         finally:
             source.close()
             monitor.close()
@@ -237,7 +245,7 @@ class Trainer:
         if found is None:
             return None
         step, _ = state.restore(self, found)
-        self.lines.append(f"goes on after step {step}, from {found}")
+        self._later_lines.append(f"goes on after step {step}, from {found}")
         if self.run_directory is not None and self.is_main_process:
             self.run_directory.forget_after(step)
             self.run_directory.append_event("resume", step=step, checkpoint=str(found))
@@ -276,12 +284,7 @@ class Trainer:
     def _make_optimizer(self, given: Optimizer | MakeOptimizer | None, before: dict[int, str]) -> tuple[Optimizer, str]:
         training = self.config.training
         if given is None:
-            rate, line = scaled_learning_rate(
-                training.learning_rate,
-                training.lr_scaling,
-                self.global_batch_size,
-                training.base_batch_size,
-            )
+            rate, line = self._scaled_rate()
             optimizer = build_optimizer(
                 training.optimizer, self.placed.parameters.values(), learning_rate=rate,
                 weight_decay=training.weight_decay, args=training.optimizer_args, device=self.device,
@@ -299,13 +302,13 @@ class Trainer:
 
     def _source(self, train_data: Any, epochs: int | None) -> tuple[StepSource, int | None]:
         """The steps that are left to do, and the number of the last one, where it is known; sets the schedule."""
+        self._take_batch_size(train_data)
         training = self.config.training
         epochs = epochs or (None if training.max_steps else training.num_train_epochs or 1)
         source = adopt(
             train_data, self.config.data, batch_size=training.batch_size, global_batch_size=self.global_batch_size,
             assign=self.placed.assign, start_step=self.step.progress.step, stop_step=training.max_steps, epochs=epochs,
             seed=training.seed, device=self.device, wanted=self.placed.wants_data, state=self.source_state,
-            own_batch_size="batch_size" not in training.model_fields_set,
         )  # fmt: skip
         per_epoch = source.steps_per_epoch
         total = training.max_steps or (per_epoch * epochs if per_epoch and epochs else None)
@@ -319,8 +322,26 @@ class Trainer:
             training.lr_schedule, total or 0, training.warmup_steps, training.min_lr_ratio, training.wsd_decay_ratio
         )
         if source.notice:
-            self.lines.append(source.notice)
+            self._later_lines.append(source.notice)
         return source, total
+
+    def _take_batch_size(self, data: Any) -> None:
+        """A DataLoader's own batch size stands where the settings name none; the learning rate follows its rule."""
+        own = getattr(data, "batch_size", None) if isinstance(data, DataLoader) else None
+        training = self.config.training
+        if own is None or own == training.batch_size or "batch_size" in training.model_fields_set:
+            return
+        self.config = self.config.replaced({"training.batch_size": own})
+        if self._scales_rate:
+            rate, self._rate_line = self._scaled_rate()
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] = rate
+
+    def _scaled_rate(self) -> tuple[float, str]:
+        training = self.config.training
+        return scaled_learning_rate(
+            training.learning_rate, training.lr_scaling, self.global_batch_size, training.base_batch_size
+        )
 
     def _learn_nominal(self, first: Any, slots: int) -> None:
         """What backward divides by: from the very first micro-batch of the run, which rank 0 has, for all ranks."""
@@ -343,20 +364,23 @@ class Trainer:
             directory.create()
             directory.config.write_text(self.config.to_yaml())
         monitor = Monitor(self.config.monitor, directory, is_main=self.is_main_process, total_steps=total)
-        monitor.say(*self.lines)
-        monitor.event("start", layout=str(self.layout), world_size=self.layout.world_size, lines=self.lines)
+        lines = self._lines()
+        monitor.say(*lines)
+        monitor.event("start", layout=str(self.layout), world_size=self.layout.world_size, lines=lines)
         return monitor
 
-    def _lines(self, precision: str, rate: str) -> list[str]:
+    def _lines(self) -> list[str]:
+        """What is said at start: the strategy first, always by name."""
         training, size = self.config.training, self.layout.data_parallel_size
         total = self.global_batch_size
         return [
-            f"strategy {self.layout} on {self.cluster.facts.world_size} × {self.device.type}, {precision}, "
+            f"strategy {self.layout} on {self.cluster.facts.world_size} × {self.device.type}, {self._precision_line}, "
             f"{self.placed.num_parameters:,} parameters",
             f"global batch {total} = {total // training.batch_size} micro-batches × {training.batch_size}, over {size} "
-            f"data-parallel rank{'s' * (size != 1)}; {rate}",
+            f"data-parallel rank{'s' * (size != 1)}; {self._rate_line}",
             *([self.layout.notice] if self.layout.notice else []),
             *self.placed.notices,
+            *self._later_lines,
         ]
 
     def _evaluates_after(self, step: int, last: bool) -> bool:

@@ -1,0 +1,145 @@
+"""`Trainer` in Python: anyone's model, optimizer, loss and data."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep.errors import RunError, UsageError
+from lockstep.trainer import Trainer
+from tests.parity.toy import Tokens, language_model
+
+
+def regression(samples: int = 50) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 4, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
+
+
+def test_a_plain_model_an_optimizer_and_a_loss_train_as_by_hand() -> None:
+    data, model, reference = regression(), linear(), linear()
+    trainer = Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), batch_size=10, grad_clip=0, max_steps=5,
+        lr_schedule="constant", shuffle=False,
+    )  # fmt: skip
+    records = list(trainer.steps(data))
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for record, (x, y) in zip(records, DataLoader(data, batch_size=10), strict=True):
+        loss = nn.functional.mse_loss(reference(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert float(record.loss) == pytest.approx(loss.item(), rel=1e-6)
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_dataloader_keeps_its_batch_size_and_the_learning_rate_follows() -> None:
+    trainer = Trainer(
+        linear(), loss_fn=nn.MSELoss(), max_steps=1, lr_scaling="linear", base_batch_size=5, learning_rate=0.01
+    )
+    (record,) = list(trainer.steps(DataLoader(regression(), batch_size=10, shuffle=True)))
+    assert trainer.global_batch_size == 10
+    assert record.samples == 10
+    assert record.lr == pytest.approx(0.02)
+
+
+def test_trap_02_a_window_of_training_step_is_one_update() -> None:
+    model = linear()
+    trainer = Trainer(model, loss_fn=nn.MSELoss(), gradient_accumulation_steps=3, batch_size=2)
+    batch = regression()[:2]
+    before = model.weight.detach().clone()
+    for call in range(1, 7):
+        loss = trainer.training_step(batch)
+        assert loss.ndim == 0
+        assert not loss.requires_grad
+        assert trainer.step.progress.updates == call // 3
+        if call == 2:
+            assert torch.equal(before, model.weight)
+
+
+def test_trap_06_evaluation_is_weighted_by_valid_targets() -> None:
+    """Not divided by the accumulation steps, not the mean over batches of means."""
+    trainer = Trainer(language_model("transformer"), gradient_accumulation_steps=4, batch_size=4)
+    loss = trainer.evaluate(Tokens())
+    model = trainer.placed.parts[0].eval()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for sample in Tokens():
+            logits = model(sample["input_ids"][None])
+            total += nn.functional.cross_entropy(logits[0], sample["targets"], reduction="sum").item()
+            count += int((sample["targets"] != -100).sum())
+            if count >= sum(16 - i % 7 for i in range(83)):
+                break
+    assert loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_trap_18_a_model_that_is_wrapped_already_is_refused_with_the_line_to_delete() -> None:
+    with pytest.raises(UsageError, match=r"delete the line model = DataParallel\(model, …\)"):
+        Trainer(nn.DataParallel(linear()), loss_fn=nn.MSELoss())
+
+
+def test_trap_46_records_hold_no_graph() -> None:
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=3, lr_schedule="constant")
+    for record in trainer.steps(regression()):
+        assert not record.loss.requires_grad
+        assert not record.grad_norm.requires_grad
+
+
+def test_trap_61_a_gradient_that_is_no_number_stops_the_run_before_the_parameters_are() -> None:
+    data = regression()
+    data.tensors[0][25] = torch.nan
+    model = linear()
+    trainer = Trainer(model, loss_fn=nn.MSELoss(), batch_size=10, max_steps=5, shuffle=False)
+    with pytest.raises(RunError, match="the gradient norm of step 3 is nan"):
+        list(trainer.steps(data))
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert trainer.step.progress.updates == 2
+
+
+def test_a_checkpoint_carries_the_callers_metadata_and_the_optimizer(tmp_path: Path) -> None:
+    def trainer() -> Trainer:
+        return Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=4, lr_schedule="constant")
+
+    first, whole = trainer(), trainer()
+    list(whole.steps(regression()))
+    for _, record in zip(range(2), first.steps(regression()), strict=False):
+        assert record
+    first.save_checkpoint(tmp_path, metadata={"note": "half way"})
+    second = trainer()
+    assert second.load_checkpoint(tmp_path) == (2, {"note": "half way"})
+    assert [r.step for r in second.steps(regression())] == [3, 4]
+    for mine, theirs in zip(second.placed.parameters.values(), whole.placed.parameters.values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_siz": 3}, "batch_size"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"global_batch_size": 10, "batch_size": 4}, "10 = 2 × 4 \\+ 2"),
+        ({"strategy": "magic"}, "strategy"),
+        ({"optimizer": "adamm"}, "there is no optimizer"),
+    ],
+)
+def test_a_setting_that_is_wrong_is_one_clear_message(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Trainer(linear(), loss_fn=nn.MSELoss(), **settings)
+
+
+def test_an_iterable_without_a_length_needs_max_steps_for_a_schedule() -> None:
+    batches = ((torch.ones(2, 4), torch.ones(2, 1)) for _ in range(3))
+    with pytest.raises(UsageError, match="max_steps"):
+        list(Trainer(linear(), loss_fn=nn.MSELoss()).steps(batches))
+    batches = ((torch.ones(2, 4), torch.ones(2, 1)) for _ in range(3))
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), lr_schedule="constant")
+    assert [r.samples for r in trainer.steps(batches)] == [2, 2, 2]
