@@ -11,8 +11,10 @@ Source: torch.distributed's `env://` and `tcp://` conventions (docs.pytorch.org/
 import atexit
 import datetime
 import hashlib
+import ipaddress
 import logging
 import os
+import socket
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Literal, overload
 from urllib.parse import urlparse
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -237,6 +240,43 @@ def _warn_of_nccl_timeout(facts: RankFacts) -> None:
         )
 
 
+# ---- addresses ----
+
+
+def address_towards(host: str) -> str | None:
+    """This machine's address on the way to `host`; None where the name doesn't resolve or there is no way."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing: it only looks up the route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def gloo_interface(host: str) -> dict[str, str]:
+    """GLOO_SOCKET_IFNAME, where gloo has to be told.
+
+    gloo offers its peers the address that the host's own name resolves to. Where that is the loopback, as on Debian and
+    in containers, other machines can't reach it; the interface towards `host`, the machine of rank 0, is the right one.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    own, towards = address_towards(socket.gethostname()), address_towards(host)
+    if towards is None or _is_loopback(towards) or (own is not None and not _is_loopback(own)):
+        return {}
+    names = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(address.address.partition("%")[0] == towards for address in addresses)
+    ]
+    return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
 # ---- rendezvous ----
 
 
@@ -282,6 +322,8 @@ def _rendezvous(config: DistributedConfig, facts: RankFacts, timeout: datetime.t
             f"distributed.init_method {config.init_method!r} is neither env:// nor tcp://HOST:PORT",
             fix="leave it out: the launcher knows the address",
         )
+    if facts.num_nodes > 1:
+        os.environ.update(gloo_interface(method.hostname or os.environ["MASTER_ADDR"]))
     store.set_timeout(timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"lockstep/attempt-{attempt}", store)

@@ -151,7 +151,7 @@ def launch(job: Job, options: LaunchOptions, processes: int) -> int:
     job.logs.mkdir(parents=True, exist_ok=True)
     failures = _failures_folder(job.logs, options)
     try:
-        with environment_with(_environment(job, failures, processes)):
+        with environment_with(_environment(job, options, failures, processes)):
             return _run_agent(job, options, processes, failures)
     except LockstepError as error:
         print_error(error)
@@ -210,16 +210,19 @@ def _worker_spec(job: Job, options: LaunchOptions, processes: int) -> Any:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+    from lockstep.cluster import address_towards
+
     fewest, most = options.nodes
     numbered = options.rdzv_endpoint is None and (most > 1 or options.master_port is not None)
     conf: dict[str, Any] = {"timeout": 900, **options.rdzv_conf}
     local_address = None
     if numbered:
         conf["rank"] = options.node_rank or 0
-    elif most == 1 and options.rdzv_endpoint is None:
-        local_address = "127.0.0.1"  # the host's name may not resolve, as in some containers
-    elif "is_host" not in conf and _is_host(options):
-        conf["is_host"] = "true"
+    else:
+        # The ranks meet at an address of the machine with rank 0; its host's name may not resolve elsewhere, or here.
+        local_address = address_towards(_endpoint(options).rsplit(":", 1)[0])
+        if "is_host" not in conf and _is_host(options):
+            conf["is_host"] = "true"
     parameters = RendezvousParameters(
         backend="static" if numbered else "c10d",
         endpoint=_endpoint(options),
@@ -284,10 +287,13 @@ def _failures_folder(logs: Path, options: LaunchOptions) -> Path:
     return folder
 
 
-def _environment(job: Job, failures: Path, processes: int) -> dict[str, str]:
-    from lockstep.cluster import threads_per_rank
+def _environment(job: Job, options: LaunchOptions, failures: Path, processes: int) -> dict[str, str]:
+    from lockstep.cluster import gloo_interface, threads_per_rank
 
-    added = {LAUNCHER_PID: str(os.getpid()), FAILURES: str(failures.absolute()), **job.environment}
+    added = {LAUNCHER_PID: str(os.getpid()), FAILURES: str(failures.absolute())}
+    if options.several_nodes:
+        added |= gloo_interface(_endpoint(options).rsplit(":", 1)[0])
+    added |= job.environment
     if "OMP_NUM_THREADS" not in os.environ:
         added.setdefault("OMP_NUM_THREADS", str(threads_per_rank(processes)))
     return added

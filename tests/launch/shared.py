@@ -1,0 +1,85 @@
+"""Scripts under the launcher, as their users would start them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.ranks import REPOSITORY
+
+CLEAN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+
+
+@dataclass
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    def log(self, rank: int) -> str:
+        return (self.folder / f"runs/script/logs/rank-{rank}.log").read_text()
+
+    def said(self, rank: int) -> dict[str, object]:
+        """What the rank left in `said-RANK.json`."""
+        found: dict[str, object] = json.loads((self.folder / f"said-{rank}.json").read_text())
+        return found
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's, without what a launcher sets."""
+    kept = {name: value for name, value in os.environ.items() if name not in CLEAN}
+    path = f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return kept | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | more
+
+
+def start(folder: Path, *command: str, **more: str) -> subprocess.Popen[str]:
+    """Start `python -m lockstep COMMAND` in `folder`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *command],
+        cwd=folder,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], folder: Path, timeout: float = 100) -> Ended:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return Ended(process.returncode, out, err, folder)
+
+
+def lockstep(folder: Path, *command: str, **more: str) -> Ended:
+    return finish(start(folder, *command, **more), folder)
+
+
+def script(folder: Path, text: str) -> None:
+    """Write `script.py`. Without an import of torch its ranks start in a tenth of a second."""
+    helper = "import json, os, signal, sys, time\nRANK = int(os.environ['RANK'])\n"
+    say = "def say(**what):\n    open(f'said-{RANK}.json', 'w').write(json.dumps(what))\n"
+    (folder / "script.py").write_text(helper + say + text)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,285 @@
+"""The launcher on one machine, with real processes."""
+
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.launch import local
+from lockstep.launch.local import LaunchOptions, how_many
+from tests.launch.conftest import Launch
+from tests.launch.shared import Ended, alive, environment, finish, lockstep, script, start, wait_for
+from tests.ranks import free_port
+
+
+@pytest.fixture(scope="module")
+def went_well(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Two ranks that end well, having said what they found around them."""
+    folder = tmp_path_factory.mktemp("well")
+    script(
+        folder,
+        """
+print("out of rank", RANK)
+print("err of rank", RANK, file=sys.stderr)
+os.system("echo a subprocess of rank $RANK")
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+         "OMP_NUM_THREADS")
+say(arguments=sys.argv[1:], main=__name__, **{name: os.environ.get(name) for name in names})
+""",
+    )
+    return lockstep(folder, "launch", "--nproc_per_node", "2", "script.py", "--nproc-per-node=9", "x_y", "--a_b")
+
+
+def test_ranks_know_their_place(went_well: Ended) -> None:
+    assert went_well.code == 0, went_well.err
+    for rank in (0, 1):
+        said = went_well.said(rank)
+        assert said["RANK"] == said["LOCAL_RANK"] == str(rank)
+        assert said["WORLD_SIZE"] == said["LOCAL_WORLD_SIZE"] == "2"
+        assert said["main"] == "__main__"
+
+
+def test_arguments_after_the_script_are_its_own(went_well: Ended) -> None:
+    assert went_well.said(1)["arguments"] == ["--nproc-per-node=9", "x_y", "--a_b"]
+
+
+def test_trap_32_one_port_for_all_ranks_chosen_by_the_launcher(went_well: Ended) -> None:
+    """Rank 0 picks a free port that the others can't know. The launcher picks it, and all ranks are told the same."""
+    assert went_well.said(0)["MASTER_PORT"] == went_well.said(1)["MASTER_PORT"] != "29500"
+
+
+def test_every_rank_writes_its_log_and_rank_0_the_console(went_well: Ended) -> None:
+    assert "out of rank 0" in went_well.out
+    assert "err of rank 0" in went_well.err
+    assert "rank 1" not in went_well.out + went_well.err
+    for rank in (0, 1):
+        for line in (f"out of rank {rank}", f"err of rank {rank}", f"a subprocess of rank {rank}"):
+            assert line in went_well.log(rank)
+
+
+def test_cores_are_shared_out(went_well: Ended) -> None:
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert went_well.said(0)["OMP_NUM_THREADS"] == str(share)
+
+
+def test_trap_33_the_number_of_processes_is_said_and_is_never_the_number_of_cores(
+    went_well: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--nproc-per-node=auto` without a GPU means the number of cores to torchrun. Here it is one, and it is said."""
+    assert went_well.out.startswith("lockstep: script.py: 2 processes (as asked)\n")
+    monkeypatch.setattr(local, "count_gpus", lambda: 0)
+    for asked in (None, "auto"):
+        number, why = how_many(LaunchOptions(nproc_per_node=asked))
+        assert number == 1
+        assert "no GPU" in why
+    monkeypatch.setattr(local, "count_gpus", lambda: 8)
+    assert how_many(LaunchOptions())[0] == 8
+    assert how_many(LaunchOptions(), use_gpus=False)[0] == 1
+    assert how_many(LaunchOptions(), alone="strategy single is one process") == (1, "strategy single is one process")
+    assert how_many(LaunchOptions(nproc_per_node="4"), alone="strategy single is one process")[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"nproc_per_node": "0"}, "--nproc-per-node"),
+        ({"nproc_per_node": "two"}, "--nproc-per-node"),
+        ({"nnodes": "0"}, "--nnodes"),
+        ({"nnodes": "4:2"}, "--nnodes"),
+        ({"nnodes": "2"}, "--rdzv-endpoint"),
+        ({"nnodes": "2", "master_addr": "h"}, "--node-rank"),
+        ({"nnodes": "1:2", "master_addr": "h", "node_rank": 0}, "--rdzv-endpoint"),
+        ({"nnodes": "2", "master_addr": "h", "node_rank": 2}, "--node-rank"),
+        ({"max_restarts": -1}, "--max-restarts"),
+        ({"master_port": 70000}, "--master-port"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_by_name(options: dict[str, object], word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        LaunchOptions(**options).check()  # type: ignore[arg-type]
+
+
+def test_the_first_cause_is_told_once(tmp_path: Path, launch: Launch) -> None:
+    """Rank 0's connection to rank 1 is gone, and it says so first: that is no cause."""
+    script(
+        tmp_path,
+        """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def inner():
+    raise ValueError("the loss is no number")
+if RANK == 1:
+    open("gone", "w").close()
+    time.sleep(0.05)
+    inner()
+while not os.path.exists("gone"):
+    time.sleep(0.001)
+raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:64706")
+""",
+    )
+    ended = launch("--nproc-per-node", "2", "script.py")
+    assert ended.code == 1
+    assert ended.err.startswith("lockstep: rank 1 of 2 failed: ValueError: the loss is no number\n"), ended.err
+    assert ended.err.count("lockstep:") == 1
+    assert re.search(r"where: host .*, script.py:8", ended.err)
+    assert "script.py:8 in inner" in ended.err
+    assert "Traceback" not in ended.err
+    assert "runs/script/logs/rank-1.log" in ended.err
+    assert "Traceback" in ended.log(1)
+    assert "ChildFailedError" not in ended.err
+
+
+def test_a_users_error_is_one_message_and_2_and_never_restarted(tmp_path: Path, launch: Launch) -> None:
+    script(
+        tmp_path,
+        """
+from lockstep.errors import UsageError
+open("attempts", "a").write("x")
+raise UsageError("the mesh is 3 × 2, but there are 2 ranks", where="distributed", fix="set shard_size: 2")
+""",
+    )
+    ended = launch("--nproc-per-node", "2", "--max-restarts", "3", "script.py")
+    assert ended.code == 2
+    assert ended.err == (
+        "lockstep: the mesh is 3 × 2, but there are 2 ranks\n  where: distributed\n  do: set shard_size: 2\n"
+    )
+    assert len((tmp_path / "attempts").read_text()) <= 2
+
+
+def test_a_killed_rank_is_named_and_ranks_are_started_again(tmp_path: Path, launch: Launch) -> None:
+    script(
+        tmp_path,
+        """
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+port = os.environ["MASTER_PORT"]
+open(f"port-{attempt}", "w").write(port)
+if attempt == 0 and RANK == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if attempt == 0:
+    time.sleep(60)
+if attempt == 1 and RANK == 0:
+    os._exit(7)
+if attempt == 1:
+    time.sleep(60)
+""",
+    )
+    ended = launch("--nproc-per-node", "2", "--max-restarts", "2", "script.py")
+    assert ended.code == 0, ended.err
+    assert "rank 1 of 2 failed: killed by SIGKILL" in ended.err
+    assert "rank 0 of 2 failed: the program left with code 7" in ended.err
+    assert ended.err.count("starting the ranks again") == 2
+    ports = [(tmp_path / f"port-{attempt}").read_text() for attempt in range(3)]
+    assert len(set(ports)) == 3, "ranks started anew must not read what dead ranks left in the store"
+    events = (tmp_path / "runs/script/events.jsonl").read_text()
+    assert events.count('"kind": "restart"') == 2
+
+
+def test_preempted_ranks_may_take_their_time_and_the_code_is_75(tmp_path: Path) -> None:
+    """Rank 1 has saved and left long before rank 0 has: rank 0 must not be stopped for that, nor anything restarted."""
+    script(
+        tmp_path,
+        """
+def stop(*_):
+    time.sleep(0.1 if RANK == 1 else 1.5)
+    say(saved=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+open(f"ready-{RANK}", "w").close()
+time.sleep(60)
+""",
+    )
+    process = start(tmp_path, "launch", "--nproc-per-node", "2", "--max-restarts", "3", "script.py")
+    wait_for(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)))
+    process.send_signal(signal.SIGTERM)
+    ended = finish(process, tmp_path)
+    assert ended.code == 75, ended.err
+    assert ended.said(0) == ended.said(1) == {"saved": True}
+    assert ended.err == ""
+
+
+def test_ranks_that_ignore_the_signal_end_with_the_second(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+say(pid=os.getpid())
+time.sleep(60)
+""",
+    )
+    process = start(tmp_path, "launch", "--nproc-per-node", "2", "script.py")
+    wait_for(lambda: all((tmp_path / f"said-{rank}.json").exists() for rank in (0, 1)))
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    ended = finish(process, tmp_path, timeout=10)
+    assert ended.code == 1
+    assert ended.err.startswith("lockstep: stopped by SIGINT"), ended.err
+    assert not any(alive(int(str(ended.said(rank)["pid"]))) for rank in (0, 1))
+
+
+def test_trap_56_no_worker_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    """torchrun's workers live on when its agent is killed, and hold the GPUs."""
+    script(tmp_path, "say(pid=os.getpid())\ntime.sleep(60)\n")
+    process = start(tmp_path, "launch", "--nproc-per-node", "2", "script.py")
+    said = [tmp_path / f"said-{rank}.json" for rank in (0, 1)]
+    wait_for(lambda: all(path.exists() and path.read_text() for path in said))
+    process.kill()
+    ended = finish(process, tmp_path)
+    wait_for(lambda: not any(alive(int(str(ended.said(rank)["pid"]))) for rank in (0, 1)), seconds=5)
+
+
+def test_a_port_in_use_is_one_message(tmp_path: Path, launch: Launch) -> None:
+    script(tmp_path, "")
+    port = free_port()
+    with socket.socket() as taken:
+        taken.bind(("", port))
+        taken.listen()
+        ended = launch("--nproc-per-node", "2", "--master-port", str(port), "script.py")
+    assert ended.code == 2
+    assert ended.err.startswith(f"lockstep: port {port} is in use on this machine"), ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_one_process_runs_here(tmp_path: Path) -> None:
+    """Without a launcher's process in between; its error is told as any other."""
+    script(tmp_path, "say(parent=os.getppid(), world=os.environ['WORLD_SIZE'])\nprint('hello')\nraise KeyError('x')\n")
+    process = start(tmp_path, "launch", "script.py")
+    ended = finish(process, tmp_path)
+    assert ended.said(0) == {"parent": os.getpid(), "world": "1"}
+    assert ended.code == 1
+    assert ended.out == ("lockstep: script.py: 1 process (no GPU is visible; --nproc-per-node N starts more)\nhello\n")
+    assert ended.err.startswith("lockstep: KeyError: 'x'\n"), ended.err
+    assert "hello" in ended.log(0)
+
+
+def test_rank_0_has_the_terminal(tmp_path: Path) -> None:
+    """A live display needs one, and must not fill the log."""
+    script(tmp_path, "print('terminal', sys.stdout.isatty(), flush=True)\n")
+    primary, secondary = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "2", "script.py"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=secondary,
+        stderr=secondary,
+    )
+    os.close(secondary)
+    shown = b""
+    try:
+        while chunk := os.read(primary, 4096):
+            shown += chunk
+    except OSError:  # the terminal's other side is closed
+        pass
+    assert process.wait(60) == 0, shown
+    assert b"terminal True" in shown
+    assert shown.count(b"terminal") == 1
+    assert "terminal False" in (tmp_path / "runs/script/logs/rank-1.log").read_text()

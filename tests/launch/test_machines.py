@@ -1,0 +1,127 @@
+"""Several machines, as several launchers on this one or in network namespaces."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.local import LaunchOptions, _is_host
+from tests.launch.conftest import Launch
+from tests.launch.shared import Ended, environment, finish, script, start
+from tests.ranks import free_port
+
+
+def two_machines(folder: Path, *options: str, numbered: bool) -> list[Ended]:
+    number = ("--node-rank", "{}") if numbered else ()
+    command = ["launch", "--nproc-per-node", "2", "--nnodes", "2", *number, *options, "script.py"]
+    processes = [start(folder, *(word.format(node) for word in command)) for node in (0, 1)]
+    return [finish(process, folder) for process in processes]
+
+
+def test_trap_30_a_rank_is_no_machine_number(tmp_path: Path) -> None:
+    """RANK taken for the machine's number: two worlds with the same ranks. rank = node_rank · nproc + local rank."""
+    script(tmp_path, "say(**{name: os.environ[name] for name in ('GROUP_RANK', 'LOCAL_RANK', 'WORLD_SIZE')})\n")
+    ended = two_machines(tmp_path, "--master-addr", "127.0.0.1", "--master-port", str(free_port()), numbered=True)
+    assert [e.code for e in ended] == [0, 0], ended
+    for rank in range(4):
+        expected = {"GROUP_RANK": str(rank // 2), "LOCAL_RANK": str(rank % 2), "WORLD_SIZE": "4"}
+        assert ended[0].said(rank) == expected
+    assert "2 processes on this machine" in ended[1].out
+    assert "waiting for 2 machines at 127.0.0.1:" in ended[0].err
+
+
+def test_the_first_cause_is_told_where_it_was_not_too(tmp_path: Path) -> None:
+    """A rank fails on one machine; the other's launcher, which only sees a lost connection, names it too."""
+    script(
+        tmp_path,
+        """
+if RANK == 3:
+    open("gone", "w").close()
+    raise ValueError("the disk is full")
+while not os.path.exists("gone"):
+    time.sleep(0.01)
+time.sleep(0.2)
+raise RuntimeError("Connection reset by peer")
+""",
+    )
+    ended = two_machines(tmp_path, "--rdzv-endpoint", f"localhost:{free_port()}", numbered=False)
+    assert [e.code for e in ended] == [1, 1]
+    for one in ended:
+        assert "rank 3 of 4 failed: ValueError: the disk is full" in one.err, one.err
+        assert one.err.count("failed:") == 1
+
+
+def test_trap_35_a_machine_that_waits_for_another_says_so_and_ends(tmp_path: Path, launch: Launch) -> None:
+    """A shell that starts node 0 and then node 1 never gets to node 1. Node 0 says so, and ends."""
+    script(tmp_path, "")
+    port = str(free_port())
+    ended = launch(
+        "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port,
+        "--rdzv-conf", "timeout=2", "script.py",
+    )  # fmt: skip
+    assert ended.code == 1
+    assert f"waiting for 2 machines at 127.0.0.1:{port}; start this command on each of them" in ended.err
+    assert f"lockstep: the machines did not meet at 127.0.0.1:{port}" in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.fixture
+def two_namespaces() -> Iterator[tuple[str, str]]:
+    """Two hosts 10.77.0.1 and 10.77.0.2 with a link between them."""
+    mine = os.getpid()
+    names = (f"lockstep-{mine}-a", f"lockstep-{mine}-b")
+    links = (f"lsa{mine}", f"lsb{mine}")
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", links[0], "netns", names[0], "type", "veth", "peer", "name", links[1], "netns", names[1])
+        for number, (name, link) in enumerate(zip(names, links, strict=True), start=1):
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", link)
+            ip("-n", name, "link", "set", link, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_trap_37_a_namespace_knows_its_own_address(tmp_path: Path, two_namespaces: tuple[str, str]) -> None:
+    """The library compares the endpoint with what the host's name resolves to, and in a namespace finds no host."""
+    script(
+        tmp_path,
+        """
+import socket
+socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5).close()
+say(world=os.environ["WORLD_SIZE"], gloo=os.environ["GLOO_SOCKET_IFNAME"])
+""",
+    )
+    processes = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "1",
+             "--nnodes", "2", "--rdzv-endpoint", "10.77.0.1:29500", "script.py"],
+            cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for name in two_namespaces
+    ]  # fmt: skip
+    ended = [finish(process, tmp_path, timeout=60) for process in processes]
+    assert [e.code for e in ended] == [0, 0], ended
+    said = [ended[0].said(rank) for rank in (0, 1)]
+    assert [one["world"] for one in said] == ["2", "2"]
+    assert {one["gloo"] for one in said} == {f"lsa{os.getpid()}", f"lsb{os.getpid()}"}
+
+
+def test_trap_37_the_user_has_the_last_word() -> None:
+    """With numbered machines the first one hosts, whatever names resolve to."""
+    endpoint = "203.0.113.7:29500"
+    assert _is_host(LaunchOptions(nnodes="2", rdzv_endpoint=endpoint, node_rank=0))
+    assert not _is_host(LaunchOptions(nnodes="2", rdzv_endpoint=endpoint, node_rank=1))
+    assert not _is_host(LaunchOptions(nnodes="2", rdzv_endpoint=endpoint))
