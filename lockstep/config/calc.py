@@ -16,6 +16,7 @@ from lockstep.errors import UsageError
 
 Number = int | float
 MAX_POWER = 1024
+MAX_BITS = 1024
 MAX_LENGTH = 1000
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -81,6 +82,8 @@ def _value(node: ast.expr, lookup: Callable[[str], Number]) -> Number:
 def _number(value: Any) -> Number:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{value!r} is not a number")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise ValueError("the result is too large")
     return value
 
 

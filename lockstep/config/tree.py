@@ -7,7 +7,7 @@ Keys are text. Duplicate keys are refused. Anchors, aliases and `<<` merge keys 
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import yaml
@@ -35,6 +35,7 @@ class Node:
 
     value: Any
     origin: Origin
+    blank: bool = False  # null because nothing is written, `training:` with comments only
 
     def plain(self) -> Any:
         """The same without origins."""
@@ -87,9 +88,9 @@ def node_of(value: Any, origin: Origin) -> Node:
 
 
 def merge(base: Node, over: Node) -> Node:
-    """`over` laid on `base`: mappings key by key, anything else replaced. An empty mapping or null over a mapping
-    (a section whose lines are all comments) leaves it as it is."""
-    if isinstance(base.value, dict) and over.value is None:
+    """`over` laid on `base`: mappings key by key, anything else replaced. Nothing over a mapping (a section
+    whose lines are all comments) leaves it as it is; `null` replaces it."""
+    if isinstance(base.value, dict) and over.blank:
         return base
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
@@ -199,7 +200,8 @@ class _Builder:
         if isinstance(node, yaml.SequenceNode):
             return Node([self.build(child) for child in node.value], origin)
         tagged = not node.tag.startswith(_TAG)
-        return Node(node.value if tagged else _scalar(node.tag, node.value, origin), origin)
+        value = node.value if tagged else _scalar(node.tag, node.value, origin)
+        return Node(value, origin, blank=value is None and not node.value)
 
     def _mapping(self, node: yaml.MappingNode, origin: Origin) -> Node:
         built: dict[str, Node] = {}
@@ -212,7 +214,7 @@ class _Builder:
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
                 raise UsageError("a key should be text", where=str(where))
-            key, value = str(key_node.value), Node(self.build(value_node).value, where)  # it is where its key is
+            key, value = str(key_node.value), replace(self.build(value_node), origin=where)  # it is where its key is
             if key in built:
                 value = self._again(key, built[key], value, lines[key], where)
             built[key], lines[key] = value, where

@@ -39,6 +39,13 @@ def test_extends_merges_deeply_relative_to_the_file(tmp_path: Path) -> None:
     assert (config.model.name, config.model.args) == ("bdh", {"n_layer": 2, "n_head": 4})
 
 
+def test_a_section_of_comments_keeps_what_the_parent_says_and_null_does_not(tmp_path: Path) -> None:
+    written(tmp_path, "training: {seed: 5}\nloss_fn: {name: a.b:C, args: {d: 1}}\n", "base.yaml")
+    config = loaded(tmp_path, "extends: base.yaml\ntraining:\n  # seed: 6\nloss_fn: null\n")
+    assert config.training.seed == 5
+    assert config.loss_fn is None
+
+
 @pytest.mark.parametrize("name", [*shipped_names(), "trainers/accel_trainer.yaml", "trainers/pipeline_trainer.yaml"])
 def test_every_config_that_ships_can_be_loaded_and_extended(name: str, tmp_path: Path) -> None:
     config = load_config(name)
@@ -106,6 +113,7 @@ def test_from_file(tmp_path: Path) -> None:
         ("checkpoint:\n  max_steps: 3\n", 2, "checkpoint.max_steps", "training.max_steps"),
         ("monitor:\n  callbacks:\n    - name: a:B\n      arg: 1\n", 4, "monitor.callbacks[0].arg", "args"),
         ("training:\n  per_device_train_batch_size: 4\n", 2, "training.per_device_train_batch_size", "batch_size"),
+        ("distributed:\n  fsdp: {shrding: x}\n", 2, "distributed.fsdp.shrding", "distributed.fsdp.sharding_strategy"),
         ("training:\n  zzz: 4\n", 2, "training.zzz", "max_steps"),
         ("training:\n  async_: 4\n", 2, "training.async_", "async"),
     ],

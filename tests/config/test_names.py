@@ -135,7 +135,9 @@ def test_values_of_the_guides_are_answered() -> None:
 
 
 def test_the_longest_match_speaks() -> None:
-    assert advice_for("zero_optimization.stage") != advice_for("zero_optimization")
+    num_steps = advice_for("accelerator_args.gradient_accumulation_plugin.num_steps")
+    assert num_steps == "write training.gradient_accumulation_steps"
+    assert advice_for("num_steps") == "write training.max_steps"
     assert advice_for("unheard_of") is None
 
 

@@ -158,11 +158,18 @@ def test_loading_the_schema_loads_neither_torch_nor_jinja() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
+def test_text_that_reads_like_a_template_is_written_as_text(tmp_path: Path) -> None:
+    args = {"a": "as !calc '{{ x }}'", "-- block b": "{{ y }}", "c": "x\n\n-- extends 'z'\n", "!list": float("inf")}
+    config = config_from({"model.args": args})
+    assert load_config(written(tmp_path, config.to_yaml())).model.args == args
+
+
 # ---- a config that is written and read is the same config ----
 
 awkward = st.sampled_from(
     ["yes", "on", "null", "~", "2e-4", "1_000", "0x1f", "012", "1.0", ".5", "a: b", "- a", "# no", "2020-01-01", "<<",
-     "!x", "&a", "*a", "-- block x", "== super()", "{{ x }}", "a\nb", " a ", "", "true", "é\t√", "=", "|", "'", '"']
+     "!x", "&a", "*a", "-- block x", "== super()", "{{ x }}",
+     "a !calc '{{ x }}'", "a\nb", " a ", "", "true", "é\t√", "=", "|", "'", '"']
 )  # fmt: skip
 texts = awkward | st.text(st.characters(blacklist_categories=["Cs", "Cc", "Co"]), max_size=20)
 scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | texts

@@ -69,7 +69,7 @@ def test_super_may_stand_deeper_than_the_block(tmp_path: Path) -> None:
 def test_blocks_within_blocks(tmp_path: Path) -> None:
     written(
         tmp_path,
-        "-- block all\nmodel:\n  args:\n    -- block inner\n    a: 1\n    -- endblock\n    z: 9\n-- endblock all\n",
+        "model:\n  -- block all\n  args:\n    -- block inner\n    a: 1\n    -- endblock\n    z: 9\n  -- endblock all\n",
         "base.yaml",
     )
     config = loaded(
@@ -82,6 +82,7 @@ def test_text_outside_the_blocks_is_laid_over_the_result(tmp_path: Path) -> None
     config = loaded(
         tmp_path,
         """\
+---
 -- extends 'trainers/fsdp.yaml'
 -- set layers = 3
 model:
