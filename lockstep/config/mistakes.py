@@ -38,7 +38,8 @@ def from_validation(error: ValidationError, tree: Node) -> list[Mistake]:
         path = _written(details["loc"], tree, unknown=details["type"] == "extra_forbidden")
         if path not in found:
             found[path] = _mistakes(details, path, tree)
-    return [mistake for mistakes in found.values() for mistake in mistakes]
+    order = {path: number for number, (path, _) in enumerate(tree.walk())}  # as in the file
+    return [mistake for path in sorted(found, key=lambda path: order.get(path, 0)) for mistake in found[path]]
 
 
 def unknown_key(path: Path, tree: Node) -> list[Mistake]:
