@@ -1,0 +1,285 @@
+"""Which steps are read, what sinks get, and that none of them stops a run."""
+
+import gc
+import json
+import logging
+import sys
+import types
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config import MonitorConfig
+from lockstep.errors import UsageError
+from lockstep.monitor import JsonLogger, Meters, Monitor, memory_in_use
+from lockstep.records import RunDirectory, StepRecord, read_lines
+
+
+class OnDevice:
+    """A number that is still on the device: counts how often the host waits for it."""
+
+    waits = 0
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def detach(self) -> "OnDevice":
+        return self
+
+    def item(self) -> float:
+        type(self).waits += 1
+        return self.value
+
+    def __radd__(self, other: float) -> "OnDevice":
+        return OnDevice(self.value + other)
+
+    def __add__(self, other: "OnDevice") -> "OnDevice":
+        return OnDevice(self.value + other.value)
+
+
+def record(step: int, **fields: Any) -> StepRecord:
+    given: dict[str, Any] = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "samples": 8, "tokens": 64}
+    return StepRecord(step=step, **{**given, **fields})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    return directory
+
+
+def config(**fields: Any) -> MonitorConfig:
+    return MonitorConfig.model_validate({"log_steps": 10, "sinks": ["jsonl"], **fields})
+
+
+def user_module(monkeypatch: pytest.MonkeyPatch, **content: Any) -> None:
+    module = types.ModuleType("users_own")
+    for name, value in content.items():
+        setattr(module, name, value)
+    monkeypatch.setitem(sys.modules, "users_own", module)
+
+
+def test_trap_46_numbers_are_read_on_logged_steps_only(run: RunDirectory) -> None:
+    """`.item()` on every step makes the host wait for the device on every step."""
+    OnDevice.waits = 0
+    monitor = Monitor(config(), run, is_main=True, total_steps=35)
+    for step in range(1, 36):
+        monitor.on_step(record(step, loss=OnDevice(step), grad_norm=OnDevice(1.0), tokens=OnDevice(64)))
+    monitor.close()
+    rows = run.read_metrics()
+    assert [row["step"] for row in rows] == [1, 10, 20, 30, 35], "every tenth, the first and the last"
+    assert OnDevice.waits == len(rows) * 4, "loss, norm, tokens of the step, tokens of the interval"
+
+
+def test_trap_46_no_graph_is_kept_alive(run: RunDirectory) -> None:
+    """A loss that is held, or added up, with its graph keeps every step's activations."""
+    monitor = Monitor(config(log_steps=100), run, is_main=True)
+    graphs = []
+    for step in range(1, 4):
+        weight = torch.ones(3, requires_grad=True)
+        loss = (weight * 2).sum()
+        graphs.append(weakref.ref(weight))
+        monitor.on_step(record(step, loss=loss, tokens=loss * 1))
+        del loss, weight
+    gc.collect()
+    assert [graph() for graph in graphs] == [None] * 3
+    monitor.close()
+
+
+def test_the_last_step_is_logged_though_nobody_knew_that_it_is_the_last(run: RunDirectory) -> None:
+    monitor = Monitor(config(), run, is_main=True)
+    for step in range(7, 14):
+        monitor.on_step(record(step, loss=torch.tensor(float(step))))
+    monitor.close()
+    monitor.close()
+    assert [row["step"] for row in run.read_metrics()] == [7, 10, 13]
+
+
+def test_other_ranks_write_nothing_and_read_nothing(run: RunDirectory) -> None:
+    OnDevice.waits = 0
+    monitor = Monitor(config(sinks=["console", "jsonl", "tensorboard"]), run, is_main=False)
+    for step in range(1, 21):
+        monitor.on_step(record(step, loss=OnDevice(1.0), tokens=OnDevice(1)))
+    monitor.event("start")
+    monitor.close()
+    assert OnDevice.waits == 0
+    assert not run.metrics.exists()
+    assert not run.events.exists()
+
+
+def test_rows_hold_what_the_interval_was_like(run: RunDirectory) -> None:
+    monitor = Monitor(config(), run, is_main=True)
+    for step in range(1, 11):
+        monitor.on_step(record(step, tokens=torch.tensor(64), loss=torch.tensor(float("nan"))))
+    monitor.on_eval({"step": 10, "eval_loss": 1.5})
+    monitor.close()
+    *_, last, evaluation = run.read_metrics()
+    assert last["loss"] == "nan"
+    assert last["tokens"] == 64
+    assert last["step_seconds"] > 0
+    assert last["tokens_per_second"] == pytest.approx(64 / last["step_seconds"])
+    assert last["memory_bytes"] > 10_000_000
+    assert evaluation["eval_loss"] == 1.5
+
+
+def test_meters_average_over_the_interval_and_leave_out_pauses() -> None:
+    now = [0.0]
+    meters = Meters(clock=lambda: now[0])
+    for step in range(4):
+        now[0] += 0.5
+        meters.count(record(step, tokens=torch.tensor(100)))
+    assert meters.read() == (0.5, 200.0)
+    now[0] += 2.0
+    meters.count(record(5, tokens=100))
+    now[0] += 10.0
+    meters.pause(10.0)
+    assert meters.read() == (2.0, 50.0)
+    assert meters.read() == (0.0, 0.0)
+
+
+def test_memory_is_this_ranks_own() -> None:
+    held, there = memory_in_use()
+    assert 10_000_000 < held < there
+
+
+def test_a_sink_that_fails_is_said_once_and_stops_nothing(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = []
+
+    def broken(step: StepRecord) -> None:
+        raise ConnectionError("the server is away")
+
+    def working(step: StepRecord) -> None:
+        seen.append((step.step, step.loss))
+
+    user_module(monkeypatch, broken=broken, working=working)
+    monitor = Monitor(config(log_steps=1, callbacks=["users_own:broken", "users_own:working"]), run, is_main=True)
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        for step in range(1, 5):
+            monitor.on_step(record(step, loss=torch.tensor(0.5)))
+        monitor.close()
+    assert seen == [(step, 0.5) for step in range(1, 5)]
+    assert len(caplog.records) == 1
+    assert "users_own:broken" in caplog.text
+    assert "the server is away" in caplog.text
+    assert [event["kind"] for event in run.read_events()] == ["sink_failed"]
+
+
+def test_a_full_disk_stops_nothing(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lockstep.records.append_line", full)
+    monitor = Monitor(config(log_steps=1), run, is_main=True)
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        monitor.on_step(record(1))
+        monitor.on_step(record(2))
+        monitor.event("save", step=2)
+    monitor.close()
+    assert "No space left" in caplog.text
+
+
+def test_a_callback_that_cannot_be_had_is_refused_before_the_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user_module(monkeypatch, number=3)
+    for name in ("no_such_module:call", "users_own:nothing", "users_own:number"):
+        with pytest.raises(UsageError, match=r"monitor\.callbacks\[0\]"):
+            Monitor(config(callbacks=[name]), run, is_main=True)
+
+
+def test_a_class_is_made_with_its_arguments_and_closed(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Watcher:
+        def __init__(self, limit: int) -> None:
+            self.limit, self.steps, self.closed = limit, 0, False
+            made.append(self)
+
+        def __call__(self, step: StepRecord) -> None:
+            self.steps += 1
+
+        def close(self) -> None:
+            self.closed = True
+
+    user_module(monkeypatch, Watcher=Watcher)
+    callbacks = [{"name": "users_own:Watcher", "args": {"limit": 3}}]
+    monitor = Monitor(config(log_steps=1, callbacks=callbacks), run, is_main=True)
+    monitor.on_step(record(1))
+    monitor.close()
+    assert [(w.limit, w.steps, w.closed) for w in made] == [(3, 1, True)]
+    Monitor(config(callbacks=callbacks), run, is_main=False).on_step(record(1))
+    assert len(made) == 2, "made on every rank, so that a mistake is found on every rank"
+    assert made[1].steps == 0, "called on rank 0"
+
+
+@pytest.mark.parametrize(
+    ("rank", "rank_filter", "writes"), [(0, 0, True), (1, 0, False), (1, [0, 1], True), (2, None, True)]
+)
+def test_json_logger_writes_on_the_ranks_of_its_filter(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, rank_filter: Any, writes: bool
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    path = tmp_path / "own/records-{rank}.jsonl"
+    spec = {"name": "lockstep.monitor:JsonLogger", "args": {"path": str(path), "name": "a", "rank_filter": rank_filter}}
+    monitor = Monitor(config(log_steps=1, sinks=[], callbacks=[spec]), run, is_main=rank == 0)
+    monitor.on_step(record(1, loss=torch.tensor(0.25)))
+    monitor.close()
+    rows = list(read_lines(tmp_path / f"own/records-{rank}.jsonl"))
+    assert bool(rows) == writes
+    if writes:
+        assert (rows[0]["rank"], rows[0]["name"], rows[0]["loss"]) == (rank, "a", 0.25)
+    assert JsonLogger.every_rank
+
+
+def test_tensorboard_holds_the_scalars(run: RunDirectory) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monitor = Monitor(config(sinks=["tensorboard"], log_steps=1), run, is_main=True)
+    monitor.on_step(record(1, loss=torch.tensor(2.5)))
+    monitor.on_step(record(2, loss=torch.tensor(1.5)))
+    monitor.on_eval({"step": 2, "eval_loss": 1.25})
+    monitor.close()
+    found = EventAccumulator(str(run.tensorboard)).Reload()
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 2.5), (2, 1.5)]
+    assert [(e.step, e.value) for e in found.Scalars("eval_loss")] == [(2, 1.25)]
+
+
+def test_a_missing_tensorboard_is_one_warning(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        monitor = Monitor(config(sinks=["tensorboard", "jsonl"]), run, is_main=True)
+        monitor.on_step(record(10))
+        monitor.close()
+    assert len(caplog.records) == 1
+    assert "lockstep-train[tensorboard]" in caplog.text
+    assert len(run.read_metrics()) == 1
+
+
+def test_without_a_run_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monitor = Monitor(config(sinks=["jsonl", "tensorboard"]), None, is_main=True)
+    monitor.on_step(record(10))
+    monitor.event("start")
+    monitor.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metrics_are_one_object_a_line(run: RunDirectory) -> None:
+    monitor = Monitor(config(log_steps=1), run, is_main=True)
+    for step in (1, 2):
+        monitor.on_step(record(step, loss_scale=1024.0))
+    monitor.close()
+    lines = run.metrics.read_text().splitlines()
+    names = {"step", "loss", "grad_norm", "lr", "samples", "tokens", "step_seconds", "tokens_per_second"}
+    assert names | {"memory_bytes", "loss_scale", "time"} <= set(json.loads(lines[1]))
