@@ -30,8 +30,9 @@ def exact_norm(
         elements: in all gradients of all ranks, or an upper bound that does not depend on the layout.
     """
     largest = torch.zeros((), device=device)
+    gradients = [gradient for gradient in gradients if gradient.numel()]  # a shard may be empty
     if gradients:
-        largest = torch.nn.utils.get_total_norm(list(gradients), float("inf")).float()
+        largest = torch.nn.utils.get_total_norm(gradients, float("inf")).float()
     largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose a nan
     for group in groups:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)

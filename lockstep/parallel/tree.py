@@ -79,7 +79,8 @@ def tree_assignment(leaves: int, ranks: int) -> tuple[tuple[Node, ...], ...]:
         rank = min(fitting, key=lambda r: (room[r], r))
         mine[rank].append(node)
         room[rank] -= size
-    return tuple(tuple(sorted(held)) for held in mine)
+    # In the order of their first leaves: rank 0 has micro-batch 0.
+    return tuple(sorted((tuple(sorted(held)) for held in mine), key=lambda held: held[:1] or ((leaves, leaves),)))
 
 
 def leaves_of(nodes: Iterable[Node]) -> list[int]:

@@ -1,0 +1,66 @@
+"""Reproducible runs, as digests; functions here run on every rank of a test."""
+
+import hashlib
+from typing import Any
+
+import torch
+
+from lockstep.config import config_from
+from lockstep.mesh import parse_topology
+from lockstep.trainer import Trainer
+from tests.parity.toy import Tokens, language_model
+
+Bits = tuple[str, list[tuple[str, str]]]
+"""Digest of parameters and optimizer state at the end; (loss, gradient norm) of each step, as exact text."""
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    full = getattr(tensor, "full_tensor", None)
+    return (full() if full is not None else tensor).detach()
+
+
+def digest(trainer: Trainer) -> str:
+    """SHA-256 of all parameters and their optimizer state, unsharded, by canonical name. All ranks call it."""
+    tensors = {}
+    for name, parameter in trainer.placed.parameters.items():
+        tensors[name] = whole(parameter)
+        for key, value in trainer.optimizer.state[parameter].items():
+            tensors[f"{name}//{key}"] = whole(value)
+    if trainer.layout.pipeline > 1:
+        everyone: list[Any] = [None] * trainer.layout.world_size
+        torch.distributed.all_gather_object(everyone, tensors)
+        for theirs in everyone:
+            for name, value in theirs.items():
+                assert torch.equal(tensors.setdefault(name, value), value), name
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        sha.update(name.encode())
+        sha.update(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def trainer_for(topology: str, model: str, settings: dict[str, Any], **args: Any) -> Trainer:
+    values, _ = parse_topology(topology)
+    common = {
+        "training.batch_size": 2,
+        "training.global_batch_size": 16,
+        "training.learning_rate": 3e-3,
+        "training.warmup_steps": 3,
+        "precision.mode": "fp32",
+        "distributed.reproducible": True,
+    }
+    config = config_from({**common, **{f"distributed.{key}": value for key, value in values.items()}, **settings})
+    return Trainer(language_model(model, **args), config=config)
+
+
+def bits(topology: str, model: str, settings: dict[str, Any] | None = None, steps: int = 8, **args: Any) -> Bits:
+    """Train from scratch."""
+    settings = {"training.max_steps": steps, **(settings or {})}
+    trainer = trainer_for(topology, model, settings, **args)
+    records = [(float(r.loss).hex(), float(r.grad_norm).hex()) for r in trainer.steps(Tokens())]
+    return digest(trainer), records
+
+
+def many(cases: list[tuple[Any, ...]]) -> list[Bits]:
+    """`bits` of each case (topology, model, settings, steps, model arguments), one after the other."""
+    return [bits(*case[:4], **(case[4] if len(case) > 4 else {})) for case in cases]

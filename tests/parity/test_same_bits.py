@@ -1,0 +1,74 @@
+"""`distributed.reproducible`: one digest, whatever the number of ranks and the strategy."""
+
+from typing import Any
+
+import pytest
+
+from tests.parity.same_bits import bits, many
+from tests.ranks import run_ranks
+
+MODELS = ("bdh", "transformer", "free_transformer")
+PRECISIONS = ("fp32", "bf16")
+TOPOLOGIES = {2: ("ddp:2", "fsdp:2"), 4: ("ddp:4", "fsdp:4", "hybrid:2x2")}
+
+
+def grid(ranks: int, steps: int) -> list[tuple[Any, ...]]:
+    return [
+        (topology, model, {"precision.mode": precision}, steps)
+        for model in MODELS
+        for precision in PRECISIONS
+        for topology in TOPOLOGIES[ranks]
+    ]
+
+
+def check(ranks: int, cases: list[tuple[Any, ...]], timeout: float = 300) -> None:
+    """Every case on every rank against one process."""
+    expected = {}
+    for _, *rest in cases:
+        key = repr(rest)
+        if key not in expected:
+            expected[key] = many([("single", *rest)])[0]
+    for results in run_ranks(many, ranks, cases, timeout=timeout):
+        for (topology, *rest), (digest, records) in zip(cases, results, strict=True):
+            reference, reference_records = expected[repr(rest)]
+            assert records == reference_records, (topology, rest)
+            assert digest == reference, (topology, rest)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_digest(ranks: int) -> None:
+    """Dropout, accumulation, clipping; parameters, optimizer state, losses and norms in every bit."""
+    check(ranks, grid(ranks, steps=5))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_digest_after_50_steps(ranks: int) -> None:
+    check(ranks, grid(ranks, steps=50), timeout=1800)
+
+
+def test_ragged_steps_and_odd_numbers_of_ranks() -> None:
+    """83 samples in steps of 11 or 12 micro-batches, on 3 ranks, tied weights: extra partial sums, the same bits."""
+    cases: list[tuple[Any, ...]] = [
+        (topology, "transformer", {"training.global_batch_size": size}, 9, {"tie_embeddings": True})
+        for topology in ("ddp:3", "fsdp:3")
+        for size in (22, 24)
+    ]
+    unsharded = {"distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": "no_shard"}
+    cases.append(("ddp:3", "bdh", unsharded, 5))
+    cases.append(("ddp:3", "transformer", {"precision.mode": "fp16"}, 5))
+    cases.append(("ddp:3", "transformer", {"training.gradient_checkpointing": "full"}, 5))
+    cases.append(("fsdp:3", "transformer", {"training.gradient_checkpointing": "selective"}, 5))
+    check(3, cases)
+
+
+def test_another_seed_has_other_bits() -> None:
+    """Else one digest would prove nothing."""
+    assert bits("single", "transformer", {"training.seed": 2}, 4) != bits("single", "transformer", {}, 4)
+
+
+def test_plain_sums_have_other_bits() -> None:
+    """Nor would it if any order of summation gave it."""
+    plain = {"distributed.reproducible": False}
+    check_differs = run_ranks(many, 2, [("ddp:2", "transformer", plain, 5)])[0][0]
+    assert check_differs != bits("single", "transformer", plain, 5)
