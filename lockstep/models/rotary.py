@@ -47,8 +47,9 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     even, odd = x.view(*x.shape[:-1], -1, 2).unbind(-1)
     turned_even, turned_odd = turned.view(*x.shape[:-1], -1, 2).unbind(-1)
-    torch.mul(even, cos, out=turned_even).addcmul_(odd, sin, value=-1)
-    torch.mul(even, sin, out=turned_odd).addcmul_(odd, cos)
+    # No `out=` on a strided view: torch.compile breaks its graph there.
+    turned_even.copy_(even).mul_(cos).addcmul_(odd, sin, value=-1)
+    turned_odd.copy_(even).mul_(sin).addcmul_(odd, cos)
     return turned
 
 

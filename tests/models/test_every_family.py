@@ -270,3 +270,17 @@ def test_the_future_does_not_reach_the_past(family: str) -> None:
     before, after = model(ids, **given), model(changed, **given)
     assert torch.equal(before[:, :5], after[:, :5])
     assert not torch.allclose(before[:, 5:], after[:, 5:])
+
+
+@pytest.mark.parametrize(
+    ("family", "block"), [("bdh", "layers.0"), ("transformer", "layers.0"), ("free_transformer", "latent")]
+)
+def test_a_block_compiles_into_one_graph(family: str, block: str) -> None:
+    model = ALL[family]()
+    eager = loss_of(model, family)
+    module = model.get_submodule(block)
+    module.forward = torch.compile(module.forward, fullgraph=True, backend="aot_eager")
+    compiled = loss_of(model, family)
+    compiled.backward()
+    torch._dynamo.reset()
+    torch.testing.assert_close(compiled, eager, rtol=0.02, atol=0)  # compiled code may draw other bits
