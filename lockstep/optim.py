@@ -49,15 +49,34 @@ def check_shardable(optimizer: Optimizer) -> None:
         )
 
 
+def unfuse(optimizer: Optimizer) -> bool:
+    """Let an optimizer use its plain kernels, in place; returns whether it had asked for fused ones.
+
+    The fused CPU kernels round the tail of a tensor differently, and shards have other tails than whole parameters.
+    """
+    fused = [group for group in optimizer.param_groups if group.get("fused")]
+    for group in fused:
+        group.update(fused=False, foreach=True)
+    return bool(fused)
+
+
 def build_optimizer(
     name: str, parameters: Iterable[nn.Parameter], *, learning_rate: float, weight_decay: float,
     args: Mapping[str, Any], device: torch.device, reproducible: bool,
 ) -> Optimizer:  # fmt: skip
     """The optimizer that the config names (`adamw`, `adam`, `sgd` or `package.module:Name`).
 
-    Kernels are fused where the optimizer has them. `reproducible` takes the foreach kernels: the fused CPU kernel
-    rounds the tail of a tensor differently, and shards have other tails than whole parameters.
+    Kernels are fused where the optimizer has them; `reproducible` takes the foreach kernels (see `unfuse`).
+
+    Raises:
+        UsageError: no such optimizer, or arguments that it does not take.
     """
+    if reproducible and args.get("fused"):
+        raise UsageError(
+            "fused optimizer kernels round shards differently, so the bits can't be equal on any number of ranks",
+            where="training.optimizer_args.fused, distributed.reproducible",
+            fix="leave fused out, or set reproducible: false",
+        )
     kind = _BY_NAME.get(name) or _imported(name)
     accepted = inspect.signature(kind).parameters
     over = list(parameters)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lockstep.clipping import clip_adaptively, clip_by_value
 from lockstep.config import GradientClipConfig
 from lockstep.errors import RunError
-from lockstep.optim import Schedule
+from lockstep.optim import Schedule, unfuse
 from lockstep.parallel.exact_norm import exact_norm
 from lockstep.parallel.placed import Ledger, Placed, Share
 from lockstep.precision import LossScale
@@ -65,6 +65,8 @@ class Step:
     _watch: "Watch" = field(default_factory=lambda: Watch())
 
     def __post_init__(self) -> None:
+        if self.placed.reproducible and unfuse(self.optimizer):
+            self.placed.notices.append("reproducible: the optimizer's fused kernels are switched off")
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
 
