@@ -42,3 +42,13 @@ $(READY): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache runs
+
+# The Free Transformer and its baseline under FSDP, on as many ranks as there are GPUs (else NPROC, 2 on a CPU).
+.PHONY: train-free-fsdp train-baseline-fsdp
+NPROC ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$n" -gt 0 ] && echo $$n || echo 2)
+
+train-free-fsdp: $(READY)
+	$(BIN)/lockstep train ready/free_transformer_fsdp.yaml --nproc-per-node $(NPROC) $(ARGS)
+
+train-baseline-fsdp: $(READY)
+	$(BIN)/lockstep train ready/transformer_fsdp.yaml --nproc-per-node $(NPROC) $(ARGS)
