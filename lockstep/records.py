@@ -39,6 +39,16 @@ class StepRecord:
     memory_bytes: int = 0
     loss_scale: float | None = None
     time: float = field(default_factory=time.time)  # seconds since the Unix epoch
+    skipped_steps: int | None = None  # in this process, up to here
+    # What follows is over ranks, about once a second at most; a spread is [least, median, most, rank of the most].
+    phases: dict[str, Any] | None = None  # phase → spread of seconds a step; of evaluation and checkpoint: in all
+    memory: dict[str, Any] | None = None  # allocated, reserved, peak, host, total → spread of bytes
+    own_seconds: list[float] | None = None  # each rank's step without waiting for other ranks
+    gpu_utilisation: Any = None  # spread of the share of time in which a kernel ran
+    flops_per_second: float | None = None  # over all ranks
+    mfu: float | None = None  # model FLOPs a second over what the devices can do
+    hfu: float | None = None  # the same where activations are computed twice, which counts
+    gradient_norms: dict[str, float] | None = None  # layer → 2-norm of its gradient before clipping
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers; waits for the device where a field is still a tensor."""

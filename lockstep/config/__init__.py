@@ -22,7 +22,14 @@ if TYPE_CHECKING:
         FSDPConfig,
         PipelineConfig,
     )
-    from lockstep.config.schema_running import CheckpointConfig, MemoryConfig, MonitorConfig, ProfileConfig
+    from lockstep.config.schema_running import (
+        CheckpointConfig,
+        MemoryConfig,
+        MonitorConfig,
+        ProfileConfig,
+        PrometheusConfig,
+        StragglerConfig,
+    )
     from lockstep.config.schema_training import (
         DataConfig,
         GradientClipConfig,
@@ -47,7 +54,14 @@ _HOMES = {
         "FSDPConfig",
         "PipelineConfig",
     ),
-    "schema_running": ("CheckpointConfig", "MemoryConfig", "MonitorConfig", "ProfileConfig"),
+    "schema_running": (
+        "CheckpointConfig",
+        "MemoryConfig",
+        "MonitorConfig",
+        "ProfileConfig",
+        "PrometheusConfig",
+        "StragglerConfig",
+    ),
     "schema_training": (
         "DataConfig",
         "GradientClipConfig",
@@ -79,6 +93,8 @@ __all__ = [
     "PipelineConfig",
     "PrecisionConfig",
     "ProfileConfig",
+    "PrometheusConfig",
+    "StragglerConfig",
     "TrainingConfig",
     "apply_flags",
     "as_overrides",

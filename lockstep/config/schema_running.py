@@ -57,6 +57,22 @@ class MemoryConfig(Section):
     alert_on_imbalance: bool = Field(default=True, description="Warn when ranks differ much in what they hold.")
 
 
+class StragglerConfig(Section):
+    """When a rank is called slow."""
+
+    threshold: float = Field(
+        default=1.3, gt=1, description="Its own time in a step, without waiting, over the median of the other ranks'."
+    )
+    patience: int = Field(default=3, ge=1, description="So many times in a row; looked at about once a second.")
+
+
+class PrometheusConfig(Section):
+    """A page `/metrics` for Prometheus to read, served by rank 0."""
+
+    port: int = Field(default=9400, ge=0, le=65535, description="0: any free one, which is said.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="`0.0.0.0` opens it to the network.")
+
+
 class MonitorConfig(Section):
     """What the run shows."""
 
@@ -69,3 +85,13 @@ class MonitorConfig(Section):
     )
     profile: ProfileConfig | None = Field(default=None, description="Trace a few steps; unset: off; `{}`: defaults.")
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description="Warnings about memory.")
+    straggler: StragglerConfig = Field(default_factory=StragglerConfig, description="Warnings about a slow rank.")
+    prometheus: PrometheusConfig | None = Field(
+        default=None, description="Serve `/metrics` on rank 0; unset: off; `{}`: defaults."
+    )
+    gradient_norms: bool = Field(
+        default=False, description="Record the norm of each layer's gradient on logged steps. Waits for other ranks."
+    )
+    experiment: str | None = Field(
+        default=None, min_length=1, description="The project (W&B) or experiment (MLflow); unset: `lockstep`."
+    )

@@ -4,8 +4,21 @@ Monitor(config.monitor, run, is_main=…, total_steps=…)   on_step, on_eval, e
 """
 
 from lockstep.monitor.callbacks import JsonLogger
+from lockstep.monitor.figures import Figures
 from lockstep.monitor.meters import Meters, memory_in_use
 from lockstep.monitor.monitor import Monitor
+from lockstep.monitor.phases import PhaseClock
+from lockstep.monitor.resources import DistributedMonitor, ResourceMonitor
 from lockstep.monitor.sinks import Sink
 
-__all__ = ["JsonLogger", "Meters", "Monitor", "Sink", "memory_in_use"]
+__all__ = [
+    "DistributedMonitor",
+    "Figures",
+    "JsonLogger",
+    "Meters",
+    "Monitor",
+    "PhaseClock",
+    "ResourceMonitor",
+    "Sink",
+    "memory_in_use",
+]

@@ -3,12 +3,13 @@
 Counts that are still tensors are added up on their device and read once an interval.
 """
 
+import math
 import os
 import resource
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.records import StepRecord, plain
 
@@ -65,3 +66,53 @@ def memory_in_use() -> tuple[int, int]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte, os.sysconf("SC_PAGE_SIZE") * os.sysconf(
         "SC_PHYS_PAGES"
     )
+
+
+class Memory(NamedTuple):
+    """Bytes that one rank holds.
+
+    Attributes:
+        allocated, reserved, peak: of its GPU, by the allocator; the peak since the start. On the CPU the peak is the
+            process's largest resident set.
+        host: the process's resident set.
+        total: what its device has.
+    """
+
+    allocated: float
+    reserved: float
+    peak: float
+    host: float
+    total: float
+
+
+def memory_of_this_rank() -> Memory:
+    """What this process holds now; a rank sees its own GPU only."""
+    peak, total = memory_in_use()
+    allocated = reserved = 0
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    return Memory(allocated, reserved, peak, resident(), total)
+
+
+def resident() -> int:
+    """This process's resident set, in bytes."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+_nvml_is_there = True
+
+
+def gpu_utilisation() -> float:
+    """Share of the last second in which a kernel ran on this rank's GPU, by NVML; nan where there is none."""
+    global _nvml_is_there
+    torch = sys.modules.get("torch")
+    if not _nvml_is_there or torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return math.nan
+    try:
+        return float(torch.cuda.utilization()) / 100
+    except Exception:  # the package nvidia-ml-py is missing, or the driver refuses: NVML raises classes of its own
+        _nvml_is_there = False
+        return math.nan

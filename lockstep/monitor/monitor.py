@@ -6,14 +6,18 @@ tensors of a record are read on logged steps only: every `log_steps`-th, the fir
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from lockstep.config import MonitorConfig
 from lockstep.monitor.callbacks import build_callbacks
+from lockstep.monitor.figures import Figures, Table
 from lockstep.monitor.meters import Meters, memory_in_use, without_graph
+from lockstep.monitor.resources import ResourceMonitor
 from lockstep.monitor.sinks import Guarded, Row, build_sinks
+from lockstep.monitor.stragglers import StragglerWatch
 from lockstep.records import RunDirectory, StepRecord
 
 _log = logging.getLogger("lockstep")
@@ -28,6 +32,8 @@ class Monitor:
         is_main: whether this is rank 0.
         total_steps: steps of the whole run, where known.
         start_step: the step that the run goes on from.
+        figures: what ranks measure of themselves; None: records hold what the loop knows, and nothing is sent.
+        hosts: each rank's machine, to name slow ones.
 
     Raises:
         UsageError: a callback or a sink can't be had.
@@ -41,11 +47,19 @@ class Monitor:
         is_main: bool,
         total_steps: int | None = None,
         start_step: int = 0,
+        figures: Figures | None = None,
+        hosts: Sequence[str] = (),
     ) -> None:
         self._config, self._run, self._is_main, self._total = config, run, is_main, total_steps
         self._meters = Meters()
         self._last: StepRecord | None = None  # the newest record, where it was not logged
         self._seen_one = False
+        self._skipped = 0
+        self._figures, self._hosts = figures, hosts
+        self._stragglers = StragglerWatch(config.straggler)
+        self._resources = ResourceMonitor(config.memory.threshold, config.memory.alert_on_imbalance, self.event)
+        self.on_asked: Callable[[int], None] | None = None  # told the step after which all ranks know of a request
+        self.asked = False  # this rank was asked for a profile; told to all ranks at the next logged step
         callbacks = [(name, call) for name, call in build_callbacks(config) if is_main or _on_every_rank(call)]
         self._callbacks = [Guarded(f"the callback {name}", _Called(call), self.event) for name, call in callbacks]
         self._sinks = build_sinks(config, run, total_steps, start_step, self.event) if is_main else []
@@ -53,8 +67,11 @@ class Monitor:
     def on_step(self, record: StepRecord) -> None:
         """Take one step's record. Waits for the device on logged steps only."""
         self._meters.count(record)
+        self._skipped += record.skipped
+        if self._figures is not None:
+            self._figures.count()
         if self.logs(record.step):
-            self._log_step(record)
+            self._log_step(record, self._over_ranks(record.step))
         else:
             # A record that is held until the next one must not hold the graph of its step.
             self._last = replace(
@@ -95,16 +112,41 @@ class Monitor:
         """Log the last step if it wasn't, and close the sinks. Harmless twice."""
         if self._last is not None:
             with suppress(RuntimeError):  # after a failure of the device its numbers can't be read any more
-                self._log_step(self._last)
+                self._log_step(self._last, {})  # peers may be gone: nothing is gathered
         for sink in (*self._sinks, *self._callbacks):
             sink.close()
         self._sinks, self._callbacks = [], []
 
-    def _log_step(self, record: StepRecord) -> None:
+    def _over_ranks(self, step: int) -> Row:
+        """This step's figures over ranks, where they are due; every rank comes here on every logged step."""
+        figures = self._figures
+        if figures is None or not figures.due(step, last=step == self._total):
+            return {}
+        table = figures.collect(step, self.asked)
+        self.asked = False
+        if any(table["asked"]) and self.on_asked is not None:
+            self.on_asked(step)
+        if not self._is_main:
+            return {}
+        self._name_stragglers(step, table)
+        return figures.row(table)
+
+    def _name_stragglers(self, step: int, table: Table) -> None:
+        for slow in self._stragglers.look(table):
+            host = self._hosts[slow.rank] if self._hosts else None
+            text = slow.sentence(host)
+            _log.warning("warning: step %d: %s", step, text)
+            self.event("straggler", step=step, host=host, text=text, **asdict(slow))
+
+    def _log_step(self, record: StepRecord, over_ranks: Row) -> None:
         self._last = None
         if not self._sinks and not self._callbacks:
             return
-        row = record.as_dict()  # host waits for the device
+        row = record.as_dict() | over_ranks  # host waits for the device
+        if self._skipped:
+            row["skipped_steps"] = self._skipped
+        if self._figures is not None:
+            self._meters.pause(self._figures.clock.take_pauses())
         seconds, rate = self._meters.read()
         row["step_seconds"] = record.step_seconds or seconds
         row["tokens_per_second"] = record.tokens_per_second or rate
@@ -113,6 +155,8 @@ class Monitor:
             sink.on_step(row)
         for callback in self._callbacks:
             callback.on_step(row)
+        if over_ranks:
+            self._resources(StepRecord(**row))
 
 
 class _Called:
