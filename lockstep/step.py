@@ -8,6 +8,7 @@ Nothing here waits for the device on a GPU, except under fp16, where the decisio
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch.optim import Optimizer
 from lockstep.clipping import clip_adaptively, clip_by_value
 from lockstep.config import GradientClipConfig
 from lockstep.errors import RunError
+from lockstep.monitor import PhaseClock
 from lockstep.optim import Schedule, unfuse
 from lockstep.parallel.exact_norm import exact_norm
+from lockstep.parallel.layer_norms import layer_norms
 from lockstep.parallel.placed import Ledger, Placed, Share
 from lockstep.precision import LossScale
 from lockstep.records import StepRecord
@@ -51,6 +54,8 @@ class Step:
         progress: advanced by each step.
         stop_asked: this rank was asked to stop; set it at any time.
         stopping: all ranks know that one of them was asked to.
+        clock: told which phase of the step begins.
+        wants_layer_norms: whether the record of a step, by its number, is to hold them; the same on all ranks.
     """
 
     placed: Placed
@@ -62,6 +67,8 @@ class Step:
     progress: Progress = field(default_factory=Progress)
     stop_asked: bool = False
     stopping: bool = False
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    wants_layer_norms: Callable[[int], bool] = lambda _step: False
     _watch: "Watch" = field(default_factory=lambda: Watch())
 
     def __post_init__(self) -> None:
@@ -77,6 +84,7 @@ class Step:
 
     def run(self, shares: list[Share], slots: int, samples: int) -> StepRecord:
         """One step over `slots` micro-batches of `samples` samples in all, of which this rank runs `shares`."""
+        self.clock.enter("forward_backward")
         ledger = self.placed.ledger(slots)
         if self.stop_asked:
             ledger.vote_to_stop()
@@ -86,6 +94,7 @@ class Step:
 
     def update(self, ledger: Ledger, samples: int) -> StepRecord:
         """What follows the last backward pass of a step."""
+        self.clock.enter("optimizer")
         loss_sum, count = ledger.totals()
         count = count.clamp(min=1)  # a step without a valid target has a gradient of zero, not of nan
         self.placed.finish_gradients()
@@ -98,6 +107,8 @@ class Step:
             step=self.progress.step + 1, loss=loss_sum / count, grad_norm=norm, lr=rate, samples=samples, tokens=count,
             epoch=self.progress.epoch, skipped=overflow, loss_scale=self.loss_scale.scale if self.loss_scale else None,
         )  # fmt: skip
+        if self.wants_layer_norms(record.step):
+            record.gradient_norms = layer_norms(self.placed, to_mean)
         # Under fp16 a norm that is no number is the scaler's business.
         seen = torch.zeros_like(norm) if self.loss_scale is not None else norm
         self.stopping = self._watch.look(record.step, seen, ledger.stop_votes) or self.stopping
@@ -113,6 +124,7 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         self.progress.samples += samples
+        self.clock.enter("other")
         return record
 
     def _norm(self, gradients: list[Tensor], device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import DDPConfig
 from lockstep.errors import RunError
+from lockstep.monitor.phases import watch_ddp
 from lockstep.parallel.compression import Hook
 from lockstep.parallel.placed import Share
 
@@ -43,6 +44,7 @@ def apply_ddp(
     )
     if hook is not None:
         wrapped.register_comm_hook(None, hook)
+    watch_ddp(wrapped)
     return wrapped
 
 
