@@ -6,6 +6,7 @@ The loop below is the whole of it; what a step does is in `lockstep.step`, where
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from lockstep.data import StepSource, adopt, batch_length, move
 from lockstep.errors import RunError, UsageError
 from lockstep.mesh import Layout, resolve
 from lockstep.models.protocol import blocks_of, objective_of
-from lockstep.monitor import Monitor
+from lockstep.monitor import Figures, Monitor, PhaseClock
+from lockstep.monitor.flops import FirstStep, peak_flops
+from lockstep.monitor.over_ranks import gather_objects
+from lockstep.monitor.phases import waits_counted
 from lockstep.optim import Schedule, build_optimizer, check_shardable, rebind, scaled_learning_rate
 from lockstep.parallel import Ledger, Placed, Share, place
 from lockstep.parallel.activation import apply_activation_checkpointing
@@ -30,6 +34,7 @@ from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mod
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.step import Step, nominal_count
 from lockstep.trainer import state
+from lockstep.trainer.about import describe, versions
 from lockstep.trainer.evaluation import WINDOW, evaluate, sample_from
 from lockstep.trainer.settings import with_settings
 
@@ -91,8 +96,10 @@ class Trainer:
         self.last_record: StepRecord | None = None
         self._nominal_known = False
         self._window: _Window | None = None
+        self._mode = mode
         self._precision_line = f"{mode} ({why_mode})" if why_mode else mode
         self._later_lines: list[str] = []
+        self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
 
     # ---- the whole run ----
 
@@ -115,7 +122,9 @@ class Trainer:
                 monitor.on_step(record)
                 last = record.step == total or self.step.stopping
                 if val_data is not None and self._evaluates_after(record.step, last):
-                    self._report_evaluation(monitor, record.step, self.evaluate(val_data))
+                    with self.step.clock.during("evaluation"):
+                        loss = self.evaluate(val_data)
+                    self._report_evaluation(monitor, record.step, loss)
                 if self._saves_after(record.step, last, last_of_epoch):
                     self._save(monitor)
                 if self.step.stopping:
@@ -139,14 +148,19 @@ class Trainer:
             source.close()
 
     def _run(self, source: StepSource) -> Iterator[tuple[StepRecord, bool]]:
-        for batches in source:
-            shares = [Share(m.index, m.batch, m.real) for m in batches.mine]
-            self._learn_nominal(shares[0].batch, batches.num_micro_batches)
-            self.step.progress.epoch = batches.epoch
-            record = self.step.run(shares, batches.num_micro_batches, batches.samples)
-            self.source_state = source.state_dict()
-            self.last_record = record
-            yield record, batches.last_of_epoch
+        clock = self.step.clock
+        clock.enter("data")
+        with waits_counted(clock):
+            for batches in source:
+                shares = [Share(m.index, m.batch, m.real) for m in batches.mine]
+                self._learn_nominal(shares[0].batch, batches.num_micro_batches)
+                self.step.progress.epoch = batches.epoch
+                with self._around_step():
+                    record = self.step.run(shares, batches.num_micro_batches, batches.samples)
+                self.source_state = source.state_dict()
+                self.last_record = record
+                yield record, batches.last_of_epoch
+                clock.enter("data")
 
     # ---- one micro-batch at a time ----
 
@@ -363,11 +377,34 @@ class Trainer:
         if directory is not None and self.is_main_process:
             directory.create()
             directory.config.write_text(self.config.to_yaml())
-        monitor = Monitor(self.config.monitor, directory, is_main=self.is_main_process, total_steps=total)
+        figures = self._figures()
+        ranks = gather_objects(describe(self.cluster))
+        monitor = Monitor(
+            self.config.monitor, directory, is_main=self.is_main_process, total_steps=total,
+            start_step=self.step.progress.step, figures=figures, hosts=[rank["host"] for rank in ranks],
+        )  # fmt: skip
+        if self.config.monitor.gradient_norms:
+            self.step.wants_layer_norms = monitor.logs
         lines = self._lines()
         monitor.say(*lines)
-        monitor.event("start", layout=str(self.layout), world_size=self.layout.world_size, lines=lines)
+        monitor.event(
+            "start", layout=str(self.layout), world_size=self.layout.world_size, lines=lines, ranks=ranks,
+            step=self.step.progress.step, total_steps=total, parameters=self.placed.num_parameters,
+            peak_flops=figures.peak, peak_source=figures.peak_source, versions=versions(),
+        )  # fmt: skip
         return monitor
+
+    def _figures(self) -> Figures:
+        """What ranks will measure of themselves in this run."""
+        self.step.clock = PhaseClock(on_cuda=self.device.type == "cuda")
+        figures = Figures(self.step.clock)
+        training = self.config.training
+        if not training.compile and self.layout.strategy != "dp":  # counted as it runs, in this thread, in eager mode
+            self._around_step = FirstStep(figures)
+            figures.recomputes = training.gradient_checkpointing != "none"
+        if self.is_main_process:
+            figures.peak, figures.peak_source = peak_flops(self.device, self._mode)
+        return figures
 
     def _lines(self) -> list[str]:
         """What is said at start: the strategy first, always by name."""
@@ -399,7 +436,8 @@ class Trainer:
 
     def _save(self, monitor: Monitor) -> None:
         assert self.run_directory is not None
-        path = self.save_checkpoint(self.run_directory.checkpoints)
+        with self.step.clock.during("checkpoint"):
+            path = self.save_checkpoint(self.run_directory.checkpoints)
         monitor.event("save", step=self.step.progress.step, checkpoint=path.name)
         if self.is_main_process:
             checkpoint.rotate(self.run_directory.checkpoints, self.config.checkpoint.save_total_limit)
