@@ -99,9 +99,11 @@ def launch(argv: list[str]) -> int:
         "--output-dir", metavar="DIR", type=Path, help="logs go to DIR/logs (default: runs/<SCRIPT's name>)"
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
-    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("script", metavar="SCRIPT", nargs="?")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
     given = parser.parse(argv, until_script=True)
+    if given.script is None:
+        raise UsageError("which script?", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
 
     from lockstep.launch.train import launch_script
 

@@ -1,0 +1,235 @@
+"""The command's surface: what it takes, what it says, how it ends."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lockstep.launch.train
+from lockstep import cli
+from lockstep.launch.local import LaunchOptions
+from tests.launch.shared import environment
+
+VERBS = {"train", "launch", "config", "checkpoint", "data"}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `lockstep train` would have started."""
+    calls: list[dict[str, Any]] = []
+
+    def train(path: Path, overrides: list[str], options: LaunchOptions, **more: Any) -> int:
+        calls.append({"path": path, "overrides": overrides, "options": options, **more})
+        return 0
+
+    monkeypatch.setattr(lockstep.launch.train, "train", train)
+    return calls
+
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """The message of a command that is wrong: exit code 2, one message, no traceback."""
+
+    def run(*argv: str) -> str:
+        assert cli.main(argv) == 2
+        out, err = capsys.readouterr()
+        assert err.startswith("lockstep: ")
+        assert err.count("lockstep: ") == 1
+        assert "Traceback" not in err
+        assert out == ""
+        return err
+
+    return run
+
+
+# ---- help ----
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["launch", "--help"]])
+def test_help_starts_at_once(argv: list[str]) -> None:
+    """Without torch, and without the schema and what it needs; in less than 0.3 s of a fresh process's own time."""
+    heavy = ("torch", "pydantic", "yaml", "rich", "jinja2", "numpy")
+    code = (
+        "import sys, time, resource, contextlib\nfrom lockstep.cli import main\n"
+        f"with contextlib.suppress(SystemExit): main({argv})\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        f"import json; print(json.dumps([[n for n in {heavy} if n in sys.modules], used.ru_utime + used.ru_stime]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    loaded, seconds = json.loads(ended.stdout.splitlines()[-1])
+    assert loaded == []
+    assert seconds < 0.3
+
+
+def test_help_names_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == cli.main([]) == 0
+    text = capsys.readouterr().out
+    for verb in VERBS:
+        assert f"  {verb} " in text
+    assert "75 preempted and saved" in text
+    assert set(cli.VERBS) >= VERBS
+
+
+def test_every_verb_that_is_listed_works(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in cli.VERBS:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([verb, "--help"])
+        assert ended.value.code == 0
+        assert f"usage: lockstep {verb}" in capsys.readouterr().out
+
+
+def test_the_surface_of_train_is_pinned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names that people type into scripts stay."""
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    text = capsys.readouterr().out
+    launcher = ("nproc-per-node", "nnodes", "node-rank", "rdzv-endpoint", "master-addr", "master-port", "max-restarts")
+    keys = ("strategy", "batch-size", "gradient-accumulation-steps", "grad-clip", "precision", "compile", "max-steps")
+    for flag in ("config", "output-dir", "resume", "learning-rate", "seed", *keys, *launcher):
+        assert f"--{flag}" in text
+
+
+# ---- what is taken ----
+
+
+def test_config_overrides_and_options_in_any_order(started: list[dict[str, Any]]) -> None:
+    argv = ["a.b=3", "--nproc_per_node", "2", "runs/a.yaml", "--max-restarts=1", "data.args.x=1", "--resume", "never"]
+    assert cli.main(["train", *argv]) == 0
+    (call,) = started
+    assert call["path"] == Path("runs/a.yaml")
+    assert call["overrides"] == ["a.b=3", "data.args.x=1"]
+    assert call["options"] == LaunchOptions(nproc_per_node="2", max_restarts=1)
+    assert call["resume"] == "never"
+    assert call["output_dir"] == Path("runs/a")
+    assert call["argv"] == argv, "workers get the same arguments"
+
+
+def test_config_as_an_option(started: list[dict[str, Any]]) -> None:
+    assert cli.main(["train", "--config", "a.yaml", "--output_dir=my_runs/x", "x.y=1"]) == 0
+    assert started[0]["path"] == Path("a.yaml")
+    assert started[0]["output_dir"] == Path("my_runs/x"), "underscores in a value stay"
+    assert started[0]["overrides"] == ["x.y=1"]
+
+
+def test_short_names_are_keys(started: list[dict[str, Any]]) -> None:
+    flags = "--strategy fsdp --batch_size 4 --gradient-accumulation-steps 2 --grad-clip 0 --precision bf16 --compile"
+    assert cli.main(["train", "a.yaml", *flags.split(), "--max-steps=7", "--learning_rate", "2e-4", "--seed", "3"]) == 0
+    assert sorted(started[0]["overrides"]) == [
+        "distributed.strategy=fsdp",
+        "precision.mode=bf16",
+        "training.batch_size=4",
+        "training.compile=true",
+        "training.gradient_accumulation_steps=2",
+        "training.gradient_clip=0",
+        "training.learning_rate=2e-4",
+        "training.max_steps=7",
+        "training.seed=3",
+    ]
+
+
+def test_short_names_reach_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import yaml
+
+    (tmp_path / "a.yaml").write_text("model: {name: bdh}\ndata: {name: python-docs}\n")
+    assert (
+        cli.main(["config", "show", str(tmp_path / "a.yaml"), "--grad_clip", "0", "--compile", "--max-steps", "7"]) == 0
+    )
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["training"]["gradient_clip"]["strategy"] == "none"
+    assert shown["training"]["compile"] is True
+    assert shown["training"]["max_steps"] == 7
+
+
+@pytest.mark.parametrize(
+    "spelled", [["--local-rank=1"], ["--local_rank=1"], ["--local-rank", "1"], ["--local_rank", "1"]]
+)
+def test_trap_38_both_spellings_of_local_rank_are_taken_and_ignored(
+    started: list[dict[str, Any]], spelled: list[str]
+) -> None:
+    """The legacy launcher adds it, in front of the verb; scripts of old pass it on. The environment decides."""
+    assert cli.main([*spelled, "train", "a.yaml"]) == 0
+    assert cli.main(["train", *spelled, "a.yaml"]) == 0
+    assert [call["path"] for call in started] == [Path("a.yaml")] * 2
+
+
+def test_trap_38_under_the_legacy_launcher(tmp_path: Path) -> None:
+    """`python -m torch.distributed.launch -m lockstep train CONFIG` starts `lockstep --local-rank=0 train CONFIG`."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node", "1", "--master-port", "0",
+         "-m", "lockstep", "train", "nothing.yaml"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "lockstep: there is no file nothing.yaml" in ended.stderr, ended.stderr
+
+
+# ---- what is refused ----
+
+
+def test_foreign_flags_are_answered_with_ours(refused: Refused) -> None:
+    message = refused("train", "a.yaml", "--use_fsdp")
+    assert "there is no argument --use_fsdp" in message
+    assert "write distributed.strategy=fsdp" in message
+
+
+def test_misspelt_flags_are_answered_with_the_nearest(refused: Refused) -> None:
+    assert "write --nproc-per-node" in refused("train", "a.yaml", "--nprocs-per-node=2")
+    assert "`lockstep train --help`" in refused("train", "a.yaml", "--qwertyuiop")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["trian"], ["no verb 'trian'", "train"]),
+        (["train"], ["which config?"]),
+        (["train", "a.yaml", "b.yaml"], ["one config", "a.yaml, b.yaml"]),
+        (["train", "a.yaml", "--config", "b.yaml"], ["one config"]),
+        (["train", "nothing.yaml"], ["no file nothing.yaml"]),
+        (["train", "a.yaml", "--nproc-per-node", "0"], ["--nproc-per-node 0"]),
+        (["train", "a.yaml", "--max-restarts", "x"], ["--max-restarts", "'x'"]),
+        (["launch"], ["which script?"]),
+        (["launch", "nothing.py"], ["no file nothing.py"]),
+        (["launch", "--use_fsdp", "a.py"], ["--use_fsdp", "distributed.strategy=fsdp"]),
+        (["config", "sow"], ["'sow'", "show"]),
+        (["checkpoint", "digest", "nowhere"], ["nowhere"]),
+        (["data"], ["verb"]),
+    ],
+)
+def test_mistakes_are_one_message_and_2(argv: list[str], words: list[str], refused: Refused) -> None:
+    message = refused(*argv)
+    for word in words:
+        assert word in message
+
+
+def test_the_traceback_is_there_for_who_asks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_TRACEBACK", "1")
+    assert cli.main(["train", "nothing.yaml"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_wrong_config_is_refused_before_any_process_is_started(tmp_path: Path, refused: Refused) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text("training:\n  max_step: 3\n")
+    since = time.monotonic()
+    message = refused("train", str(config), "--nproc-per-node", "64", "--output-dir", str(tmp_path / "run"))
+    assert "max_step" in message
+    assert "max_steps" in message
+    assert f"{config}:2" in message or "line 2" in message
+    assert not (tmp_path / "run").exists()
+    assert time.monotonic() - since < 5
+
+
+def test_launch_inside_a_launcher_is_refused(tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_text("")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "itself started by a launcher" in refused("launch", str(tmp_path / "a.py"))
