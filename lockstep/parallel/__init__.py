@@ -15,7 +15,7 @@ from lockstep.config import Config
 from lockstep.errors import UsageError
 from lockstep.mesh import Layout
 from lockstep.models.protocol import Objective, blocks_of, segments_of
-from lockstep.parallel import ddp, fsdp, reproducible
+from lockstep.parallel import accelerate, data_parallel, ddp, fsdp, pipeline, reproducible
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.buffers import RunningBuffers, refuse_synchronised
 from lockstep.parallel.compression import Compression, compress
@@ -58,17 +58,28 @@ def place(
     first = FirstValues(model, config.training.seed) if on_meta(model) else None
     shared = layout.world_size > 1
     blocks = blocks_of(model)
-    key_model(model, cursor, blocks)
+    if layout.strategy != "dp" or data_parallel.num_gpus(device) == 1:
+        key_model(model, cursor, blocks)
     notices = _transform_blocks(model, config, cursor, blocks)
     if config.distributed.reproducible:
         reproducible.require(config, layout)
         notices += reproducible.switch_on(device)
         precision = reproducible.without_weight_cache(precision)
-    if first is None:
-        if shared and not agree(model):
-            notices.append("the model's values differed between ranks: all took rank 0's")
-        model.to(device)
+    if first is None and shared and not agree(model):
+        notices.append("the model's values differed between ranks: all took rank 0's")
     mesh = layout.mesh(device.type) if shared else None
+    if layout.strategy == "pipeline" and mesh is not None:
+        refuse_synchronised(model)
+        placed = pipeline.lay_pipeline(
+            model, layout, config, mesh, objective=objective, cursor=cursor, precision=precision, blocks=blocks,
+            units=fsdp.units_of(model, config.distributed.fsdp, blocks), first=first, device=device,
+            shard=partial(_shard_stage, mesh, config),
+        )  # fmt: skip
+        placed.notices = notices + placed.notices
+        placed.aliases, placed.num_parameters = aliases, before
+        return placed
+    if first is None:
+        model.to(device)
     placed = _lay(model, layout, config, mesh, objective, cursor, precision, blocks, notices, first, device)
     placed.parameters = dict(model.named_parameters())
     placed.aliases, placed.num_parameters = aliases, before
@@ -114,7 +125,16 @@ def _lay(
     else:
         _materialise(model, first, device)
         assign = partial(contiguous_shares, rank=rank, ranks=layout.data_parallel_size)
-        if mesh is not None:
+        if layout.strategy == "accelerate" and mesh is not None:
+            compression = compress(model, mesh["replicate"], config, undoable=precision.mode == "fp16")
+            notices += compression.notices
+            prepared = accelerate.prepare(model, config, device, compression.hook)
+            runs = prepared.model
+            micro_step = loop(
+                runs, set_sync=prepared.set_sync, multiplier=float(layout.data_parallel_size),
+                after_backward=prepared.after_backward,
+            )  # fmt: skip
+        elif mesh is not None:
             compression = compress(model, mesh["replicate"], config, undoable=precision.mode == "fp16")
             notices += compression.notices
             runs = wrapped = ddp.apply_ddp(model, mesh, config.distributed.ddp, compression.hook)
@@ -129,12 +149,14 @@ def _lay(
                 tree = ReplicaTree(wrapped, mesh["replicate"].get_group())
                 assign = partial(tree_shares, rank=rank, ranks=layout.data_parallel_size)
         else:
-            micro_step = loop(model)
+            if layout.strategy == "dp":
+                runs = data_parallel.apply_dp(model, config, cursor, notices)
+                loop = partial(loop, objective=data_parallel.over_parts(objective))
+            micro_step = loop(runs)
             if exact:
                 tree = LocalTree(list(model.parameters()))
             if layout.strategy not in ("single", "dp"):
                 notices.append(f"{layout.strategy} on one rank: nothing to synchronise or to shard")
-    plain = model if isinstance(runs, DistributedDataParallel) else runs
     if tree is not None:
         micro_step = reproducible.guarded(tree.over(micro_step))
     return Placed(
@@ -146,8 +168,8 @@ def _lay(
         assign=assign,
         micro_step=micro_step,
         forward_backward=in_order(micro_step),
-        evaluate=evaluated(plain, objective, cursor, precision),
-        forward=plain_forward(plain, precision),
+        evaluate=evaluated(model, objective, cursor, precision),
+        forward=plain_forward(model, precision),
         finish_gradients=tree.finish if tree is not None else lambda: None,
         settle=compression.settle,
         norm_groups=groups,
@@ -155,6 +177,17 @@ def _lay(
         state=compression.state,
         reproducible=exact,
     )
+
+
+def _shard_stage(
+    mesh: DeviceMesh, config: Config, root: nn.Module, units: list[tuple[str, nn.Module]], foreign: set[nn.Parameter],
+    frees: bool,
+) -> list[str]:  # fmt: skip
+    """FSDP2 over a pipeline's stage, or over what stages share; units were chosen before the model was cut."""
+    return fsdp.apply_fsdp(
+        root, mesh, config.distributed.fsdp.model_copy(update={"auto_wrap_policy": "transformer"}), units,
+        param_dtype=config.precision.param_dtype, reshard_after_forward=frees, foreign=foreign,
+    )  # fmt: skip
 
 
 def _materialise(model: nn.Module, first: FirstValues | None, device: torch.device) -> None:

@@ -30,6 +30,7 @@ def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def apply_fsdp(
     model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, blocks: Sequence[tuple[str, nn.Module]], *,
     param_dtype: str = "fp32", reshard_after_forward: bool | None = None, replicas_apart: bool = False,
+    foreign: set[nn.Parameter] | None = None,
 ) -> list[str]:  # fmt: skip
     """Shard `model` in place over the axes `replicate` and `shard` of `mesh`.
 
@@ -39,6 +40,7 @@ def apply_fsdp(
         param_dtype: in which parameters are gathered and computed with.
         reshard_after_forward: overrides what the sharding strategy says.
         replicas_apart: the caller adds up the replicas' gradients; FSDP2 only shards.
+        foreign: parameters in it that belong to another root.
 
     Returns:
         lines to be said at start.
@@ -58,6 +60,7 @@ def apply_fsdp(
         ),
         "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
         "shard_placement_fn": _divisible_dim(mesh["shard"].size()),
+        "ignored_params": foreign,
     }
     notices = _cast_buffers(model, config)
     units = units_of(model, config, blocks)

@@ -124,6 +124,8 @@ class Placed:
         finish_gradients: what is left to do to `.grad` after the last backward.
         settle: told after each update whether it was skipped.
         norm_groups: process groups over which squared norms of the local gradients add up.
+        counted: names whose gradients this rank counts in a norm; None: all. Of what several ranks of a norm group hold
+            whole, one counts it.
         wants_data: whether this rank's shares need their batches.
         notices: lines to be said at start.
         state: tensors of the strategy's own that a checkpoint keeps (error feedback of a compression).
@@ -146,6 +148,7 @@ class Placed:
     finish_gradients: Callable[[], None] = lambda: None
     settle: Callable[[bool], None] = lambda _skipped: None
     norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
+    counted: set[str] | None = None
     wants_data: bool = True
     notices: list[str] = field(default_factory=list)
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -159,6 +162,11 @@ class Placed:
     def gradients(self) -> list[Tensor]:
         """The local pieces of all gradients that exist, in the parameters' order; writing to them changes `.grad`."""
         return [local(p.grad) for p in self.parameters.values() if p.grad is not None]
+
+    def counted_gradients(self) -> list[Tensor]:
+        """Those whose squares add up, over the norm groups, to that of the whole gradient: each is counted once."""
+        counted = self.parameters if self.counted is None else self.counted
+        return [local(p.grad) for name, p in self.parameters.items() if name in counted and p.grad is not None]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,117 @@
+"""One stage's module: a run of the model's segments, and the parameters that they borrow.
+
+`Part.forward` folds tensors through its segments, as the whole model's forward pass does. The first stage takes its
+inputs from the micro-batch that the rank works on, the last one turns outputs into what the pass is for (a loss, or the
+outputs themselves): `Work` says how. So nothing but tensors travels between stages, and the batch stays where it is.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lockstep.precision import Precision
+from lockstep.randomness import Cursor
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a parameter or a buffer is registered. Looked up at each use: FSDP2 exchanges what lies there."""
+
+    module: nn.Module
+    attribute: str
+
+    def tensor(self) -> Any:
+        return getattr(self.module, self.attribute)
+
+
+@dataclass
+class Work:
+    """What the stages of a rank work on now, set by whoever runs them.
+
+    Attributes:
+        inputs: the arguments of the model's forward pass.
+        finish: the model's outputs → what the last stage returns.
+    """
+
+    inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] = lambda: ((), {})
+    finish: Callable[[Any], Any] = lambda outputs: outputs
+
+
+@dataclass(frozen=True)
+class Link:
+    """A segment within its stage: its name, and the parameters that it borrows at each call, by keyword."""
+
+    name: str
+    borrowed: Mapping[str, Spot] = field(default_factory=dict)
+
+
+class Part(nn.Module):
+    """Stage `index` of `count`.
+
+    Args:
+        segments: (name, module) in order.
+        borrowed: segment name → {keyword: where the parameter is}.
+        blocks: the model's repeated blocks among the segments.
+        earlier: segment name → how often a module that draws under this name ran in earlier stages.
+    """
+
+    def __init__(
+        self, index: int, count: int, segments: Sequence[tuple[str, nn.Module]], *,
+        borrowed: Mapping[str, Mapping[str, Spot]], blocks: Sequence[tuple[str, nn.Module]],
+        earlier: Mapping[str, int], work: Work, precision: Precision,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.index = index
+        self.is_first, self.is_last = index == 0, index == count - 1
+        self.segments_here = nn.ModuleList(module for _, module in segments)
+        self._links = [Link(name, borrowed.get(name, {})) for name, _ in segments]
+        self._blocks = list(blocks)
+        self._earlier = dict(earlier)
+        self._work, self._precision = work, precision
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        return list(self._blocks)
+
+    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
+        """Also those that are borrowed: a schedule that splits the backward pass asks here what to differentiate."""
+        own = list(super().parameters(recurse))
+        yield from own
+        seen = {id(parameter) for parameter in own}
+        for spot in self.borrowed_spots():
+            if id(spot.tensor()) not in seen:
+                seen.add(id(spot.tensor()))
+                yield spot.tensor()
+
+    def borrowed_spots(self) -> Iterator[Spot]:
+        for link in self._links:
+            yield from link.borrowed.values()
+
+    def enter(self, cursor: Cursor, micro_batch: int) -> None:
+        """A forward pass of this stage begins: random numbers go on where the earlier stages left them."""
+        cursor.at(micro_batch)
+        cursor.calls.update(self._earlier)
+
+    def forward(self, *values: Any) -> Any:
+        keywords: dict[str, Any] = {}
+        given = {id(value) for value in values}
+        with self._precision.autocast():
+            if self.is_first:
+                values, keywords = self._work.inputs()
+            outputs: Any = values
+            for link, segment in zip(self._links, self.segments_here, strict=True):
+                lent = {keyword: spot.tensor() for keyword, spot in link.borrowed.items()}
+                outputs = segment(*values, **keywords, **lent)
+                values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
+            if self.is_last:
+                return self._work.finish(outputs)
+        return tuple(_own(value, given) for value in values)
+
+
+def _own(value: Tensor, given: set[int]) -> Tensor:
+    """Something to send that is nobody else's: torch's runtime detaches what it has sent, in place."""
+    if value._base is not None or id(value) in given:
+        return value.clone().contiguous()
+    return value.contiguous()

@@ -1,0 +1,368 @@
+"""The seam to torch.distributed.pipelining: its schedules drive stages that are ours.
+
+A schedule of torch's is a list of actions for each rank (forward of micro-batch 3 on stage 1, send, receive …) and a
+loop that calls a stage's methods for them. `Stage` answers these calls itself, through the names without an underscore
+alone. Against torch's own stage
+
+- receive buffers are made when a receive is posted and dropped after the backward pass, each with its micro-batch's own
+  shapes: torch makes all of them beforehand in the shapes of the first micro-batch;
+- shapes are told to it, never inferred by running the model on uninitialised memory;
+- gradients that are sent are contiguous: gloo refuses others (a `.sum()` makes one), and the peer would wait for ever;
+- gradients are reduced over replicas and shards only when told: once a step, not once a run of the schedule.
+
+All that is private in torch is named in this file.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from lockstep.errors import RunError
+
+# Flags by which a schedule remembers that it has inferred shapes by running the model; ours are told.
+_INITIALIZED = re.compile(r"_stages?(_forward|_backward)?_initialized")
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What is to be known of a tensor before it arrives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Meta":
+        return Meta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+Metas = tuple[Meta, ...]
+Gradients = tuple[Tensor | None, ...]
+At = Callable[[int, int], AbstractContextManager[None]]  # (stage, place in the run) → what its computation runs inside
+
+
+class Stage(PipelineStage):
+    """One stage of a pipeline, as torch's schedules call it.
+
+    Args:
+        part: the stage's module: tensors in, a tuple of tensors out; the last stage returns its loss.
+        index, count: of the stage, and how many there are in the whole pipeline.
+        group: the ranks of the pipeline.
+        forward_at, backward_at: entered around every forward and backward pass.
+    """
+
+    def __init__(
+        self, part: nn.Module, index: int, count: int, device: torch.device, group: dist.ProcessGroup, *,
+        forward_at: At, backward_at: At,
+    ) -> None:  # fmt: skip
+        super().__init__(part, index, count, device, group=group)
+        self._forward_at, self._backward_at = forward_at, backward_at
+        self._reduces = True
+        self._forget()
+
+    def _forget(self) -> None:
+        # Each by place in the run:
+        self._inputs: dict[int, tuple[Tensor, ...]] = {}
+        self._outputs: dict[int, tuple[Tensor, ...]] = {}
+        self._output_gradients: dict[int, Gradients] = {}
+        self._input_gradients: dict[int, Gradients] = {}
+        self._half_done: dict[int, _Backward] = {}  # inputs' gradients are there, weights' are still to come
+
+    def begin(self, inputs: Sequence[Metas], outputs: Sequence[Metas], *, reduces: bool) -> None:
+        """Before a run of a schedule.
+
+        Args:
+            inputs, outputs: of each micro-batch in the run, what this stage is sent and what it sends on.
+            reduces: reduce the gradients over replicas and shards after its last backward pass.
+        """
+        self._forget()
+        self._input_metas, self._output_metas, self._reduces = inputs, outputs, reduces
+
+    # ---- what is sent and received ----
+
+    def _peer(self, stage: int) -> int:
+        assert self.group is not None
+        return dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
+
+    def _operations(self, kind: Any, tensors: Sequence[Tensor | None], stage: int) -> list[dist.P2POp]:
+        peer = self._peer(stage)
+        return [dist.P2POp(kind, tensor, peer, self.group) for tensor in tensors if tensor is not None]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first:
+            return []
+        self._inputs[fwd_chunk_id] = tuple(meta.empty(self.device) for meta in self._input_metas[fwd_chunk_id])
+        return self._operations(dist.irecv, self._inputs[fwd_chunk_id], self.stage_index - 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_last:
+            return []
+        sent = [output.detach() for output in self._outputs[fwd_chunk_id]]
+        return self._operations(dist.isend, sent, self.stage_index + 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_last:
+            return []
+        buffers = tuple(
+            meta.empty(self.device) if meta.requires_grad else None for meta in self._output_metas[bwd_chunk_id]
+        )
+        self._output_gradients[bwd_chunk_id] = buffers
+        return self._operations(dist.irecv, buffers, self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first:
+            return []
+        return self._operations(dist.isend, self._input_gradients.pop(bwd_chunk_id), self.stage_index - 1)
+
+    # Between two stages of one rank nothing is sent.
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        self._inputs[mb_index] = tuple(output.detach() for output in prev_stage_outputs)
+
+    def get_local_bwd_output(self, mb_index: int) -> Gradients:
+        return self._input_gradients.pop(mb_index)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Gradients, mb_index: int) -> None:
+        self._output_gradients[mb_index] = next_stage_bwd_outputs
+
+    # ---- what is computed ----
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:  # fmt: skip
+        metas = self._input_metas[fwd_chunk_id]
+        received = () if self.is_first else self._inputs.pop(fwd_chunk_id)
+        inputs = tuple(t.requires_grad_(m.requires_grad) for t, m in zip(received, metas, strict=True))
+        with self._forward_at(self.stage_index, fwd_chunk_id):
+            output = self.forward_maybe_with_nosync(*inputs)  # type: ignore[no-untyped-call]
+        outputs = (output,) if isinstance(output, Tensor) else output
+        if not self.is_last:
+            self._check(outputs, self._output_metas[fwd_chunk_id])
+        self._inputs[fwd_chunk_id], self._outputs[fwd_chunk_id] = inputs, outputs
+        return output
+
+    def _check(self, outputs: tuple[Tensor, ...], expected: Metas) -> None:
+        found = tuple(Meta.of(output) for output in outputs)
+        if found != expected:
+            raise RunError(
+                f"stage {self.stage_index} put out {_shapes(found)}, but before, from inputs of the same shapes, "
+                f"{_shapes(expected)}",
+                why="the next stage waits for tensors of the earlier shapes",
+                fix="let the shapes in the middle of the model depend on the shapes of its inputs alone",
+            )
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        outputs, inputs = self._outputs.pop(bwd_chunk_id), self._inputs.pop(bwd_chunk_id)
+        if self.is_last:
+            assert loss is not None
+            outputs, sent_back = (loss,), None
+        else:
+            sent_back = self._output_gradients.pop(bwd_chunk_id)
+        call = _Backward(outputs, sent_back, inputs)
+        with self._backward_at(self.stage_index, bwd_chunk_id):
+            gradients = self._whole(call) if full_backward else self._first_half(bwd_chunk_id, call)
+        self._input_gradients[bwd_chunk_id] = tuple(map(_sendable, inputs, gradients))
+
+    def _whole(self, call: "_Backward") -> Gradients:
+        if not call.differentiable:
+            return call.nothing
+        gradients, _ = self.backward_maybe_with_nosync("full", call.arguments(full=True))
+        if self.is_last:
+            call.outputs[0].detach_()  # or the schedule keeps the loss's graph until the end of the run
+        return gradients
+
+    def _first_half(self, chunk: int, call: "_Backward") -> Gradients:
+        """Gradients of the inputs; those of the weights wait for `backward_weight_one_chunk`."""
+        self._half_done[chunk] = call
+        if self.is_first or not call.differentiable:
+            return call.nothing
+        call.remember()
+        gradients, groups = self.backward_maybe_with_nosync("input", call.arguments(full=False))
+        call.go_on_from(groups)
+        return gradients
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        call = self._half_done.pop(bwd_chunk_id)
+        if not call.differentiable:
+            return
+        with self._backward_at(self.stage_index, bwd_chunk_id):
+            if self.is_first:  # it has no inputs whose gradients come first
+                self.backward_maybe_with_nosync("full", call.arguments(full=True))
+            elif call.groups is not None:
+                arguments = {"stage_output": call.outputs, "param_groups": call.groups}
+                self.backward_maybe_with_nosync("weight", arguments)
+            else:
+                call.weights_anew([p for p in self.submod.parameters() if p.requires_grad])
+
+    def clear_runtime_states(self) -> None:
+        """Called by a schedule at its start; what this stage keeps was begun already."""
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self._reduces:
+            super().perform_reduce_grad(grad_scale_factor)
+
+
+@dataclass
+class _Backward:
+    """A backward pass of one micro-batch through one stage, whole or in two halves.
+
+    The first half computes gradients of the inputs, and keeps the gradient that reached each operation with a weight.
+    The second half goes on from there: torch finds, for each weight, these operations. It goes wrong where a weight has
+    several of them in a row (layers that share it): what lies between them is gone through anew, and freed, for each
+    such weight. And a weight that has none, because its gradient does not meet the inputs', is passed over. In these
+    cases the second half starts from the outputs.
+    """
+
+    outputs: tuple[Tensor, ...]
+    sent_back: Gradients | None  # None: the output is the loss
+    inputs: tuple[Tensor, ...]
+    groups: list[dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        self.differentiable = any(output.requires_grad for output in self.outputs)
+        self.nothing: Gradients = (None,) * len(self.inputs)
+
+    def arguments(self, *, full: bool) -> dict[str, Any]:
+        """As torch takes them; its two kinds of backward pass say differently that the output is the loss."""
+        sent_back = (None,) if self.sent_back is None and full else self.sent_back
+        return {"stage_output": self.outputs, "output_grads": sent_back, "input_values": list(self.inputs)}
+
+    def remember(self) -> None:
+        """Before the first half, which cuts the outputs off."""
+        pairs = zip(self.outputs, self.sent_back or (None,), strict=True)
+        kept = [(get_gradient_edge(output), gradient) for output, gradient in pairs if output.requires_grad]
+        self._edges = [edge for edge, _ in kept]
+        self._gradients = [gradient for _, gradient in kept]
+        inputs = {id(value) for value in self.inputs}
+        self._weights = {node for node in _leaves(self._edges) if id(node.variable) not in inputs}
+
+    def go_on_from(self, groups: list[dict[str, Any]] | None) -> None:
+        """After the first half: keep what it found if torch's second half is right for this graph, else the outputs."""
+        assert groups is not None
+        found = {node for group in groups for node in group["params"]}
+        if found >= self._weights and all(len(group["intermediates"]) == 1 for group in groups):
+            self.groups = groups
+            self._edges.clear()  # what lies behind the weights' operations can go
+
+    def weights_anew(self, weights: list[Tensor]) -> None:
+        """Gradients of the weights from the outputs."""
+        found = torch.autograd.grad(self._edges, weights, self._gradients, allow_unused=True)
+        for weight, gradient in zip(weights, found, strict=True):
+            if gradient is not None:
+                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+
+def _leaves(edges: Sequence[Any]) -> set[Any]:
+    """The nodes of a graph that accumulate gradients."""
+    seen: set[Any] = set()
+    open_nodes = [edge.node for edge in edges]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            open_nodes += [following for following, _ in node.next_functions]
+    return {node for node in seen if hasattr(node, "variable")}
+
+
+def _sendable(value: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """A gradient as the stage before waits for it; an input that was not used has one of zeros."""
+    if not value.requires_grad:
+        return None
+    return torch.zeros_like(value) if gradient is None else gradient.contiguous()
+
+
+def _shapes(metas: Metas) -> str:
+    return ", ".join(f"{str(m.dtype).removeprefix('torch.')}{list(m.shape)}" for m in metas) or "nothing"
+
+
+def reduce_gradients(unit: nn.Module) -> None:
+    """Sum the gradients of an FSDP2 unit, whose backward passes are over, over its replicas and shards."""
+    PipelineStage.perform_reduce_grad(SimpleNamespace(submod=unit), 1)  # type: ignore[arg-type]
+
+
+class Schedule:
+    """A schedule of torch's over this rank's stages, for a fixed number of micro-batches.
+
+    Args:
+        name: of the schedule, without `Schedule`.
+        stages: of this rank, ascending.
+        count: micro-batches in a run.
+    """
+
+    def __init__(self, name: str, stages: Sequence[Stage], count: int) -> None:
+        self._schedule = build(name, stages, count)
+        self._has_last = any(stage.is_last for stage in stages)
+        self._count = count
+
+    def run(self) -> None:
+        """Forward and backward of `count` micro-batches on this rank's stages, which were told to `begin`."""
+        # The last stage returns its loss, made from a micro-batch that it knows: what is passed here is only counted.
+        targets = {"target": torch.arange(self._count)} if self._has_last else {}
+        self._schedule.step(**targets, return_outputs=False)
+
+
+def build(name: str, stages: Sequence[Any], count: int) -> Any:
+    """The schedule object of torch's; `stages` may be stand-ins where it is not to be run."""
+    kind: Any = get_schedule_class(name)
+    several = issubclass(kind, PipelineScheduleMulti)
+    schedule = kind(
+        list(stages) if several else stages[0],
+        n_microbatches=count,
+        loss_fn=lambda output, _target: output,
+        scale_grads=False,  # the loss is a sum over the step: nothing is divided by the number of micro-batches
+    )
+    for flag in [name for name in vars(schedule) if _INITIALIZED.fullmatch(name)]:
+        setattr(schedule, flag, True)
+    return schedule
+
+
+@dataclass(frozen=True)
+class Action:
+    """One entry of a rank's list of computations.
+
+    Attributes:
+        kind: F forward, B backward, I gradients of inputs alone, W of weights alone.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+
+def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[list[Action]]:
+    """What each rank computes in a run, in order. Needs no process group."""
+    stages = ranks * stages_per_rank
+    stand_ins = [
+        SimpleNamespace(
+            num_stages=stages, group_size=ranks, group_rank=0, stage_index=0, submod=nn.Module(), is_first=True,
+            is_last=False,
+        )
+        for _ in range(stages_per_rank)
+    ]  # fmt: skip
+    order = build(name, stand_ins, count).pipeline_order
+    return [[a for entry in order[rank] if entry is not None for a in _computations(entry)] for rank in range(ranks)]
+
+
+def _computations(entry: Any) -> list[Action]:
+    if entry.sub_actions:
+        return [action for part in entry.sub_actions for action in _computations(part)]
+    kind = entry.computation_type.value
+    if kind not in ("F", "B", "I", "W"):
+        return []
+    return [Action(kind, entry.stage_index, entry.microbatch_index)]
