@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.manifest import Manifest, read_manifest
+from lockstep.checkpoint.manifest import Manifest, proved_manifest
 from lockstep.checkpoint.names import MODEL
 from lockstep.checkpoint.pieces import Piece, dtype_name
 from lockstep.checkpoint.storage import PartReader
@@ -26,10 +26,10 @@ def digest(path: str | os.PathLike[str]) -> str:
 
     Raises:
         UsageError: there is no checkpoint at `path`.
-        DamagedError: its manifest or its metadata is not what was written. (`verify` compares the rest.)
+        DamagedError: something that the digest depends on is not what was written.
     """
     folder = Path(path)
-    return digest_tensors(whole_tensors(folder, read_manifest(folder)))
+    return digest_tensors(whole_tensors(folder, proved_manifest(folder, MODEL)))
 
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.checkpoint.commit import commit
 from lockstep.checkpoint.digest import tensor_bytes, whole_tensors
 from lockstep.checkpoint.disk import open_inside, sync_directory
-from lockstep.checkpoint.manifest import DamagedError, Manifest, problems_of_files, read_manifest
+from lockstep.checkpoint.manifest import Manifest, proved_manifest
 from lockstep.checkpoint.names import CONFIG, MODEL
 from lockstep.checkpoint.pieces import Part, Piece, dtype_of
 from lockstep.checkpoint.restore import read_state
@@ -41,7 +41,7 @@ def export_safetensors(checkpoint: str | Path, output: str | Path) -> Path:
         DamagedError: the checkpoint is not what was written; every byte that is exported was compared.
     """
     folder, target = Path(checkpoint), Path(output)
-    manifest = _proved(folder, MODEL)
+    manifest = proved_manifest(folder, MODEL)
     header = _safetensors_header(manifest)
     expected = sorted(manifest.parameters)
 
@@ -61,7 +61,7 @@ def export_torch(checkpoint: str | Path, output: str | Path) -> Path:
     memory.
     """
     folder = Path(checkpoint)
-    manifest = _proved(folder, MODEL)
+    manifest = proved_manifest(folder, MODEL)
     model: dict[str, Tensor] = {}
     for name, tensor in whole_tensors(folder, manifest):
         model |= dict.fromkeys((name, *manifest.parameters[name].aliases), tensor)
@@ -76,7 +76,7 @@ def rewrite_full(checkpoint: str | Path, output: str | Path) -> Path:
         DamagedError: the checkpoint is not what was written.
     """
     folder = Path(checkpoint)
-    manifest = _proved(folder, None)
+    manifest = proved_manifest(folder)
     aliases = {name: facts.aliases for name, facts in manifest.parameters.items() if facts.aliases}
     parts = {
         part: _lazy_part(PartReader(folder, manifest, part), aliases if part == MODEL else {})
@@ -103,14 +103,6 @@ def _lazy_part(reader: PartReader, aliases: dict[str, tuple[str, ...]]) -> Part:
         return whole
 
     return Part(pieces, aliases, read)
-
-
-def _proved(folder: Path, part: str | None) -> Manifest:
-    manifest = read_manifest(folder)
-    paths = [path for path in manifest.files if part is None or path.startswith(f"{part}/")]
-    if problems := problems_of_files(folder, manifest, paths, thorough=True):
-        raise DamagedError(f"the checkpoint {folder} is damaged", why="; ".join(problems[:4]))
-    return manifest
 
 
 def _safetensors_header(manifest: Manifest) -> bytes:

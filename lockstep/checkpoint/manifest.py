@@ -150,6 +150,20 @@ def problems_of_files(
     return problems
 
 
+def proved_manifest(folder: Path, part: str | None = None) -> Manifest:
+    """The manifest, once every byte of a part (of the whole checkpoint if None) was compared with its checksum.
+
+    Raises:
+        UsageError: there is no checkpoint at `folder`.
+        DamagedError: something is not what was written.
+    """
+    manifest = read_manifest(folder)
+    paths = [path for path in manifest.files if part is None or path.startswith(f"{part}/")]
+    if problems := problems_of_files(folder, manifest, paths, thorough=True):
+        raise DamagedError(f"the checkpoint {folder} is damaged", why="; ".join(problems[:4]))
+    return manifest
+
+
 def verify(path: str | os.PathLike[str], *, thorough: bool = True) -> list[str]:
     """What is wrong with a checkpoint, a line each; an empty list means that it is whole.
 

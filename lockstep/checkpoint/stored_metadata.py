@@ -45,15 +45,11 @@ class StoredPart:
     places: dict[MetadataIndex, StoredAt] = field(default_factory=dict)
 
 
-class _Sealed(type):
-    """Classes that a pickle can't change: its BUILD instruction may set attributes of whatever lies on the stack."""
+class _Record:
+    """Stands in for one of DCP's records; keeps what the pickle says of it.
 
-    def __setattr__(cls, name: str, value: object) -> NoReturn:
-        raise pickle.UnpicklingError("it tries to change a class")
-
-
-class _Record(metaclass=_Sealed):
-    """Stands in for one of DCP's records; keeps what the pickle says of it."""
+    A pickle's BUILD may be aimed at the class itself; it then finds `__setstate__` here, which a class can't serve.
+    """
 
     arguments: tuple[object, ...] = ()
 
@@ -66,7 +62,11 @@ class _Record(metaclass=_Sealed):
         self.__dict__.update(state if type(state) is dict else {"arguments": state})
 
 
-class _Size(tuple[int, ...], metaclass=_Sealed):
+class _Layout(_Record):
+    """Stands in for the call that looks a layout up by name."""
+
+
+class _Size(tuple[int, ...]):
     """Stands in for torch.Size."""
 
     __slots__ = ()
@@ -79,7 +79,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         # Fresh for every file: nothing that one file does can reach the next.
-        self._records = {name: _Sealed(name, (_Record,), {}) for name in (*METADATA_RECORDS, STORAGE_INFO[1])}
+        self._records = {name: type(name, (_Record,), {}) for name in (*METADATA_RECORDS, STORAGE_INFO[1])}
 
     def find_class(self, module: str, name: str) -> object:
         if (module == METADATA_MODULE and name in METADATA_RECORDS) or (module, name) == STORAGE_INFO:
@@ -94,10 +94,6 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: object) -> NoReturn:
         raise pickle.UnpicklingError("it refers to an object outside")
-
-
-class _Layout(_Record):
-    """Stands in for the call that looks a layout up by name."""
 
 
 def parse_metadata(data: bytes) -> StoredPart:
@@ -146,9 +142,7 @@ def _place(record: Any) -> StoredAt:
 
 
 def _check_cover(name: str, tensor: TensorStorageMetadata) -> None:
-    """The stored blocks lie inside the tensor and have as many elements as it; they don't overlap, as they don't
-    repeat.
-    """
+    """The stored blocks lie inside the tensor and have as many elements as it. (Overlaps were refused in writing.)"""
     elements = 0
     for chunk in tensor.chunks:
         bounds = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)

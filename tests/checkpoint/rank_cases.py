@@ -1,6 +1,8 @@
 """What ranks do in the tests: each function runs on every rank of one launch, and many cases share a launch."""
 
+import os
 import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -13,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from lockstep import checkpoint
-from lockstep.checkpoint import AsyncSaver, Snapshot
+from lockstep.checkpoint import AsyncSaver, Snapshot, commit, storage
 from lockstep.errors import LockstepError, RunError
 from tests.checkpoint.shared import CONFIG, files_of, flip, known, known_model
 
@@ -396,6 +398,27 @@ def on_four(directory: Path) -> dict[str, str]:
         case(folder)
         said[case.__name__] = "passed"
     return said
+
+
+def killed_in_pairs(directory: Path) -> None:
+    """Two pairs of ranks save; in one the writer of blocks is killed, in the other the one that commits."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    folder, group = directory / f"pair-{rank // 2}", pairs[rank // 2]
+    snapshot = Snapshot({f"w{i}": known(f"w{i}", (50, 50)) for i in range(4)})
+    checkpoint.save(folder, 1, snapshot, config_yaml=CONFIG, group=group)
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        storage.PartWriter.write = die  # type: ignore[assignment,method-assign]
+    if rank == 2:
+        commit.sync_directory = die
+    try:
+        checkpoint.save(folder, 2, snapshot, config_yaml=CONFIG, group=group)
+    except RuntimeError as error:
+        (directory / f"survivor-{rank}").write_text(str(error))
 
 
 def on_two(directory: Path) -> None:

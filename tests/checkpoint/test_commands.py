@@ -79,6 +79,8 @@ def test_damaged_weights_are_not_exported(run_directory: Path, tmp_path: Path) -
     for verb, options in (("export", {}), ("convert", {"to": "torch"}), ("convert", {})):
         with pytest.raises(LockstepError, match="damaged"):
             run(verb, run_directory, output=tmp_path / "out", **options)
+    with pytest.raises(LockstepError, match="damaged"):
+        run("digest", run_directory)
     assert not (tmp_path / "out").exists()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import checkpoint
+from lockstep.checkpoint.disk import write_file
 from lockstep.errors import RunError
 from tests.checkpoint.shared import assert_same, blank, files_of, save, snapshot
 
@@ -152,6 +153,13 @@ def test_the_folders_above_are_named_durably_too(tmp_path: Path) -> None:
     """The first checkpoint of a run also makes `checkpoints/`: its name must not be lost either."""
     _, changes = killed_at(10**9, tmp_path, lambda: save(tmp_path / "run" / "checkpoints", 1))
     assert changes[:4] == ["os.mkdir run", f"fsync {tmp_path.name}", "os.mkdir checkpoints", "fsync run"]
+
+
+def test_no_file_is_written_over(tmp_path: Path) -> None:
+    write_file(tmp_path / "file", b"first")
+    with pytest.raises(FileExistsError):
+        write_file(tmp_path / "file", b"second")
+    assert (tmp_path / "file").read_bytes() == b"first"
 
 
 @pytest.fixture

@@ -100,6 +100,24 @@ def test_programs_that_are_no_metadata_are_refused(program: bytes) -> None:
         parse_metadata(program)
 
 
+def test_no_function_of_torch_is_called() -> None:
+    """dtypes are named as attributes of torch, and so are its functions."""
+    seed = torch.initial_seed()
+    with pytest.raises(ValueError, match="'manual_seed' is not a dtype"):
+        parse_metadata(b"ctorch\nmanual_seed\n(I77\ntR.")
+    assert torch.initial_seed() == seed
+
+
+@pytest.mark.parametrize(
+    "path", ["../../x", "/x", "../__0_0.distcp", "__0_0.distcp/../../x", "", ".", "__0_0.distcp\n"]
+)
+def test_only_a_tensor_file_beside_it_is_pointed_at(tmp_path: Path, path: str) -> None:
+    metadata = stored_metadata(save(tmp_path, 1))
+    next(iter(metadata.storage_data.values())).relative_path = path
+    with pytest.raises(ValueError, match="not one of its own tensor files"):
+        parse_metadata(pickle.dumps(metadata))
+
+
 def test_trap_50_paths_do_not_climb_out(tmp_path: Path) -> None:
     """`relative_path` in the metadata may name any file of the machine."""
     secret = tmp_path / "__0_0.distcp"

@@ -48,6 +48,18 @@ def test_one_process_loads_what_four_ranks_saved(saved: Saved) -> None:
         assert optimizer.state[model.embedding.weight]["step"] == 2
 
 
+def test_a_rank_killed_in_a_save_leaves_the_old_checkpoint_and_no_rank_waiting(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(rank_cases.killed_in_pairs, 4, tmp_path, timeout=60)
+    assert str(caught.value).split("\n") == ["1 died", "2 died"]
+    assert {path.name for path in tmp_path.glob("survivor-*")} == {"survivor-0", "survivor-3"}
+    for pair in ("pair-0", "pair-1"):
+        (old,) = checkpoint.list_checkpoints(tmp_path / pair)
+        assert checkpoint.verify(old) == []
+        checkpoint.rotate(tmp_path / pair, keep=3)
+        assert list((tmp_path / pair).iterdir()) == [old], "what the dead left is swept"
+
+
 def test_replicas_share_the_writing(saved: Saved) -> None:
     """Plain tensors lie on all ranks, and each rank writes some of them."""
     path = saved[0] / "one_rank_fails" / "step-00000002"
