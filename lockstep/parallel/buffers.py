@@ -75,18 +75,20 @@ class RunningBuffers:
     group: dist.ProcessGroup | None = None
     reproducible: bool = False
     _norms: dict[str, _BatchNorm] = field(init=False)
-    _others: dict[str, Tensor] = field(init=False)
+    _others: dict[str, tuple[nn.Module, str]] = field(init=False)  # name → its module, and its name there
     _records: dict[int, Tensor] = field(default_factory=dict)  # micro-batch → flat statistics
     _moving: list[str] | None = None  # other buffers that change; None before the first step's end
     _changed: set[str] = field(default_factory=set)
+    _versions: dict[str, tuple[int, int]] = field(default_factory=dict)  # of the others, before the forward pass
     _real: bool = False  # whether the micro-batch that runs counts
 
     def __post_init__(self) -> None:
         self._norms = normalisations(self.model)
         self._others = {
-            name: buffer
-            for name, buffer in self.model.named_buffers()
-            if not (name.rpartition(".")[0] in self._norms and name.rpartition(".")[2] in _STATISTICS)
+            f"{path}.{name}" if path else name: (module, name)
+            for path, module in self.model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not (path in self._norms and name in _STATISTICS)
         }
 
     @contextmanager
@@ -98,8 +100,7 @@ class RunningBuffers:
         kept = {module: {key: module._buffers[key] for key in _STATISTICS} for module in self._active()}
         for module, buffers in kept.items():
             module._buffers.update({key: torch.zeros_like(b) for key, b in buffers.items() if b is not None})
-        versions = {name: (id(b), b._version) for name, b in self._others.items()}
-        self._index, self._real, self._versions = index, real, versions
+        self._index, self._real, self._versions = index, real, self._versions_now()
         try:
             yield self
         finally:
@@ -108,13 +109,12 @@ class RunningBuffers:
 
     def forward_done(self) -> None:
         """The forward pass is over: what the statistics hold now is this micro-batch's; recomputation comes later."""
+        if not self._norms and not self._others:
+            return
         if self._real and (active := self._active()):
             self._records[self._index] = _flat(active)
-        if self._others:
-            now = dict(self.model.named_buffers())
-            self._changed |= {
-                name for name, seen in self._versions.items() if (id(now[name]), now[name]._version) != seen
-            }
+        now = self._versions_now()
+        self._changed |= {name for name, seen in self._versions.items() if now[name] != seen}
 
     @torch.no_grad()
     def finish_step(self, slots: int) -> None:
@@ -152,18 +152,28 @@ class RunningBuffers:
         if self._moving is None:
             names = list(self._others)
             if self.ranks > 1:
-                device = next(iter(self._others.values())).device
-                flags = torch.tensor([name in self._changed for name in names], dtype=torch.int32, device=device)
+                flags = torch.tensor([name in self._changed for name in names], dtype=torch.int32)
+                flags = flags.to(self._other(names[0]).device)
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
                 self._moving = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
             else:
                 self._moving = [name for name in names if name in self._changed]
             self._say(self._moving)
         if self._moving and self.ranks > 1:
-            now = dict(self.model.named_buffers())
+            source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
             for name in self._moving:
-                source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-                dist.broadcast(now[name], src=source, group=self.group)
+                dist.broadcast(self._other(name), src=source, group=self.group)
+
+    def _other(self, name: str) -> Tensor:
+        """That buffer as it is now: a forward pass may put another tensor in its place."""
+        module, own = self._others[name]
+        buffer = module._buffers[own]
+        assert buffer is not None
+        return buffer
+
+    def _versions_now(self) -> dict[str, tuple[int, int]]:
+        buffers = {name: self._other(name) for name in self._others}
+        return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
 
     def _say(self, names: list[str]) -> None:
         if not names:

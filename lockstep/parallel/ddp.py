@@ -4,6 +4,7 @@ DDP's built-in reduction is a mean over ranks; the loss is multiplied by their n
 Buffers are not broadcast here: what changes them is the same on every rank, or is said to be different.
 """
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,10 @@ from lockstep.errors import RunError
 from lockstep.monitor.phases import watch_ddp
 from lockstep.parallel.compression import Hook
 from lockstep.parallel.placed import Share
+
+# torch 2.13 renames the switch that leaves buffers alone; the old name warns there.
+_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
 
 _SHOWN = 8  # names in an error; the rest is counted
 
@@ -34,8 +39,8 @@ def apply_ddp(
     wrapped = DistributedDataParallel(
         model,
         process_group=mesh["replicate"].get_group(),
-        broadcast_buffers=False,
         init_sync=False,
+        **_BUFFERS_STAY,
         bucket_cap_mb=config.bucket_cap_mb,
         find_unused_parameters=config.find_unused_parameters,
         gradient_as_bucket_view=config.gradient_as_bucket_view,

@@ -1,0 +1,113 @@
+"""Hugging Face Accelerate places the model and synchronises its gradients; the step, the data and their order are ours.
+
+On several processes Accelerate wraps the model in DistributedDataParallel, under its own state, which finds the process
+group that exists. It works under Lockstep's launcher and under `accelerate launch`, whose other settings (precision,
+accumulation) are not taken from its environment: what the config says holds. Accelerate's samplers, which repeat
+samples to fill a batch, and its `join_uneven_inputs` are not used: a rank that is short of a micro-batch runs a
+weightless one.
+"""
+
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.config import Config
+from lockstep.errors import UsageError
+
+_OTHER_ENGINES = {
+    "ACCELERATE_USE_FSDP": "write strategy: fsdp",
+    "ACCELERATE_USE_DEEPSPEED": "write strategy: fsdp, which cuts the same state",
+    "ACCELERATE_USE_MEGATRON_LM": "write strategy: pipeline",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "write strategy: fsdp or pipeline",
+}
+
+
+@dataclass
+class Prepared:
+    """A model as Accelerate runs it.
+
+    Attributes:
+        model: wrapped.
+        no_sync: Accelerate's context in which backward passes only accumulate.
+    """
+
+    model: DistributedDataParallel
+    no_sync: Callable[[], AbstractContextManager[Any]]
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    def set_sync(self, last: bool) -> None:
+        """Before a forward pass: does its backward pass synchronise?"""
+        if not last:
+            self._open.enter_context(self.no_sync())
+
+    def after_backward(self, _share: object) -> None:
+        """Leave the context again."""
+        self._open.close()
+
+
+def prepare(model: nn.Module, config: Config, device: torch.device, hook: Any = None) -> Prepared:
+    """Hand a model over to Accelerate, on several ranks.
+
+    Args:
+        model: whole, its values already equal on all ranks.
+        hook: DDP's communication hook.
+
+    Raises:
+        UsageError: Accelerate is not installed, or was started for another engine.
+    """
+    refuse_other_engines()
+    try:
+        from accelerate import Accelerator
+        from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+    except ImportError:
+        raise UsageError(
+            "strategy accelerate needs Hugging Face Accelerate, which is not installed",
+            where="distributed.strategy",
+            fix="pip install 'lockstep-train[accelerate]', or write strategy: ddp",
+        ) from None
+    ddp = config.distributed.ddp
+    accelerator = Accelerator(
+        cpu=device.type == "cpu",
+        device_placement=config.distributed.accelerate.device_placement,
+        mixed_precision="no",  # autocast is the step's, as under every strategy
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(
+                broadcast_buffers=False,
+                bucket_cap_mb=ddp.bucket_cap_mb,
+                find_unused_parameters=ddp.find_unused_parameters,
+                gradient_as_bucket_view=ddp.gradient_as_bucket_view,
+                static_graph=ddp.static_graph,
+            )
+        ],
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+        wrapped = accelerator.prepare_model(model)
+    assert isinstance(wrapped, DistributedDataParallel)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
+    return Prepared(wrapped, lambda: accelerator.no_sync(wrapped))
+
+
+def refuse_other_engines() -> None:
+    """Refuse `accelerate launch` with an engine that Lockstep has a strategy of its own for.
+
+    Raises:
+        UsageError: naming the strategy.
+    """
+    for name, fix in _OTHER_ENGINES.items():
+        if os.environ.get(name, "false").lower() in ("true", "1"):
+            raise UsageError(
+                f"accelerate launch was told to use another engine ({name}=true)",
+                where="distributed.strategy",
+                why="under strategy accelerate, Accelerate synchronises replicas",
+                fix=f"{fix}, or launch without it",
+            )

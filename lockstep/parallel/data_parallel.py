@@ -1,0 +1,72 @@
+"""torch.nn.DataParallel: one process copies the model to its GPUs for each forward pass, and shares out the batch.
+
+It needs no launcher, and is slower than ddp: one Python process drives all GPUs, the model is copied each time, and the
+first GPU holds all outputs. Here each micro-batch is what is shared out. Running statistics of batch normalisation are
+those of the first GPU's part.
+
+The GPUs are driven by threads, in which keyed random numbers can't be seeded one segment after the other: a model that
+draws is repeatable on the same number of GPUs, but does not draw what it draws under the other strategies.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import Config
+from lockstep.errors import UsageError
+from lockstep.models.protocol import Objective
+from lockstep.randomness import Cursor, derive_key
+
+
+def num_gpus(device: torch.device) -> int:
+    """GPUs that share a micro-batch; 1 where there is nothing to share."""
+    return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
+
+
+def apply_dp(model: nn.Module, config: Config, cursor: Cursor, notices: list[str]) -> nn.Module:
+    """Wrap a model that lies on the first GPU; on the CPU or one GPU the model itself is returned, and it is said.
+
+    Args:
+        notices: lines to be said at start are added.
+
+    Raises:
+        UsageError: something replaces the `forward` of blocks, which copies of the model would share.
+    """
+    gpus = num_gpus(cursor.device)
+    if gpus == 1:
+        where = "one GPU" if cursor.device.type == "cuda" else "the CPU"
+        notices.append(f"dp on {where}: nothing to share out, runs as single")
+        return model
+    training = config.training
+    for key, asked in (("compile", training.compile), ("gradient_checkpointing", training.gradient_checkpointing)):
+        if asked not in (False, "none"):
+            raise UsageError(
+                f"dp can't be had with training.{key}",
+                where="distributed.strategy",
+                why="it copies the model to each GPU, and the copies would share one block's replaced forward",
+                fix="write strategy: ddp, which is faster as well",
+            )
+    notices.append(
+        f"dp: {gpus} GPUs share out each micro-batch, driven by one process; ddp is faster. What the model draws at "
+        "random differs from other strategies"
+    )
+    wrapped = nn.DataParallel(model)
+    wrapped.register_forward_pre_hook(lambda _module, _args: _seed_all(cursor, gpus))
+    return wrapped
+
+
+def over_parts(objective: Objective) -> Objective:
+    """The objective where a loss that the model itself returns comes as one number for each GPU's part."""
+
+    def loss(outputs: Any, batch: Any) -> Tensor:
+        return objective.loss(outputs, batch).sum()
+
+    return replace(objective, loss=loss)
+
+
+def _seed_all(cursor: Cursor, gpus: int) -> None:
+    for index in range(gpus):
+        key = derive_key(cursor.seed, cursor.phase, cursor.step, cursor.micro_batch, "dp", index)
+        torch.cuda.default_generators[index].manual_seed(key)

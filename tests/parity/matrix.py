@@ -1,0 +1,131 @@
+"""The grid on which data-parallel strategies are compared with one process, and what runs a case of it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lockstep.config import config_from
+from lockstep.models import get_model
+from lockstep.trainer import Trainer
+from tests.parity.toy import SAMPLES, VOCAB, Tokens, language_model
+
+STEPS = 5
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"distributed.strategy": "ddp"},
+    **{
+        kind: {"distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": kind}
+        for kind in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")
+    },
+    "accelerate": {"distributed.strategy": "accelerate"},
+}
+
+
+class Images(Dataset[dict[str, Tensor]]):
+    deterministic = True
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {"image": torch.rand(1, 16, 16, generator=generator), "label": torch.tensor(index % 10)}
+
+
+def tied() -> nn.Module:
+    return language_model("transformer", tie_embeddings=True)
+
+
+def vae() -> nn.Module:
+    with torch.device("meta"):
+        return get_model("vae")(image_size=16, channels=1, latent_dim=4)
+
+
+def llama() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    with torch.device("meta"):
+        return get_model("hf:llama")(
+            vocab_size=VOCAB, block_size=16, attention_dropout=0.1, tie_word_embeddings=True, **sizes
+        )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], type[Dataset[dict[str, Tensor]]]]] = {
+    "bdh": (lambda: language_model("bdh"), Tokens),
+    "transformer": (lambda: language_model("transformer"), Tokens),
+    "tied": (tied, Tokens),
+    "free_transformer": (lambda: language_model("free_transformer"), Tokens),
+    "vae": (vae, Images),
+    "hf": (llama, Tokens),
+}
+
+
+class Case(NamedTuple):
+    model: str
+    strategy: str
+    accumulation: int
+    checkpointing: str
+    more: tuple[tuple[str, Any], ...] = ()  # further keys of the config
+
+    def micro_batches(self, ranks: int) -> int:
+        return self.accumulation * ranks
+
+
+class Result(NamedTuple):
+    steps: list[tuple[float, float, float]]  # loss, gradient norm, valid targets
+    layout: str
+    num_parameters: int
+    notices: list[str]
+
+
+def run(case: Case, micro_batches: int) -> Result:
+    """A few steps of `case`, on this rank, with `micro_batches` in a step over all ranks."""
+    make, data = MODELS[case.model]
+    settings = {
+        "training.batch_size": 2,
+        "training.global_batch_size": 2 * micro_batches,
+        "training.learning_rate": 3e-3,
+        "training.max_steps": STEPS,
+        "training.gradient_checkpointing": case.checkpointing,
+        "precision.mode": "fp32",
+        **STRATEGIES.get(case.strategy, {"distributed.strategy": case.strategy}),
+        **dict(case.more),
+    }
+    trainer = Trainer(make(), config=config_from(settings))
+    steps = [(float(r.loss), float(r.grad_norm), float(r.tokens)) for r in trainer.steps(data())]
+    return Result(steps, str(trainer.layout), trainer.placed.num_parameters, trainer.placed.notices)
+
+
+def run_all(cases: list[Case]) -> list[Result | str]:
+    """On every rank: all cases, one after the other; an error is that case's result."""
+    ranks = torch.distributed.get_world_size()
+    results: list[Result | str] = []
+    for case in cases:
+        try:
+            results.append(run(case, case.micro_batches(ranks)))
+        except Exception as error:
+            results.append(f"{type(error).__name__}: {error}")
+    return results
+
+
+def reference(case: Case, micro_batches: int) -> Result:
+    """What one process makes of it, without checkpointing."""
+    return run(Case(case.model, "single", 1, "none", case.more), micro_batches)
+
+
+def grid(ranks: int, *, whole: bool) -> Iterator[Case]:
+    """Every model under every strategy; `whole`: with each accumulation and checkpointing, else in turn."""
+    variants = [(accumulation, checkpointing) for checkpointing in ("none", "full") for accumulation in (3, 1)]
+    for i, strategy in enumerate(STRATEGIES):
+        for j, model in enumerate(MODELS):
+            turn = (i + j + ranks // 2) % len(variants)
+            for accumulation, checkpointing in variants if whole else [variants[turn]]:
+                yield Case(model, strategy, accumulation, checkpointing)
+
+
+def difference(one: Result, other: Result) -> float:
+    """The largest relative difference of a loss, a norm or a count."""
+    pairs = [(a, b) for x, y in zip(one.steps, other.steps, strict=True) for a, b in zip(x, y, strict=True)]
+    return max(abs(a - b) / abs(b) for a, b in pairs)
