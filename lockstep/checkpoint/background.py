@@ -23,6 +23,8 @@ from lockstep.checkpoint.together import Ranks
 class AsyncSaver:
     """Writes checkpoints in the background; every rank makes one, and calls each of its methods at the same points.
 
+    Call `wait` before the process group is destroyed: its own groups go with it.
+
     Args:
         then: run on rank 0, in the background, after each commit (`rotate`); its error counts as the save's.
     """
