@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import Config
 from lockstep.errors import UsageError
@@ -219,7 +220,7 @@ def _shard(
 ) -> tuple[nn.Module | None, list[str]]:
     """Hand each stage to FSDP2; what stages share, on this rank or across ranks, becomes a unit of its own."""
     doubled = sorted(holding.doubled & set(holding.parameters))
-    unit = None
+    unit: nn.Module | None = None
     notices: list[str] = []
     if doubled:
         owners = {id(s.module): s.module for name in doubled for s in holding.parameters[name]}
@@ -228,7 +229,9 @@ def _shard(
             unit.add_module(str(index), owner)
         others = {p for name, p in holding.named_parameters().items() if name not in holding.doubled}
         shard(unit, [], others, False)
+        assert isinstance(unit, FSDPModule)
         unit()  # FSDP2 prepares a root in its first forward pass
+        unit.reshard()
     shared = {holding.parameters[name][0].tensor() for name in doubled}
     for part in parts:
         inside = {id(module) for module in part.modules()}
