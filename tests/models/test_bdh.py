@@ -79,6 +79,13 @@ def test_products_over_neurons_do_not_overflow(dtype: torch.dtype) -> None:
     torch.testing.assert_close(attended.float(), exact, rtol=0.05, atol=0.02 * exact.abs().max().item())
 
 
+def test_dropout_acts_on_neurons_in_training() -> None:
+    model, x = bdh(dropout=1.0), torch.randn(2, 4, 16)
+    weights = {name: model.get_parameter(name) for name in ("encoder", "encoder_v", "decoder")}
+    assert torch.equal(model.layers[0](x, **weights), F.layer_norm(x, (16,)))
+    assert not torch.allclose(model.eval().layers[0](x, **weights), F.layer_norm(x, (16,)))
+
+
 def test_neurons_must_come_out_whole_and_even() -> None:
     with pytest.raises(UsageError, match=r"mlp_multiplier·n_embd=45 is not a multiple of 2·n_head=6"):
         BDH(n_embd=15, n_head=3, mlp_multiplier=3)

@@ -112,6 +112,9 @@ def test_trap_19_tied_weights_stay_tied(family: str, tied: bool) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.fill_(torch.nan)
     model.init_weights()
+    at_once = get_model(f"hf:{family}")(tie_word_embeddings=tied, **SIZES[family])
+    assert dict(model.named_buffers()).keys() == dict(at_once.named_buffers()).keys()
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), at_once.buffers(), strict=True))
     assert sum(p.numel() for p in model.parameters()) == count
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     assert ("lm_head.weight" in names) != tied

@@ -52,6 +52,15 @@ def test_trap_19_a_tied_head_has_no_weight_of_its_own() -> None:
     torch.testing.assert_close(logits, filled.head.norm(hidden) @ filled.embed.weight.T)
 
 
+def test_dropout_acts_on_the_embedding_and_on_both_branches_in_training() -> None:
+    model, x = transformer(dropout=1.0), torch.randn(2, 4, 16)
+    assert torch.equal(model.layers[0](x), x)
+    assert (model.embed(torch.zeros(2, 4, dtype=torch.int64)) == 0).all()
+    model.eval()
+    assert not torch.allclose(model.layers[0](x), x)
+    assert (model.embed(torch.zeros(2, 4, dtype=torch.int64)) != 0).any()
+
+
 def test_branches_start_smaller_in_deeper_models() -> None:
     torch.manual_seed(0)
     deep = Transformer(n_layer=18, n_embd=64, n_head=2)
