@@ -20,7 +20,7 @@ from lockstep.errors import EXIT_USAGE, UsageError
 from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
 
-_GRACE_SECONDS = 5.0  # for the peers of a failed rank, which notice within a tenth of a second
+_CAUSE_SECONDS = 5.0  # how long to wait for the cause where only its consequences are known
 
 
 def spawn(
@@ -71,10 +71,10 @@ def spawn(
                     process.start()
                 processes.append(process)
             _wait(processes)
+            cause = _cause(processes, ranks, nprocs * nnodes, Path(folder))
         finally:
             _end(processes)
             del keep
-        cause = first_cause(_failures(processes, ranks, nprocs * nnodes, Path(folder)))
     if cause is not None:
         sys.stderr.write(cause.traceback)
         raise cause.error()
@@ -167,29 +167,34 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, s
 
 def _wait(processes: Sequence[BaseProcess]) -> None:
     """Until all have ended, or one has failed."""
-    while not any(process.exitcode for process in processes):
-        running = [process.sentinel for process in processes if process.exitcode is None]
-        if not running:
+    while True:
+        codes = [process.exitcode for process in processes]  # asked once a round: they change meanwhile
+        if any(codes) or None not in codes:
             return
+        running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
         multiprocessing.connection.wait(running)
 
 
+def _cause(processes: Sequence[BaseProcess], ranks: Sequence[int], world: int, folder: Path) -> Failure | None:
+    """The failure to report, if any. A rank that lost its peer may be known before the peer has said why it went."""
+    deadline = time.monotonic() + _CAUSE_SECONDS
+    while True:
+        told = {failure.rank: failure for failure in read_all(folder)}
+        for rank, process in zip(ranks, processes, strict=False):
+            if process.exitcode and rank not in told:
+                told[rank] = from_exit_code(rank, world, process.exitcode, time.time(), None)
+        cause = first_cause(told.values())
+        if cause is None or not cause.consequence or time.monotonic() > deadline:
+            return cause
+        time.sleep(0.05)
+
+
 def _end(processes: Sequence[BaseProcess]) -> None:
-    deadline = time.monotonic() + _GRACE_SECONDS
-    failed = any(process.exitcode != 0 for process in processes)
+    """Stop what still runs: peers of a failed rank, or all after an interrupt."""
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()) if failed else None)
-        if process.exitcode is None:
-            process.terminate()
-            process.join(1)
+        process.terminate()
+    for process in processes:
+        process.join(2)
         if process.exitcode is None:
             process.kill()
             process.join()
-
-
-def _failures(processes: Sequence[BaseProcess], ranks: Sequence[int], world: int, folder: Path) -> list[Failure]:
-    told = {f.rank: f for f in read_all(folder)}
-    for rank, process in zip(ranks, processes, strict=False):
-        if process.exitcode and rank not in told:
-            told[rank] = from_exit_code(rank, world, process.exitcode, time.time(), None)
-    return list(told.values())

@@ -1,0 +1,163 @@
+"""`lockstep.spawn` from scripts, from a notebook's kind of process, and on what counts as several machines."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.launch.spawn import spawn
+from tests.launch.shared import Ended, environment
+
+_SCRIPT = """
+import json, os, sys, time
+import lockstep
+
+def place(folder):
+    open(f"{folder}/{os.environ['RANK']}", "w").write(json.dumps(
+        {name: os.environ[name] for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}))
+
+def fails():
+    if os.environ["RANK"] == "1":
+        raise ValueError("the loss is no number")
+    time.sleep(60)
+
+def dies():
+    if os.environ["RANK"] == "1":
+        os._exit(3)
+    time.sleep(60)
+
+def refuses():
+    raise lockstep.UsageError("bad mesh", fix="a better one")
+
+def error_of(function):
+    try:
+        lockstep.spawn(function, nprocs=2)
+    except lockstep.LockstepError as error:
+        return [type(error).__name__, str(error)]
+
+if __name__ == "__main__":
+    os.mkdir("one"); lockstep.spawn(place, ("one",), nprocs=2)
+    said = {"fails": error_of(fails), "dies": error_of(dies), "refuses": error_of(refuses)}
+    seen = []
+    lockstep.spawn(lambda: seen.append(lockstep.world_size()), nprocs=1)
+    said["here"] = seen
+    json.dump(said, open("said.json", "w"))
+"""
+
+
+def run_script(folder: Path, text: str, *arguments: str) -> Ended:
+    (folder / "script.py").write_text(text)
+    ended = subprocess.run(
+        [sys.executable, "script.py", *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    return Ended(ended.returncode, ended.stdout, ended.stderr, folder)
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    folder = tmp_path_factory.mktemp("spawn")
+    ended = run_script(folder, _SCRIPT)
+    assert ended.code == 0, ended.err
+    return ended
+
+
+def test_ranks_of_a_script_know_their_place(said: Ended) -> None:
+    ranks = [json.loads((said.folder / f"one/{rank}").read_text()) for rank in (0, 1)]
+    assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1"]
+    assert {rank["WORLD_SIZE"] for rank in ranks} == {"2"}
+
+
+def test_trap_32_spawned_ranks_share_one_port(said: Ended) -> None:
+    """The parent holds the port; a rank that picks its own is alone there."""
+    ports = {json.loads((said.folder / f"one/{rank}").read_text())["MASTER_PORT"] for rank in (0, 1)}
+    assert len(ports) == 1
+    assert ports != {"29500"}
+
+
+def test_the_first_error_is_raised_once(said: Ended) -> None:
+    told = json.loads((said.folder / "said.json").read_text())
+    kind, text = told["fails"]
+    assert kind == "RunError"
+    assert text.startswith("rank 1 of 2 failed: ValueError: the loss is no number")
+    assert "script.py:11" in text
+    assert told["dies"][1].startswith("rank 1 of 2 failed: the program left with code 3")
+    assert told["refuses"] == ["UsageError", "bad mesh\n  do: a better one"]
+    assert said.err.count("Traceback") == 2, "of the errors that are no messages to the user, one each"
+
+
+def test_one_rank_runs_here(said: Ended) -> None:
+    assert json.loads((said.folder / "said.json").read_text())["here"] == [1]
+
+
+def test_a_script_without_a_guard_is_told_to_have_one(tmp_path: Path) -> None:
+    """A fresh process imports the script, which would start ranks again."""
+    ended = run_script(tmp_path, "import lockstep\ndef f(): pass\nlockstep.spawn(f, nprocs=2)\n")
+    assert ended.code == 1
+    assert "put the call below `if __name__ == '__main__':`" in ended.err
+    assert ended.err.count("Traceback") == 1
+
+
+_NOTEBOOK = """
+import torch
+torch.randn(400, 400) @ torch.randn(400, 400)      # OpenMP's threads are up
+import lockstep
+def train():
+    lockstep.setup()
+    torch.randn(400, 400) @ torch.randn(400, 400)
+    if lockstep.is_main_process():
+        print("sum", lockstep.all_reduce(1, "sum"), flush=True)
+    else:
+        lockstep.all_reduce(1, "sum")
+    lockstep.cleanup()
+lockstep.spawn(train, nprocs=2)
+"""
+
+
+def test_from_a_notebook(tmp_path: Path) -> None:
+    """The function lives in no file, so ranks are forks; torch's threads don't survive that."""
+    ended = subprocess.run(
+        [sys.executable, "-"], input=_NOTEBOOK, cwd=tmp_path, env=environment(), capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "sum 2\n"
+
+
+_TWO_MACHINES = """
+import os, sys
+import lockstep
+
+def train(folder):
+    names = ("LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")
+    open(f"{folder}/{os.environ['RANK']}", "w").write(" ".join(os.environ[name] for name in names))
+
+if __name__ == "__main__":
+    lockstep.spawn(train, (".",), nprocs=2, nnodes=2, node_rank=int(sys.argv[1]), master_addr="h", master_port=7)
+"""
+
+
+def test_trap_30_a_spawned_rank_is_no_machine_number(tmp_path: Path) -> None:
+    """mp.spawn's index taken for the rank: two machines are two conflicting worlds. rank = node · nprocs + index."""
+    (tmp_path / "script.py").write_text(_TWO_MACHINES)
+    machines = [
+        subprocess.Popen([sys.executable, "script.py", str(node)], cwd=tmp_path, env=environment()) for node in (0, 1)
+    ]
+    assert [machine.wait(100) for machine in machines] == [0, 0]
+    assert [(tmp_path / str(rank)).read_text() for rank in range(4)] == ["0 4 0 7", "1 4 0 7", "0 4 1 7", "1 4 1 7"]
+
+
+def test_numbers_that_do_not_fit_are_refused() -> None:
+    for wrong in ({"nprocs": 0}, {"nprocs": 2, "nnodes": 2, "node_rank": 2, "master_addr": "h"}):
+        with pytest.raises(UsageError):
+            spawn(print, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="master_addr"):
+        spawn(print, nprocs=2, nnodes=2)
