@@ -1,0 +1,35 @@
+"""Numbers as people write them."""
+
+from datetime import datetime, timezone
+
+
+def seconds(value: float) -> str:
+    """`1:02:03 h`, `2:03 min`, `4.5 s`, `12 ms`, `30 µs`."""
+    if value >= 3600:
+        return f"{int(value // 3600)}:{int(value % 3600 // 60):02}:{int(value % 60):02} h"
+    if value >= 60:
+        return f"{int(value // 60)}:{int(value % 60):02} min"
+    if value >= 1:
+        return f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
+
+
+def count(value: float) -> str:
+    """`12,345`; `1.23 M`, `4.5 G`."""
+    for factor, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {sign}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def size(value: float) -> str:
+    """Bytes: `1.5 GiB`."""
+    for factor, sign in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= factor:
+            return f"{value / factor:.3g} {sign}"
+    return f"{value:.0f} B"
+
+
+def moment(epoch: float) -> str:
+    """`2026-01-31 12:00:00 UTC`."""
+    return datetime.fromtimestamp(epoch, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
