@@ -96,7 +96,8 @@ def segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
     if hasattr(model, "segments"):
         return list(own.segments())
     if isinstance(model, nn.Sequential):
-        return list(model.named_children())
+        # Not named_children(), which leaves out a module that comes a second time: one ReLU for all layers.
+        return list(zip(model._modules, model, strict=True))
     return None
 
 
