@@ -142,6 +142,20 @@ def checkpoint(argv: list[str]) -> int:
     return EXIT_DONE
 
 
+def report(argv: list[str]) -> int:
+    """lockstep report RUN [RUN2 …] [-o FILE] [--live]"""
+    parser = Parser("report", "What runs did and what to do next, as one HTML file; also of a run that crashed.")
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories; several are compared")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: report.html in the first RUN")
+    parser.add_argument("--live", action="store_true", help="serve the page on loopback instead, following the run")
+    parser.add_argument("--port", metavar="N", type=int, default=0, help="with --live (default: any free one)")
+    given = parser.parse(argv)
+
+    from lockstep.report import command
+
+    return command.run(given.runs, output=given.output, live=given.live, port=given.port)
+
+
 def data(argv: list[str]) -> int:
     """lockstep data prepare …"""
     from lockstep.data import prepare
@@ -155,6 +169,7 @@ VERBS: dict[str, Verb] = {
     "launch": (launch, "run any script of yours with the same launcher"),
     "config": (config, "show, check or list configs"),
     "checkpoint": (checkpoint, "list, inspect, verify, digest, export or convert checkpoints"),
+    "report": (report, "draw what runs did, and say what to do next"),
     "data": (data, "prepare data"),
 }
 
