@@ -177,6 +177,8 @@ class GPT2(CutModel):
         _swap_class(self.get_submodule("transformer.wpe"), PositionAdder)
         for layer in self.get_submodule("transformer.h").children():
             _swap_class(layer, GPT2Layer)
+            # Before version 5: a mask that only the library's own attention reads.
+            layer.get_submodule("attn")._buffers.clear()
 
     def std_of(self, name: str) -> float:
         std = super().std_of(name)
