@@ -1,0 +1,79 @@
+"""Predicted against measured peaks of live tensors, a table for results/plan_memory.md.
+
+    python -m benchmarks.plan_memory [--ranks 2] [--write]
+
+Measured: a real step on gloo ranks, every tensor followed from the operation that makes it to its last reference.
+Predicted: the same step on fake tensors in one process.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.plan.measured import Case, grid, measure, predict
+from tests.ranks import run_ranks
+
+RESULT = Path(__file__).parent / "results" / "plan_memory.md"
+
+
+def table(cases: list[Case], ranks: int) -> tuple[list[str], float]:
+    """Rows of the table, and the largest error."""
+    found = run_ranks(measure, ranks, cases, timeout=1500)
+    rows, worst = [], 0.0
+    for index, case in enumerate(cases):
+        measured = [rank[index] for rank in found]
+        if any(isinstance(m, str) for m in measured):
+            rows.append(f"| {case.model} | {case.strategy} | {case.checkpointing} | {ranks} | {measured[0]} | | |")
+            worst = float("inf")
+            continue
+        try:
+            predicted = predict(case, ranks)
+        except Exception as error:
+            rows.append(f"| {case.model} | {case.strategy} | {case.checkpointing} | {ranks} | | {error!r:.200} | |")
+            worst = float("inf")
+            continue
+        errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
+        error = max(errors, key=abs)
+        worst = max(worst, abs(error))
+        rows.append(
+            f"| {case.model} | {case.strategy} | {case.checkpointing} | {ranks} | {_all(measured)} | {_all(predicted)} "
+            f"| {error:+.2%} |"
+        )
+    return rows, worst
+
+
+def _all(values: list[int]) -> str:
+    return ", ".join(f"{value / 2**20:.2f}" for value in values)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    cases = [c for c in grid() if given.only in f"{c.model} {c.strategy} {c.checkpointing}"]
+    rows, worst = table(cases, given.ranks)
+    text = "\n".join(
+        [
+            "# Peak of live tensors in a step, per rank: predicted against measured",
+            "",
+            f"`python -m benchmarks.plan_memory --ranks {given.ranks} --write`; MiB of each rank; the third step of a "
+            "run, fp32, AdamW.",
+            "",
+            "| model | strategy | checkpointing | ranks | measured | predicted | error |",
+            "|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+            f"Largest error: {worst:.2%} (goal: 5 %).",
+            "",
+        ]
+    )
+    print(text)
+    if given.write:
+        RESULT.write_text(text)
+    return 0 if worst <= 0.05 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""One rank's step on tensors that hold nothing: the strategy's own code runs, and every byte is counted.
+
+The model is laid by the same functions that lay it in training, over a process group that only pretends, under torch's
+FakeTensorMode. Two steps run; the second, when the optimizer has its state, is the one recorded. Of a long chain of
+equal blocks five run, and the record of one is repeated for those left out.
+
+DDP's reducer, in C++, refuses fake tensors: `_Reducer` allocates what it does. The device is the CPU throughout; on a
+GPU the same tensors are made, apart from autocast's list of operations and kernels' own workspaces.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lockstep.config import Config
+from lockstep.errors import RunError
+from lockstep.mesh import Layout
+from lockstep.models.protocol import blocks_of
+from lockstep.optim import build_optimizer
+from lockstep.parallel import fsdp, key_model
+from lockstep.parallel.activation import apply_activation_checkpointing
+from lockstep.parallel.buffers import RunningBuffers
+from lockstep.parallel.loop import looped
+from lockstep.parallel.placed import Ledger, MicroStep, Share, local
+from lockstep.plan.record import KINDS, Peak, play, repeated
+from lockstep.plan.tracker import Tracker
+from lockstep.plan.workload import REPEATED, Workload, shortened
+from lockstep.precision import Precision, resolve_mode
+from lockstep.randomness import Cursor
+
+CPU = torch.device("cpu")
+_KIND = {kind: index for index, kind in enumerate(KINDS)}
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one rank needs.
+
+    Attributes:
+        peak: of live bytes in a step, and what it is made of.
+        persistent: bytes by kind between two steps.
+    """
+
+    peak: Peak
+    persistent: dict[str, int]
+
+
+def rehearse(work: Workload, config: Config, layout: Layout, *, micro_batches: int = 1) -> Rehearsal:
+    """Memory of a rank under a data-parallel strategy (single, ddp, fsdp).
+
+    Args:
+        config: batch size, precision, checkpointing and the strategy's own options.
+        micro_batches: of the rank in a step.
+    """
+    assert layout.strategy != "pipeline"
+    # Further replicas and micro-batches change nothing that the second did not.
+    layout = Layout(layout.strategy, 1, min(layout.replicate, 2), layout.shard)
+    model, left_out = work.model(), 0
+    if config.training.gradient_checkpointing != "every_n":
+        model, left_out = shortened(model)
+    with pretended_ranks(layout.world_size), ExitStack() as modes:
+        mesh = layout.mesh("cpu") if layout.world_size > 1 else None
+        modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        tracker = modes.enter_context(Tracker())
+        parts = _lay(tracker, model, work, config, layout, mesh)
+        optimizer = optimizer_of(config, list(model.parameters()))
+        batch = work.batch(config.training.batch_size)
+        for _ in range(2):
+            _tag_persistent(tracker, model, optimizer)
+            tracker.restart()
+            _step(parts, optimizer, batch, min(micro_batches, 2), layout)
+        regions = repeated(repeated(tracker.record.regions(), f"F{REPEATED}", left_out), f"B{REPEATED}", left_out)
+        start = _with_left_out(tracker.record.start, model, optimizer, layout, left_out)
+    peak, _ = play(start, regions)
+    return Rehearsal(peak, dict(zip(KINDS, start, strict=True)))
+
+
+@contextmanager
+def pretended_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
+    """A process group of one process, in which collectives do nothing.
+
+    Raises:
+        RunError: a real one is there.
+    """
+    if dist.is_initialized():
+        raise RunError("planning needs a process that has joined no process group yet")
+    if world_size == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def precision_of(config: Config) -> Precision:
+    mode, _ = resolve_mode(config.precision.mode, CPU)
+    return Precision(mode, "cpu")
+
+
+@dataclass
+class _Parts:
+    micro_step: MicroStep
+    cursor: Cursor
+
+
+def _lay(
+    tracker: Tracker, model: nn.Module, work: Workload, config: Config, layout: Layout, mesh: DeviceMesh | None
+) -> _Parts:
+    objective = work.objective(model)
+    cursor = Cursor(config.training.seed, CPU)
+    blocks = blocks_of(model)
+    mark_blocks(tracker, blocks)
+    key_model(model, cursor, blocks)
+    training = config.training
+    apply_activation_checkpointing(
+        blocks, training.gradient_checkpointing, cursor, every=training.gradient_checkpointing_every
+    )
+    buffers = RunningBuffers(model, layout.data_parallel_size, reproducible=False)
+    set_sync: Callable[[bool], None] = lambda _last: None  # noqa: E731
+    if layout.strategy == "fsdp" and mesh is not None:
+        options = config.distributed.fsdp.model_copy(update={"cpu_offload": False})
+        fsdp.apply_fsdp(model, mesh, options, blocks, param_dtype=config.precision.param_dtype)
+        set_sync = partial(fsdp.set_sync, model, accumulate=options.accumulate)
+    model.to_empty(device="cpu")
+    if layout.strategy in ("ddp", "accelerate") and layout.world_size > 1:
+        set_sync = _Reducer(tracker, model, config).set_sync
+    else:
+        tag_gradients(tracker, model.parameters())
+    micro_step = looped(
+        model, objective, cursor, precision_of(config), buffers, set_sync=set_sync,
+    )  # fmt: skip
+    return _Parts(micro_step, cursor)
+
+
+def _step(parts: _Parts, optimizer: torch.optim.Optimizer, batch: Any, count: int, layout: Layout) -> None:
+    ledger = Ledger(count, CPU, shared=layout.world_size > 1)
+    with parts.cursor.running("train", 0):
+        for place in range(count):
+            parts.micro_step(Share(place, batch), ledger, 1.0, place == count - 1)
+    update(optimizer)
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """What follows the last backward pass."""
+    gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    torch.nn.utils.get_total_norm(gradients)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def mark_blocks(tracker: Tracker, blocks: list[tuple[str, nn.Module]]) -> None:
+    """Mark where the forward (F0, F1, …) and backward passes (B…) of blocks begin.
+
+    A region reaches to the next block's: what FSDP2 gathers for it before its hooks run is then in the same place of
+    every region.
+    """
+    for index, (_, block) in enumerate(blocks):
+
+        def before(_module: nn.Module, _inputs: Any, index: int = index) -> None:
+            tracker.mark(f"F{index}")
+
+        def after(_module: nn.Module, _inputs: Any, outputs: Any, index: int = index) -> None:
+            if index == len(blocks) - 1:
+                tracker.mark("after the blocks")
+            first = outputs if isinstance(outputs, Tensor) else next(t for t in outputs if isinstance(t, Tensor))
+            if first.requires_grad:
+                first.register_hook(lambda _gradient: tracker.mark(f"B{index}"))  # type: ignore[no-untyped-call]
+
+        block.register_forward_pre_hook(before)
+        block.register_forward_hook(after)
+
+
+def tag_gradients(tracker: Tracker, parameters: Any) -> None:
+    for parameter in parameters:
+        if parameter.requires_grad:
+            on_gradient(parameter, lambda p: tracker.tag([p.grad], "gradients"))
+
+
+def on_gradient(parameter: nn.Parameter, call: Callable[[nn.Parameter], None]) -> None:
+    """Call with the parameter whenever its gradient has been accumulated."""
+    parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+
+
+def optimizer_of(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    training = config.training
+    return build_optimizer(
+        training.optimizer, parameters, learning_rate=1e-3, weight_decay=training.weight_decay,
+        args=training.optimizer_args, device=CPU, reproducible=config.distributed.reproducible,
+    )  # fmt: skip
+
+
+def _tag_persistent(tracker: Tracker, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    tracker.tag([*model.parameters(), *model.buffers()], "parameters")
+    states = optimizer.state.values()
+    tracker.tag([t for state in states for t in state.values() if isinstance(t, Tensor)], "optimizer")
+
+
+def _with_left_out(
+    start: tuple[int, ...], model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout, left_out: int
+) -> tuple[int, ...]:
+    """What is live before the step, with the share of the blocks that were left out."""
+    if not left_out:
+        return start
+    whole = list(start)
+    for parameter in blocks_of(model)[REPEATED][1].parameters():
+        size = local(parameter).untyped_storage().nbytes()
+        states = optimizer.state[parameter].values()
+        whole[_KIND["parameters"]] += left_out * size
+        whole[_KIND["optimizer"]] += left_out * sum(
+            local(t).untyped_storage().nbytes() for t in states if isinstance(t, Tensor)
+        )
+        if layout.strategy in ("ddp", "accelerate") and layout.replicate > 1:
+            whole[_KIND["buckets"]] += left_out * size
+    return tuple(whole)
+
+
+class _Reducer:
+    """Allocates what DDP's reducer does: buckets for all gradients, which become views of them when it reduces."""
+
+    def __init__(self, tracker: Tracker, model: nn.Module, config: Config) -> None:
+        self._last = True
+        options = config.distributed.ddp
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._buckets = [torch.empty_like(p) for p in self._parameters]
+        tracker.tag(self._buckets, "buckets")
+        if options.compression.kind == "powersgd" and options.compression.error_feedback:
+            self._errors = [torch.empty_like(p) for p in self._parameters]
+            tracker.tag(self._errors, "buckets")
+        for parameter, bucket in zip(self._parameters, self._buckets, strict=True):
+            on_gradient(parameter, partial(self._ready, tracker, bucket, options.gradient_as_bucket_view))
+
+    def set_sync(self, last: bool) -> None:
+        self._last = last
+
+    def _ready(self, tracker: Tracker, bucket: Tensor, as_view: bool, parameter: nn.Parameter) -> None:
+        if self._last and as_view:
+            parameter.grad = bucket
+        else:
+            tracker.tag([parameter.grad], "gradients")

@@ -1,0 +1,201 @@
+"""Memory of a pipeline's ranks: each stage's own passes are rehearsed once, then played in the schedule's order.
+
+A stage runs as it does in training (its `Part`, torch's stage with our sends and receives, FSDP2 under it), for two
+micro-batches. What a forward or backward pass changes is written down; the first one gathers parameters or makes
+gradients, all later ones are alike. The schedule's list of actions then says which micro-batches are in flight.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep.config import Config
+from lockstep.mesh import Layout
+from lockstep.models.chain import lent, shared_parameters_of
+from lockstep.models.protocol import Objective, blocks_of, segments_of
+from lockstep.parallel import _shard_stage, fsdp, key_model
+from lockstep.parallel.activation import apply_activation_checkpointing
+from lockstep.parallel.pipeline import Plan, _frees_after_forward, _part, _shard, plan_of
+from lockstep.parallel.pipeline.holding import Holding, holding_of, release
+from lockstep.parallel.pipeline.part import Work
+from lockstep.parallel.pipeline.torch_runtime import Action, Meta, Metas, Stage, actions, reduce_gradients
+from lockstep.plan.record import KINDS, Change, play
+from lockstep.plan.rehearsal import CPU, Rehearsal, optimizer_of, precision_of, pretended_ranks, tag_gradients, update
+from lockstep.plan.tracker import Tracker
+from lockstep.plan.workload import Workload
+from lockstep.randomness import Cursor
+
+Changes = dict[tuple[str, int, bool], list[Change]]
+"""(kind of action, stage, first of its kind on this rank) → what it changes."""
+
+
+def rehearse_rank(work: Workload, config: Config, layout: Layout, rank: int, *, micro_batches: int) -> Rehearsal:
+    """Memory of one pipeline rank.
+
+    Args:
+        rank: along the pipeline.
+        micro_batches: of a data-parallel rank in a step.
+    """
+    layout = Layout("pipeline", layout.pipeline, min(layout.replicate, 2), layout.shard)
+    model = work.model()
+    plan = plan_of(model, layout.pipeline, config)
+    objective = work.objective(model)
+    pipeline = config.distributed.pipeline
+    count = plan.facts.padded(pipeline.n_microbatches or micro_batches, layout.pipeline, len(plan.parts.stages))
+    order = actions(pipeline.schedule, layout.pipeline, pipeline.stages_per_rank, count)[rank]
+    metas = _metas(work, config, plan)
+    with pretended_ranks(layout.world_size, rank * layout.data_parallel_size), ExitStack() as modes:
+        mesh = layout.mesh("cpu")
+        group = mesh["pipeline"].get_group()
+        modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        tracker = modes.enter_context(Tracker())
+        holder = _Rank(tracker, model, work, config, layout, plan, objective, metas, group, rank, mesh)
+        for _ in range(2):  # the optimizer has its state in the second step
+            changes = holder.step()
+        start = tracker.record.start
+    return Rehearsal(play(start, _played(order, changes))[0], dict(zip(KINDS, start, strict=True)))
+
+
+def _played(order: Sequence[Action], changes: Changes) -> list[tuple[str, list[Change]]]:
+    seen: set[tuple[str, int]] = set()
+    regions = [("start", changes["start", 0, True])]
+    for action in order:
+        kind, stage = action.kind, action.stage
+        if kind in ("I", "W"):  # the two halves of B: what the first half leaves is freed by the second
+            kind = "B"
+            if action.kind == "I":
+                continue
+        key = (kind, stage)
+        regions.append((f"{action.kind}{stage}", changes[kind, stage, key not in seen]))
+        seen.add(key)
+    return [*regions, ("update", changes["update", 0, True])]
+
+
+def _metas(work: Workload, config: Config, plan: Plan) -> list[Metas]:
+    """What each stage sends on, from one forward pass through the whole chain."""
+    model = work.model()
+    objective = work.objective(model)
+    found: list[Metas] = []
+    with FakeTensorMode(allow_non_fake_inputs=True), precision_of(config).autocast():
+        model.to_empty(device=CPU)
+        segments, shared = segments_of(model), shared_parameters_of(model)
+        assert segments is not None
+        values, keywords = objective.inputs(work.batch(config.training.batch_size))
+        for stage in plan.parts.stages:
+            for name, segment in segments[stage.start : stage.stop]:
+                outputs = segment(*values, **keywords, **lent(model, shared.get(name, {})))
+                values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
+            found.append(tuple(Meta.of(value) for value in values))
+    return found
+
+
+@dataclass
+class _Rank:
+    """The stages of a rank, built on fake tensors."""
+
+    tracker: Tracker
+    model: nn.Module
+    work: Workload
+    config: Config
+    layout: Layout
+    plan: Plan
+    objective: Objective
+    metas: list[Metas]
+    group: dist.ProcessGroup
+    rank: int
+    mesh: Any
+
+    def __post_init__(self) -> None:
+        config, plan = self.config, self.plan
+        self.batch = self.work.batch(config.training.batch_size)
+        cursor = Cursor(config.training.seed, CPU)
+        blocks = blocks_of(self.model)
+        key_model(self.model, cursor, blocks)
+        apply_activation_checkpointing(
+            blocks, config.training.gradient_checkpointing, cursor, every=config.training.gradient_checkpointing_every
+        )
+        units = fsdp.units_of(self.model, config.distributed.fsdp, blocks)
+        self.frees = _frees_after_forward(self.layout, config, plan.facts)
+        holding = holding_of(self.rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
+        self.io = Work(lambda: self.objective.inputs(self.batch), lambda out: self.objective.loss(out, self.batch))
+        stages = plan.parts.of_rank(self.rank)
+        self.parts = [_part(plan, s, holding, blocks, self.io, precision_of(config)) for s in stages]
+        release(plan.model, holding)
+        _materialise(holding)
+        self.unit: nn.Module | None = None
+        if self.layout.data_parallel_size > 1:
+            self.unit, _ = _shard(self.parts, holding, units, partial(_shard_stage, self.mesh, config), self.frees)
+        self.parameters = list(holding.named_parameters().values())
+        self.holding = holding
+        tag_gradients(self.tracker, self.parameters)
+        self.optimizer = optimizer_of(config, self.parameters)
+        self.stages = [
+            Stage(part, part.index, len(plan.parts.stages), CPU, self.group,
+                  forward_at=lambda _s, _p: nullcontext(), backward_at=lambda _s, _p: nullcontext())
+            for part in self.parts
+        ]  # fmt: skip
+
+    def step(self) -> Changes:
+        """Two micro-batches through each stage, forward in order, backward in reverse."""
+        tracker, changes = self.tracker, Changes()
+        tracker.tag([*self.parameters, *self.holding.named_buffers().values()], "parameters")
+        states = self.optimizer.state.values()
+        tracker.tag([t for state in states for t in state.values() if isinstance(t, Tensor)], "optimizer")
+        tracker.restart()
+
+        def cut(kind: str, stage: int, first: bool) -> None:
+            items = [item for item in tracker.record.items if isinstance(item, Change)]
+            changes[kind, stage, first] = items
+            tracker.record.items.clear()
+
+        if self.unit is not None:
+            for module in self.unit.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+        cut("start", 0, True)
+        losses: dict[int, Tensor] = {}
+        for stage in self.stages:
+            received = () if stage.is_first else self.metas[stage.stage_index - 1]
+            sent = () if stage.is_last else self.metas[stage.stage_index]
+            stage.begin([received] * 2, [sent] * 2, reduces=True)
+        for stage in self.stages:
+            for place in range(2):
+                stage.get_fwd_recv_ops(place)
+                out = stage.forward_one_chunk(place, ())
+                if stage.is_last:
+                    losses[place] = out
+                del out
+                cut("F", stage.stage_index, place == 0)
+        for stage in reversed(self.stages):
+            for place in range(2):
+                stage.get_bwd_recv_ops(place)
+                stage.backward_one_chunk(place, loss=losses.pop(place, None), last_backward=False)
+                stage.get_bwd_send_ops(place)
+                cut("B", stage.stage_index, place == 0)
+        for stage in self.stages:
+            if self.layout.data_parallel_size > 1:
+                stage.perform_reduce_grad(1)
+        if self.unit is not None:
+            reduce_gradients(self.unit)
+        update(self.optimizer)
+        cut("update", 0, True)
+        return changes
+
+
+def _materialise(holding: Holding) -> None:
+    """Real in shape only: fake tensors on the device."""
+    with torch.no_grad():
+        for name, old in holding.named_parameters().items():
+            holding.replace(name, nn.Parameter(torch.empty_like(old, device=CPU), old.requires_grad))
+        for spots in holding.buffers.values():
+            values = torch.empty_like(spots[0].tensor(), device=CPU)
+            for spot in spots:
+                spot.module._buffers[spot.attribute] = values

@@ -1,0 +1,125 @@
+"""Live bytes of tensors while code runs, by kind: on real tensors a measurement, on fake ones a prediction.
+
+A storage counts from the operation that makes it until its last reference goes; `resize_` (how FSDP2 frees gathered
+parameters) is followed. What an operation allocates and frees inside of itself, and what the allocator adds by
+rounding, is not seen. The record is a list of changes, so that parts of it can be repeated (`lockstep.plan.record`).
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lockstep.plan.record import KINDS, Change, Mark, Record
+
+_KIND = {kind: index for index, kind in enumerate(KINDS)}
+
+# What FSDP2's own operations work on says what a storage is for.
+_FSDP_KINDS = {
+    "all_gather_copy_in": "gathered",
+    "split_with_sizes_copy": "gathered",
+    "chunk_cat": "buckets",
+}
+
+
+class Tracker(TorchDispatchMode):
+    """Follows every tensor that is made while it is active, on any device but meta.
+
+    Attributes:
+        record: the changes so far.
+        live: bytes now, by kind.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.record = Record([])
+        self.live = [0] * len(KINDS)
+        self.peak = 0
+        self._storages: dict[int, tuple[Any, list[int]]] = {}  # id → weak reference, [bytes, kind]
+        self._resize: Callable[..., Any] | None = None
+        self._backward_hooks: list[Any] = []
+
+    @property
+    def total(self) -> int:
+        return sum(self.live)
+
+    def restart(self) -> None:
+        """Forget the record and the peak; what is live stays live."""
+        self.record = Record([], tuple(self.live))
+        self.peak = self.total
+
+    def mark(self, label: str) -> None:
+        self.record.items.append(Mark(label))
+
+    def tag(self, tensors: Iterable[Tensor | None], kind: str) -> None:
+        """Say what tensors are for; those that were made before the tracker was active begin to count."""
+        for tensor in tensors:
+            if tensor is not None:
+                storage = _local(tensor).untyped_storage()
+                self._see(storage)
+                self._retag(id(storage), _KIND[kind])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                self._see(_local(leaf).untyped_storage())
+        if func.namespace == "fsdp":
+            name = func._opname
+            written = args[1] if name == "all_gather_copy_in" else (kwargs or {}).get("out", ())
+            self.tag([t for t in tree_leaves(written) if isinstance(t, Tensor)], _FSDP_KINDS.get(name, "activations"))
+        return out
+
+    def _see(self, storage: Any) -> None:
+        key = id(storage)
+        if key not in self._storages:
+            size = storage.nbytes()
+            self._storages[key] = (weakref.ref(storage, partial(self._gone, key)), [size, 0])
+            self._change(0, size)
+
+    def _gone(self, key: int, _reference: Any) -> None:
+        _, (size, kind) = self._storages.pop(key)
+        self._change(kind, -size)
+
+    def _retag(self, key: int, kind: int) -> None:
+        entry = self._storages[key][1]
+        if entry[1] != kind:
+            # One moves out as the other moves in: no peak lies between.
+            self._change(entry[1], -entry[0])
+            self._change(kind, entry[0])
+            entry[1] = kind
+
+    def _change(self, kind: int, size: int) -> None:
+        if size:
+            self.live[kind] += size
+            self.peak = max(self.peak, self.total)
+            self.record.items.append(Change(kind, size))
+
+    def __enter__(self) -> "Tracker":
+        original = self._resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: Any) -> Any:
+            result = original(storage, size)
+            found = self._storages.get(id(storage))
+            if found is not None:
+                before, found[1][0] = found[1][0], storage.nbytes()
+                self._change(found[1][1], storage.nbytes() - before)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign,assignment]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
