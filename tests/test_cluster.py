@@ -1,5 +1,6 @@
 """Joining the other ranks: device, backend, rendezvous, helpers."""
 
+import datetime
 import json
 import logging
 import os
@@ -259,6 +260,19 @@ def test_ranks_that_do_not_come_are_said_after_the_timeout(monkeypatch: pytest.M
     launched(monkeypatch, RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     with pytest.raises(RunError, match=f"rank {rank} did not meet the other ranks at 127.0.0.1:"):
         cluster.setup(DistributedConfig(timeout_seconds=1))
+
+
+def test_a_restarted_rank_does_not_read_what_the_attempt_before_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's store outlives its ranks, and the addresses of dead ranks are in it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launched(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port, TORCHELASTIC_USE_AGENT_STORE="True")
+    seen = []
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        meeting = cluster._rendezvous(DistributedConfig(), cluster.rank_facts(), datetime.timedelta(seconds=5))
+        seen.append(meeting.check(["rank0"]))
+        meeting.set("rank0", "an address")
+    assert seen == [False, False]
 
 
 def test_several_machines_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

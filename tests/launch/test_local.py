@@ -1,5 +1,6 @@
 """The launcher on one machine, with real processes."""
 
+import json
 import os
 import pty
 import re
@@ -232,9 +233,11 @@ def test_trap_56_no_worker_outlives_a_killed_launcher(tmp_path: Path) -> None:
     process = start(tmp_path, "launch", "--nproc-per-node", "2", "script.py")
     said = [tmp_path / f"said-{rank}.json" for rank in (0, 1)]
     wait_for(lambda: all(path.exists() and path.read_text() for path in said))
+    workers = [int(json.loads(path.read_text())["pid"]) for path in said]
     process.kill()
-    ended = finish(process, tmp_path)
-    wait_for(lambda: not any(alive(int(str(ended.said(rank)["pid"]))) for rank in (0, 1)), seconds=5)
+    process.wait()
+    wait_for(lambda: not any(alive(pid) for pid in workers), seconds=5)
+    finish(process, tmp_path)
 
 
 def test_a_port_in_use_is_one_message(tmp_path: Path, launch: Launch) -> None:
