@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 
 from lockstep.config import FSDPConfig
 from lockstep.errors import UsageError
+from lockstep.models.chain import shared_parameters_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -113,6 +114,9 @@ def units_of(
         for parameter in module._parameters.values():
             if parameter is not None:
                 users.setdefault(id(parameter), set()).add(id(module))
+    for segment, names in shared_parameters_of(model).items():  # segments that borrow a parameter use it too
+        for name in names.values():
+            users[id(model.get_parameter(name))].add(id(model.get_submodule(segment)))
 
     def self_contained(unit: nn.Module) -> bool:
         inside = {id(m) for m in unit.modules()}
