@@ -1,7 +1,7 @@
 """Floating-point operations: how many a step takes, counted by torch as it runs, and how many a device could do.
 
-Counted are matrix products, convolutions and attention, by `torch.utils.flop_counter`'s formulas; a multiply-add is two.
-Loads torch inside functions only.
+Counted are matrix products, convolutions and attention, by the formulas of `torch.utils.flop_counter`; a multiply-add
+is two. Loads torch inside functions only.
 """
 
 import time
@@ -12,8 +12,9 @@ from typing import Any
 from lockstep.monitor.figures import Figures
 
 # Dense TFLOP/s by the makers' data sheets: (bf16 and fp16, tf32, fp32). The first name that is part of the device's
-# counts. NVIDIA: data sheets of H200, H100 (SXM5, PCIe, NVL), A100, A40, A10, L40S, L4, V100, T4, B200, GeForce RTX 4090
-# and 3090 (tensor cores with fp32 accumulation), half of what they say "with sparsity". AMD: Instinct MI300X, MI250X.
+# counts. NVIDIA: data sheets of B200, H200, H100 (SXM5, PCIe, NVL), A100, A40, A10, L40S, L40, L4, V100, T4, GeForce
+# RTX 4090 and 3090 (tensor cores with fp32 accumulation), half of what they say "with sparsity". AMD: Instinct MI300X,
+# MI250X.
 DEVICES: dict[str, tuple[float, float, float]] = {
     "B200": (2250.0, 1100.0, 75.0),
     "H200": (989.4, 494.7, 66.9),
@@ -24,6 +25,7 @@ DEVICES: dict[str, tuple[float, float, float]] = {
     "A40": (149.7, 74.8, 37.4),
     "A10": (125.0, 62.5, 31.2),
     "L40S": (362.0, 183.0, 91.6),
+    "L40": (181.0, 90.5, 90.5),
     "L4": (121.0, 60.0, 30.3),
     "V100": (125.0, 15.7, 15.7),
     "T4": (65.0, 8.1, 8.1),
@@ -93,7 +95,7 @@ def _counted(into: Figures) -> Iterator[None]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import flop_registry
 
-    class Counter(TorchDispatchMode):
+    class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         total = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,7 +105,7 @@ def _counted(into: Figures) -> Iterator[None]:
                 self.total += formula(*args, **(kwargs or {}), out_val=result)
             return result
 
-    counter = Counter()
+    counter = Counter()  # type: ignore[no-untyped-call]
     with counter:
         yield
     into.flops = float(counter.total)

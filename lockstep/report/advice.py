@@ -65,7 +65,7 @@ def _restarts(run: Run) -> Iterator[Advice]:
         reasons = "; ".join(dict.fromkeys(str(event.get("reason", "")).splitlines()[0] for event in restarts[-3:]))
         yield Advice(
             "warn",
-            f"The ranks were started anew {len(restarts)} time(s).",
+            f"The ranks were started anew {'once' if len(restarts) == 1 else f'{len(restarts)} times'}.",
             "Read the reasons; a machine that returns in them is worth taking out.",
             f"events.jsonl: {reasons}",
         )
@@ -117,14 +117,12 @@ def _pauses(run: Run) -> Iterator[Advice]:
     saving, evaluating = totals["checkpoint"] / wall, totals["evaluation"] / wall
     if saving > 0.05:
         config = flat_config(run.config_text)
-        how = (
-            "Set checkpoint.async: true" if config.get("checkpoint.async") is False else "Raise checkpoint.save_steps"
-        )
+        how = "Set checkpoint.async: true" if config.get("checkpoint.async") is False else "Raise checkpoint.save_steps"
         yield Advice(
             "warn",
             f"{saving:.0%} of the time goes into checkpoints.",
             f"{how}.",
-            f"{words.seconds(totals['checkpoint'])} of {words.seconds(wall)} in {len(run.of_kind('save'))} checkpoints.",
+            f"{words.seconds(totals['checkpoint'])} of {words.seconds(wall)}, {len(run.of_kind('save'))} checkpoints.",
         )
     if evaluating > 0.2:
         yield Advice(
@@ -150,7 +148,7 @@ def _memory(run: Run) -> Iterator[Advice]:
         peak, total = memory["peak"][2], memory["total"][2]
         yield Advice(
             "info",
-            f"Half of the GPUs' memory is free: the fullest has held {peak / total:.0%}.",
+            f"Much of the GPUs' memory is free: the fullest has held {peak / total:.0%} of it.",
             "Raise training.batch_size (and keep training.global_batch_size), or turn gradient_checkpointing off.",
             f"rank {memory['peak'][3]}: a peak of {words.size(peak)} of {words.size(total)}.",
         )
@@ -206,7 +204,7 @@ def _slowing(run: Run) -> Iterator[Advice]:
         yield Advice(
             "warn",
             f"The run has become slower: {1 - late / early:.0%} less a second than before.",
-            "Look at what else runs on the machines, at the disk, and at `Time per phase` for the phase that grew.",
+            "Look at what else runs on the machines, at the disk, and at “Time per phase” for the phase that grew.",
             f"{words.count(early)} tokens/s in the second quarter of the run, {words.count(late)} in the last.",
         )
 

@@ -1,4 +1,4 @@
-"""Figures as plain data for plotly.js. A colour is `@name`: the page puts in its own, of the light or the dark theme."""
+"""Figures as plain data for plotly.js. A colour is `@name`: the page puts in its own, of the light or dark theme."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,7 +62,8 @@ def loss(runs: list[Run]) -> Figure | None:
         if evaluations:
             data.append({
                 "type": "scatter", "mode": "lines+markers", "x": [s for s, _ in evaluations],
-                "y": [_short(v) for _, v in evaluations], "name": f"{run.name}, evaluation" if several else "evaluation",
+                "y": [_short(v) for _, v in evaluations],
+                "name": f"{run.name}, evaluation" if several else "evaluation",
                 "line": {"color": colour if several else "@c2", "width": 1.5, "dash": "dot"}, "marker": {"size": 7},
             })  # fmt: skip
     log = lowest > 0 and highest > 20 * lowest
@@ -213,7 +214,8 @@ def ranks(run: Run) -> Figure | None:
     highest = max(1.3, *(value for values in z for value in values if value is not None))
     heat = {
         "type": "heatmap", "x": [row["step"] for row in keep], "y": [f"rank {rank}" for rank in range(count)], "z": z,
-        "zmin": 1.0, "zmax": highest, "colorscale": "@scale", "hovertemplate": "step %{x}, %{y}: %{z:.2f} ×<extra></extra>",
+        "zmin": 1.0, "zmax": highest, "colorscale": "@scale",
+        "hovertemplate": "step %{x}, %{y}: %{z:.2f} ×<extra></extra>",
         "colorbar": {"thickness": 10, "ticksuffix": " ×", "outlinewidth": 0},
     }  # fmt: skip
     return chart("ranks", "Skew of the ranks", [heat],
@@ -229,12 +231,12 @@ def own_time(run: Run) -> Figure | None:
     data = []
     for phase in ("data", "forward_backward", "communication"):
         if any(times.of(row, phase, 2) for row in rows):
-            middle, most = ([of * 1e3 for of in (times.of(r, phase, place) for r in rows)] for place in (1, 2))
             steps = [row["step"] for row in rows]
+            most, middle = ([times.of(row, phase, place) * 1e3 for row in rows] for place in (2, 1))
             data.append(line(steps, most, f"{times.NAMES[phase]}, most", _PHASE_COLOURS[phase]))
             data.append(line(steps, middle, "median", _PHASE_COLOURS[phase], width=1, line={"dash": "dot"},
                              showlegend=False))  # fmt: skip
-    return chart("spread", "Slowest rank and median", data, note="Milliseconds of a step; dotted: the rank in the middle.",
+    return chart("spread", "Slowest rank and median", data, note="Milliseconds of a step; dotted: the median.",
                  xaxis={"title": {"text": "step"}}, yaxis={"rangemode": "tozero", "ticksuffix": " ms"})  # fmt: skip
 
 
@@ -247,8 +249,8 @@ def memory(run: Run) -> Figure | None:
         if found:
             data.append(line([s for s, _ in found], [v for _, v in found], label, next(colours), mode=_mode(found)))
     shapes = []
-    if rows and "reserved" in rows[-1]["memory"]:
-        total = rows[-1]["memory"]["total"][2] / _GIB
+    total = rows[-1]["memory"]["total"][2] / _GIB if rows else 0.0
+    if rows and "reserved" in rows[-1]["memory"] and rows[-1]["memory"]["reserved"][2] / _GIB > 0.3 * total:
         shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": total, "y1": total,
                        "line": {"color": "@c4", "width": 1, "dash": "dot"}})  # fmt: skip
     return chart("memory", "Memory", data, note="GiB of the rank that holds most."

@@ -11,6 +11,10 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+function withCode(text) {
+  return text.split("`").map((part, place) => (place % 2 ? element("code", {}, part) : part));
+}
+
 function variable(name) {
   return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 }
@@ -53,7 +57,7 @@ function adviceSection(advice) {
   const words = { bad: "failure", warn: "costs", info: "hint" };
   const cards = advice.map((one) => element("div", { class: "card" }, badge(one.level, words[one.level]),
     element("div", {}, element("p", { class: "found" }, (one.run ? one.run + ": " : "") + one.found),
-      element("p", {}, one.do), element("p", { class: "evidence" }, "Evidence: " + one.evidence))));
+      element("p", {}, ...withCode(one.do)), element("p", { class: "evidence" }, "Evidence: " + one.evidence))));
   if (!cards.length) {
     cards.push(element("div", { class: "card" }, badge("well", "well"),
       element("p", {}, "Nothing stands out in what was measured.")));
@@ -126,9 +130,10 @@ function show(data) {
   const open = [...page.querySelectorAll("details")].map((part) => part.open);
   shown = data;
   const grid = kept || element("section", { class: "charts" }, ...data.charts.map(chartCard));
-  page.replaceChildren(header(data), ...data.runs.map((run) => runCard(run, data.runs.length > 1)),
-    ...adviceSection(data.advice), ...(data.charts.length ? [element("h2", {}, "What it did")] : []), grid,
-    ...data.tables.flatMap(tableCard), ...configs(data.configs));
+  const several = data.runs.length > 1;
+  page.replaceChildren(header(data), ...(several ? tableCard(data.tables[0]) : []),
+    ...data.runs.map((run) => runCard(run, several)), ...adviceSection(data.advice), ...(data.charts.length ? [element("h2", {}, "What it did")] : []), grid,
+    ...data.tables.slice(several ? 1 : 0).flatMap(tableCard), ...configs(data.configs));
   page.querySelectorAll("details").forEach((part, place) => { part.open = open[place] || false; });
   drawAll();
 }

@@ -153,7 +153,7 @@ def _numbers(run: Run) -> list[str]:
 
 def _differences(runs: list[Run]) -> Page | None:
     configs = [flat_config(run.config_text) for run in runs]
-    keys = [key for key in dict.fromkeys(key for config in configs for key in config)]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
     rows = [
         [key, *(str(config.get(key, "–")) for config in configs)]
         for key in keys

@@ -22,7 +22,14 @@ def thinned(values: Sequence[float | None], limit: int = LIMIT) -> list[int]:
 
 
 def smoothed(values: Sequence[float | None], span: float) -> list[float | None]:
-    """An exponential mean over about `span` values, without the pull of its first value."""
+    """A moving mean over about `span` values on either side, so that it does not trail behind."""
+    forth = _exponential(values, span)
+    back = _exponential(values[::-1], span)[::-1]
+    return [None if a is None or b is None else (a + b) / 2 for a, b in zip(forth, back, strict=True)]
+
+
+def _exponential(values: Sequence[float | None], span: float) -> list[float | None]:
+    """The exponential mean of what came before, without the pull of its first value."""
     keep = 1 - 1 / max(1.0, span)
     mean, weight, result = 0.0, 0.0, list[float | None]()
     for value in values:

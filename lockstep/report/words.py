@@ -1,6 +1,6 @@
 """Numbers as people write them."""
 
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 
 def seconds(value: float) -> str:
@@ -32,4 +32,4 @@ def size(value: float) -> str:
 
 def moment(epoch: float) -> str:
     """`2026-01-31 12:00:00 UTC`."""
-    return datetime.fromtimestamp(epoch, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -18,8 +18,10 @@ def spread(values: list[float]) -> list[float]:
     return [ordered[0], ordered[len(ordered) // 2], ordered[-1], most]
 
 
-def step_row(step: int, now: float, ranks: int, *, data: float, slow: int | None, noise: random.Random) -> dict[str, Any]:
-    """A logged step with figures over ranks; `data`: seconds of waiting for it; `slow`: a rank whose compute is 1.6 ×."""
+def step_row(
+    step: int, now: float, ranks: int, *, data: float, slow: int | None, noise: random.Random
+) -> dict[str, Any]:
+    """A logged step; `data`: seconds of waiting for it; `slow`: a rank whose compute takes 1.6 × as long."""
     compute = [0.040 * (1.6 if rank == slow else noise.uniform(0.97, 1.05)) for rank in range(ranks)]
     wait = [max(compute) - own + 0.004 for own in compute] if ranks > 1 else [0.0]
     seconds = max(compute) + 0.004 * (ranks > 1) + data + 0.0035
@@ -27,7 +29,8 @@ def step_row(step: int, now: float, ranks: int, *, data: float, slow: int | None
     memory = [(5.1 + 0.05 * rank) * GIB for rank in range(ranks)]
     return {
         "step": step, "loss": loss, "grad_norm": 0.6 + 1.5 * math.exp(-step / 80) * noise.uniform(0.8, 1.2),
-        "lr": 1e-3 * min(1, step / 40) * (0.55 + 0.45 * math.cos(math.pi * step / 600)), "samples": 64, "tokens": 16384.0,
+        "lr": 1e-3 * min(1, step / 40) * (0.55 + 0.45 * math.cos(math.pi * step / 600)),
+        "samples": 64, "tokens": 16384.0,
         "clipped": 1.0 if noise.random() < 0.4 else 0.0, "skipped": False, "step_seconds": seconds,
         "tokens_per_second": 16384 / seconds, "memory_bytes": memory[0], "time": now, "flops_per_second": 2e13,
         "mfu": 0.41 * 0.0475 / seconds,
@@ -101,7 +104,11 @@ def write_run(
 
 def write_profile(run: RunDirectory, ranks: int = 4) -> None:
     shares = {"compute": 0.62, "overlapped communication": 0.17, "exposed communication": 0.12, "idle": 0.09}
-    operators = [("aten::mm", 0.41, 960), ("aten::_scaled_dot_product_flash_attention", 0.16, 96), ("aten::add_", 0.05, 9)]
+    operators = [
+        ("aten::mm", 0.41, 960),
+        ("aten::_scaled_dot_product_flash_attention", 0.16, 96),
+        ("aten::add_", 0.05, 9),
+    ]
     summary = {
         "about": "Steps 40 to 42 on 4 ranks.",
         "ranks": [{"rank": rank, "shares": shares, "seconds": 0.18} for rank in range(ranks)],

@@ -1,0 +1,117 @@
+"""The page in a real browser: it draws, says nothing in anger, and asks nobody for anything."""
+
+import json
+import random
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+from lockstep.records import append_line
+from lockstep.report.live import make_server
+from lockstep.report.page import write
+from lockstep.report.read import read_run
+from tests.report.browser import Page, browser
+from tests.report.shared import BEGUN, step_row, write_profile, write_run
+
+pytestmark = pytest.mark.skipif(browser() is None, reason="NO BROWSER: install chromium, or pages are not tested")
+if browser() is None:
+    warnings.warn("no Chromium here: the report is NOT tested in a browser (apt-get install chromium)", stacklevel=1)
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Pages of a whole run, of one that crashed at once, of one that crashed, and of three compared."""
+    folder = tmp_path_factory.mktemp("pages")
+    rich = write_run(folder / "rich", killed_at=268)
+    write_profile(rich)
+    write_run(folder / "other", steps=300, data=0.001, slow_from=None, seed=1)
+    write_run(folder / "crashed", steps=120, ranks=1, ends=False)
+    begun = write_run(folder / "begun", steps=2, ranks=1, ends=False)
+    begun.metrics.write_text('{"step": 1, "loss": "nan", "lr": 0')
+    begun.config.write_text("name: <script>throw new Error('markup was run')</script>\n")
+    made = {}
+    for name, runs in {"rich": ["rich"], "crashed": ["crashed"], "begun": ["begun"],
+                       "compared": ["rich", "other", "crashed"]}.items():  # fmt: skip
+        made[name] = folder / f"{name}.html"
+        write([read_run(folder / run) for run in runs], made[name])
+    return made
+
+
+def only_itself(page: Page, address: str) -> None:
+    outside = [asked for asked in page.requests if asked != address and not asked.startswith("data:")]
+    assert outside == [], "no request leaves the page"
+    assert page.complaints == []
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)], ids=["light", "dark", "phone"])
+def test_pages_draw_without_an_error_or_a_request(pages: dict[str, Path], width: int, dark: bool) -> None:
+    with Page(width, dark=dark) as page:
+        for name, path in pages.items():
+            page.requests.clear()
+            address = path.as_uri()
+            page.open(address)
+            only_itself(page, address)
+            drawn = page.ask("document.querySelectorAll('.plot .main-svg').length > 0")
+            assert drawn or name == "begun", f"{name} has charts"
+            empty = page.ask("[...document.querySelectorAll('.plot')].filter((p) => !p.querySelector('svg')).length")
+            assert empty == 0
+            assert page.ask("document.documentElement.scrollWidth <= innerWidth"), (
+                f"{name} is not wider than the screen"
+            )
+            background = page.ask("getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, background[4:-1].split(","))) < 200) == dark
+
+
+def test_the_page_follows_the_theme_while_it_is_open(pages: dict[str, Path]) -> None:
+    with Page() as page:
+        page.open(pages["rich"].as_uri())
+        colour = "document.querySelector('#chart-throughput .js-line').style.stroke"
+        before = page.ask(colour)
+        page._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        page.settle()
+        assert page.ask(colour) != before
+        assert page.complaints == []
+
+
+def test_what_a_run_says_is_text_and_never_markup(pages: dict[str, Path]) -> None:
+    with Page() as page:
+        page.open(pages["begun"].as_uri())
+        assert page.complaints == []
+        assert "<script>throw" in page.ask("document.querySelector('pre').textContent")
+
+
+def test_live_follows_the_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "live", steps=60, ranks=1, ends=False)
+    server = make_server([run.path])
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_address[1]}/"
+    try:
+        with Page() as page:
+            page.open(address)
+            steps = "document.querySelector('.tile .value').textContent"
+            assert page.ask(steps) == "59"
+            row = step_row(75, BEGUN + 60, 1, data=0.01, slow=None, noise=random.Random(0))
+            append_line(run.metrics, row)
+            page.settle(3.0)
+            assert page.ask(steps) == "75"
+            page.requests = [asked for asked in page.requests if asked != address + "data.json"]
+            only_itself(page, address)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_request_would_be_noticed(tmp_path: Path) -> None:
+    """The watch itself: a page that asks for something, or throws, is caught."""
+    bad = tmp_path / "bad.html"
+    bad.write_text(
+        "<html data-drawn=1><img src='http://127.0.0.1:9/x.png'><script>console.error('oh'); throw Error('no')</script>"
+    )
+    with Page() as page:
+        page.open(bad.as_uri())
+        page.settle()
+        assert any("x.png" in asked for asked in page.requests)
+        assert json.dumps(page.complaints).count("oh") == 1
+        assert any("no" in said for said in page.complaints)

@@ -1,0 +1,159 @@
+"""What the report reads, says and advises; the drawing is looked at in `test_browser`."""
+
+import http.client
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.errors import UsageError
+from lockstep.records import append_line
+from lockstep.report import times
+from lockstep.report.advice import advise
+from lockstep.report.live import make_server
+from lockstep.report.page import page_data, render
+from lockstep.report.read import read_run
+from lockstep.report.thin import smoothed, thinned
+from tests.report.shared import BEGUN, write_run
+
+
+def found(path: Path) -> str:
+    return "\n".join(f"{advice.found} {advice.do} {advice.evidence}" for advice in advise(read_run(path)))
+
+
+def test_a_run_is_read_with_its_restart(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", killed_at=268)
+    run = read_run(tmp_path / "run")
+    assert run.status == "done"
+    steps, losses = run.series("loss")
+    assert steps == sorted(set(steps)), "each step once"
+    assert len(losses) == 300
+    assert [row["step"] for row in run.evaluations] == [100, 200, 300, 400, 500, 600]
+    assert times.typical_step(run) == pytest.approx(0.083, abs=0.005)
+    data = page_data([run])
+    assert {c["id"] for c in data["charts"]} >= {"loss", "throughput", "phases", "time", "ranks", "memory", "timeline"}
+    assert any(shape["x0"] == 200 for shape in data["charts"][0]["layout"]["shapes"]), "the restart is marked"
+
+
+def test_a_crashed_run_says_how_to_go_on(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=150, ends=False)
+    with run.metrics.open("a") as file:
+        file.write('{"step": 151, "loss": 2.')  # killed while it wrote
+    assert read_run(run.path).status == "crashed"
+    assert read_run(run.path, now=BEGUN + 20).status == "running"
+    said = found(run.path)
+    assert f"--output-dir {run.path} --resume auto" in said
+    assert "the newest checkpoint is of step 100" in said
+
+
+def test_advice_comes_with_its_evidence(tmp_path: Path) -> None:
+    write_run(tmp_path / "slow", data=0.015)
+    said = found(tmp_path / "slow")
+    assert "waits for data. Raise data.num_workers" in said
+    assert "data.num_workers is 0" in said
+    assert "Rank 2 on node1 keeps the others waiting, with forward and backward" in said
+    assert "step 360" in said
+    quick = write_run(tmp_path / "quick", data=0.0005, slow_from=None, **{"data.num_workers": 4})
+    assert "waits for data" not in found(quick.path)
+    assert "keeps the others waiting" not in found(quick.path)
+    append_line(quick.events, {"kind": "sink_failed", "time": BEGUN, "sink": "the sink wandb", "reason": "away"})
+    append_line(quick.events, {"kind": "stop", "time": BEGUN + 99, "step": 600, "reason": "done"})
+    assert "The sink wandb failed" in found(quick.path)
+
+
+def test_overfitting_and_numbers_that_are_none_are_seen(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=200)
+    for step, loss in ((300, 1.5), (400, 1.7), (500, 2.0)):
+        append_line(run.metrics, {"step": step, "eval_loss": loss, "time": BEGUN})
+    append_line(run.metrics, {"step": 501, "loss": "nan", "time": BEGUN, "lr": 0.0, "step_seconds": 0.05})
+    said = found(run.path)
+    assert "has risen since step 300" in said
+    assert "The loss was no number at step 501" in said
+    json.dumps(page_data([read_run(run.path)]), allow_nan=False)
+
+
+def test_several_runs_are_compared(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", steps=200)
+    write_run(tmp_path / "b", steps=200, seed=1, **{"training.learning_rate": 0.5})
+    data = page_data([read_run(tmp_path / name) for name in "ab"])
+    by_title = {table["title"]: table for table in data["tables"]}
+    assert [row[0] for row in by_title["The runs side by side"]["rows"]] == ["a", "b"]
+    assert ["training.learning_rate", "0.001", "0.5"] in by_title["Where the configs differ"]["rows"]
+    loss = next(chart for chart in data["charts"] if chart["id"] == "loss")
+    assert {"a", "b"} <= {trace["name"] for trace in loss["data"]}
+
+
+def test_the_page_holds_all_that_it_needs(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps=60, ranks=1)
+    text = render(page_data([read_run(tmp_path / "run")]))
+    assert "<!--" not in text.partition("<script>")[0], "every place is filled"
+    assert "default-src 'none'" in text
+    assert "connect-src 'none'" in text
+    for tag in ("<script src", '<link rel="stylesheet', "@import", "<iframe", "<img "):
+        assert tag not in text.replace(text[text.index("<script>") : text.rindex("<script>")], "")
+
+
+def test_the_command_writes_the_page_without_torch(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps=60, ranks=1, ends=False)
+    script = (
+        "import sys; from lockstep.cli import main; code = main(sys.argv[1:]);"
+        " assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "report", str(tmp_path / "run")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "run: crashed, 59 steps" in done.stdout
+    assert "--resume auto" in done.stdout
+    assert (tmp_path / "run/report.html").stat().st_size > 1_000_000
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "nowhere"):
+        with pytest.raises(UsageError, match="is no run directory"):
+            read_run(tmp_path / name)
+    assert main(["report", str(tmp_path / "empty")]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+
+
+def test_live_is_for_this_machine_only(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=20, ranks=1)
+    server = make_server([run.path])
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert server.server_address[0] == "127.0.0.1"
+
+        def get(path: str, host: str) -> tuple[int, bytes]:
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+            connection.request("GET", path, headers={"Host": host})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+        mine = f"127.0.0.1:{server.server_address[1]}"
+        code, body = get("/data.json", mine)
+        assert (code, json.loads(body)["title"]) == (200, "run")
+        assert get("/data.json", "evil.example:80")[0] == 403, "a name that was made to point here reads nothing"
+        assert get("/../config.yaml", mine)[0] == 404
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_long_series_keep_their_peaks() -> None:
+    values: list[float | None] = [1.0] * 100_000
+    values[54_321], values[70_000] = 9.0, None
+    kept = thinned(values, 1000)
+    assert len(kept) <= 1000
+    assert 54_321 in kept
+    assert kept[0] == 0
+    assert kept[-1] == len(values) - 1
+    assert smoothed([1.0, None, 1.0], 5)[0] == pytest.approx(1.0)
+    assert smoothed([1.0, None, 1.0], 5)[1] is None
+    ramp = [float(i) for i in range(101)]
+    assert smoothed(list(ramp), 10)[50] == pytest.approx(50.0), "it does not trail behind"
