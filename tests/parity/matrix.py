@@ -90,6 +90,9 @@ def run(case: Case, micro_batches: int) -> Result:
         "training.max_steps": STEPS,
         "training.gradient_checkpointing": case.checkpointing,
         "precision.mode": "fp32",
+        # Where a gradient is zero but for rounding, Adam divides noise by noise. In the VAE that moves weights enough
+        # for a ReLU to open in one run and not in the other: its loss is the same to 1e-8, its gradient is not.
+        "training.optimizer_args": {"eps": 1e-5} if case.model == "vae" else {},
         **STRATEGIES.get(case.strategy, {"distributed.strategy": case.strategy}),
         **dict(case.more),
     }
@@ -116,11 +119,16 @@ def reference(case: Case, micro_batches: int) -> Result:
 
 
 def grid(ranks: int, *, whole: bool) -> Iterator[Case]:
-    """Every model under every strategy; `whole`: with each accumulation and checkpointing, else in turn."""
+    """Every model under every strategy, with each accumulation and checkpointing.
+
+    Unless `whole`, accumulation and checkpointing take turns, and on 4 ranks and more so do the models.
+    """
     variants = [(accumulation, checkpointing) for checkpointing in ("none", "full") for accumulation in (3, 1)]
     for i, strategy in enumerate(STRATEGIES):
         for j, model in enumerate(MODELS):
-            turn = (i + j + ranks // 2) % len(variants)
+            if not whole and ranks >= 4 and (i + j) % 2:
+                continue
+            turn = (i + j // 2 + ranks // 2) % len(variants)
             for accumulation, checkpointing in variants if whole else [variants[turn]]:
                 yield Case(model, strategy, accumulation, checkpointing)
 
