@@ -36,9 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except LockstepError as error:
-        if os.environ.get("LOCKSTEP_TRACEBACK") == "1":
-            traceback.print_exc()
-        print(f"lockstep: {error}", file=sys.stderr)
+        from lockstep.launch.worker import first_to_fail, print_error
+
+        if first_to_fail():  # under another's launcher every rank is told the same
+            print_error(error, traceback.format_exc())
         return error.exit_code
 
 

@@ -214,7 +214,8 @@ def _share_out_threads(facts: RankFacts) -> None:
 
 def threads_per_rank(local_world_size: int) -> int:
     """Cores that this process may use, over the ranks on this machine; at least 1."""
-    return max(1, len(os.sched_getaffinity(0)) // max(1, local_world_size))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, local_world_size))
 
 
 def _choose_backend(wanted: str, device: torch.device) -> str:

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.environment import is_worker
+from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.launch.local import Job, LaunchOptions, how_many, launch
 from lockstep.launch.script import run_script
@@ -58,16 +58,17 @@ def train(
     """
     from lockstep.config import load_config
 
-    config = load_config(path, overrides)
     run = RunDirectory(output_dir)
 
     def work() -> int:
+        config = load_config(path, overrides)
         chosen = _resume_from(run, resume or config.checkpoint.resume)
         code: int = import_module("lockstep.trainer").run(config, output_dir=output_dir, resume=chosen)
         return code
 
-    if is_worker():
+    if _is_rank(options):
         return run_as_worker(work, logs=run.logs)
+    config = load_config(path, overrides)
     run.create()
     processes, reason = _processes(config, options)
     _announce(f"strategy {config.distributed.strategy}, {_counted(processes, options)} ({reason})")
@@ -84,11 +85,12 @@ def launch_script(script: str, arguments: Sequence[str], options: LaunchOptions,
         script: a file, or a module's name where `module`.
         logs: where every rank's output goes.
     """
-    if is_worker():
+    if _is_rank(options):
         raise UsageError(
-            "`lockstep launch` was itself started by a launcher",
-            where="the environment: RANK and WORLD_SIZE are set",
-            fix=f"under torchrun, srun or mpirun start the script itself: python {script}",
+            "`lockstep launch` was itself started by a launcher, as one of its ranks",
+            where="the environment: it says which rank this is",
+            fix=f"start the script itself: python {script}; or, with srun or mpirun starting one process a machine,"
+            " say --nnodes and --nproc-per-node",
         )
     if not module and not Path(script).is_file():
         raise UsageError(f"there is no file {script}", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
@@ -99,6 +101,16 @@ def launch_script(script: str, arguments: Sequence[str], options: LaunchOptions,
             return run_as_worker(lambda: run_script(script, arguments, module=module), logs=logs, launched=False)
     started = ("-m", "lockstep.launch.script", str(logs), *(("-m",) if module else ()), script, *arguments)
     return launch(Job(started, logs), options, processes)
+
+
+def _is_rank(options: LaunchOptions) -> bool:
+    """Whether this process is a rank itself.
+
+    srun and mpirun start ranks, or one launcher a machine: options that only a launcher needs tell which.
+    """
+    launcher = rank_facts().launcher
+    starts_ranks = options.nproc_per_node is not None or options.several_nodes
+    return launcher == "torchrun" or (launcher != "none" and not starts_ranks)
 
 
 def _processes(config: "Config", options: LaunchOptions) -> tuple[int, str]:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.environment import RankFacts, parent_identity, rank_facts
-from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError
+from lockstep.environment import parent_identity, rank_facts
+from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError, UsageError
 from lockstep.launch.failures import Failure, from_exception, preempted
 from lockstep.launch.streams import console, to_log
 
@@ -57,18 +57,18 @@ def run_as_worker(work: Callable[[], int | None], *, logs: Path, launched: bool 
             failure = from_exception(error, facts, log)
         if failure is None:
             return code
-        _tell(failure, facts, None if folder is None else Path(folder))
+        _tell(failure, None if folder is None else Path(folder))
         if failure.kind != "preempted" and launched:
             _leave_at_once(failure.exit_code)
         return EXIT_DONE if failure.kind == "preempted" and folder is not None else failure.exit_code
 
 
-def _tell(failure: Failure, facts: RankFacts, folder: Path | None) -> None:
+def _tell(failure: Failure, folder: Path | None) -> None:
     if failure.traceback and failure.kind != "usage":
         getattr(sys.stderr, "log", sys.stderr).write(failure.traceback)
     if folder is not None:
         failure.write(folder)
-    elif failure.kind != "preempted" and _first_to_fail(facts):
+    elif failure.kind != "preempted" and first_to_fail():
         print_error(failure.error(), failure.traceback)
 
 
@@ -81,9 +81,12 @@ def _leave_at_once(code: int) -> None:
     os._exit(code)
 
 
-def _first_to_fail(facts: RankFacts) -> bool:
+def first_to_fail() -> bool:
     """Whether no other rank of this machine has failed yet in this attempt: the launcher is their common parent."""
-    if facts.world_size == 1:
+    try:
+        if rank_facts().world_size == 1:
+            return True
+    except UsageError:  # the environment contradicts itself, for each rank in its own way
         return True
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:

@@ -233,3 +233,17 @@ def test_launch_inside_a_launcher_is_refused(tmp_path: Path, refused: Refused, m
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert "itself started by a launcher" in refused("launch", str(tmp_path / "a.py"))
+
+
+def test_srun_starts_ranks_or_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun lockstep train CONFIG` is a rank; one that is told how many ranks its machine has is a launcher."""
+    is_rank = lockstep.launch.train._is_rank
+    two_nodes = LaunchOptions(nproc_per_node="8", nnodes="2", rdzv_endpoint="first:29500")
+    assert not is_rank(LaunchOptions())
+    for name, value in {"PROCID": "1", "NTASKS": "2", "LOCALID": "0", "STEP_ID": "0", "NODEID": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert is_rank(LaunchOptions())
+    assert not is_rank(two_nodes)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert is_rank(two_nodes), "a rank that such a launcher has started"

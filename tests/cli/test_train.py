@@ -96,6 +96,18 @@ def test_under_torchrun_it_is_a_worker_and_goes_on(resumed: Ended) -> None:
     assert resumed.out.count("strategy fsdp:2") == 1, "said once, not once a rank"
 
 
+def test_a_wrong_config_under_torchrun_is_one_message(folder: Path) -> None:
+    """Every rank finds the same mistake; one says it."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "-m", "lockstep", "train", "small.yaml", "training.max_step=3", "--output-dir", "runs/wrong"],
+        cwd=folder, env=environment(**_ONE_THREAD), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1, "torchrun's own"
+    assert ended.stderr.count("lockstep: ") == 1, ended.stderr
+    assert "write training.max_steps" in ended.stderr
+
+
 def test_trap_16_every_rank_takes_part_in_evaluation_and_saving(resumed: Ended) -> None:
     """A state dict, an evaluation or a barrier inside `if rank == 0` hangs under FSDP. This run did both, and ended."""
     run = RunDirectory(resumed.folder / "runs/small")

@@ -1,0 +1,61 @@
+"""Who a process is, by what its launcher says."""
+
+import pytest
+
+from lockstep.environment import RankFacts, is_worker, rank_facts
+from lockstep.errors import UsageError
+
+
+def test_nobody_launched_it() -> None:
+    assert rank_facts({}) == RankFacts(0, 0, 1, 1, 0, "none")
+    assert not is_worker({})
+
+
+def test_torchrun() -> None:
+    env = {"RANK": "6", "LOCAL_RANK": "2", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    facts = rank_facts(env)
+    assert facts == RankFacts(6, 2, 8, 4, 1, "torchrun")
+    assert facts.num_nodes == 2
+    assert is_worker(env)
+
+
+def test_ranks_that_somebody_numbered_by_hand() -> None:
+    assert rank_facts({"RANK": "1", "WORLD_SIZE": "2"}) == RankFacts(1, 1, 2, 2, 0, "torchrun")
+
+
+def test_open_mpi() -> None:
+    names = {"RANK": "3", "LOCAL_RANK": "1", "SIZE": "4", "LOCAL_SIZE": "2", "NODE_RANK": "1"}
+    facts = rank_facts({f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()})
+    assert facts == RankFacts(3, 1, 4, 2, 1, "mpirun")
+
+
+def test_mpich() -> None:
+    env = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    assert rank_facts(env) == RankFacts(3, 1, 4, 2, 1, "mpirun")
+
+
+@pytest.mark.parametrize(("node", "here"), [(0, 4), (1, 4), (2, 3)])
+def test_srun_with_unequal_machines(node: int, here: int) -> None:
+    env = {"SLURM_PROCID": str(4 * node), "SLURM_LOCALID": "0", "SLURM_NTASKS": "11", "SLURM_NODEID": str(node)}
+    env |= {"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
+    facts = rank_facts(env)
+    assert (facts.launcher, facts.local_world_size, facts.node_rank) == ("srun", here, node)
+
+
+def test_a_batch_script_is_no_rank() -> None:
+    """Slurm tells it SLURM_PROCID=0 and the number of tasks; it would wait for tasks that nobody has started."""
+    env = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_NODEID": "0", "SLURM_JOB_ID": "5"}
+    assert rank_facts(env) == RankFacts()
+
+
+def test_trap_30_a_machine_number_as_rank_is_refused() -> None:
+    """RANK used as a machine's number: with one process a machine it goes unnoticed, with more there are two worlds."""
+    with pytest.raises(UsageError, match="RANK=2 is not below WORLD_SIZE=2") as raised:
+        rank_facts({"RANK": "2", "WORLD_SIZE": "2"})
+    assert "node_rank × processes per node + local_rank" in str(raised.value)
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "one"}, {"LOCAL_WORLD_SIZE": "0"}, {"LOCAL_WORLD_SIZE": "a(x2)"}])
+def test_what_is_no_number_is_refused_by_name(wrong: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        rank_facts({"RANK": "0", "WORLD_SIZE": "2", **wrong})
