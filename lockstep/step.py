@@ -10,16 +10,15 @@ Nothing here waits for the device on a GPU, except under fp16, where the decisio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.bad_numbers import Bad, BadNumbersError, Judge
 from lockstep.clipping import clip_adaptively, clip_by_value
 from lockstep.config import GradientClipConfig
-from lockstep.errors import RunError
 from lockstep.monitor import PhaseClock
 from lockstep.optim import Schedule, unfuse
 from lockstep.parallel.exact_norm import exact_norm
@@ -56,6 +55,9 @@ class Step:
         stopping: all ranks know that one of them was asked to.
         clock: told which phase of the step begins.
         wants_layer_norms: whether the record of a step, by its number, is to hold them; the same on all ranks.
+        judge: finds bad numbers, and the votes to stop.
+        avoid: positions whose data are passed over, after a rollback.
+        bad: what was wrong with the last step, where it was skipped for that.
     """
 
     placed: Placed
@@ -69,7 +71,10 @@ class Step:
     stopping: bool = False
     clock: PhaseClock = field(default_factory=PhaseClock)
     wants_layer_norms: Callable[[int], bool] = lambda _step: False
-    _watch: "Watch" = field(default_factory=lambda: Watch())
+    judge: Judge = field(default_factory=Judge)
+    avoid: set[int] = field(default_factory=set)
+    bad: Bad | None = None
+    _buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.placed.reproducible and unfuse(self.optimizer):
@@ -82,9 +87,21 @@ class Step:
         """What the summed loss is multiplied by before backward."""
         return (self.loss_scale.scale if self.loss_scale else 1.0) / self.nominal
 
+    def begin(self) -> None:
+        """Before the first micro-batch of a step: remember running statistics, where a bad step is to leave none."""
+        if self.judge.skips:
+            self._buffers = {name: buffer.clone() for name, buffer in self.placed.buffers.items()}
+
+    def pass_over(self, samples: int) -> None:
+        """Leave out the step whose turn it is: its data are consumed, and nothing is learned from them."""
+        self.progress.skipped.append(self.progress.step)
+        self.progress.step += 1
+        self.progress.samples += samples
+
     def run(self, shares: list[Share], slots: int, samples: int) -> StepRecord:
         """One step over `slots` micro-batches of `samples` samples in all, of which this rank runs `shares`."""
         self.clock.enter("forward_backward")
+        self.begin()
         ledger = self.placed.ledger(slots)
         if self.stop_asked:
             ledger.vote_to_stop()
@@ -93,7 +110,12 @@ class Step:
         return self.update(ledger, samples)
 
     def update(self, ledger: Ledger, samples: int) -> StepRecord:
-        """What follows the last backward pass of a step."""
+        """What follows the last backward pass of a step.
+
+        Raises:
+            BadNumbersError: this step's numbers (on a GPU: those of the step before) are bad, and skipping it is not
+                what the config says, or has been done too often. The step is over all the same.
+        """
         self.clock.enter("optimizer")
         loss_sum, count = ledger.totals()
         count = count.clamp(min=1)  # a step without a valid target has a gradient of zero, not of nan
@@ -111,21 +133,44 @@ class Step:
             record.gradient_norms = layer_norms(self.placed, to_mean)
         # Under fp16 a norm that is no number is the scaler's business.
         seen = torch.zeros_like(norm) if self.loss_scale is not None else norm
-        self.stopping = self._watch.look(record.step, seen, ledger.stop_votes) or self.stopping
-        if overflow:
+        numbers = self.judge.look(record.step, loss_sum / count, seen, ledger.stop_votes)
+        self.stopping = numbers.stop or self.stopping
+        self.bad = numbers.bad
+        record.skipped = overflow or numbers.bad is not None
+        if record.skipped:
             self.progress.skipped.append(self.progress.step)
         else:
             record.clipped = self._clip_and_scale(gradients, to_mean, norm)
             self.optimizer.step()
             self.progress.updates += 1
-        self.placed.settle(overflow)
+        if numbers.bad is not None:
+            for name, before in self._buffers.items():
+                self.placed.buffers[name].copy_(before)
+        self.placed.settle(record.skipped)
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         self.progress.samples += samples
         self.clock.enter("other")
+        self._refuse(numbers.bad)
         return record
+
+    def settle(self) -> None:
+        """Read what is still under way; waits for the device. Before a checkpoint, which must hold no bad numbers.
+
+        Raises:
+            BadNumbersError: the last step's numbers are bad.
+        """
+        numbers = self.judge.settle()
+        self.stopping = numbers.stop or self.stopping
+        self._refuse(numbers.bad)
+
+    def _refuse(self, bad: Bad | None) -> None:
+        if bad is None or (self.judge.skips and self.judge.in_order < self.judge.config.patience):
+            return
+        goes_back = self.judge.config.action == "rollback"
+        raise BadNumbersError(bad, goes_back=goes_back, in_order=self.judge.in_order)
 
     def _norm(self, gradients: list[Tensor], device: torch.device) -> Tensor:
         if self.placed.reproducible:
@@ -168,44 +213,6 @@ def gradient_norm(gradients: list[Tensor], groups: list[dist.ProcessGroup], devi
     for group in groups:
         dist.all_reduce(square, group=group)
     return square.sqrt().float()
-
-
-class Watch:
-    """Reads the few numbers on which the loop decides: is the gradient a number, did a rank vote to stop?
-
-    On the CPU they are read at once. On a GPU they are copied behind the step's work and read one step later, when the
-    copy has long arrived, so that nothing waits; all ranks read them at the same step.
-    """
-
-    def __init__(self) -> None:
-        self._pending: tuple[int, Tensor, Any] | None = None
-
-    def look(self, step: int, norm: Tensor, stop_votes: Tensor) -> bool:
-        """Whether to stop now.
-
-        Raises:
-            RunError: the gradient norm of this step (on a GPU: of the one before) is nan or infinite.
-        """
-        if norm.device.type == "cpu":
-            return self._judge(step, norm.item(), stop_votes.item())
-        copy = torch.stack((norm.double(), stop_votes)).to("cpu", non_blocking=True)
-        arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        earlier, self._pending = self._pending, (step, copy, arrived)
-        if earlier is None:
-            return False
-        earlier[2].synchronize()
-        return self._judge(earlier[0], *earlier[1].tolist())
-
-    def _judge(self, step: int, norm: float, stop_votes: float) -> bool:
-        if not math.isfinite(norm):
-            raise RunError(
-                f"the gradient norm of step {step} is {norm}",
-                where=f"step {step}",
-                why="the loss overflowed, or a batch holds values that are no numbers",
-                fix="lower training.learning_rate, lengthen training.warmup_steps, or look at that step's samples",
-            )
-        return stop_votes > 0
 
 
 def nominal_count(count: float, slots: int) -> float:

@@ -1,10 +1,12 @@
 """Checkpoints: what is committed is whole, what is not whole is invisible.
 
     checkpoints/step-00000100/
-      manifest.json        format version, files {size, crc32}, parameters {shape, dtype, aliases}; its own checksum
-      last model/               the tensors of the model      (torch.distributed.checkpoint's format) optimizer/NAME/
-      the state of an optimizer     " extra/NAME/          EMA, compression state, …     " state.json
-      everything that is no tensor config.yaml          the resolved config of the run
+      manifest.json        format version, files {size, crc32}, parameters {shape, dtype, aliases}; last its checksum
+      model/               the tensors of the model      (torch.distributed.checkpoint's format)
+      optimizer/NAME/      the state of an optimizer     "
+      extra/NAME/          EMA, compression state, …     "
+      state.json           everything that is no tensor
+      config.yaml          the resolved config of the run
 
 `save` and `load` are for all ranks of a run at once; the rest looks at files, and needs no process group.
 """
@@ -12,22 +14,26 @@
 from lockstep.checkpoint.background import AsyncSaver
 from lockstep.checkpoint.describe import inspect
 from lockstep.checkpoint.digest import digest, digest_tensors
+from lockstep.checkpoint.gathered import hand_out, is_shared
 from lockstep.checkpoint.keep import newest, resume_point, rotate, set_aside
 from lockstep.checkpoint.manifest import DamagedError, verify
 from lockstep.checkpoint.names import list_checkpoints
 from lockstep.checkpoint.optimizers import has_optimizer, optimizer_state, optimizer_targets, restore_optimizer
 from lockstep.checkpoint.restore import load
-from lockstep.checkpoint.saving import save, save_as
+from lockstep.checkpoint.saving import Manner, save, save_as
 from lockstep.checkpoint.snapshot import Snapshot
 
 __all__ = [
     "AsyncSaver",
     "DamagedError",
+    "Manner",
     "Snapshot",
     "digest",
     "digest_tensors",
+    "hand_out",
     "has_optimizer",
     "inspect",
+    "is_shared",
     "list_checkpoints",
     "load",
     "newest",

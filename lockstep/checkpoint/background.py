@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lockstep.checkpoint.commit import not_written
 from lockstep.checkpoint.names import step_name
 from lockstep.checkpoint.pieces import Part, Piece
-from lockstep.checkpoint.saving import Format, write
+from lockstep.checkpoint.saving import Format, Manner, write
 from lockstep.checkpoint.snapshot import Snapshot, Staged, stage
 from lockstep.checkpoint.together import Ranks
 
@@ -51,6 +51,7 @@ class AsyncSaver:
         *,
         config_yaml: str,
         format: Format = "sharded",
+        manner: Manner | None = None,
     ) -> Path | None:
         """Start a save; the snapshot's tensors may be changed as soon as this returns. Waits for the one before.
 
@@ -71,7 +72,7 @@ class AsyncSaver:
             if copied is not None:
                 torch.cuda.set_device(copied[0])  # a new thread stands on device 0, whichever this rank's is
                 copied[1].synchronize()
-            write(path, step, staged, config_yaml, format, self._writing)
+            write(path, step, staged, config_yaml, manner or Manner(format), self._writing)
             if self._then is not None and self._writing.is_main:
                 self._then(path)
 

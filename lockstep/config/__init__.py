@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         StragglerConfig,
     )
     from lockstep.config.schema_training import (
+        BadNumbersConfig,
         DataConfig,
         GradientClipConfig,
         LossScaleConfig,
@@ -64,6 +65,7 @@ _HOMES = {
     ),
     "schema_training": (
         "DataConfig",
+        "BadNumbersConfig",
         "GradientClipConfig",
         "LossScaleConfig",
         "ModelConfig",
@@ -77,6 +79,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "FLAGS",
     "AccelerateConfig",
+    "BadNumbersConfig",
     "CheckpointConfig",
     "CompressionConfig",
     "Config",

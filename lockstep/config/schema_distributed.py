@@ -114,6 +114,17 @@ class AccelerateConfig(Section):
     )
 
 
+class HangConfig(Section):
+    """When ranks that Lockstep started are taken to hang: their stacks are written, and they are started anew."""
+
+    factor: float | None = Field(
+        default=20.0, gt=1, description="A step that takes so many times the median of those before; null: never."
+    )
+    seconds: float = Field(
+        default=60.0, gt=0, description="And at least so long. First steps, evaluations and saves: `timeout_seconds`."
+    )
+
+
 class DistributedConfig(Section):
     """How micro-batches and parameters are laid over ranks."""
 
@@ -132,6 +143,7 @@ class DistributedConfig(Section):
         description="Where ranks meet: `env://` (what the launcher says) or `tcp://HOST:PORT`.",
     )
     timeout_seconds: float = Field(default=1800.0, gt=0, description="A collective that takes longer is a failure.")
+    hang: HangConfig = Field(default_factory=HangConfig, description="When a step counts as hanging.")
     debug: Literal["none", "info", "detail"] = Field(
         default="none", description="Set torch's and NCCL's debug switches on every rank."
     )

@@ -30,6 +30,14 @@ class CheckpointConfig(Section):
     async_: bool = Field(
         default=True, alias="async", description="Write while training goes on; the next save waits for the last."
     )
+    retries: int = Field(
+        default=3, ge=0, description="A save that the storage refuses is tried again so often, after 0.5 s, 1 s, 2 s …"
+    )
+    on_failure: Literal["continue", "stop"] = Field(
+        default="continue",
+        description="After the last try: `continue` trains on, says so and keeps the last good checkpoint; `stop` "
+        "ends the run. The save at the end of a run must succeed.",
+    )
     resume: str = Field(
         default="auto",
         min_length=1,

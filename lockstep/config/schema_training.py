@@ -100,6 +100,25 @@ class GradientClipConfig(Section):
         return value
 
 
+class BadNumbersConfig(Section):
+    """What is done about a loss or a gradient norm that is no finite number, and about a spike of the loss."""
+
+    action: Literal["stop", "skip", "rollback"] = Field(
+        default="stop",
+        description="`stop` ends the run; `skip` makes no update from that step, on any rank (the host waits for the "
+        "loss of each step); `rollback` goes back to the newest checkpoint and passes over that step's data.",
+    )
+    spike_factor: float | None = Field(
+        default=None, gt=1, description="A loss of more than so many times the running median is bad too; unset: off."
+    )
+    window: int = Field(
+        default=50, ge=3, description="Steps in the running median; a spike is looked for once it is full."
+    )
+    patience: int = Field(
+        default=5, ge=1, description="So many bad steps, or rollbacks to one checkpoint, in order, and the run stops."
+    )
+
+
 class TrainingConfig(Section):
     """The step: how much, how often, with which optimizer and schedule."""
 
@@ -156,6 +175,9 @@ class TrainingConfig(Section):
     weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay (L2 for `adam` and `sgd`).")
     gradient_clip: GradientClipConfig = Field(
         default_factory=GradientClipConfig, description="Clipping of the global gradient."
+    )
+    bad_numbers: BadNumbersConfig = Field(
+        default_factory=BadNumbersConfig, description="What is done about NaN, infinity and spikes."
     )
     gradient_checkpointing: Literal["none", "full", "selective", "every_n", "sequential"] = Field(
         default="none",

@@ -34,11 +34,11 @@ def run(config: Config, *, output_dir: Path, resume: str) -> int:
     cluster.setup(config.distributed)
     data = build_data(config.data, seed=config.training.seed)
     trainer = Trainer(build(config, data), loss_fn=_loss_fn(config), config=config, output_dir=output_dir)
-    asked = stop_on_signals(trainer)
+    stop_on_signals(trainer)
     trainer.resume(resume)
     trainer.train(data.train, data.validation)
     cluster.cleanup()
-    return EXIT_PREEMPTED if asked and trainer.step.stopping else EXIT_DONE
+    return EXIT_PREEMPTED if trainer.step.stopping else EXIT_DONE
 
 
 def build(config: Config, data: Data) -> nn.Module:
@@ -54,21 +54,14 @@ def build(config: Config, data: Data) -> nn.Module:
         return build_model(config.model, data.facts)
 
 
-def stop_on_signals(trainer: Trainer) -> list[int]:
-    """SIGTERM and SIGUSR1 ask for a stop; the ranks agree on the step, save there, and end.
+def stop_on_signals(trainer: Trainer) -> None:
+    """SIGTERM and SIGUSR1 ask for a stop; the ranks agree on the step, save there and end; a second is harmless."""
 
-    Returns:
-        the signals that came, filled as they come.
-    """
-    came: list[int] = []
-
-    def ask(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
+    def ask(_number: int, _frame: FrameType | None) -> None:
         trainer.step.stop_asked = True
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, ask)
-    return came
 
 
 def _loss_fn(config: Config) -> Any:

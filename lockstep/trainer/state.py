@@ -1,12 +1,14 @@
 """What a checkpoint holds of a trainer, and how a trainer takes it up again."""
 
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep import checkpoint
+from lockstep import checkpoint, cluster
 from lockstep.errors import UsageError
+from lockstep.records import plain
 from lockstep.step import Progress
 
 if TYPE_CHECKING:
@@ -40,6 +42,9 @@ def snapshot(trainer: "Trainer", *, include_optimizer: bool, metadata: dict[str,
             "loss_scale": step.loss_scale.state_dict() if step.loss_scale else None,
             "source": trainer.source_state,
             "best": trainer.best,
+            "metrics": {name: plain(value) for name, value in trainer.metrics.items()},
+            "losses": list(step.judge.losses),
+            "avoid": sorted(step.avoid),
             "metadata": metadata,
         },
         extra=placed.state,
@@ -73,6 +78,10 @@ def restore(trainer: "Trainer", path: Path) -> tuple[int, dict[str, Any]]:
     if step.loss_scale is not None and state["loss_scale"] is not None:
         step.loss_scale.load_state_dict(state["loss_scale"])
     trainer.source_state, trainer.best = state["source"], state["best"]
+    trainer.metrics = dict(state.get("metrics", {}))
+    step.judge.losses = deque(state.get("losses", ()))
+    step.avoid |= set(state.get("avoid", ()))
+    step.judge.forget()
     return step.progress.step, state["metadata"]
 
 
@@ -87,8 +96,37 @@ def find(trainer: "Trainer", how: str) -> Path | None:
         return None
     if how == "auto":
         directory = trainer.run_directory
-        return checkpoint.resume_point(directory.checkpoints) if directory is not None else None
-    path = Path(how)
+        if directory is None:
+            return None
+        if trainer.storage_is_shared:
+            return checkpoint.resume_point(directory.checkpoints)
+        here = checkpoint.newest(directory.checkpoints, thorough=True) if trainer.is_main_process else None
+        return checkpoint.hand_out(here)
+    return _named(Path(how), how)
+
+
+def go_back(trainer: "Trainer", how: str) -> tuple[Path | None, int]:
+    """Take the trainer to a checkpoint, and the run directory with it; every rank calls it.
+
+    Metrics of later steps are dropped, and later checkpoints set aside: these steps will be written anew.
+
+    Returns:
+        the checkpoint and its step; None and 0 where there is none to go to.
+    """
+    found = find(trainer, how)
+    step = restore(trainer, found)[0] if found is not None else 0
+    directory = trainer.run_directory
+    if directory is not None and directory.path.is_dir():
+        if trainer.is_main_process:
+            directory.forget_after(step)
+            for path in checkpoint.set_aside(directory.checkpoints, after=step):
+                directory.append_event("set_aside", step=step, checkpoint=path.name)
+        if trainer.layout.world_size > 1:
+            cluster.barrier()
+    return found, step
+
+
+def _named(path: Path, how: str) -> Path:
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if path.is_dir() and not (path / "manifest.json").exists():

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lockstep import checkpoint, cluster
+from lockstep.bad_numbers import Bad, BadNumbersError, Judge
 from lockstep.config import Config
 from lockstep.data import StepSource, adopt, batch_length, move
 from lockstep.errors import RunError, UsageError
@@ -36,6 +37,7 @@ from lockstep.step import Step, nominal_count
 from lockstep.trainer import state
 from lockstep.trainer.about import describe, versions
 from lockstep.trainer.evaluation import WINDOW, evaluate, sample_from
+from lockstep.trainer.saving import Saving
 from lockstep.trainer.settings import with_settings
 
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -89,12 +91,16 @@ class Trainer:
             Schedule("constant", 0, training.warmup_steps),  # until `train` knows the number of steps
             training.gradient_clip,
             loss_scale_for(self.config.precision, mode),
+            judge=Judge(training.bad_numbers),
         )
         self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
         self.best: dict[str, float] = {}
+        self.metrics: dict[str, Any] = {}  # the newest, as `checkpoint.keep_best` names them
         self.source_state: dict[str, Any] = {}
         self.last_record: StepRecord | None = None
         self._nominal_known = False
+        self._shared: bool | None = None
+        self._went_back: dict[int, int] = {}  # step → rollbacks to it in order
         self._window: _Window | None = None
         self._mode = mode
         self._precision_line = f"{mode} ({why_mode})" if why_mode else mode
@@ -116,19 +122,17 @@ class Trainer:
         """
         source, total = self._source(train_data, epochs)
         monitor = self._open_monitor(total)
-        record = None
         try:
-            for record, last_of_epoch in self._run(source):
-                monitor.on_step(record)
-                last = record.step == total or self.step.stopping
-                if val_data is not None and self._evaluates_after(record.step, last):
-                    with self.step.clock.during("evaluation"):
-                        loss = self.evaluate(val_data)
-                    self._report_evaluation(monitor, record.step, loss)
-                if self._saves_after(record.step, last, last_of_epoch):
-                    self._save(monitor)
-                if self.step.stopping:
+            saving = Saving(self, monitor)
+            while True:
+                try:
+                    record = self._train(source, total, val_data, monitor, saving)
                     break
+                except BadNumbersError as error:
+                    self._report_bad(monitor, source, error.bad)
+                    source.close()
+                    self._go_back(error, monitor, saving)
+                    source, _ = self._source(train_data, epochs)
             monitor.event("stop", step=self.step.progress.step, reason="preempted" if self.step.stopping else "done")
         except RuntimeError as error:
             explain = getattr(source, "explain", None)  # torch raises a data worker's death wherever the loop is
@@ -138,20 +142,51 @@ class Trainer:
             monitor.close()
         return record
 
+    def _train(
+        self, source: StepSource, total: int | None, val_data: Any, monitor: Monitor, saving: Saving
+    ) -> StepRecord | None:
+        """From where the run stands to its end, or to a step whose numbers are bad."""
+        record = None
+        for record, last_of_epoch in self._run(source):
+            step = self.step.progress.step
+            last = step == total or self.step.stopping
+            if record is not None:
+                monitor.on_step(record)
+                self.metrics |= {"loss": record.loss, "grad_norm": record.grad_norm}
+            if self.step.bad is not None:
+                self._report_bad(monitor, source, self.step.bad)
+            if val_data is not None and self._evaluates_after(step, last):
+                with self.step.clock.during("evaluation"):
+                    loss = self.evaluate(val_data)
+                self._report_evaluation(monitor, step, loss)
+            saving.after_step(last=last, last_of_epoch=last_of_epoch)
+            if self.step.stopping:
+                break
+        self.step.settle()
+        saving.finish(must_succeed=True)
+        return record
+
     def steps(self, train_data: Any, epochs: int | None = None) -> Iterator[StepRecord]:
         """The loop is the caller's: one record a step, and nothing else happens."""
         source, _ = self._source(train_data, epochs)
         try:
             for record, _ in self._run(source):
-                yield record
+                if record is not None:
+                    yield record
         finally:
             source.close()
 
-    def _run(self, source: StepSource) -> Iterator[tuple[StepRecord, bool]]:
+    def _run(self, source: StepSource) -> Iterator[tuple[StepRecord | None, bool]]:
+        """(record, last of its epoch) of each step; no record where the data are passed over."""
         clock = self.step.clock
         clock.enter("data")
         with waits_counted(clock):
             for batches in source:
+                self.step.bad, record = None, None
+                if batches.step in self.step.avoid:
+                    self.step.pass_over(batches.samples)
+                    yield None, batches.last_of_epoch
+                    continue
                 shares = [Share(m.index, m.batch, m.real) for m in batches.mine]
                 self._learn_nominal(shares[0].batch, batches.num_micro_batches)
                 self.step.progress.epoch = batches.epoch
@@ -180,6 +215,8 @@ class Trainer:
         slots = calls * self.layout.data_parallel_size
         batch = move(batch, self.device)
         self._learn_nominal(batch, slots)
+        if self._window is None:
+            self.step.begin()
         window = self._window = self._window or _Window(self.placed.ledger(slots))
         if self.step.stop_asked:
             window.ledger.vote_to_stop()
@@ -232,8 +269,14 @@ class Trainer:
         Returns:
             the checkpoint, `path/step-00000100`.
         """
-        snapshot = state.snapshot(self, include_optimizer=include_optimizer, metadata=metadata or {})
+        snapshot = self.snapshot(include_optimizer=include_optimizer, metadata=metadata)
         return checkpoint.save(Path(path), self.step.progress.step, snapshot, config_yaml=self.config.to_yaml())
+
+    def snapshot(
+        self, *, include_optimizer: bool = True, metadata: dict[str, Any] | None = None
+    ) -> checkpoint.Snapshot:
+        """What a checkpoint holds of the run as it stands; tensors are the live ones."""
+        return state.snapshot(self, include_optimizer=include_optimizer, metadata=metadata or {})
 
     def load_checkpoint(self, path: str | Path) -> tuple[int, dict[str, Any]]:
         """Take up a checkpoint, whatever strategy and number of ranks wrote it; all ranks call it.
@@ -255,15 +298,33 @@ class Trainer:
         Returns:
             where it goes on from; None for a fresh start.
         """
-        found = state.find(self, how)
+        found, step = state.go_back(self, how)
         if found is None:
             return None
-        step, _ = state.restore(self, found)
         self._later_lines.append(f"goes on after step {step}, from {found}")
         if self.run_directory is not None and self.is_main_process:
-            self.run_directory.forget_after(step)
             self.run_directory.append_event("resume", step=step, checkpoint=str(found))
         return found
+
+    @property
+    def storage_is_shared(self) -> bool:
+        """Whether all ranks see one run directory; found out once, by all ranks together.
+
+        Raises:
+            UsageError: they do not, and the format of checkpoints needs it.
+        """
+        if self._shared is None:
+            directory, config = self.run_directory, self.config.checkpoint
+            alone = self.layout.world_size == 1 or directory is None or config.save_strategy == "none"
+            self._shared = alone or checkpoint.is_shared(directory.checkpoints)  # type: ignore[union-attr]
+            if not self._shared and config.format != "full":
+                raise UsageError(
+                    f"the hosts do not share {directory.checkpoints}",  # type: ignore[union-attr]
+                    where="checkpoint.format: " + config.format,
+                    why="each rank writes its part of a checkpoint, and they belong into one folder",
+                    fix="choose an --output-dir that all hosts mount, or checkpoint.format: full, which rank 0 writes",
+                )
+        return self._shared
 
     # ---- small things ----
 
@@ -425,22 +486,44 @@ class Trainer:
         return last or (every is not None and step % every == 0)
 
     def _report_evaluation(self, monitor: Monitor, step: int, loss: float) -> None:
+        self.metrics["eval_loss"] = loss
         self.best["eval_loss"] = min(loss, self.best.get("eval_loss", loss))
         monitor.on_eval({"step": step, "eval_loss": loss})
 
-    def _saves_after(self, step: int, last: bool, last_of_epoch: bool) -> bool:
-        config = self.config.checkpoint
-        if self.run_directory is None or config.save_strategy == "none":
-            return False
-        return last or (last_of_epoch if config.save_strategy == "epoch" else step % config.save_steps == 0)
+    def _report_bad(self, monitor: Monitor, source: StepSource, bad: Bad) -> None:
+        """Which samples they were: dataset indices, by micro-batch; of data without indices, the step alone."""
+        order = getattr(source, "order", None)
+        window = order.window(bad.step - 1) if order is not None else None
+        monitor.event(
+            "bad_numbers", step=bad.step, what=bad.what, loss=bad.loss, grad_norm=bad.grad_norm,
+            action=self.config.training.bad_numbers.action, samples=window and window.micro_batches,
+            epoch=window.epoch if window else self.step.progress.epoch,
+        )  # fmt: skip
+        monitor.say(f"warning: {bad.what}")
 
-    def _save(self, monitor: Monitor) -> None:
-        assert self.run_directory is not None
-        with self.step.clock.during("checkpoint"):
-            path = self.save_checkpoint(self.run_directory.checkpoints)
-        monitor.event("save", step=self.step.progress.step, checkpoint=path.name)
-        if self.is_main_process:
-            checkpoint.rotate(self.run_directory.checkpoints, self.config.checkpoint.save_total_limit)
+    def _go_back(self, error: BadNumbersError, monitor: Monitor, saving: Saving) -> None:
+        """To the newest checkpoint, from where the bad step's data will be passed over.
+
+        Raises:
+            BadNumbersError: the config says to stop, there is nothing to go back to, or it has been done too often.
+        """
+        saving.finish(must_succeed=False)
+        if not error.goes_back or self.run_directory is None:
+            raise error
+        stops, avoid = self.step.stopping, {*self.step.avoid, error.bad.step - 1}
+        self.optimizer.zero_grad(set_to_none=True)
+        if not checkpoint.list_checkpoints(self.run_directory.checkpoints):
+            monitor.say("there is no checkpoint yet to go back to")
+            raise error
+        found, step = state.go_back(self, "auto")
+        self._went_back = {step: self._went_back.get(step, 0) + 1}
+        assert found is not None, "there is one"
+        if self._went_back[step] > self.config.training.bad_numbers.patience:
+            raise error
+        self.step.avoid, self.step.stopping = avoid, stops
+        saving.went_back()
+        monitor.event("rollback", step=step, checkpoint=found.name, passed_over=error.bad.step)
+        monitor.say(f"goes back to step {step}, {found.name}, and passes over the data of step {error.bad.step}")
 
 
 class _Window:

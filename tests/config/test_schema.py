@@ -20,13 +20,15 @@ DOCUMENTED = {
     "training": "max_steps num_train_epochs batch_size eval_batch_size gradient_accumulation_steps global_batch_size "
     "optimizer optimizer_args learning_rate lr_schedule lr_scaling base_batch_size warmup_steps min_lr_ratio "
     "wsd_decay_ratio weight_decay gradient_clip gradient_checkpointing gradient_checkpointing_every compile seed "
-    "eval_steps",
+    "eval_steps bad_numbers",
+    "training.bad_numbers": "action spike_factor window patience",
     "training.gradient_clip": "strategy value",
     "precision": "mode param_dtype tf32 loss_scale",
     "precision.loss_scale": "dynamic initial_scale growth_factor backoff_factor growth_interval min_scale max_scale "
     "history_size",
-    "distributed": "strategy device backend init_method timeout_seconds debug env reproducible replicate_size "
+    "distributed": "strategy device backend init_method timeout_seconds hang debug env reproducible replicate_size "
     "shard_size pipeline_size ddp fsdp pipeline accelerate",
+    "distributed.hang": "factor seconds",
     "distributed.ddp": "bucket_cap_mb find_unused_parameters static_graph gradient_as_bucket_view compression",
     "distributed.ddp.compression": "kind rank start_step warm_start error_feedback",
     "distributed.fsdp": "sharding_strategy auto_wrap_policy accumulate min_num_params forward_prefetch "
@@ -34,7 +36,7 @@ DOCUMENTED = {
     "distributed.pipeline": "split_spec stages_per_rank schedule n_microbatches",
     "distributed.accelerate": "device_placement cpu mixed_precision split_batches dispatch_batches even_batches "
     "use_seedable_sampler gradient_accumulation_plugin",
-    "checkpoint": "save_strategy save_steps save_total_limit keep_best format async resume",
+    "checkpoint": "save_strategy save_steps save_total_limit keep_best format async retries on_failure resume",
     "monitor": "log_steps sinks callbacks profile memory",
     "monitor.profile": "wait warmup active record_shapes profile_memory with_stack ranks dir",
     "monitor.memory": "threshold alert_on_imbalance",

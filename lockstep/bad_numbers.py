@@ -1,0 +1,128 @@
+"""Numbers on which the loop decides, read without waiting: a loss that is no number, a spike, a vote to stop.
+
+Assumes that loss, norm and votes are equal on all ranks, so that every rank decides the same at the same step.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.config import BadNumbersConfig
+from lockstep.errors import RunError
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A step whose numbers are no good.
+
+    Attributes:
+        step: counted from 1, as in a `StepRecord`.
+        what: a sentence without a full stop.
+    """
+
+    step: int
+    what: str
+    loss: float
+    grad_norm: float
+
+
+class BadNumbersError(RunError):
+    """A bad step that is not simply skipped: the run stops, or goes back."""
+
+    def __init__(self, bad: Bad, *, goes_back: bool = False, in_order: int = 1) -> None:
+        self.bad, self.goes_back = bad, goes_back
+        often = f", the last of {in_order} bad steps in order" if in_order > 1 else ""
+        super().__init__(
+            f"{bad.what}{often}",
+            where=f"step {bad.step}",
+            why="the loss overflowed, or a batch holds values that are no numbers",
+            fix="lower training.learning_rate, lengthen training.warmup_steps, or look at that step's samples, which "
+            "events.jsonl lists; training.bad_numbers.action: skip or rollback goes on without them",
+        )
+
+
+@dataclass
+class Numbers:
+    """What the host knows of a step (on a GPU: of the one before)."""
+
+    stop: bool = False
+    bad: Bad | None = None
+
+
+@dataclass
+class Judge:
+    """Reads each step's numbers and finds the bad ones.
+
+    On the CPU they are read at once. On a GPU they are copied behind the step's work and read one step later, when the
+    copy has long arrived, so that nothing waits; under `action: skip` the host waits for them, since the update does.
+
+    Attributes:
+        losses: the last good losses, oldest first; part of a run's state, since they decide about spikes.
+        in_order: bad steps since the last good one.
+    """
+
+    config: BadNumbersConfig = field(default_factory=BadNumbersConfig)
+    losses: deque[float] = field(default_factory=deque)
+    in_order: int = 0
+    _pending: tuple[int, Tensor, Any] | None = None
+
+    @property
+    def skips(self) -> bool:
+        """Whether a bad step makes no update."""
+        return self.config.action == "skip"
+
+    def look(self, step: int, loss: Tensor, norm: Tensor, stop_votes: Tensor) -> Numbers:
+        """What is known now, after the gradients of `step` and before its update."""
+        numbers = torch.stack((loss.double(), norm.double(), stop_votes.double()))
+        if numbers.device.type == "cpu" or self.skips:
+            return self._judge(step, *numbers.tolist())  # on a GPU the host waits for the device
+        copy = numbers.to("cpu", non_blocking=True)
+        arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        earlier, self._pending = self._pending, (step, copy, arrived)
+        return self._read(earlier)
+
+    def settle(self) -> Numbers:
+        """What is still under way, before a checkpoint is made of it: waits for the device."""
+        earlier, self._pending = self._pending, None
+        return self._read(earlier)
+
+    def forget(self) -> None:
+        """The run goes back: what is under way is of steps that count no longer."""
+        self._pending = None
+
+    def _read(self, pending: tuple[int, Tensor, Any] | None) -> Numbers:
+        if pending is None:
+            return Numbers()
+        step, copy, arrived = pending
+        arrived.synchronize()
+        return self._judge(step, *copy.tolist())
+
+    def _judge(self, step: int, loss: float, norm: float, stop_votes: float) -> Numbers:
+        what = self._fault(step, loss, norm)
+        if what is None:
+            self.in_order = 0
+            self.losses.append(loss)
+            while len(self.losses) > self.config.window:
+                self.losses.popleft()
+            return Numbers(stop_votes > 0)
+        self.in_order += 1
+        return Numbers(stop_votes > 0, Bad(step, what, loss, norm))
+
+    def _fault(self, step: int, loss: float, norm: float) -> str | None:
+        if not math.isfinite(loss):
+            return f"the loss of step {step} is {loss}"
+        if not math.isfinite(norm):
+            return f"the gradient norm of step {step} is {norm}"
+        factor = self.config.spike_factor
+        if factor is None or len(self.losses) < self.config.window:
+            return None
+        usual = median(self.losses)
+        if loss > factor * usual > 0:
+            return f"the loss of step {step} is {loss:.6g}, more than {factor:g} times the median {usual:.6g}"
+        return None

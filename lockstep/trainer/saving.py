@@ -1,0 +1,148 @@
+"""When a run is saved, what is kept, and what happens when the storage refuses."""
+
+import json
+import logging
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from lockstep import checkpoint
+from lockstep.checkpoint.saving import Format
+from lockstep.errors import RunError, UsageError
+from lockstep.monitor import Monitor
+
+if TYPE_CHECKING:
+    from lockstep.trainer.trainer import Trainer
+
+METRICS = ("eval_loss", "loss", "grad_norm")  # what `checkpoint.keep_best` may name; the least is the best
+
+_log = logging.getLogger("lockstep")
+
+
+class Saving:
+    """The checkpoints of one run; every rank has one, and calls each method at the same steps.
+
+    Args:
+        trainer: whose state is saved.
+        monitor: is told what was saved, how long training stood still for it, and what failed.
+
+    Raises:
+        UsageError: the hosts do not share the run directory and the format needs it, or `keep_best` names no metric.
+    """
+
+    def __init__(self, trainer: "Trainer", monitor: Monitor) -> None:
+        self._trainer, self._monitor, self._config = trainer, monitor, trainer.config.checkpoint
+        directory = trainer.run_directory
+        self._folder = None if directory is None or self._config.save_strategy == "none" else directory.checkpoints
+        self._saver: checkpoint.AsyncSaver | None = None
+        self._saved: int | None = None  # the last step of which a save was begun
+        if self._folder is None:
+            return
+        if self._config.keep_best not in (None, *METRICS):
+            raise UsageError(
+                f"there is no metric {self._config.keep_best}",
+                where="checkpoint.keep_best",
+                fix=f"one of {', '.join(METRICS)}",
+            )
+        self._manner = checkpoint.Manner(
+            cast(Format, self._config.format), trainer.storage_is_shared, self._config.retries, self._told_of_retry
+        )
+        if self._config.async_:
+            self._saver = checkpoint.AsyncSaver(then=self._committed)
+
+    # ---- what the loop calls ----
+
+    def after_step(self, *, last: bool, last_of_epoch: bool) -> None:
+        """Save if it is time; see what became of the save that is under way.
+
+        Raises:
+            RunError: the storage refused, and the config says to stop, or the run ends here.
+        """
+        if self._folder is None:
+            return
+        step = self._trainer.step.progress.step
+        by_epoch = self._config.save_strategy == "epoch"
+        if last or (last_of_epoch if by_epoch else step % self._config.save_steps == 0):
+            self.save(must_succeed=last)
+        elif self._saver is not None:
+            self._guard(self._saver.poll, must_succeed=False)
+
+    def save(self, *, must_succeed: bool) -> None:
+        """Save the run as it stands; in the background, if it need not have succeeded when this returns."""
+        step = self._trainer.step.progress.step
+        if self._folder is None or self._saved == step:
+            self.finish(must_succeed=must_succeed)
+            return
+        started = time.perf_counter()
+        with self._trainer.step.clock.during("checkpoint"):
+            self._trainer.step.settle()  # host waits for the device: what is saved must hold no bad numbers
+            # The one before is waited for: one at a time is under way.
+            self.finish(must_succeed=False)
+            waited = time.perf_counter() - started
+            self._guard(lambda: self._begin(step), must_succeed=must_succeed)
+            if must_succeed:
+                self.finish(must_succeed=True)
+        stall = time.perf_counter() - started
+        self._monitor.event("save_stall", step=step, seconds=stall, waited_for_previous=waited)
+        if waited > 1 and self._saver is not None:
+            _log.warning("warning: step %d waited %.1f s for the save before it to be written", step, waited)
+
+    def finish(self, *, must_succeed: bool) -> None:
+        """Wait for the save that is under way: at the end, before a stop, before the run goes back."""
+        if self._saver is not None:
+            self._guard(self._saver.wait, must_succeed=must_succeed)
+
+    def went_back(self) -> None:
+        """The run stands at an earlier step: later ones will be saved anew."""
+        self._saved = None
+
+    # ---- how ----
+
+    def _begin(self, step: int) -> None:
+        assert self._folder is not None
+        trainer, self._saved = self._trainer, step
+        snapshot = trainer.snapshot()
+        config = trainer.config.to_yaml()
+        if self._saver is not None:
+            self._saver.save(self._folder, step, snapshot, config_yaml=config, manner=self._manner)
+            return
+        path = self._folder / f"step-{step:08}"
+        checkpoint.save_as(path, step, snapshot, config_yaml=config, manner=self._manner)
+        if trainer.is_main_process:
+            self._committed(path)
+
+    def _committed(self, path: Path) -> None:
+        """On rank 0, after each commit; in the background where the save was."""
+        self._monitor.event("save", step=int(path.name.removeprefix("step-")), checkpoint=path.name)
+        protected = [] if self._config.keep_best is None else best_of(path.parent, self._config.keep_best)
+        checkpoint.rotate(path.parent, self._config.save_total_limit, protected)
+
+    def _guard(self, call: Any, *, must_succeed: bool) -> None:
+        try:
+            call()
+        except RunError as error:
+            step = self._trainer.step.progress.step
+            self._monitor.event("save_failed", step=step, reason=str(error))
+            if must_succeed or self._config.on_failure == "stop":
+                raise
+            if self._trainer.is_main_process:
+                _log.warning("warning: step %d: training goes on without a new checkpoint: %s", step, error)
+
+    def _told_of_retry(self, error: RunError, seconds: float) -> None:
+        self._monitor.event("save_retry", reason=str(error), pause_seconds=seconds)
+        _log.warning("warning: a save failed and is tried again in %g s: %s", seconds, error)
+
+
+def best_of(folder: Path, metric: str) -> list[Path]:
+    """The checkpoint whose metric is least, of those that know it; the newest of equals. Empty if there is none."""
+    known = []
+    for path in checkpoint.list_checkpoints(folder):
+        try:
+            state = json.loads((path / "state.json").read_text())
+            value = float(state.get("metrics", {}).get(metric, math.nan))
+        except (OSError, ValueError, AttributeError):  # a damaged one is no candidate, and is kept anyway
+            continue
+        if math.isfinite(value):
+            known.append((value, path))
+    return [min(reversed(known), key=lambda pair: pair[0])[1]] if known else []
