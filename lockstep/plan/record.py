@@ -1,4 +1,4 @@
-"""A record of live bytes: a list of changes with marks in it, which can be cut at marks, repeated and played.
+"""A record of a step: changes of live bytes and costs of operations, with marks between which parts can be repeated.
 
 Nothing here knows torch.
 """
@@ -17,31 +17,61 @@ class Change(NamedTuple):
     size: int
 
 
+class Cost(NamedTuple):
+    """What an operation takes.
+
+    Attributes:
+        low: floating-point operations in bf16 or fp16, by the formulas of torch.utils.flop_counter.
+        full: the same in fp32.
+        moved: bytes read and written by operations that have no formula: they wait for memory.
+    """
+
+    low: int = 0
+    full: int = 0
+    moved: int = 0
+
+    def plus(self, other: "Cost", times: int = 1) -> "Cost":
+        return Cost(self.low + times * other.low, self.full + times * other.full, self.moved + times * other.moved)
+
+    @property
+    def flops(self) -> int:
+        return self.low + self.full
+
+
 class Mark(NamedTuple):
     """A place in a record."""
 
     label: str
 
 
+class Region(NamedTuple):
+    """What lies between two marks, named by the first of them ('' before any)."""
+
+    label: str
+    changes: list[Change]
+    cost: Cost
+
+
 @dataclass
 class Record:
-    """Changes and marks in order.
+    """Changes, costs and marks in order.
 
     Attributes:
         start: live bytes by kind before the first change.
     """
 
-    items: list[Change | Mark]
+    items: list[Change | Cost | Mark]
     start: tuple[int, ...] = (0,) * len(KINDS)
 
-    def regions(self) -> list[tuple[str, list[Change]]]:
-        """(label, changes until the next mark); what lies before the first mark has the label ''."""
-        found: list[tuple[str, list[Change]]] = [("", [])]
+    def regions(self) -> list[Region]:
+        found = [Region("", [], Cost())]
         for item in self.items:
             if isinstance(item, Mark):
-                found.append((item.label, []))
+                found.append(Region(item.label, [], Cost()))
+            elif isinstance(item, Change):
+                found[-1].changes.append(item)
             else:
-                found[-1][1].append(item)
+                found[-1] = found[-1]._replace(cost=found[-1].cost.plus(item))
         return found
 
 
@@ -59,25 +89,31 @@ class Peak:
     at: str = ""
 
 
-def play(start: Sequence[int], regions: Iterable[tuple[str, list[Change]]]) -> tuple[Peak, tuple[int, ...]]:
-    """Walk through regions; returns the peak, and what is live at the end."""
+def play(start: Sequence[int], regions: Iterable[Region]) -> Peak:
+    """Walk through regions to the peak."""
     live = list(start)
     total = highest = sum(live)
     parts, at = tuple(live), ""
-    for label, changes in regions:
+    for label, changes, _ in regions:
         for kind, size in changes:
             live[kind] += size
             total += size
             if total > highest:
                 highest, parts, at = total, tuple(live), label
-    return Peak(highest, dict(zip(KINDS, parts, strict=True)), at), tuple(live)
+    return Peak(highest, dict(zip(KINDS, parts, strict=True)), at)
 
 
-def repeated(regions: Sequence[tuple[str, list[Change]]], label: str, times: int) -> list[tuple[str, list[Change]]]:
-    """With each region called `label` there `times` times more."""
-    found: list[tuple[str, list[Change]]] = []
+def repeated(regions: Sequence[Region], labels: Iterable[str], times: int) -> list[Region]:
+    """With each region of these labels there `times` times more."""
+    wanted = set(labels)
+    found: list[Region] = []
     for region in regions:
-        found.append(region)
-        if region[0] == label:
-            found += [region] * times
+        found += [region] * (1 + (times if region.label in wanted else 0))
     return found
+
+
+def total_cost(regions: Iterable[Region]) -> Cost:
+    total = Cost()
+    for region in regions:
+        total = total.plus(region.cost)
+    return total

@@ -10,7 +10,7 @@ GPU the same tensors are made, apart from autocast's list of operations and kern
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.loop import looped
 from lockstep.parallel.placed import Ledger, MicroStep, Share, local
-from lockstep.plan.record import KINDS, Peak, play, repeated
+from lockstep.plan.record import KINDS, Cost, Peak, Region, play, repeated
 from lockstep.plan.tracker import Tracker
 from lockstep.plan.workload import REPEATED, Workload, shortened
 from lockstep.precision import Precision, resolve_mode
@@ -48,10 +48,28 @@ class Rehearsal:
     Attributes:
         peak: of live bytes in a step, and what it is made of.
         persistent: bytes by kind between two steps.
+        work: what it computes.
+        stages: the same of each of its pipeline stages.
+        sent: bytes that each stage of the pipeline sends on, per micro-batch.
     """
 
     peak: Peak
     persistent: dict[str, int]
+    work: "Work"
+    stages: dict[int, "Work"] = field(default_factory=dict)
+    sent: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is computed: by one micro-batch forward and backward, and by the update.
+
+    Backward includes what checkpointing recomputes, and everything what the strategy copies around its collectives.
+    """
+
+    forward: Cost
+    backward: Cost
+    update: Cost
 
 
 def rehearse(work: Workload, config: Config, layout: Layout, *, micro_batches: int = 1) -> Rehearsal:
@@ -77,11 +95,23 @@ def rehearse(work: Workload, config: Config, layout: Layout, *, micro_batches: i
         for _ in range(2):
             _tag_persistent(tracker, model, optimizer)
             tracker.restart()
-            _step(parts, optimizer, batch, min(micro_batches, 2), layout)
-        regions = repeated(repeated(tracker.record.regions(), f"F{REPEATED}", left_out), f"B{REPEATED}", left_out)
+            _step(tracker, parts, optimizer, batch, min(micro_batches, 2), layout)
+        regions = repeated(tracker.record.regions(), (f"F{REPEATED}", f"B{REPEATED}"), left_out)
         start = _with_left_out(tracker.record.start, model, optimizer, layout, left_out)
-    peak, _ = play(start, regions)
-    return Rehearsal(peak, dict(zip(KINDS, start, strict=True)))
+    return Rehearsal(play(start, regions), dict(zip(KINDS, start, strict=True)), work_of(regions))
+
+
+def work_of(regions: list[Region]) -> "Work":
+    """The costs of a step of whole passes, which `mark_passes` has marked."""
+    passes: dict[str, list[Cost]] = {"forward": [], "backward": [], "update": []}
+    now = "update"
+    for region in regions:
+        if region.label in passes:
+            now = region.label
+            passes[now].append(Cost())
+        if passes[now]:
+            passes[now][-1] = passes[now][-1].plus(region.cost)
+    return Work(passes["forward"][-1], passes["backward"][-1], passes["update"][-1])
 
 
 @contextmanager
@@ -133,6 +163,14 @@ def _lay(
         fsdp.apply_fsdp(model, mesh, options, blocks, param_dtype=config.precision.param_dtype)
         set_sync = partial(fsdp.set_sync, model, accumulate=options.accumulate)
     model.to_empty(device="cpu")
+    whole = objective.loss
+
+    def loss(outputs: Any, batch: Any) -> Tensor:
+        value = whole(outputs, batch)
+        on_backward(value, lambda: tracker.mark("backward"))
+        return value
+
+    objective = replace(objective, loss=loss)
     if layout.strategy in ("ddp", "accelerate") and layout.world_size > 1:
         set_sync = _Reducer(tracker, model, config).set_sync
     else:
@@ -143,11 +181,15 @@ def _lay(
     return _Parts(micro_step, cursor)
 
 
-def _step(parts: _Parts, optimizer: torch.optim.Optimizer, batch: Any, count: int, layout: Layout) -> None:
+def _step(
+    tracker: Tracker, parts: _Parts, optimizer: torch.optim.Optimizer, batch: Any, count: int, layout: Layout
+) -> None:
     ledger = Ledger(count, CPU, shared=layout.world_size > 1)
     with parts.cursor.running("train", 0):
         for place in range(count):
+            tracker.mark("forward")
             parts.micro_step(Share(place, batch), ledger, 1.0, place == count - 1)
+    tracker.mark("update")
     update(optimizer)
 
 
@@ -175,7 +217,7 @@ def mark_blocks(tracker: Tracker, blocks: list[tuple[str, nn.Module]]) -> None:
                 tracker.mark("after the blocks")
             first = outputs if isinstance(outputs, Tensor) else next(t for t in outputs if isinstance(t, Tensor))
             if first.requires_grad:
-                first.register_hook(lambda _gradient: tracker.mark(f"B{index}"))  # type: ignore[no-untyped-call]
+                on_backward(first, lambda: tracker.mark(f"B{index}"))
 
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after)
@@ -185,6 +227,11 @@ def tag_gradients(tracker: Tracker, parameters: Any) -> None:
     for parameter in parameters:
         if parameter.requires_grad:
             on_gradient(parameter, lambda p: tracker.tag([p.grad], "gradients"))
+
+
+def on_backward(tensor: Tensor, call: Callable[[], None]) -> None:
+    """Call when the backward pass reaches a tensor."""
+    tensor.register_hook(lambda _gradient: call())  # type: ignore[no-untyped-call]
 
 
 def on_gradient(parameter: nn.Parameter, call: Callable[[nn.Parameter], None]) -> None:

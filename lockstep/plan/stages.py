@@ -5,6 +5,7 @@ micro-batches. What a forward or backward pass changes is written down; the firs
 gradients, all later ones are alike. The schedule's list of actions then says which micro-batches are in flight.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -25,16 +26,25 @@ from lockstep.parallel import _shard_stage, fsdp, key_model
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.pipeline import Plan, _frees_after_forward, _part, _shard, plan_of
 from lockstep.parallel.pipeline.holding import Holding, holding_of, release
-from lockstep.parallel.pipeline.part import Work
+from lockstep.parallel.pipeline.part import Work as Io
 from lockstep.parallel.pipeline.torch_runtime import Action, Meta, Metas, Stage, actions, reduce_gradients
-from lockstep.plan.record import KINDS, Change, play
-from lockstep.plan.rehearsal import CPU, Rehearsal, optimizer_of, precision_of, pretended_ranks, tag_gradients, update
+from lockstep.plan.record import KINDS, Cost, Record, Region, play
+from lockstep.plan.rehearsal import (
+    CPU,
+    Rehearsal,
+    Work,
+    optimizer_of,
+    precision_of,
+    pretended_ranks,
+    tag_gradients,
+    update,
+)
 from lockstep.plan.tracker import Tracker
 from lockstep.plan.workload import Workload
 from lockstep.randomness import Cursor
 
-Changes = dict[tuple[str, int, bool], list[Change]]
-"""(kind of action, stage, first of its kind on this rank) → what it changes."""
+Changes = dict[tuple[str, int, bool], Region]
+"""(kind of action, stage, first of its kind on this rank) → what it changes and costs."""
 
 
 def rehearse_rank(work: Workload, config: Config, layout: Layout, rank: int, *, micro_batches: int) -> Rehearsal:
@@ -61,22 +71,34 @@ def rehearse_rank(work: Workload, config: Config, layout: Layout, rank: int, *, 
         for _ in range(2):  # the optimizer has its state in the second step
             changes = holder.step()
         start = tracker.record.start
-    return Rehearsal(play(start, _played(order, changes))[0], dict(zip(KINDS, start, strict=True)))
+    persistent = dict(zip(KINDS, start, strict=True))
+    stages = {
+        stage: Work(changes["F", stage, False].cost, changes["B", stage, False].cost, Cost())
+        for stage in plan.parts.of_rank(rank)
+    }
+    whole = Cost(), Cost()
+    for work_of_stage in stages.values():
+        whole = whole[0].plus(work_of_stage.forward), whole[1].plus(work_of_stage.backward)
+    in_all = Work(*whole, changes["update", 0, True].cost)
+    sent = [sum(_bytes(meta) for meta in metas[stage]) for stage in range(len(metas))]
+    return Rehearsal(play(start, _played(order, changes)), persistent, in_all, stages, sent)
 
 
-def _played(order: Sequence[Action], changes: Changes) -> list[tuple[str, list[Change]]]:
+def _bytes(meta: Meta) -> int:
+    return math.prod(meta.shape) * meta.dtype.itemsize
+
+
+def _played(order: Sequence[Action], changes: Changes) -> list[Region]:
+    """What lies in the order of a schedule. Of a backward pass in two halves, the second frees what is held."""
     seen: set[tuple[str, int]] = set()
-    regions = [("start", changes["start", 0, True])]
+    regions = [changes["start", 0, True]]
     for action in order:
-        kind, stage = action.kind, action.stage
-        if kind in ("I", "W"):  # the two halves of B: what the first half leaves is freed by the second
-            kind = "B"
-            if action.kind == "I":
-                continue
-        key = (kind, stage)
-        regions.append((f"{action.kind}{stage}", changes[kind, stage, key not in seen]))
+        if action.kind == "I":
+            continue
+        key = ("F" if action.kind == "F" else "B", action.stage)
+        regions.append(changes[*key, key not in seen])
         seen.add(key)
-    return [*regions, ("update", changes["update", 0, True])]
+    return [*regions, changes["update", 0, True]]
 
 
 def _metas(work: Workload, config: Config, plan: Plan) -> list[Metas]:
@@ -125,7 +147,7 @@ class _Rank:
         units = fsdp.units_of(self.model, config.distributed.fsdp, blocks)
         self.frees = _frees_after_forward(self.layout, config, plan.facts)
         holding = holding_of(self.rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
-        self.io = Work(lambda: self.objective.inputs(self.batch), lambda out: self.objective.loss(out, self.batch))
+        self.io = Io(lambda: self.objective.inputs(self.batch), lambda out: self.objective.loss(out, self.batch))
         stages = plan.parts.of_rank(self.rank)
         self.parts = [_part(plan, s, holding, blocks, self.io, precision_of(config)) for s in stages]
         release(plan.model, holding)
@@ -152,9 +174,9 @@ class _Rank:
         tracker.restart()
 
         def cut(kind: str, stage: int, first: bool) -> None:
-            items = [item for item in tracker.record.items if isinstance(item, Change)]
-            changes[kind, stage, first] = items
-            tracker.record.items.clear()
+            region = Record(tracker.record.items).regions()[0]
+            changes[kind, stage, first] = region._replace(label=f"{kind}{stage}")
+            tracker.record.items = []
 
         if self.unit is not None:
             for module in self.unit.modules():
@@ -173,6 +195,7 @@ class _Rank:
                 if stage.is_last:
                     losses[place] = out
                 del out
+                tracker.tag([*stage._inputs[place], *stage._outputs[place]], "stashes")
                 cut("F", stage.stage_index, place == 0)
         for stage in reversed(self.stages):
             for place in range(2):

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
-from lockstep.plan.record import KINDS, Change, Mark, Record
+from lockstep.plan.record import KINDS, Change, Cost, Mark, Record
 
 _KIND = {kind: index for index, kind in enumerate(KINDS)}
 
@@ -25,6 +26,8 @@ _FSDP_KINDS = {
     "split_with_sizes_copy": "gathered",
     "chunk_cat": "buckets",
 }
+
+_FREE = {"empty", "empty_like", "empty_strided", "detach", "alias", "_unsafe_view", "lift_fresh", "set_"}  # no traffic
 
 
 class Tracker(TorchDispatchMode):
@@ -69,11 +72,24 @@ class Tracker(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and not leaf.is_meta:
                 self._see(_local(leaf).untyped_storage())
+        self._count(func, args, kwargs or {}, out)
         if func.namespace == "fsdp":
             name = func._opname
             written = args[1] if name == "all_gather_copy_in" else (kwargs or {}).get("out", ())
             self.tag([t for t in tree_leaves(written) if isinstance(t, Tensor)], _FSDP_KINDS.get(name, "activations"))
         return out
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            flops = int(formula(*args, **kwargs, out_val=out))
+            first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            self.record.items.append(Cost(full=flops) if first.dtype == torch.float32 else Cost(low=flops))
+        elif not func.is_view and func._opname not in _FREE:
+            touched = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
+            moved = sum(_local(t).numel() * t.element_size() for t in touched.values())
+            if moved:
+                self.record.items.append(Cost(moved=moved))
 
     def _see(self, storage: Any) -> None:
         key = id(storage)

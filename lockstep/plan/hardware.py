@@ -1,0 +1,173 @@
+"""GPUs and links: what they can do by their makers' word, each figure with its source.
+
+Peaks are dense (without sparsity), in TFLOP/s; memory in GiB as sold; bandwidths in GB/s (10⁹ bytes), of links in one
+direction and per GPU. `lockstep doctor` measures one's own.
+"""
+
+import difflib
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lockstep.errors import UsageError
+from lockstep.plan.record import Cost
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between GPUs.
+
+    Attributes:
+        bandwidth: GB/s per GPU and direction.
+        latency: seconds for a message of no length, software included: an estimate, not a data sheet's.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device.
+
+    Attributes:
+        memory: GiB.
+        half, single: TFLOP/s of matrix products in bf16 or fp16, and in fp32 without TF32.
+        bandwidth: GB/s of its memory.
+        inside: name of the link between GPUs of a node.
+        has_bf16: computes in bf16; else `half` is fp16's alone.
+    """
+
+    name: str
+    memory: float
+    half: float
+    single: float
+    bandwidth: float
+    inside: str
+    source: str
+    has_bf16: bool = True
+
+
+_GPUS = (
+    Gpu("V100-16GB", 16, 125, 15.7, 900, "NVLink 2", "NVIDIA V100 data sheet, SXM2", has_bf16=False),
+    Gpu("V100-32GB", 32, 125, 15.7, 900, "NVLink 2", "NVIDIA V100 data sheet, SXM2", has_bf16=False),
+    Gpu("T4", 16, 65, 8.1, 320, "PCIe 3", "NVIDIA T4 data sheet", has_bf16=False),
+    Gpu("A100-40GB", 40, 312, 19.5, 1555, "NVLink 3", "NVIDIA A100 data sheet, SXM4"),
+    Gpu("A100-80GB", 80, 312, 19.5, 2039, "NVLink 3", "NVIDIA A100 data sheet, SXM4"),
+    Gpu("A10", 24, 125, 31.2, 600, "PCIe 4", "NVIDIA A10 data sheet"),
+    Gpu("L4", 24, 121, 30.3, 300, "PCIe 4", "NVIDIA L4 data sheet (half of its figures with sparsity)"),
+    Gpu("L40S", 48, 362, 91.6, 864, "PCIe 4", "NVIDIA L40S data sheet"),
+    Gpu("RTX-3080-Ti", 12, 68.2, 34.1, 912, "PCIe 4", "NVIDIA GA102 whitepaper, fp32 accumulation"),
+    Gpu("RTX-3090", 24, 71, 35.6, 936, "PCIe 4", "NVIDIA GA102 whitepaper, fp32 accumulation"),
+    Gpu("RTX-4090", 24, 165.2, 82.6, 1008, "PCIe 4", "NVIDIA Ada whitepaper, fp32 accumulation"),
+    Gpu("H100", 80, 989.4, 66.9, 3350, "NVLink 4", "NVIDIA H100 data sheet, SXM5"),
+    Gpu("H100-PCIe", 80, 756, 51, 2000, "PCIe 5", "NVIDIA H100 data sheet, PCIe"),
+    Gpu("H200", 141, 989.4, 66.9, 4800, "NVLink 4", "NVIDIA H200 data sheet, SXM5"),
+    Gpu("B200", 180, 2250, 75, 8000, "NVLink 5", "NVIDIA Blackwell data sheet, HGX B200"),
+    Gpu("MI300X", 192, 1307.4, 163.4, 5300, "Infinity Fabric 3", "AMD Instinct MI300X data sheet"),
+)
+
+_LINKS = (
+    Link("NVLink 2", 150, 5e-6, "NVIDIA V100 data sheet: 300 GB/s both ways"),
+    Link("NVLink 3", 300, 5e-6, "NVIDIA A100 data sheet: 600 GB/s both ways"),
+    Link("NVLink 4", 450, 5e-6, "NVIDIA H100 data sheet: 900 GB/s both ways"),
+    Link("NVLink 5", 900, 5e-6, "NVIDIA Blackwell data sheet: 1.8 TB/s both ways"),
+    Link("Infinity Fabric 3", 448, 5e-6, "AMD MI300X data sheet: 7 links of 128 GB/s both ways"),
+    Link("PCIe 3", 15.75, 1e-5, "PCI-SIG: 8 GT/s × 16 lanes, 128b/130b"),
+    Link("PCIe 4", 31.5, 1e-5, "PCI-SIG: 16 GT/s × 16 lanes, 128b/130b"),
+    Link("PCIe 5", 63.0, 1e-5, "PCI-SIG: 32 GT/s × 16 lanes, 128b/130b"),
+    Link("InfiniBand EDR", 12.5, 1.5e-5, "InfiniBand roadmap: 100 Gbit/s, a card a GPU"),
+    Link("InfiniBand HDR", 25.0, 1.5e-5, "InfiniBand roadmap: 200 Gbit/s, a card a GPU"),
+    Link("InfiniBand NDR", 50.0, 1.5e-5, "InfiniBand roadmap: 400 Gbit/s, a card a GPU"),
+    Link("InfiniBand XDR", 100.0, 1.5e-5, "InfiniBand roadmap: 800 Gbit/s, a card a GPU"),
+    Link("RoCE 400G", 50.0, 2e-5, "IEEE 802.3bs: 400 Gbit/s, a card a GPU"),
+    Link("Ethernet 400G", 50.0, 3e-5, "IEEE 802.3bs: 400 Gbit/s, a card a GPU"),
+    Link("Ethernet 100G", 12.5, 3e-5, "IEEE 802.3ba: 100 Gbit/s, a card a GPU"),
+    Link("Ethernet 25G", 3.125, 5e-5, "IEEE 802.3by: 25 Gbit/s, a card a GPU"),
+    Link("Ethernet 10G", 1.25, 5e-5, "IEEE 802.3ae: 10 Gbit/s, a card a GPU"),
+    Link("Ethernet 1G", 0.125, 1e-4, "IEEE 802.3ab: 1 Gbit/s, a card a GPU"),
+)
+T = TypeVar("T")
+GPUS = {gpu.name: gpu for gpu in _GPUS}
+LINKS = {link.name: link for link in _LINKS}
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What is had of the makers' figures: calibrated on published runs (see docs on planning), not measured here.
+
+    Attributes:
+        products: of the peak of matrix products.
+        memory: of the memory's bandwidth, by operations that wait for it.
+        fused: of the bytes that an eager run would move, those that are moved.
+        links: of the links' bandwidth.
+    """
+
+    products: float = 0.75
+    memory: float = 0.80
+    fused: float = 1.0
+    links: float = 0.70
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal GPUs.
+
+    Attributes:
+        between: the link between nodes; every GPU has one of its own.
+        overlap: communication runs beside computation (CUDA streams); False: the caller waits (gloo, apart from DDP).
+    """
+
+    gpu: Gpu
+    num_gpus: int
+    per_node: int
+    inside: Link
+    between: Link
+    efficiency: Efficiency = Efficiency()
+    overlap: bool = True
+
+    def seconds(self, cost: Cost) -> float:
+        """How long one GPU computes."""
+        e = self.efficiency
+        products = (cost.low / self.gpu.half + cost.full / self.gpu.single) / (1e12 * e.products)
+        return products + cost.moved * e.fused / (self.gpu.bandwidth * 1e9 * e.memory)
+
+
+def cluster_of(
+    num_gpus: int, gpu: str, interconnect: str | None = None, *, per_node: int = 8, efficiency: Efficiency | None = None
+) -> Cluster:
+    """A cluster by names as people write them.
+
+    Raises:
+        UsageError: there is no such GPU or link in the table.
+    """
+    device = find_gpu(gpu)
+    inside = LINKS[device.inside]
+    between = find_link(interconnect) if interconnect else (LINKS["InfiniBand NDR"] if num_gpus > per_node else inside)
+    return Cluster(device, num_gpus, min(per_node, num_gpus), inside, between, efficiency or Efficiency())
+
+
+def find_gpu(name: str) -> Gpu:
+    return _find(name, GPUS, "GPU")
+
+
+def find_link(name: str) -> Link:
+    return _find(name, LINKS, "link")
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum()).removeprefix("nvidia").removesuffix("gb")
+
+
+def _find(name: str, table: dict[str, T], what: str) -> T:
+    plain = {_plain(key): key for key in table}
+    wanted = _plain(name)
+    starts = [key for short, key in plain.items() if short.startswith(wanted)]
+    if wanted in plain or starts:
+        return table[plain.get(wanted) or starts[-1]]
+    near = difflib.get_close_matches(wanted, plain, n=1)
+    raise UsageError(
+        f"there is no {what} {name!r} in the table" + (f"; did you mean {plain[near[0]]!r}?" if near else ""),
+        fix=f"write one of {', '.join(table)}",
+    )
