@@ -62,7 +62,7 @@ class Monitor:
         self.asked = False  # this rank was asked for a profile; told to all ranks at the next logged step
         callbacks = [(name, call) for name, call in build_callbacks(config) if is_main or _on_every_rank(call)]
         self._callbacks = [Guarded(f"the callback {name}", _Called(call), self.event) for name, call in callbacks]
-        self._sinks = build_sinks(config, run, total_steps, start_step, self.event) if is_main else []
+        self._sinks = build_sinks(config, run, total_steps, start_step, self.event, self.say) if is_main else []
 
     def on_step(self, record: StepRecord) -> None:
         """Take one step's record. Waits for the device on logged steps only."""

@@ -4,11 +4,11 @@
 """
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from lockstep.config import MonitorConfig
-from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
 
 Row = dict[str, Any]
@@ -44,11 +44,16 @@ class Jsonl:
 
 
 class Guarded:
-    """A sink whose failures become one warning and one event; it is tried again at the next record."""
+    """A sink whose failures become one warning and one event.
+
+    It is tried again, the later the longer it took to fail: a server that is down costs the run a twentieth of its time
+    at most, and less each time.
+    """
 
     def __init__(self, name: str, sink: Sink, event: Event) -> None:
         self.name, self._sink, self._event = name, sink, event
         self.failures = 0
+        self._not_before = 0.0
 
     def on_step(self, row: Row) -> None:
         self._guard(self._sink.on_step, row)
@@ -60,10 +65,15 @@ class Guarded:
         self._guard(self._sink.close)
 
     def _guard(self, call: Callable[..., object], *args: Any) -> None:
+        since = time.monotonic()
+        if since < self._not_before:
+            return
         try:
             call(*args)
         except Exception as error:  # of any library, of the user's own code: none is worth the run
             self.failures += 1
+            now = time.monotonic()
+            self._not_before = now + (now - since) * 20 * self.failures
             if self.failures == 1:
                 reason = f"{type(error).__name__}: {error}"
                 _log.warning("warning: %s failed, training goes on: %s", self.name, reason, exc_info=_trace_wanted())
@@ -77,9 +87,14 @@ def _trace_wanted() -> bool:
 
 
 def build_sinks(
-    config: MonitorConfig, run: RunDirectory | None, total_steps: int | None, start_step: int, event: Event
-) -> list[Guarded]:
-    """The sinks that the config names; one whose library is missing is left out with one warning."""
+    config: MonitorConfig, run: RunDirectory | None, total_steps: int | None, start_step: int, event: Event,
+    say: Callable[[str], None] = lambda _line: None,
+) -> list[Guarded]:  # fmt: skip
+    """The sinks that the config names; one whose library is missing is left out with one warning.
+
+    Args:
+        say: told a line for the person who started the run.
+    """
     made: list[Guarded] = []
     for name in config.sinks:
         sink: Sink | None = None
@@ -93,8 +108,22 @@ def build_sinks(
             from lockstep.monitor.tensorboard import open_tensorboard
 
             sink = open_tensorboard(run) if run is not None else None
-        else:
-            raise UsageError(f"there is no sink {name!r} yet", where="monitor.sinks", fix="console, jsonl, tensorboard")
+        elif name == "wandb":
+            from lockstep.monitor.wandb import open_wandb
+
+            sink = open_wandb(run, config.experiment or "lockstep") if run is not None else None
+        elif name == "mlflow":
+            from lockstep.monitor.mlflow import open_mlflow
+
+            sink = open_mlflow(run, config.experiment or "lockstep") if run is not None else None
         if sink is not None:
             made.append(Guarded(f"the sink {name}", sink, event))
+    if config.prometheus is not None:
+        from lockstep.monitor.prometheus import open_prometheus
+
+        served = open_prometheus(config.prometheus, "" if run is None else run.path.resolve().name)
+        if served is not None:
+            event("prometheus", address=served.address)
+            say(f"metrics for Prometheus at {served.address}")
+            made.append(Guarded("the sink prometheus", served, event))
     return made

@@ -256,7 +256,7 @@ def test_tensorboard_holds_the_scalars(run: RunDirectory) -> None:
 def test_a_missing_tensorboard_is_one_warning(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     with caplog.at_level(logging.WARNING, "lockstep"):
         monitor = Monitor(config(sinks=["tensorboard", "jsonl"]), run, is_main=True)
         monitor.on_step(record(10))

@@ -1,0 +1,70 @@
+"""Records to MLflow: a run of the experiment `monitor.experiment`, named as the run directory.
+
+Where to is MLflow's own variable MLFLOW_TRACKING_URI; unset, `RUN/mlflow`, for which no server is needed.
+"""
+
+import os
+from importlib import import_module
+from typing import Any
+
+from lockstep.monitor.missing import left_out
+from lockstep.monitor.scalars import scalars
+from lockstep.monitor.sinks import Row, Sink
+from lockstep.records import RunDirectory
+
+_LONGEST = 500  # characters of a parameter's value
+
+
+def open_mlflow(run: RunDirectory, experiment: str) -> Sink | None:
+    """A sink, or None, having said so, where the library is missing. It connects at the first record."""
+    try:
+        library = import_module("mlflow")
+    except ImportError:
+        left_out("mlflow", "mlflow")
+        return None
+    return _Mlflow(library, run, experiment)
+
+
+class _Mlflow:
+    def __init__(self, library: Any, run: RunDirectory, experiment: str) -> None:
+        self._library, self._run, self._experiment = library, run, experiment
+        self._client: Any = None
+        self._id = ""
+
+    def on_step(self, row: Row) -> None:
+        client = self._connected()
+        when = int(row["time"] * 1000)
+        metric = self._library.entities.Metric
+        values = [metric(name, value, when, row["step"]) for name, value in scalars(row).items()]
+        client.log_batch(self._id, metrics=values)
+
+    on_eval = on_step
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.set_terminated(self._id)
+
+    def _connected(self) -> Any:
+        if self._client is None:
+            address = os.environ.get("MLFLOW_TRACKING_URI")
+            if address is None:
+                # MLflow asks for a database by default; files in the run directory need none.
+                os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+                address = (self._run.path.resolve() / "mlflow").as_uri()
+            client = self._library.MlflowClient(tracking_uri=address)
+            known = client.get_experiment_by_name(self._experiment)
+            experiment = known.experiment_id if known is not None else client.create_experiment(self._experiment)
+            self._id = client.create_run(experiment, run_name=self._run.path.resolve().name).info.run_id
+            self._client = client
+            self._say_config()
+        return self._client
+
+    def _say_config(self) -> None:
+        import yaml
+
+        config = yaml.safe_load(self._run.config.read_text()) if self._run.config.exists() else {}
+        parameter = self._library.entities.Param
+        pairs = [
+            (f"{a}.{b}", str(v)[:_LONGEST]) for a, s in config.items() if isinstance(s, dict) for b, v in s.items()
+        ]
+        self._client.log_batch(self._id, params=[parameter(name, value) for name, value in pairs[:100]])

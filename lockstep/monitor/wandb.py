@@ -1,0 +1,59 @@
+"""Records to Weights & Biases: one run of the project `monitor.experiment`, named as the run directory.
+
+Its own variables say how: WANDB_MODE=offline writes to `RUN/wandb` only, WANDB_API_KEY signs in. A restarted run goes
+on in the same W&B run, whose id follows from the run directory.
+"""
+
+import hashlib
+from importlib import import_module
+from typing import Any
+
+from lockstep.monitor.missing import left_out
+from lockstep.monitor.scalars import scalars
+from lockstep.monitor.sinks import Row, Sink
+from lockstep.records import RunDirectory
+
+
+def open_wandb(run: RunDirectory, experiment: str) -> Sink | None:
+    """A sink, or None, having said so, where the library is missing. It connects at the first record."""
+    try:
+        library = import_module("wandb")
+    except ImportError:
+        left_out("wandb", "wandb")
+        return None
+    return _Wandb(library, run, experiment)
+
+
+class _Wandb:
+    def __init__(self, library: Any, run: RunDirectory, experiment: str) -> None:
+        self._library, self._run, self._experiment = library, run, experiment
+        self._open: Any = None
+
+    def on_step(self, row: Row) -> None:
+        self._started().log(scalars(row), step=row["step"])
+
+    on_eval = on_step
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.finish()
+
+    def _started(self) -> Any:
+        if self._open is None:
+            path = self._run.path.resolve()
+            self._open = self._library.init(
+                project=self._experiment,
+                name=path.name,
+                id=hashlib.sha256(str(path).encode()).hexdigest()[:16],
+                resume="allow",
+                dir=str(path),
+                config=_config(self._run),
+                settings=self._library.Settings(silent=True, init_timeout=30),
+            )
+        return self._open
+
+
+def _config(run: RunDirectory) -> Any:
+    import yaml
+
+    return yaml.safe_load(run.config.read_text()) if run.config.exists() else {}

@@ -1,0 +1,208 @@
+"""Sinks beyond files: W&B and MLflow offline, Prometheus on loopback, and that none of them stops a run."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config import MonitorConfig
+from lockstep.errors import UsageError
+from lockstep.monitor import Monitor
+from lockstep.monitor.scalars import scalars
+from lockstep.monitor.sinks import Guarded
+from lockstep.records import RunDirectory, StepRecord
+
+_GATHERED = {
+    "phases": {"data": [0.1, 0.2, 0.4, 3], "optimizer": [0.01, 0.01, 0.01, 0]},
+    "memory": {"peak": [1.0, 2.0, 5.0, 1]}, "gradient_norms": {"layers.0": 0.5},
+}  # fmt: skip
+
+
+def record(step: int, **fields: Any) -> StepRecord:
+    return StepRecord(step=step, loss=2.0 / step, grad_norm=1.0, lr=1e-3, samples=8, tokens=64, **fields)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    directory.config.write_text("training:\n  max_steps: 3\n")
+    return directory
+
+
+def config(**fields: Any) -> MonitorConfig:
+    return MonitorConfig.model_validate({"log_steps": 1, "sinks": [], **fields})
+
+
+def test_a_record_as_scalars() -> None:
+    row = record(1, **_GATHERED).as_dict()
+    found = scalars(row)
+    assert found["loss"] == 2.0
+    assert (found["phases/data"], found["phases/data.most"]) == (0.2, 0.4)
+    assert found["memory/peak"] == 5.0
+    assert found["gradient_norms/layers.0"] == 0.5
+    assert not {"step", "time", "skipped"} & set(found)
+
+
+def test_wandb_offline_goes_to_the_run_directory(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="W&B IS NOT TESTED: pip install 'lockstep-train[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monitor = Monitor(config(sinks=["wandb"]), run, is_main=True)
+    for step in (1, 2, 3):
+        monitor.on_step(record(step, **_GATHERED))
+    monitor.on_eval({"step": 3, "eval_loss": 0.5})
+    monitor.close()
+    assert run.read_events() == [], "nothing failed"
+    (written,) = (run.path / "wandb").glob("offline-run-*/run-*.wandb")
+    content = written.read_bytes()
+    for name in (b"loss", b"phases/data", b"eval_loss"):
+        assert name in content
+
+
+def test_mlflow_without_a_server_goes_to_the_run_directory(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="MLFLOW IS NOT TESTED: pip install 'lockstep-train[mlflow]'")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monitor = Monitor(config(sinks=["mlflow"], experiment="ours"), run, is_main=True)
+    for step in (1, 2, 3):
+        monitor.on_step(record(step, **_GATHERED))
+    monitor.on_eval({"step": 3, "eval_loss": 0.5})
+    monitor.close()
+    assert run.read_events() == [], "nothing failed"
+    client = mlflow.MlflowClient(tracking_uri=(run.path / "mlflow").as_uri())
+    (found,) = client.search_runs([client.get_experiment_by_name("ours").experiment_id])
+    assert found.info.run_name == "run"
+    assert found.info.status == "FINISHED"
+    assert found.data.params["training.max_steps"] == "3"
+    assert [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, "loss")] == [
+        (1, 2.0), (2, 1.0), (3, 2 / 3)
+    ]  # fmt: skip
+    assert found.data.metrics["eval_loss"] == 0.5
+
+
+@pytest.mark.parametrize(("sink", "extra"), [("wandb", "wandb"), ("mlflow", "mlflow")])
+def test_a_missing_library_is_one_warning(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, sink: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, sink, None)
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        monitor = Monitor(config(sinks=[sink, "jsonl"]), run, is_main=True)
+        monitor.on_step(record(1))
+        monitor.close()
+    assert len(caplog.records) == 1
+    assert f"lockstep-train[{extra}]" in caplog.text
+    assert len(run.read_metrics()) == 1
+
+
+def test_prometheus_serves_the_newest_record_on_loopback(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("prometheus_client")
+    monitor = Monitor(config(sinks=["console"], prometheus={"port": 0}), run, is_main=True)
+    try:
+        (event,) = run.read_events()
+        assert event["address"].startswith("http://127.0.0.1:")
+        assert event["address"] in capsys.readouterr().out
+        monitor.on_step(record(1))
+        monitor.on_step(record(2, **_GATHERED))
+        monitor.on_eval({"step": 2, "eval_loss": 0.25})
+        with urllib.request.urlopen(event["address"], timeout=10) as answer:
+            page = answer.read().decode()
+    finally:
+        monitor.close()
+    assert 'lockstep_step{run="run"} 2.0' in page
+    assert 'lockstep_loss{run="run"} 1.0' in page
+    assert 'lockstep_eval_loss{run="run"} 0.25' in page
+    assert 'lockstep_phase_seconds{phase="data",run="run"} 0.2' in page
+    assert 'lockstep_phase_seconds_most{phase="data",run="run"} 0.4' in page
+    assert "python_info" not in page
+    with pytest.raises(OSError):
+        urllib.request.urlopen(event["address"], timeout=2)
+
+
+def test_a_port_that_is_taken_is_the_users_to_choose(run: RunDirectory) -> None:
+    pytest.importorskip("prometheus_client")
+    first = Monitor(config(prometheus={"port": 0}), run, is_main=True)
+    port = int(run.read_events()[0]["address"].rpartition(":")[2].partition("/")[0])
+    with pytest.raises(UsageError, match=r"monitor\.prometheus"):
+        Monitor(config(prometheus={"port": port}), run, is_main=True)
+    first.close()
+    assert Monitor(config(prometheus={"port": port}), None, is_main=False) is not None, "rank 0 serves, nobody else"
+
+
+def test_a_folder_of_tensorboard_that_is_gone_stops_nothing(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    monitor = Monitor(config(sinks=["tensorboard", "jsonl"]), run, is_main=True)
+    monitor.on_step(record(1))
+    shutil.rmtree(run.tensorboard)
+    for step in (2, 3, 4):
+        monitor.on_step(record(step))
+    monitor.close()
+    assert len(run.read_metrics()) == 4
+    assert [event["kind"] for event in run.read_events()] == ["sink_failed"]
+    assert len(caplog.records) == 1
+
+
+def test_a_server_that_takes_long_to_fail_is_asked_ever_more_rarely() -> None:
+    class Down:
+        calls = 0
+
+        def on_step(self, row: dict[str, Any]) -> None:
+            self.calls += 1
+            time.sleep(0.02)
+            raise TimeoutError("the server is away")
+
+        on_eval = on_step
+
+        def close(self) -> None:
+            """Nothing is open."""
+
+    events: list[Any] = []
+    down = Down()
+    guarded = Guarded("the sink", down, lambda kind, **fields: events.append(kind))
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        guarded.on_step({"step": 1})
+    assert 1 <= down.calls <= 2, "a twentieth of the time at most"
+    assert events == ["sink_failed"]
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from lockstep.config import MonitorConfig
+from lockstep.monitor import Monitor
+from lockstep.records import RunDirectory, StepRecord
+run = RunDirectory(Path(sys.argv[1]))
+monitor = Monitor(MonitorConfig(log_steps=1, sinks=["jsonl"]), run, is_main=True)
+norms = {f"layers.{n}": 0.5 for n in range(200)}
+for step in range(1, 10**9):
+    monitor.on_step(StepRecord(step=step, loss=1.0, grad_norm=1.0, lr=0.1, samples=1, tokens=1, gradient_norms=norms))
+    monitor.event("save", step=step)
+"""
+
+
+def test_after_sigkill_there_are_whole_lines_only(run: RunDirectory) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(run.path)], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    deadline = time.monotonic() + 60
+    while not run.metrics.exists() or run.metrics.stat().st_size < 2_000_000:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    for path in (run.metrics, run.events):
+        text = path.read_text()
+        assert text.endswith("\n")
+        rows = [json.loads(line) for line in text.splitlines()]
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
