@@ -1,10 +1,10 @@
 """Random numbers that depend on what is computed, never on where.
 
-A number drawn inside the model is a function of (seed, phase, step, micro-batch, segment, call index): before
-each segment of a forward pass runs, the device's generator is seeded from that key. So dropout, Bernoulli draws and
-VAE noise are the same in one process, on any number of ranks and in the middle of a pipeline. What lies between blocks
-is a segment too. Keys are captured at forward and travel into recomputation (`Cursor.recomputing`): by the time activation
-checkpointing recomputes a block under a pipeline, another micro-batch is current.
+A number drawn inside the model is a function of (seed, phase, step, micro-batch, segment, call index): before each
+segment of a forward pass runs, the device's generator is seeded from that key. So dropout, Bernoulli draws and VAE
+noise are the same in one process, on any number of ranks and in the middle of a pipeline. What lies between blocks is
+a segment too. Keys are captured at forward and travel into recomputation (`Cursor.recomputing`): by the time
+activation checkpointing recomputes a block under a pipeline, another micro-batch is current.
 
 Only the device's own generator is seeded (2 µs; `torch.manual_seed` walks every backend, 250 µs), and the state that it
 had outside is put back.
