@@ -256,10 +256,14 @@ def test_a_port_in_use_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_do_not_come_are_said_after_the_timeout(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_trap_36_ranks_that_do_not_come_are_said_with_the_ports_that_must_be_open(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Opening the meeting port alone is not enough: the traffic between ranks takes any port."""
     launched(monkeypatch, RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
-    with pytest.raises(RunError, match=f"rank {rank} did not meet the other ranks at 127.0.0.1:"):
+    with pytest.raises(RunError, match=f"rank {rank} did not meet the other ranks at 127.0.0.1:") as raised:
         cluster.setup(DistributedConfig(timeout_seconds=1))
+    assert "on that port for meeting, on any port for the traffic between ranks" in str(raised.value)
 
 
 def test_a_restarted_rank_does_not_read_what_the_attempt_before_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,8 +182,10 @@ if attempt == 1:
     assert events.count('"kind": "restart"') == 2
 
 
-def test_preempted_ranks_may_take_their_time_and_the_code_is_75(tmp_path: Path) -> None:
-    """Rank 1 has saved and left long before rank 0 has: rank 0 must not be stopped for that, nor anything restarted."""
+def test_trap_56_preempted_ranks_may_take_their_time_and_the_code_is_75(tmp_path: Path) -> None:
+    """torchrun exits 1 though every worker has saved. And rank 1 has saved and left long before rank 0 has: rank 0 must
+    not be stopped for that, nor anything restarted.
+    """
     script(
         tmp_path,
         """
