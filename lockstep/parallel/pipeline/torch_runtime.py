@@ -347,6 +347,8 @@ class Action:
 
 def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[list[Action]]:
     """What each rank computes in a run, in order. Needs no process group."""
+    if name == "1F1B":  # torch runs it without a list of actions; the list that it draws is another one
+        return [_one_forward_one_backward(rank, ranks, count) for rank in range(ranks)]
     stages = ranks * stages_per_rank
     stand_ins = [
         SimpleNamespace(
@@ -357,6 +359,14 @@ def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[lis
     ]  # fmt: skip
     order = build(name, stand_ins, count).pipeline_order
     return [[a for entry in order[rank] if entry is not None for a in _computations(entry)] for rank in range(ranks)]
+
+
+def _one_forward_one_backward(rank: int, ranks: int, count: int) -> list[Action]:
+    ahead = min(count, ranks - rank)
+    forward = [Action("F", rank, i) for i in range(count)]
+    backward = [Action("B", rank, i) for i in range(count)]
+    pairs = [action for pair in zip(backward, forward[ahead:], strict=False) for action in pair]
+    return forward[:ahead] + pairs + backward[count - ahead :]
 
 
 def _computations(entry: Any) -> list[Action]:
