@@ -10,6 +10,7 @@ Source: docs.pytorch.org/docs/stable/elastic/agent.html, "Extending the agent". 
 
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,10 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from lockstep.launch.failures import Failure, first_cause, from_exit_code, read_all
+from lockstep.errors import RunError
+from lockstep.heartbeat import forget_beats
+from lockstep.launch.failures import Failure, done_mark, first_cause, from_exit_code, read_all
+from lockstep.launch.hang import HangWatch
 
 PASSED_ON = {
     signal.SIGTERM: signal.SIGTERM,
@@ -48,15 +52,19 @@ class Agent(LocalElasticAgent):
         failures: where the ranks leave `rank-N.json`; emptied of this machine's ranks at each start.
         logs: where their logs are.
         on_restart: called with the failure and the number of restarts left before ranks are started anew.
+        watch: finds ranks that hang.
+        checkpoints: the run's folder of them, to know whether a run that fails again and again gets anywhere.
     """
 
     def __init__(
-        self, spec: WorkerSpec, *, failures: Path, logs: Path, on_restart: Callable[[Failure | None, int], None]
-    ) -> None:
+        self, spec: WorkerSpec, *, failures: Path, logs: Path, on_restart: Callable[[Failure | None, int], None],
+        watch: HangWatch, checkpoints: Path,
+    ) -> None:  # fmt: skip
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
         self._failures, self._logs, self._on_restart = failures, logs, on_restart
         self.stop_signal: int | None = None
         self._met_before = False
+        self._watch, self._loop = watch, CrashLoop(checkpoints)
 
     def failed(self, result: RunResult) -> list[Failure]:
         """What went wrong with this machine's ranks, files first, exit codes where a rank left none."""
@@ -68,7 +76,17 @@ class Agent(LocalElasticAgent):
                 # Its clock has whole seconds; rounded up, so that a rank that wrote a file just before comes first.
                 log = self._logs / f"rank-{rank}.log"
                 told[rank] = from_exit_code(rank, world, process.exitcode, process.timestamp + 1.0, log)
+        for rank in self._left_early() - told.keys():
+            world = self._worker_group.workers[0].world_size
+            told[rank] = from_exit_code(rank, world, 0, time.time(), self._logs / f"rank-{rank}.log")
         return list(told.values())
+
+    def _left_early(self) -> set[int]:
+        """Ranks that ended with code 0 and never said that their work was done."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        ended = {local for local, handler in handlers.items() if handler.proc.poll() == 0}
+        ranks = {worker.global_rank for worker in self._worker_group.workers if worker.local_rank in ended}
+        return {rank for rank in ranks if not any(self._failures.glob(f"*rank-{rank}.*"))}
 
     def pids(self) -> list[int]:
         return list(self._pcontext.pids().values()) if self._pcontext else []
@@ -90,14 +108,30 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for worker in worker_group.workers:
-            (self._failures / f"rank-{worker.global_rank}.json").unlink(missing_ok=True)
+            for name in (f"rank-{worker.global_rank}.json", done_mark(worker.global_rank)):
+                (self._failures / name).unlink(missing_ok=True)
+        forget_beats(self._watch.folder)
+        self._watch.restart()
         with self.signals_kept():
             return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.HEALTHY and self.stop_signal is None:
+            self._end_if_hanging(worker_group)
+        if result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED) and self._left_early():
+            result = RunResult(state=WorkerState.FAILED)
         self._last_result = result
         return result
+
+    def _end_if_hanging(self, worker_group: WorkerGroup) -> None:
+        """The next look at the processes will find them dead, and the failure that is written here."""
+        pids = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
+        hanging = self._watch.look(pids, worker_group.workers[0].world_size)
+        if hanging is not None:
+            hanging.write(self._failures)
+            for pid in pids.values():
+                _send(pid, signal.SIGKILL, group=True)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self.stop_signal is not None:
@@ -108,12 +142,15 @@ class Agent(LocalElasticAgent):
             cause = first_cause(self.failed(self._last_result))
             if cause is not None and cause.kind == "usage":
                 raise cause.error()
+            self._loop.check(cause)
             self._on_restart(cause, self._remaining_restarts)
         super()._restart_workers(worker_group)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Pass the signal on to the ranks; a second one, or one before there are ranks, ends everything."""
+        """Pass the signal on to the ranks. One before there are ranks ends everything, and so does a second Ctrl-C."""
         running = self.pids()
+        if self.stop_signal is not None and running and number != signal.SIGINT:
+            return  # they were told, and are saving
         if self.stop_signal is not None or not running:
             for pid in running:
                 _send(pid, signal.SIGKILL, group=True)
@@ -130,6 +167,42 @@ class Agent(LocalElasticAgent):
         yield
         for number in PASSED_ON:
             signal.signal(number, self.on_signal)
+
+
+class CrashLoop:
+    """Notices that ranks fail in the same way again and again, with no checkpoint in between.
+
+    Args:
+        checkpoints: the run's folder of checkpoints; it need not be there.
+    """
+
+    LIMIT = 3  # equal failures in order
+
+    def __init__(self, checkpoints: Path) -> None:
+        self._checkpoints = checkpoints
+        self._seen: tuple[str, int] | None = None
+        self._times = 0
+
+    def check(self, cause: Failure | None) -> None:
+        """Take one failure.
+
+        Raises:
+            LockstepError: it is the third of its kind; says what was seen.
+        """
+        if cause is None:
+            return
+        steps = [int(p.name[5:]) for p in self._checkpoints.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name)]
+        seen = (re.sub(r"[\d.]+", "#", cause.what), max(steps, default=0))
+        self._times = self._times + 1 if seen == self._seen else 1
+        self._seen = seen
+        if self._times >= self.LIMIT:
+            error = cause.error()
+            raise RunError(
+                error.what, where=error.where,
+                why=f"{self._times} times in order, with no checkpoint after step {seen[1]} in between: starting again "
+                f"does not help{'; ' + error.why if error.why else ''}",
+                fix=error.fix,
+            )  # fmt: skip
 
 
 def _send(pid: int, number: int, *, group: bool = False) -> None:

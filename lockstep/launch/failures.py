@@ -44,7 +44,7 @@ class Failure:
 
     Attributes:
         kind: "usage" (a wrong config or command), "error" (an exception), "exit" (the program left with a code),
-            "signal", or "preempted" (saved, please requeue).
+            "signal", "hang", or "preempted" (saved, please requeue).
         what, where, why, fix: as in `LockstepError`.
         traceback: the whole of it, for LOCKSTEP_TRACEBACK=1.
         log: path of the rank's log.
@@ -156,7 +156,10 @@ def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path
     """
     common = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "time": seen}
     path = None if log is None else str(log)
-    if code >= 0:
+    if code == 0:
+        what = "the program ended with code 0 before its work was done"
+        return Failure(**common, kind="exit", what=what, log=path)  # type: ignore[arg-type]
+    if code > 0:
         return Failure(**common, kind="exit", what=f"the program left with code {code}", log=path)  # type: ignore[arg-type]
     try:
         name = signal.Signals(-code).name
@@ -165,6 +168,11 @@ def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path
     why = "often the machine ran out of memory: see `dmesg`, or the container's limit" if name == "SIGKILL" else None
     ours = name == "SIGTERM"  # with which the launcher stops the peers of a failed rank
     return Failure(**common, kind="signal", what=f"killed by {name}", why=why, log=path, consequence=ours)  # type: ignore[arg-type]
+
+
+def done_mark(rank: int) -> str:
+    """The name of the file by which a rank says that its work is done."""
+    return f"done-rank-{rank}.mark"
 
 
 def read_all(folder: Path) -> list[Failure]:
@@ -187,6 +195,8 @@ def exit_code(failures: Iterable[Failure]) -> int:
     """The launcher's exit code when all ranks have ended."""
     failures = list(failures)
     cause = first_cause(failures)
-    if cause is not None:
+    # A rank that was told to stop before it had begun leaves; those that it was to meet then fail for that.
+    explained = cause is not None and cause.consequence and any(f.kind == "preempted" for f in failures)
+    if cause is not None and not explained:
         return cause.exit_code
     return EXIT_PREEMPTED if failures else EXIT_DONE

@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep import heartbeat
 from lockstep.errors import EXIT_FAILED, LockstepError, RunError, UsageError
 from lockstep.launch.failures import Failure, exit_code, first_cause
+from lockstep.launch.hang import HangWatch
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, environment_with, print_error
 from lockstep.records import RunDirectory
 
@@ -102,11 +104,13 @@ class Job:
         arguments: after `python`, the same on every rank.
         logs: the folder of the run's logs.
         environment: variables for every rank.
+        hang: `factor`, `seconds` and `patience` of the `HangWatch`; a factor of None: nothing is taken for a hang.
     """
 
     arguments: Sequence[str]
     logs: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    hang: tuple[float | None, float, float] = (None, 60.0, 1800.0)
 
 
 def how_many(options: LaunchOptions, *, use_gpus: bool = True, alone: str | None = None) -> tuple[int, str]:
@@ -150,18 +154,23 @@ def launch(job: Job, options: LaunchOptions, processes: int) -> int:
     options.check()
     job.logs.mkdir(parents=True, exist_ok=True)
     failures = _failures_folder(job.logs, options)
+    beats = Path(tempfile.mkdtemp(prefix="lockstep-heartbeats-"))
     try:
-        with environment_with(_environment(job, options, failures, processes)):
-            return _run_agent(job, options, processes, failures)
+        with environment_with(_environment(job, options, failures, processes) | {heartbeat.FOLDER: str(beats)}):
+            return _run_agent(job, options, processes, failures, HangWatch(beats, job.logs, *job.hang))
     except LockstepError as error:
         print_error(error)
         return error.exit_code
     finally:
+        shutil.rmtree(beats, ignore_errors=True)
         if not options.several_nodes:
             shutil.rmtree(failures, ignore_errors=True)
+        for path in job.logs.glob("rank-*.stacks.txt"):
+            if not path.stat().st_size:
+                path.unlink(missing_ok=True)
 
 
-def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path) -> int:
+def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path, watch: HangWatch) -> int:
     import signal
 
     from lockstep.launch.agent import PASSED_ON, Agent, StoppedBySignalError, quiet_library, wait_for_files
@@ -180,7 +189,10 @@ def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path)
     agent = None
     try:
         spec = _worker_spec(job, options, processes)
-        agent = Agent(spec, failures=failures, logs=job.logs, on_restart=on_restart)
+        agent = Agent(
+            spec, failures=failures, logs=job.logs, on_restart=on_restart, watch=watch,
+            checkpoints=RunDirectory(job.logs.parent).checkpoints,
+        )  # fmt: skip
         with agent.signals_kept():
             pass
         result = agent.run()
@@ -294,6 +306,8 @@ def _environment(job: Job, options: LaunchOptions, failures: Path, processes: in
     if options.several_nodes:
         added |= gloo_interface(_endpoint(options).rsplit(":", 1)[0])
     added |= job.environment
+    if "TORCH_FR_BUFFER_SIZE" not in os.environ:
+        added.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch's flight recorder remembers
     if "OMP_NUM_THREADS" not in os.environ:
         added.setdefault("OMP_NUM_THREADS", str(threads_per_rank(processes)))
     return added

@@ -15,12 +15,16 @@ from lockstep.launch.worker import run_as_worker
 def run_script(script: str, arguments: Sequence[str], *, module: bool = False) -> None:
     """Run it in this process as `python SCRIPT ARGS` (or `python -m`) would."""
     sys.argv = [script, *arguments]
-    if module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(script).parent.absolute()))
-        runpy.run_path(script, run_name="__main__")
+    try:
+        if module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(script).parent.absolute()))
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        if error.code:
+            raise  # `sys.exit()` and `sys.exit(0)` are a script's way to end well
 
 
 def main() -> int:

@@ -4,15 +4,17 @@ A config that is wrong is refused before any process is started.
 """
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from lockstep.environment import rank_facts
-from lockstep.errors import UsageError
+from lockstep.errors import EXIT_PREEMPTED, UsageError
 from lockstep.launch.local import Job, LaunchOptions, how_many, launch
 from lockstep.launch.script import run_script
 from lockstep.launch.worker import environment_with, run_as_worker
@@ -61,6 +63,8 @@ def train(
     run = RunDirectory(output_dir)
 
     def work() -> int:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, _leave)
         config = load_config(path, overrides)
         chosen = _resume_from(run, resume or config.checkpoint.resume)
         code: int = import_module("lockstep.trainer").run(config, output_dir=output_dir, resume=chosen)
@@ -74,7 +78,7 @@ def train(
     _announce(f"strategy {config.distributed.strategy}, {_counted(processes, options)} ({reason})")
     if _in_this_process(processes, options):
         return run_as_worker(work, logs=run.logs, launched=False)
-    job = Job(("-m", "lockstep", "train", *argv), run.logs, _environment(config))
+    job = Job(("-m", "lockstep", "train", *argv), run.logs, _environment(config), _hang(config))
     return launch(job, options, processes)
 
 
@@ -113,6 +117,11 @@ def _is_rank(options: LaunchOptions) -> bool:
     return launcher == "torchrun" or (launcher != "none" and not starts_ranks)
 
 
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    """Told to stop before the training has begun: there is nothing to save."""
+    raise SystemExit(EXIT_PREEMPTED)
+
+
 def _processes(config: "Config", options: LaunchOptions) -> tuple[int, str]:
     distributed = config.distributed
     return how_many(options, use_gpus=distributed.device != "cpu", alone=_ONE_PROCESS.get(distributed.strategy))
@@ -138,6 +147,11 @@ def _environment(config: "Config") -> Mapping[str, str]:
     from lockstep.cluster import environment
 
     return environment(config.distributed)
+
+
+def _hang(config: "Config") -> tuple[float | None, float, float]:
+    distributed = config.distributed
+    return distributed.hang.factor, distributed.hang.seconds, distributed.timeout_seconds
 
 
 def _counted(processes: int, options: LaunchOptions) -> str:

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep import heartbeat
 from lockstep.environment import parent_identity, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError, UsageError
-from lockstep.launch.failures import Failure, from_exception, preempted
+from lockstep.launch.failures import Failure, done_mark, from_exception, preempted
+from lockstep.launch.hang import STACKS_SIGNAL, stacks_file
 from lockstep.launch.streams import console, to_log
 
 LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"  # set by Lockstep's launcher for its workers
@@ -46,21 +48,29 @@ def run_as_worker(work: Callable[[], int | None], *, logs: Path, launched: bool 
     with to_log(log, on_console=facts.is_main, descriptors=launched):
         if launched:
             faulthandler.enable(file=2)
+            _answer_with_stacks(logs, facts.rank)
         try:
             code = work() or EXIT_DONE
             failure = preempted(facts) if code == EXIT_PREEMPTED else None
         except SystemExit as error:
-            if not error.code:
-                return EXIT_DONE
             failure = from_exception(error, facts, log)
         except (Exception, KeyboardInterrupt) as error:
             failure = from_exception(error, facts, log)
         if failure is None:
+            if folder is not None:
+                Path(folder, done_mark(facts.rank)).touch()
             return code
         _tell(failure, None if folder is None else Path(folder))
         if failure.kind != "preempted" and launched:
             _leave_at_once(failure.exit_code)
         return EXIT_DONE if failure.kind == "preempted" and folder is not None else failure.exit_code
+
+
+def _answer_with_stacks(logs: Path, rank: int) -> None:
+    """Write all threads' stacks when the launcher asks for them, even while Python waits for something in C."""
+    if heartbeat.FOLDER in os.environ:
+        file = stacks_file(logs, rank).open("a")
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
 
 
 def _tell(failure: Failure, folder: Path | None) -> None:

@@ -75,6 +75,7 @@ class Saving:
             self.finish(must_succeed=must_succeed)
             return
         started = time.perf_counter()
+        self._trainer.heartbeat.beat(step, "pause")
         with self._trainer.step.clock.during("checkpoint"):
             self._trainer.step.settle()  # host waits for the device: what is saved must hold no bad numbers
             # The one before is waited for: one at a time is under way.

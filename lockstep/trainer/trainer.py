@@ -21,6 +21,7 @@ from lockstep.bad_numbers import Bad, BadNumbersError, Judge
 from lockstep.config import Config
 from lockstep.data import StepSource, adopt, batch_length, move
 from lockstep.errors import RunError, UsageError
+from lockstep.heartbeat import Heartbeat
 from lockstep.mesh import Layout, resolve
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.monitor import Figures, Monitor, PhaseClock
@@ -37,6 +38,7 @@ from lockstep.step import Step, nominal_count
 from lockstep.trainer import state
 from lockstep.trainer.about import describe, versions
 from lockstep.trainer.evaluation import WINDOW, evaluate, sample_from
+from lockstep.trainer.flight import answer_in_background
 from lockstep.trainer.saving import Saving
 from lockstep.trainer.settings import with_settings
 
@@ -100,6 +102,9 @@ class Trainer:
         self.last_record: StepRecord | None = None
         self._nominal_known = False
         self._shared: bool | None = None
+        self.heartbeat = Heartbeat.of_this_rank(self.cluster.facts.rank)
+        if self.heartbeat.folder is not None:
+            answer_in_background(self.heartbeat.folder, self.cluster.facts.rank)
         self._went_back: dict[int, int] = {}  # step → rollbacks to it in order
         self._window: _Window | None = None
         self._mode = mode
@@ -156,6 +161,7 @@ class Trainer:
             if self.step.bad is not None:
                 self._report_bad(monitor, source, self.step.bad)
             if val_data is not None and self._evaluates_after(step, last):
+                self.heartbeat.beat(step, "pause")
                 with self.step.clock.during("evaluation"):
                     loss = self.evaluate(val_data)
                 self._report_evaluation(monitor, step, loss)
@@ -172,6 +178,7 @@ class Trainer:
         try:
             for record, _ in self._run(source):
                 if record is not None:
+                    self.heartbeat.beat(self.step.progress.step, "pause")  # the caller may take its time
                     yield record
         finally:
             source.close()
@@ -180,6 +187,8 @@ class Trainer:
         """(record, last of its epoch) of each step; no record where the data are passed over."""
         clock = self.step.clock
         clock.enter("data")
+        beat = self.heartbeat.beat
+        beat(self.step.progress.step + 1, "first")
         with waits_counted(clock):
             for batches in source:
                 self.step.bad, record = None, None
@@ -195,7 +204,9 @@ class Trainer:
                 self.source_state = source.state_dict()
                 self.last_record = record
                 yield record, batches.last_of_epoch
+                beat(self.step.progress.step + 1, "step")
                 clock.enter("data")
+        beat(self.step.progress.step, "done")
 
     # ---- one micro-batch at a time ----
 
