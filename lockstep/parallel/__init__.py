@@ -75,6 +75,8 @@ def place(
             units=fsdp.units_of(model, config.distributed.fsdp, blocks), first=first, device=device,
             shard=partial(_shard_stage, mesh, config),
         )  # fmt: skip
+        if placed.reproducible:
+            placed.forward_backward = reproducible.guarded(placed.forward_backward)
         placed.notices = notices + placed.notices
         placed.aliases, placed.num_parameters = aliases, before
         return placed

@@ -9,16 +9,19 @@ It holds among processors of one kind: a CPU with wider vectors, or another GPU,
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
 from lockstep.config import Config
 from lockstep.errors import UsageError
 from lockstep.mesh import Layout
-from lockstep.parallel.placed import Ledger, MicroStep, Share
 from lockstep.precision import Precision
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -78,16 +81,16 @@ def without_weight_cache(precision: Precision) -> Precision:
     return replace(precision, cache_weights=False)
 
 
-def guarded(micro_step: MicroStep) -> MicroStep:
-    """`micro_step`, which turns torch's complaint about an operation without a deterministic kernel into one line.
+def guarded(run: Callable[P, R]) -> Callable[P, R]:
+    """`run`, which turns torch's complaint about an operation without a deterministic kernel into one line.
 
     Raises:
         UsageError: (when it runs) naming the operation.
     """
 
-    def step(share: Share, ledger: Ledger, factor: float, last: bool) -> tuple[Tensor, int | Tensor]:
+    def guarded_run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return micro_step(share, ledger, factor, last)
+            return run(*args, **kwargs)
         except RuntimeError as error:
             found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
             if found is None:
@@ -98,4 +101,4 @@ def guarded(micro_step: MicroStep) -> MicroStep:
                 fix="use another operation in the model, or set distributed.reproducible: false",
             ) from error
 
-    return step
+    return guarded_run

@@ -23,12 +23,11 @@ A dummy's gradient is never added: 0 × inf is nan.
 
 **Weights that several segments use** have one leaf a micro-batch all the same: the uses' gradients, added from the last
 use to the first, which is what autograd does within one process. A pipeline hands that running sum from stage to stage,
-each micro-batch (`carry_in`).
+each micro-batch (`lockstep.parallel.pipeline.trees`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,10 +87,17 @@ def leaves_of(nodes: Iterable[Node]) -> list[int]:
     return sorted(index for lo, hi in nodes for index in range(lo, hi))
 
 
-def tree_shares(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
-    """What one of `ranks` ranks runs that reduce once a step: (index, real); one dummy if it is left with nothing."""
-    mine = leaves_of(tree_assignment(micro_batches, ranks)[rank])
-    return [(index, True) for index in mine] or [(0, False)]
+def tree_shares(micro_batches: int, rank: int, ranks: int, *, even: bool = False) -> list[tuple[int, bool]]:
+    """What one of `ranks` ranks runs that reduce once a step: (index, real); one dummy if it is left with nothing.
+
+    Args:
+        even: as many on each rank, because they meet in each: those that are short run dummies at the end.
+    """
+    assignment = tree_assignment(micro_batches, ranks)
+    mine = leaves_of(assignment[rank])
+    least = max(len(leaves_of(nodes)) for nodes in assignment) if even else 1
+    dummies = [(mine[-1] if mine else 0, False)] * (least - len(mine))
+    return [(index, True) for index in mine] + dummies
 
 
 def hybrid_shares(
@@ -177,7 +183,8 @@ class Partials:
 def _added(into: Values, values: Values, owned: bool) -> Values:
     """into + values, in place of `into`."""
     both = [i for i, (a, b) in enumerate(zip(into, values, strict=True)) if a is not None and b is not None]
-    torch._foreach_add_([into[i] for i in both], [values[i] for i in both])  # type: ignore[misc]
+    if both:
+        torch._foreach_add_([into[i] for i in both], [values[i] for i in both])  # type: ignore[misc]
     for i, (a, b) in enumerate(zip(into, values, strict=True)):
         if a is None and b is not None:
             into[i] = b if owned else b.clone()
@@ -189,40 +196,3 @@ def finish(gradients: Sequence[Tensor]) -> None:
     """Give every zero of the step's gradients the sign +, in place: what a missing leaf may have changed."""
     if gradients:
         torch._foreach_add_(list(gradients), 0.0)
-
-
-def carry_in(
-    outputs: tuple[Tensor, ...], weights: Sequence[Tensor], receive: Callable[[], Sequence[Tensor]]
-) -> tuple[Tensor, ...]:
-    """Let the gradient that later stages have for shared weights enter this stage's backward pass, before its own uses.
-
-    Autograd adds up a weight's gradient in the order in which its uses come in the backward pass. What passes through
-    here is what comes first. So with `g` the sum over the uses of later stages, this stage's leaf for a weight is
-    ((g + last use here) + …) + first use here: what one process computes.
-
-    Args:
-        outputs: what the stage returns for one micro-batch; at least one needs a gradient.
-        weights: the shared weights that this stage uses and a later stage has used.
-        receive: called once in the backward pass of this micro-batch; returns the later stages' sums, as `weights`.
-
-    Returns:
-        the outputs, to be used instead.
-    """
-    if not weights or not torch.is_grad_enabled():
-        return outputs
-    carried: tuple[Tensor, ...] = _CarryIn.apply(receive, len(weights), *weights, *outputs)  # type: ignore[no-untyped-call]
-    return carried
-
-
-class _CarryIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, receive: Callable[[], Sequence[Tensor]], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.receive = receive
-        ctx.set_materialize_grads(False)
-        outputs = tuple(t.clone() for t in tensors[count:])  # the pipeline's runtime detaches what it gets, in place
-        ctx.mark_non_differentiable(*(o for o, t in zip(outputs, tensors[count:], strict=True) if not t.requires_grad))
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        return (None, None, *ctx.receive(), *gradients)

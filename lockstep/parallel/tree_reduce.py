@@ -9,12 +9,55 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.parallel.tree import Node, Partials, tree_assignment
 
 # The new name since torch 2.13; the old one warns there.
 all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class TreeReduceScatter:
+    """One reduce-scatter under way. Every rank of the group makes the same calls in the same order.
+
+    Args:
+        rows: this rank's nodes' sums, [W, share] each: row w is rank w's share. In the order of
+            `tree_assignment(leaves, W)[rank]`; None where all leaves of a node are missing.
+        like: of the dtype and on the device of the sums.
+        share: elements that each rank gets.
+        leaves: micro-batches in the step.
+    """
+
+    def __init__(
+        self, rows: Sequence[Tensor | None], like: Tensor, share: int, leaves: int, group: dist.ProcessGroup
+    ) -> None:
+        self._leaves = leaves
+        self._nodes = tree_assignment(leaves, group.size())
+        mine, each = len(rows), [len(nodes) for nodes in self._nodes]
+        assert mine == each[group.rank()]
+        self._sent = like.new_zeros(group.size(), mine, share)
+        for place, values in enumerate(rows):
+            if values is not None:
+                self._sent[:, place].copy_(values)
+        self._received = like.new_empty(sum(each), share)
+        self._work: Any = dist.all_to_all_single(
+            self._received.view(-1), self._sent.view(-1), [count * share for count in each],
+            [mine * share] * group.size(), group=group, async_op=True,
+        )  # fmt: skip
+
+    def finish(self) -> Tensor:
+        """Wait, and add up this rank's share, [share]."""
+        self._work.wait()
+        partials = Partials(self._leaves)
+        nodes: list[Node] = [node for held in self._nodes for node in held]
+        for node, values in zip(nodes, self._received, strict=True):
+            partials.put(node, [values])
+        total = partials.total()
+        assert total is not None
+        assert total[0] is not None
+        del self._sent, self._received
+        return total[0].contiguous()
 
 
 class TreeAllReduce:
@@ -25,73 +68,39 @@ class TreeAllReduce:
         started.finish(out)               waits for that, and writes the sum
 
     Args:
-        sums: this rank's nodes' sums, each flat, of one size and dtype on all ranks, in the order of
-            `tree_assignment(leaves, W)[rank]`; None where all leaves of a node are missing.
+        sums: this rank's nodes' sums, flat, of one size on all ranks, as for `TreeReduceScatter`.
         like: a flat tensor of that size, dtype and device.
         leaves: micro-batches in the step.
     """
 
     def __init__(self, sums: Sequence[Tensor | None], like: Tensor, leaves: int, group: dist.ProcessGroup) -> None:
-        ranks, rank = group.size(), group.rank()
-        self._leaves, self._group, self._numel = leaves, group, like.numel()
-        self._nodes = tree_assignment(leaves, ranks)
-        assert len(sums) == len(self._nodes[rank])
-        self._share = share = -(-like.numel() // ranks)
-        mine, all_ = len(sums), sum(len(nodes) for nodes in self._nodes)
-        send = like.new_zeros(ranks, mine, share)
-        for place, value in enumerate(sums):
-            if value is not None:
-                _spread(value, send[:, place])
-        self._received = like.new_empty(all_, share)
-        self._work: Any = dist.all_to_all_single(
-            self._received.view(-1), send.view(-1), [len(nodes) * share for nodes in self._nodes],
-            [mine * share] * ranks, group=group, async_op=True,
-        )  # fmt: skip
-        self._send = send  # kept until it is sent
+        self._group = group
+        share = -(-like.numel() // group.size())
+        rows = [None if value is None else in_rows(value, group.size(), share) for value in sums]
+        self._scatter = TreeReduceScatter(rows, like, share, leaves, group)
 
     def fold(self) -> None:
         """Add up this rank's share."""
-        self._work.wait()
-        total = _folded(self._received, self._nodes, self._leaves)
-        self._gathered = total.new_empty(self._share * self._group.size())
-        self._work = all_gather_flat(self._gathered, total, group=self._group, async_op=True)
-        self._send = total
-        del self._received
+        self._total = self._scatter.finish()
+        self._gathered = self._total.new_empty(self._total.numel() * self._group.size())
+        self._work = all_gather_flat(self._gathered, self._total, group=self._group, async_op=True)
 
     def finish(self, out: Tensor) -> None:
         """Write the sum to `out`, flat."""
         self._work.wait()
-        out.copy_(self._gathered[: self._numel])
-        del self._gathered, self._send
+        out.copy_(self._gathered[: out.numel()])
+        del self._gathered, self._total
 
 
-def tree_all_reduce(
-    sums: Sequence[Tensor | None], out: Tensor, leaves: int, group: dist.ProcessGroup
-) -> None:  # fmt: skip
+def tree_all_reduce(sums: Sequence[Tensor | None], out: Tensor, leaves: int, group: dist.ProcessGroup) -> None:
     """The sum over the step of one flat tensor, from its sums over this rank's nodes; written to `out`."""
-    if group.size() == 1:
-        (value,) = sums
-        out.zero_() if value is None else out.copy_(value)
-        return
     reduce = TreeAllReduce(sums, out, leaves, group)
     reduce.fold()
     reduce.finish(out)
 
 
-def _spread(value: Tensor, rows: Tensor) -> None:
-    """Cut a flat tensor over the rows of [W, share]; the last one may have room left."""
-    share = rows.shape[1]
-    whole = value.numel() // share if share else 0
-    rows[:whole].copy_(value[: whole * share].view(whole, share))
-    if whole < len(rows):
-        rows[whole, : value.numel() - whole * share].copy_(value[whole * share :])
-
-
-def _folded(received: Tensor, nodes: Sequence[Sequence[Node]], leaves: int) -> Tensor:
-    partials = Partials(leaves)
-    for node, value in zip((n for held in nodes for n in held), received, strict=True):
-        partials.put(node, [value])
-    total = partials.total()
-    assert total is not None
-    assert total[0] is not None
-    return total[0].contiguous()
+def in_rows(value: Tensor, rows: int, share: int) -> Tensor:
+    """A flat tensor as [rows, share], with zeros at its end."""
+    if value.numel() < rows * share:
+        value = F.pad(value, (0, rows * share - value.numel()))
+    return value.view(rows, share)

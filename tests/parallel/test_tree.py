@@ -11,7 +11,6 @@ from torch import Tensor
 from lockstep.parallel.tree import (
     Node,
     Partials,
-    carry_in,
     children,
     finish,
     hybrid_shares,
@@ -45,6 +44,9 @@ def test_every_micro_batch_is_run_once_and_evenly(micro_batches: int, ranks: int
     assert sorted(i for mine in shares for i in mine) == list(range(micro_batches))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert shares[0][0] == 0
+    even = [tree_shares(micro_batches, rank, ranks, even=True) for rank in range(ranks)]
+    assert len({len(mine) for mine in even}) == 1
+    assert [[i for i, real in mine if real] for mine in even] == shares
 
 
 @settings(deadline=None, max_examples=40)
@@ -139,8 +141,8 @@ def test_a_parameter_without_a_gradient_stays_without() -> None:
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
 def test_stages_hand_on_the_gradient_of_a_shared_weight(cut: int) -> None:
-    """A weight used by five layers: two stages that hand on the running sum compute what one process computes; stages
-    that add up their own sums do not."""
+    """A weight used by five layers: a stage whose backward pass starts with the later stage's sum computes what one
+    process computes; stages that add up their own sums do not."""
     torch.manual_seed(0)
     weight, x = torch.nn.Parameter(torch.randn(16, 16)), torch.randn(8, 16)
 
@@ -159,8 +161,7 @@ def test_stages_hand_on_the_gradient_of_a_shared_weight(cut: int) -> None:
     assert whole is not None
     assert later is not None
     assert middle.grad is not None
-    (carried,) = carry_in((first,), [weight], lambda: [later])
-    carried.backward(middle.grad)
+    torch.autograd.backward([first, weight], [middle.grad, later])
     assert torch.equal(weight.grad, whole)  # type: ignore[arg-type]
     if cut > 1:
         weight.grad = None

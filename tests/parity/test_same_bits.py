@@ -9,7 +9,10 @@ from tests.ranks import run_ranks
 
 MODELS = ("bdh", "transformer", "free_transformer")
 PRECISIONS = ("fp32", "bf16")
-TOPOLOGIES = {2: ("ddp:2", "fsdp:2"), 4: ("ddp:4", "fsdp:4", "hybrid:2x2")}
+TOPOLOGIES = {
+    2: ("ddp:2", "fsdp:2", "pipeline:2"),
+    4: ("ddp:4", "fsdp:4", "hybrid:2x2", "pipeline:2*ddp:2"),
+}
 
 
 def grid(ranks: int, steps: int) -> list[tuple[Any, ...]]:
@@ -21,13 +24,18 @@ def grid(ranks: int, steps: int) -> list[tuple[Any, ...]]:
     ]
 
 
+def without_pipeline(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if ".pipeline." not in key}
+
+
 def check(ranks: int, cases: list[tuple[Any, ...]], timeout: float = 300) -> None:
     """Every case on every rank against one process."""
     expected = {}
     for _, *rest in cases:
         key = repr(rest)
         if key not in expected:
-            expected[key] = many([("single", *rest)])[0]
+            model, settings, *others = rest
+            expected[key] = many([("single", model, without_pipeline(settings), *others)])[0]
     for results in run_ranks(many, ranks, cases, timeout=timeout):
         for (topology, *rest), (digest, records) in zip(cases, results, strict=True):
             reference, reference_records = expected[repr(rest)]
@@ -60,6 +68,35 @@ def test_ragged_steps_and_odd_numbers_of_ranks() -> None:
     cases.append(("ddp:3", "transformer", {"training.gradient_checkpointing": "full"}, 5))
     cases.append(("fsdp:3", "transformer", {"training.gradient_checkpointing": "selective"}, 5))
     check(3, cases)
+
+
+SCHEDULE, STAGES = "distributed.pipeline.schedule", "distributed.pipeline.stages_per_rank"
+
+
+def test_pipelines_and_weights_that_stages_share() -> None:
+    """BDH's layers and tied embeddings: a running sum of gradients goes from stage to stage with each micro-batch."""
+    tied = {"tie_embeddings": True}
+    cases: list[tuple[Any, ...]] = [
+        ("pipeline:2", "transformer", {}, 5, tied),
+        ("pipeline:2", "bdh", {SCHEDULE: "GPipe", "training.global_batch_size": 22}, 5),
+        ("pipeline:2", "bdh", {SCHEDULE: "Interleaved1F1B", STAGES: 2}, 5),
+        ("pipeline:2", "transformer", {SCHEDULE: "Interleaved1F1B", STAGES: 2}, 5, tied),
+        ("pipeline:2", "transformer", {SCHEDULE: "ZBVZeroBubble", STAGES: 2}, 5),
+        ("pipeline:2", "transformer", {"training.gradient_checkpointing": "full", "precision.mode": "fp16"}, 5),
+    ]
+    check(2, cases)
+
+
+def test_pipelines_side_by_side() -> None:
+    """Replicated or sharded, with numbers of micro-batches that they can't share out evenly, or over four stages."""
+    cases: list[tuple[Any, ...]] = [
+        ("pipeline:2*fsdp:2", "bdh", {}, 5),
+        ("pipeline:2*fsdp:2", "free_transformer", {}, 5),
+        ("pipeline:2*fsdp:2", "transformer", {"training.global_batch_size": 22}, 9, {"tie_embeddings": True}),
+        ("pipeline:2*ddp:2", "transformer", {"training.global_batch_size": 22}, 9, {"tie_embeddings": True}),
+        ("pipeline:4", "transformer", {}, 5, {"tie_embeddings": True}),
+    ]
+    check(4, cases)
 
 
 def test_another_seed_has_other_bits() -> None:

@@ -32,7 +32,9 @@ from lockstep.parallel.pipeline.schedules import ScheduleFacts, facts_of
 from lockstep.parallel.pipeline.shapes import Shapes, object_device
 from lockstep.parallel.pipeline.shared import SharedSums
 from lockstep.parallel.pipeline.torch_runtime import Schedule, Stage
+from lockstep.parallel.pipeline.trees import StageTrees, Uses
 from lockstep.parallel.placed import Placed, strided_shares
+from lockstep.parallel.tree import tree_shares
 from lockstep.precision import Precision
 from lockstep.randomness import Cursor
 
@@ -55,6 +57,17 @@ class Plan:
     @property
     def stage_of(self) -> dict[str, int]:
         return {self.segments[i][0]: stage for stage, span in enumerate(self.parts.stages) for i in span}
+
+    def uses(self) -> Uses:
+        """Where trainable parameters are used; to be read before anything is let go of."""
+        tensors = {name: spots[0].tensor() for name, spots in self.model.parameters.items()}
+        stages = {
+            name: sorted({self.stage_of[user] for user in users})
+            for name, users in self.model.users.items()
+            if users and tensors[name].requires_grad
+        }
+        like = {n: torch.empty_like(tensors[n], device="meta") for n, used in stages.items() if len(used) > 1}
+        return Uses(stages, like, self.parts.ranks)
 
     def table(self) -> str:
         names = [name for name, _ in self.segments]
@@ -117,6 +130,10 @@ def lay_pipeline(
         UsageError: before anything is built, where model, schedule and ranks do not fit.
     """
     plan = plan_of(model, layout.pipeline, config)
+    exact = config.distributed.reproducible
+    uses = plan.uses()
+    if exact:
+        _refuse_split_sums(uses, plan.facts)
     frees = _frees_after_forward(layout, config, plan.facts)
     group = mesh["pipeline"].get_group()
     rank = mesh["pipeline"].get_local_rank()
@@ -133,10 +150,10 @@ def lay_pipeline(
         unit, said = _shard(parts, holding, units, shard, frees)
         notices += said
     column, dp_group = _data_parallel(layout, mesh)
-    buffers = [
-        RunningBuffers(part, layout.data_parallel_size, dp_group, reproducible=config.distributed.reproducible)
-        for part in parts
-    ]
+    assign = partial(tree_shares, even=True) if exact else strided_shares
+    shared = SharedSums(_across(plan), mesh.mesh.flatten(1).T.tolist(), holding.named_parameters)
+    trees = StageTrees(holding, uses, here, device, mesh, dp_group, shared.group_of) if exact else None
+    buffers = [RunningBuffers(part, layout.data_parallel_size, dp_group, reproducible=exact) for part in parts]
     objects_on = object_device(device)
     runner = Runner(
         parts, buffers, objective, cursor, work,
@@ -147,11 +164,15 @@ def lay_pipeline(
         per_run=config.distributed.pipeline.n_microbatches,
         shared_unit=unit,
         frees=frees,
+        trees=trees,
     )  # fmt: skip
     runner.stages = [
-        Stage(part, part.index, stages, device, group, forward_at=runner.forward_at, backward_at=runner.backward_at)
+        Stage(
+            part, part.index, stages, device, group, forward_at=runner.forward_at, backward_at=runner.backward_at,
+            leaves=trees,
+        )
         for part in parts
-    ]
+    ]  # fmt: skip
     dist.all_reduce(torch.zeros(1, device=device), group=group)  # the pipeline's communicator exists before any send
     return Placed(
         layout=layout,
@@ -159,17 +180,33 @@ def lay_pipeline(
         parameters=holding.named_parameters(),
         objective=objective,
         cursor=cursor,
-        assign=partial(strided_shares, rank=column, ranks=layout.data_parallel_size),
+        assign=partial(assign, rank=column, ranks=layout.data_parallel_size),
         forward_backward=runner.forward_backward,
         evaluate=runner.evaluate,
         forward=runner.forward,
         buffers={n: b for n, b in holding.named_buffers().items() if n in plan.model.persistent},
-        finish_gradients=SharedSums(_across(plan), mesh.mesh.flatten(1).T.tolist(), holding.named_parameters),
+        finish_gradients=shared if trees is None else trees.finish,
         norm_groups=([mesh["shard"].get_group()] if layout.shard > 1 else []) + [group],
         counted={name for name in holding.parameters if holding.across.get(name, [rank])[0] == rank},
         wants_data=any(part.is_first or part.is_last for part in parts),
         notices=notices,
+        reproducible=exact,
     )
+
+
+def _refuse_split_sums(uses: Uses, facts: ScheduleFacts) -> None:
+    """Refuse to hand on running sums of shared weights where weights come later than what is handed on.
+
+    Raises:
+        UsageError: naming schedule and parameters.
+    """
+    if uses.like and facts.splits_backward:
+        raise UsageError(
+            f"{facts.name} can't give the same bits for parameters that several stages use: {', '.join(uses.like)}",
+            where="distributed.reproducible, distributed.pipeline.schedule",
+            why="it computes gradients of weights after it has sent on those of inputs, and with them go the sums",
+            fix="use the schedule 1F1B, or set distributed.reproducible: false",
+        )
 
 
 def _frees_after_forward(layout: Layout, config: Config, facts: ScheduleFacts) -> bool:

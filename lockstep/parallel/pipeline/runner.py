@@ -16,6 +16,7 @@ from lockstep.parallel.pipeline.forward import Relay
 from lockstep.parallel.pipeline.part import Part, Work
 from lockstep.parallel.pipeline.shapes import Agreement, Shapes
 from lockstep.parallel.pipeline.torch_runtime import Metas, Schedule, Stage, reduce_gradients
+from lockstep.parallel.pipeline.trees import StageTrees
 from lockstep.parallel.placed import Ledger, Share
 from lockstep.randomness import Cursor
 
@@ -35,6 +36,7 @@ class Runner:
         per_run: micro-batches that one run takes; None: all of a step.
         shared_unit: what holds the parameters that several stages use, where FSDP2 shards or replicates them.
         frees: FSDP2 frees gathered parameters after each forward pass.
+        trees: take the gradients of each micro-batch; None: they add up.
     """
 
     parts: list[Part]
@@ -49,6 +51,7 @@ class Runner:
     per_run: int | None = None
     shared_unit: nn.Module | None = None
     frees: bool = False
+    trees: StageTrees | None = None
     stages: list[Stage] = field(default_factory=list)
     _schedules: dict[int, Schedule] = field(default_factory=dict)
     _run: Sequence[Share] = ()
@@ -65,6 +68,8 @@ class Runner:
         keys = {share.index: key for share, key in zip(shares, agreement.signatures, strict=True)}
         if self.shared_unit is not None:
             _unshard(self.shared_unit)
+        if self.trees is not None:
+            self.trees.begin(ledger.slots)
         for place, run in enumerate(runs, start=1):
             self._start_run(run, [keys[share.index] for share in run], last=place == len(runs))
             self._schedule(len(run)).run()
@@ -77,6 +82,8 @@ class Runner:
     def _start_run(self, run: Sequence[Share], keys: Sequence[int], *, last: bool) -> None:
         self._run = run
         self.work.finish = self._loss
+        if self.trees is not None:
+            self.trees.run = run
         for stage in self.stages:
             metas = [self.shapes.of(key, stage.stage_index) for key in keys]
             stage.begin([received for received, _ in metas], [sent for _, sent in metas], reduces=last)

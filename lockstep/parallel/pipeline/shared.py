@@ -34,20 +34,20 @@ class SharedSums:
                 if me in members:
                     assert group is not None
                     groups[ranks] = group
-        self._group_of = {name: groups[tuple(ranks)] for name, ranks in ranks_of.items() if tuple(ranks) in groups}
+        self.group_of = {name: groups[tuple(ranks)] for name, ranks in ranks_of.items() if tuple(ranks) in groups}
 
     @torch.no_grad()
     def __call__(self) -> None:
         """After the last backward pass of a step, once gradients are reduced over replicas and shards."""
         parameters = self._parameters()
         works = []
-        for name in sorted(self._group_of):
+        for name in sorted(self.group_of):
             parameter = parameters[name]
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            works.append(dist.all_reduce(_local(parameter.grad), group=self._group_of[name], async_op=True))
+            works.append(dist.all_reduce(_local(parameter.grad), group=self.group_of[name], async_op=True))
         for work in works:
             if work is not None:
                 work.wait()

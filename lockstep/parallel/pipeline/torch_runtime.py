@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,22 @@ Gradients = tuple[Tensor | None, ...]
 At = Callable[[int, int], AbstractContextManager[None]]  # (stage, place in the run) → what its computation runs inside
 
 
+class Leaves(Protocol):
+    """Who takes a micro-batch's gradients from a stage, rather than let them add up in `.grad`.
+
+    What several stages share has a running sum that travels from stage to stage with the gradients of their inputs.
+    """
+
+    def buffers(self, stage: int) -> tuple[Tensor, ...]:
+        """Where running sums from the next stage arrive."""
+
+    def roots(self, stage: int, carried: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(weight, running sum) with which the stage's backward pass starts."""
+
+    def done(self, stage: int, place: int, carried: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The weights' gradients of a micro-batch are there; returns the running sums for the stage before."""
+
+
 class Stage(PipelineStage):
     """One stage of a pipeline, as torch's schedules call it.
 
@@ -62,14 +78,15 @@ class Stage(PipelineStage):
         index, count: of the stage, and how many there are in the whole pipeline.
         group: the ranks of the pipeline.
         forward_at, backward_at: entered around every forward and backward pass.
+        leaves: takes the gradients of each micro-batch; None: they add up.
     """
 
     def __init__(
         self, part: nn.Module, index: int, count: int, device: torch.device, group: dist.ProcessGroup, *,
-        forward_at: At, backward_at: At,
+        forward_at: At, backward_at: At, leaves: Leaves | None = None,
     ) -> None:  # fmt: skip
         super().__init__(part, index, count, device, group=group)
-        self._forward_at, self._backward_at = forward_at, backward_at
+        self._forward_at, self._backward_at, self._leaves = forward_at, backward_at, leaves
         self._reduces = True
         self._forget()
 
@@ -78,6 +95,7 @@ class Stage(PipelineStage):
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
         self._output_gradients: dict[int, Gradients] = {}
+        self._carried: dict[int, tuple[Tensor, ...]] = {}
         self._input_gradients: dict[int, Gradients] = {}
         self._half_done: dict[int, _Backward] = {}  # inputs' gradients are there, weights' are still to come
 
@@ -119,8 +137,9 @@ class Stage(PipelineStage):
         buffers = tuple(
             meta.empty(self.device) if meta.requires_grad else None for meta in self._output_metas[bwd_chunk_id]
         )
-        self._output_gradients[bwd_chunk_id] = buffers
-        return self._operations(dist.irecv, buffers, self.stage_index + 1)
+        carried = () if self._leaves is None else self._leaves.buffers(self.stage_index)
+        self._output_gradients[bwd_chunk_id], self._carried[bwd_chunk_id] = buffers, carried
+        return self._operations(dist.irecv, (*buffers, *carried), self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:
@@ -136,7 +155,9 @@ class Stage(PipelineStage):
         return self._input_gradients.pop(mb_index)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Gradients, mb_index: int) -> None:
-        self._output_gradients[mb_index] = next_stage_bwd_outputs
+        count = len(self._output_metas[mb_index])
+        self._output_gradients[mb_index] = next_stage_bwd_outputs[:count]
+        self._carried[mb_index] = tuple(value for value in next_stage_bwd_outputs[count:] if value is not None)
 
     # ---- what is computed ----
 
@@ -174,15 +195,25 @@ class Stage(PipelineStage):
             outputs, sent_back = (loss,), None
         else:
             sent_back = self._output_gradients.pop(bwd_chunk_id)
+        carried = self._carried.pop(bwd_chunk_id, ())
         call = _Backward(outputs, sent_back, inputs)
         with self._backward_at(self.stage_index, bwd_chunk_id):
-            gradients = self._whole(call) if full_backward else self._first_half(bwd_chunk_id, call)
-        self._input_gradients[bwd_chunk_id] = tuple(map(_sendable, inputs, gradients))
+            gradients = self._whole(call, carried) if full_backward else self._first_half(bwd_chunk_id, call)
+        handed_on = self._done(bwd_chunk_id, carried) if full_backward else ()
+        self._input_gradients[bwd_chunk_id] = (*map(_sendable, inputs, gradients), *handed_on)
 
-    def _whole(self, call: "_Backward") -> Gradients:
+    def _done(self, chunk: int, carried: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
+        return () if self._leaves is None else self._leaves.done(self.stage_index, chunk, carried)
+
+    def _whole(self, call: "_Backward", carried: tuple[Tensor, ...] = ()) -> Gradients:
         if not call.differentiable:
             return call.nothing
-        gradients, _ = self.backward_maybe_with_nosync("full", call.arguments(full=True))
+        arguments = call.arguments(full=True)
+        if carried and self._leaves is not None:
+            for weight, running_sum in self._leaves.roots(self.stage_index, carried):
+                arguments["stage_output"] += (weight,)
+                arguments["output_grads"] += (running_sum,)
+        gradients, _ = self.backward_maybe_with_nosync("full", arguments)
         if self.is_last:
             call.outputs[0].detach_()  # or the schedule keeps the loss's graph until the end of the run
         return gradients
@@ -199,8 +230,11 @@ class Stage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         call = self._half_done.pop(bwd_chunk_id)
-        if not call.differentiable:
-            return
+        if call.differentiable:
+            self._second_half(bwd_chunk_id, call)
+        self._done(bwd_chunk_id)
+
+    def _second_half(self, bwd_chunk_id: int, call: "_Backward") -> None:
         with self._backward_at(self.stage_index, bwd_chunk_id):
             if self.is_first:  # it has no inputs whose gradients come first
                 self.backward_maybe_with_nosync("full", call.arguments(full=True))
