@@ -139,9 +139,8 @@ class HangWatch:
         (self.logs / f"rank-{rank}.flight.json").write_bytes(data)
         status = trace.get("pg_status", {}).values()
         count = sum(int(group.get("last_enqueued_collective", 0)) for group in status)
-        entries: list[dict[str, Any]] = sorted(trace.get("entries", []), key=lambda e: int(e.get("time_created_ns", 0)))
-            trace.get("entries", []), key=lambda entry: entry.get("time_created_ns", 0), default={}
-        )
+        entries: list[dict[str, Any]] = trace.get("entries", [])
+        entries.sort(key=lambda entry: int(entry.get("time_created_ns", 0)))
         return count, str(entries[-1].get("profiling_name", "")) if entries else ""
 
 
