@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,16 @@ class StepRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers; waits for the device where a field is still a tensor."""
-        return {f.name: plain(getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) is not None}
+        return {name: plain(value) for name, value in vars(self).items() if value is not None}
+
+
+_PLAIN = (int, str, bool)
 
 
 def plain(value: Any) -> Any:
     """`value` as JSON can hold it: tensors and arrays of one element become numbers, nan and inf become strings."""
+    if type(value) in _PLAIN:
+        return value
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -6,6 +6,7 @@ import time
 from typing import Any, TextIO
 
 Row = dict[str, Any]
+_LINES_SECONDS = 0.1
 
 
 class Console:
@@ -20,24 +21,39 @@ class Console:
         self._total = total_steps
         self._first: tuple[int, float] | None = None  # step and time of the first record of this process
         self._live: _Live | None = None
+        self._waiting: list[tuple[Row, float | None]] = []
+        self._shown = 0.0
         if sys.stdout.isatty():
             self._live = _Live(total_steps, start_step)
 
     def on_step(self, row: Row) -> None:
         left = self._seconds_left(row)
         if self._live is None:
-            print(step_line(row, self._total, left), flush=True)
+            self._waiting.append((row, left))
+            if time.monotonic() - self._shown > _LINES_SECONDS:
+                self.flush()
         else:
             log = getattr(sys.stdout, "log", None)
             if log is not None:
                 log.write(step_line(row, self._total, left) + "\n")
             self._live.show(row, left)
 
+    def flush(self) -> None:
+        """Print the lines that wait: quick steps are printed a few at a time."""
+        if self._waiting:
+            lines = [step_line(row, self._total, left) + "\n" for row, left in self._waiting]
+            self._waiting.clear()
+            sys.stdout.write("".join(lines))
+            sys.stdout.flush()
+            self._shown = time.monotonic()
+
     def on_eval(self, row: Row) -> None:
+        self.flush()
         parts = [f"{key} {number(value)}" for key, value in row.items() if key not in ("step", "time")]
         print(f"step {row['step']}  {'  '.join(parts)}", flush=True)
 
     def close(self) -> None:
+        self.flush()
         if self._live is not None:
             self._live.close()
 

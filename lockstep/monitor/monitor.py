@@ -16,11 +16,12 @@ from lockstep.monitor.callbacks import build_callbacks
 from lockstep.monitor.figures import Figures, Table
 from lockstep.monitor.meters import Meters, memory_in_use, without_graph
 from lockstep.monitor.resources import ResourceMonitor
-from lockstep.monitor.sinks import Guarded, Row, build_sinks
+from lockstep.monitor.sinks import Guarded, Row, Written, build_sinks
 from lockstep.monitor.stragglers import StragglerWatch
 from lockstep.records import RunDirectory, StepRecord
 
 _log = logging.getLogger("lockstep")
+_MEMORY_SECONDS = 1.0
 
 
 class Monitor:
@@ -55,6 +56,7 @@ class Monitor:
         self._last: StepRecord | None = None  # the newest record, where it was not logged
         self._seen_one = False
         self._skipped = 0
+        self._memory, self._memory_read = 0, 0.0
         self._figures, self._hosts = figures, hosts
         self._stragglers = StragglerWatch(config.straggler)
         self._resources = ResourceMonitor(config.memory.threshold, config.memory.alert_on_imbalance, self.event)
@@ -62,7 +64,9 @@ class Monitor:
         self.asked = False  # this rank was asked for a profile; told to all ranks at the next logged step
         callbacks = [(name, call) for name, call in build_callbacks(config) if is_main or _on_every_rank(call)]
         self._callbacks = [Guarded(f"the callback {name}", _Called(call), self.event) for name, call in callbacks]
-        self._sinks = build_sinks(config, run, total_steps, start_step, self.event, self.say) if is_main else []
+        self._sinks: list[Written] = []
+        if is_main:
+            self._sinks = build_sinks(config, run, total_steps, start_step, self.event, self.say)
 
     def on_step(self, record: StepRecord) -> None:
         """Take one step's record. Waits for the device on logged steps only."""
@@ -96,8 +100,14 @@ class Monitor:
     def say(self, *lines: str) -> None:
         """Lines for the person who started the run: once, by rank 0, where there is a console."""
         if self._is_main and "console" in self._config.sinks:
+            self.flush()
             for line in lines:
                 print(f"lockstep: {line}", flush=True)
+
+    def flush(self) -> None:
+        """Write what is held back: before a checkpoint, which promises that the run up to here is kept."""
+        for sink in self._sinks:
+            sink.flush()
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write to `events.jsonl`; rank 0 only. A disk that refuses it doesn't stop the run."""
@@ -131,6 +141,12 @@ class Monitor:
         self._name_stragglers(step, table)
         return figures.row(table)
 
+    def _peak_memory(self, now: float) -> int:
+        """This rank's peak, asked for once a second: the system takes its time to answer."""
+        if not 0 <= now - self._memory_read < _MEMORY_SECONDS:
+            self._memory, self._memory_read = memory_in_use()[0], now
+        return self._memory
+
     def _name_stragglers(self, step: int, table: Table) -> None:
         for slow in self._stragglers.look(table):
             host = self._hosts[slow.rank] if self._hosts else None
@@ -150,7 +166,7 @@ class Monitor:
         seconds, rate = self._meters.read()
         row["step_seconds"] = record.step_seconds or seconds
         row["tokens_per_second"] = record.tokens_per_second or rate
-        row["memory_bytes"] = record.memory_bytes or memory_in_use()[0]
+        row["memory_bytes"] = record.memory_bytes or self._peak_memory(row["time"])
         for sink in self._sinks:
             sink.on_step(row)
         for callback in self._callbacks:

@@ -27,6 +27,13 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class Written(Sink, Protocol):
+    """A sink that may hold rows back for a moment."""
+
+    def flush(self) -> None:
+        """Write them."""
+
+
 class Jsonl:
     """`metrics.jsonl` of the run directory."""
 
@@ -61,7 +68,13 @@ class Guarded:
     def on_eval(self, row: Row) -> None:
         self._guard(self._sink.on_eval, row)
 
+    def flush(self) -> None:
+        flush = getattr(self._sink, "flush", None)
+        if flush is not None:
+            self._guard(flush)
+
     def close(self) -> None:
+        self._not_before = 0.0
         self._guard(self._sink.close)
 
     def _guard(self, call: Callable[..., object], *args: Any) -> None:
@@ -89,13 +102,18 @@ def _trace_wanted() -> bool:
 def build_sinks(
     config: MonitorConfig, run: RunDirectory | None, total_steps: int | None, start_step: int, event: Event,
     say: Callable[[str], None] = lambda _line: None,
-) -> list[Guarded]:  # fmt: skip
+) -> list[Written]:  # fmt: skip
     """The sinks that the config names; one whose library is missing is left out with one warning.
+
+    What is seen at once, the console and Prometheus, is written at once; files and servers have threads.
 
     Args:
         say: told a line for the person who started the run.
     """
-    made: list[Guarded] = []
+    from lockstep.monitor.background import Background
+
+    made: list[Written] = []
+    files: list[Guarded] = []
     for name in config.sinks:
         sink: Sink | None = None
         if name == "console":
@@ -116,8 +134,17 @@ def build_sinks(
             from lockstep.monitor.mlflow import open_mlflow
 
             sink = open_mlflow(run, config.experiment or "lockstep") if run is not None else None
-        if sink is not None:
-            made.append(Guarded(f"the sink {name}", sink, event))
+        if sink is None:
+            continue
+        guarded = Guarded(f"the sink {name}", sink, event)
+        if name == "console":
+            made.append(guarded)
+        elif name in ("wandb", "mlflow"):
+            made.append(Background([guarded], event))
+        else:
+            files.append(guarded)
+    if files:
+        made.append(Background(files, event))
     if config.prometheus is not None:
         from lockstep.monitor.prometheus import open_prometheus
 

@@ -1,0 +1,87 @@
+"""What logging costs: steps of 5 ms, logged every step to the default sinks, against the same steps with sinks off.
+
+Both are measured in one run: short blocks of steps, in turn with and without, in a random order, so that what else the
+machine does falls on both alike. A step sleeps for 5 ms (its length does not depend on the load of the machine) and
+its loss is a tensor, as in training. The cost is the difference of the medians over blocks.
+
+    python benchmarks/logging_overhead.py [--blocks 60] [--steps 40]
+"""
+
+import argparse
+import io
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import torch
+
+from lockstep.config import MonitorConfig
+from lockstep.monitor import Figures, Monitor, PhaseClock
+from lockstep.records import RunDirectory, StepRecord
+
+STEP_SECONDS = 0.005
+
+
+def record(step: int) -> StepRecord:
+    loss = torch.tensor(2.0) / step
+    return StepRecord(step=step, loss=loss, grad_norm=loss * 2, lr=1e-3, samples=8, tokens=torch.tensor(512.0))
+
+
+def make(folder: Path, sinks: list[str]) -> tuple[Monitor, PhaseClock]:
+    run = RunDirectory(folder)
+    run.create()
+    clock = PhaseClock()
+    config = MonitorConfig.model_validate({"log_steps": 1, "sinks": sinks})
+    return Monitor(config, run, is_main=True, total_steps=10**6, figures=Figures(clock)), clock
+
+
+def block(monitor: Monitor, clock: PhaseClock, first: int, steps: int) -> tuple[float, float]:
+    """Seconds a step, and of these what the monitor takes."""
+    inside = 0.0
+    since = time.perf_counter()
+    for step in range(first, first + steps):
+        clock.enter("forward_backward")
+        time.sleep(STEP_SECONDS)
+        clock.enter("optimizer")
+        made = record(step)
+        clock.enter("other")
+        before = time.perf_counter()
+        monitor.on_step(made)
+        inside += time.perf_counter() - before
+    return (time.perf_counter() - since) / steps, inside / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    kinds = {"sinks off": [], "console, jsonl, tensorboard": ["console", "jsonl", "tensorboard"]}
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.TextIOWrapper(open(os.devnull, "wb"))):
+        monitors = {name: make(Path(folder, str(number)), sinks) for number, (name, sinks) in enumerate(kinds.items())}
+        for monitor, clock in monitors.values():  # the first record loads and opens what it needs
+            block(monitor, clock, 1, 5)
+        for number in range(given.blocks):
+            order = random.sample(list(monitors), len(monitors))
+            for name in order:
+                results[name].append(block(*monitors[name], 10 + number * given.steps, given.steps))
+    off, on = (statistics.median(total for total, _ in results[name]) for name in kinds)
+    within = {name: statistics.median(inside for _, inside in values) for name, values in results.items()}
+    print(f"blocks {given.blocks} × {given.steps} steps of {STEP_SECONDS * 1000:g} ms, each step logged")
+    for name in kinds:
+        total = statistics.median(t for t, _ in results[name])
+        print(f"{name:<30} {total * 1e3:.3f} ms a step, of which in the monitor {within[name] * 1e6:.0f} µs")
+    cost = within["console, jsonl, tensorboard"] - within["sinks off"]
+    print(f"cost of logging: {on / off - 1:+.2%} by the clock, {cost / STEP_SECONDS:.2%} of a step in the monitor")
+    sys.exit(0 if cost / STEP_SECONDS < 0.02 else 1)
+
+
+if __name__ == "__main__":
+    main()
