@@ -6,12 +6,13 @@ tensors of a record are read on logged steps only: every `log_steps`-th, the fir
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config import MonitorConfig
+from lockstep.environment import rank_facts
 from lockstep.monitor.callbacks import build_callbacks
 from lockstep.monitor.figures import Figures, Table
 from lockstep.monitor.meters import Meters, memory_in_use, without_graph
@@ -19,6 +20,9 @@ from lockstep.monitor.resources import ResourceMonitor
 from lockstep.monitor.sinks import Guarded, Row, Written, build_sinks
 from lockstep.monitor.stragglers import StragglerWatch
 from lockstep.records import RunDirectory, StepRecord
+
+if TYPE_CHECKING:
+    from lockstep.monitor.profiling import Profiler
 
 _log = logging.getLogger("lockstep")
 _MEMORY_SECONDS = 1.0
@@ -60,8 +64,7 @@ class Monitor:
         self._figures, self._hosts = figures, hosts
         self._stragglers = StragglerWatch(config.straggler)
         self._resources = ResourceMonitor(config.memory.threshold, config.memory.alert_on_imbalance, self.event)
-        self.on_asked: Callable[[int], None] | None = None  # told the step after which all ranks know of a request
-        self.asked = False  # this rank was asked for a profile; told to all ranks at the next logged step
+        self._profiler = self._open_profiler() if figures is not None else None
         callbacks = [(name, call) for name, call in build_callbacks(config) if is_main or _on_every_rank(call)]
         self._callbacks = [Guarded(f"the callback {name}", _Called(call), self.event) for name, call in callbacks]
         self._sinks: list[Written] = []
@@ -85,6 +88,8 @@ class Monitor:
                 tokens=without_graph(record.tokens),
             )
         self._seen_one = True
+        if self._profiler is not None:
+            self._profiler.on_step(record.step)
 
     def logs(self, step: int) -> bool:
         """Whether this step's record is read: the same answer on every rank."""
@@ -125,17 +130,33 @@ class Monitor:
                 self._log_step(self._last, {})  # peers may be gone: nothing is gathered
         for sink in (*self._sinks, *self._callbacks):
             sink.close()
+        if self._profiler is not None:
+            self._profiler.close()
         self._sinks, self._callbacks = [], []
+
+    def _open_profiler(self) -> "Profiler | None":
+        if self._run is None:
+            return None
+        from lockstep.monitor.profiling import Profiler
+
+        profiler = Profiler(
+            self._config.profile, self._run.path / "profile", rank=rank_facts().rank, is_main=self._is_main,
+            event=self.event,
+        )  # fmt: skip
+        if self._is_main:
+            profiler.listen()
+        return profiler
 
     def _over_ranks(self, step: int) -> Row:
         """This step's figures over ranks, where they are due; every rank comes here on every logged step."""
         figures = self._figures
         if figures is None or not figures.due(step, last=step == self._total):
             return {}
-        table = figures.collect(step, self.asked)
-        self.asked = False
-        if any(table["asked"]) and self.on_asked is not None:
-            self.on_asked(step)
+        profiler = self._profiler
+        asked = profiler is not None and self._run is not None and self._is_main and profiler.requested(self._run.path)
+        table = figures.collect(step, asked)
+        if profiler is not None and any(table["asked"]):
+            profiler.asked(step)
         if not self._is_main:
             return {}
         self._name_stragglers(step, table)

@@ -1,0 +1,152 @@
+"""torch.profiler over a few steps: traces of ranks, and what they say in words.
+
+When: `monitor.profile` in the config (once, from the first steps on), or on demand, by a file `profile.request` dropped
+into the run directory or SIGUSR2 to rank 0. A request travels with the next figures over ranks, so that all ranks trace
+the same steps. The schedule advances with each step.
+
+RUN/profile/  step-N-rank-R.json.gz (chrome://tracing, ui.perfetto.dev) · on CUDA step-N-rank-R-memory.pickle
+(pytorch.org/memory_viz) · summary.md · summary.json
+"""
+
+import json
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config import ProfileConfig
+from lockstep.monitor.over_ranks import gather_objects
+from lockstep.monitor.trace import Summary, in_words, summarise, together
+
+REQUEST = "profile.request"
+_SIGNAL = signal.SIGUSR2
+_log = logging.getLogger("lockstep")
+
+
+class Profiler:
+    """Told of every step on every rank.
+
+    Args:
+        config: unset: only on demand.
+        folder: `RUN/profile`.
+        event: told when a profile is there.
+    """
+
+    def __init__(
+        self, config: ProfileConfig | None, folder: Path, *, rank: int, is_main: bool, event: Callable[..., None]
+    ) -> None:
+        self._config = config or ProfileConfig(wait=0, ranks=[])
+        self._on_demand = ProfileConfig(**{**self._config.model_dump(), "wait": 0})
+        self._folder = Path(self._config.dir) if self._config.dir else folder
+        self._rank, self._is_main, self._event = rank, is_main, event
+        self._running: _Running | None = None
+        self._signalled = self._listens = False
+        if config is not None:
+            self._begin(self._config, 0)
+
+    def asked(self, step: int) -> None:
+        """All ranks learned after `step` that somebody asked for a profile."""
+        if self._running is None:
+            self._begin(self._on_demand, step)
+
+    def on_step(self, step: int) -> None:
+        """One step is over; ends the profile when its last step is. All ranks then come together."""
+        running = self._running
+        if running is None:
+            return
+        if running.first is None:
+            running.first = step
+        running.left -= 1
+        if running.profile is not None:
+            running.profile.step()
+        if running.left == 0:
+            self._running = None
+            self._finish(running, step)
+
+    def requested(self, run: Path) -> bool:
+        """Whether somebody asks rank 0 for a profile; takes the request away."""
+        came, self._signalled = self._signalled, False
+        try:
+            (run / REQUEST).unlink()
+        except OSError:
+            return came
+        return True
+
+    def listen(self) -> None:
+        """Take SIGUSR2 for a request, where nobody else has taken it."""
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
+            signal.signal(_SIGNAL, self._on_signal)
+            self._listens = True
+
+    def _on_signal(self, _number: int, _frame: Any) -> None:
+        self._signalled = True
+
+    def close(self) -> None:
+        """Listen no more. If the run ends within a profile, it is given up."""
+        if self._listens:
+            signal.signal(_SIGNAL, signal.SIG_DFL)
+            self._listens = False
+        running, self._running = self._running, None
+        if running is not None and running.profile is not None:
+            running.profile.stop()
+
+    def _begin(self, config: ProfileConfig, step: int) -> None:
+        steps = config.wait + config.warmup + config.active
+        traced = not config.ranks or self._rank in config.ranks
+        running = self._running = _Running(config, steps)
+        if not traced:
+            return
+        schedule = torch.profiler.schedule(wait=config.wait, warmup=config.warmup, active=config.active, repeat=1)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=200_000)
+        running.profile = torch.profiler.profile(
+            activities=activities, schedule=schedule, record_shapes=config.record_shapes,
+            profile_memory=config.profile_memory, with_stack=config.with_stack,
+            on_trace_ready=lambda profile: self._keep(running, profile),
+        )  # fmt: skip
+        running.profile.start()
+
+    def _keep(self, running: "_Running", profile: Any) -> None:
+        """The active steps are over: write the trace and take its figures. A full disk stops no run."""
+        name = f"step-{running.first}-rank-{self._rank}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
+            if torch.cuda.is_available():
+                snapshot = str(self._folder / f"{name}-memory.pickle")
+                torch.cuda.memory._dump_snapshot(snapshot)  # type: ignore[no-untyped-call]
+                torch.cuda.memory._record_memory_history(enabled=None)
+        except (OSError, RuntimeError) as error:
+            _log.warning("warning: the trace of rank %d could not be written: %s", self._rank, error)
+        running.summary = summarise(profile.events(), self._rank, running.config.active)
+
+    def _finish(self, running: "_Running", step: int) -> None:
+        if running.profile is not None:
+            running.profile.stop()
+        found = [summary for summary in gather_objects(running.summary) if summary is not None]
+        if not self._is_main or not found:
+            return
+        summary = together(found, step - running.config.active + 1, step)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / "summary.json").write_text(json.dumps(summary))
+            (self._folder / "summary.md").write_text(in_words(summary))
+        except OSError as error:
+            _log.warning("warning: the summary of the profile could not be written: %s", error)
+            return
+        print(f"lockstep: profile of {len(found)} rank(s) in {self._folder}: summary.md, traces", flush=True)
+        self._event("profile", step=step, text=f"{len(found)} rank(s), {self._folder}")
+
+
+class _Running:
+    def __init__(self, config: ProfileConfig, steps: int) -> None:
+        self.config, self.left = config, steps
+        self.profile: Any = None
+        self.summary: Summary | None = None
+        self.first: int | None = None
