@@ -78,6 +78,7 @@ class Saving:
         self._trainer.heartbeat.beat(step, "pause")
         with self._trainer.step.clock.during("checkpoint"):
             self._trainer.step.settle()  # host waits for the device: what is saved must hold no bad numbers
+            self._monitor.flush()  # a run that goes on from here finds its records up to here
             # The one before is waited for: one at a time is under way.
             self.finish(must_succeed=False)
             waited = time.perf_counter() - started
