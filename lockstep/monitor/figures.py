@@ -26,18 +26,18 @@ class Figures:
     Args:
         clock: this rank's phases.
         memory: reads this rank's memory; another one for tests.
-        every: seconds between two gatherings; 0: on every logged step.
+        every: seconds between two gatherings, unset: `SECONDS_BETWEEN`; 0: on every logged step.
     """
 
     def __init__(
-        self, clock: PhaseClock, memory: Callable[[], Memory] = memory_of_this_rank, every: float = SECONDS_BETWEEN
+        self, clock: PhaseClock, memory: Callable[[], Memory] = memory_of_this_rank, every: float | None = None
     ) -> None:
         self.clock = clock
         self.flops = 0.0  # of this rank, in a full step
         self.peak = 0.0  # floating-point operations a second that one rank's device can do
         self.peak_source = ""
         self.recomputes = False  # `flops` counts activations that are computed twice
-        self._memory, self._every = memory, every
+        self._memory, self._every = memory, SECONDS_BETWEEN if every is None else every
         self._next = 0
         self._steps = 0
 

@@ -281,11 +281,14 @@ _KINDS = {
 }  # fmt: skip
 
 
+_NOT_DRAWN = ("save_stall", "prometheus")
+
+
 def timeline(runs: list[Run]) -> Figure | None:
     data: list[Row] = []
     several = len(runs) > 1
     begun = {id(run): min((event["time"] for event in run.events), default=0.0) for run in runs}
-    for kind in dict.fromkeys(event["kind"] for run in runs for event in run.events):
+    for kind in dict.fromkeys(e["kind"] for run in runs for e in run.events if e["kind"] not in _NOT_DRAWN):
         colour, symbol = _KINDS.get(kind, ("@c4", "star"))
         points = [(run, event) for run in runs for event in run.of_kind(kind)]
         data.append({

@@ -1,0 +1,89 @@
+"""Figures over ranks, slow ranks named, profiles on demand: on two real ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.monitor.rank_cases import SLOW_SECONDS, all_cases
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def cases(folder: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = run_ranks(all_cases, 2, str(folder))[0]
+    return found
+
+
+def events(case: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [event for event in case["events"] if event["kind"] == kind]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_that_computes_slowly_is_named(cases: dict[str, dict[str, Any]], strategy: str) -> None:
+    """All ranks take equally long for a step; what tells the slow one apart is its own time."""
+    (event,) = events(cases[f"{strategy} forward_backward"], "straggler")
+    assert event["rank"] == 1
+    assert event["phase"] == "forward_backward"
+    assert event["ratio"] > 1.3
+    assert event["seconds"] > SLOW_SECONDS
+    assert event["step"] >= 3, "not at its first slow step"
+    row = cases[f"{strategy} forward_backward"]["rows"][-1]
+    least, _, most, _ = row["phases"]["communication"]
+    assert most > least + SLOW_SECONDS / 2, "the quick rank waits for the slow one"
+    assert row["own_seconds"][1] > row["own_seconds"][0] + SLOW_SECONDS / 2
+
+
+def test_a_rank_that_waits_for_data_is_named_with_the_phase(cases: dict[str, dict[str, Any]]) -> None:
+    (event,) = events(cases["ddp data"], "straggler")
+    assert (event["rank"], event["phase"]) == (1, "data")
+    assert "rank 1 on " in event["text"]
+    assert cases["ddp data"]["rows"][-1]["phases"]["data"][3] == 1
+
+
+def test_rows_hold_figures_of_all_ranks(cases: dict[str, dict[str, Any]]) -> None:
+    case = cases["ddp None"]
+    (start,) = events(case, "start")
+    assert [rank["rank"] for rank in start["ranks"]] == [0, 1]
+    assert start["ranks"][0]["host"]
+    row = case["rows"][-1]
+    assert len(row["own_seconds"]) == 2
+    least, middle, most, rank = row["memory"]["host"]
+    assert 10_000_000 < least <= middle <= most
+    assert rank in (0, 1)
+    assert row["flops_per_second"] > 0
+    assert 0 < row["mfu"] < 1.5
+    step = sum(row["phases"][name][1] for name in ("data", "forward_backward", "communication", "optimizer", "other")
+               if name in row["phases"])  # fmt: skip
+    assert step == pytest.approx(row["step_seconds"], rel=0.5), "phases add up to the step"
+
+
+def test_a_profile_is_made_when_a_file_asks_for_it(cases: dict[str, dict[str, Any]], folder: Path) -> None:
+    """A profiler's schedule advances only with `prof.step()`; every rank traces the same steps."""
+    case = cases["asked"]
+    assert not case["request is there"], "it is answered once"
+    assert {"summary.md", "summary.json"} <= set(case["files"])
+    traces = [name for name in case["files"] if name.endswith(".json.gz")]
+    assert [name.rpartition("-")[2] for name in traces] == ["0.json.gz", "1.json.gz"]
+    summary = json.loads((folder / "asked/profile/summary.json").read_text())
+    assert summary["last"] - summary["first"] + 1 == 3
+    for rank in summary["ranks"]:
+        assert sum(rank["shares"].values()) == pytest.approx(1.0, abs=1e-3)
+        assert rank["shares"]["compute"] > 0
+    names = [operator["name"] for operator in summary["operators"]]
+    assert any(name.startswith("aten::") for name in names)
+    assert any("gloo" in name or "c10d" in name for name in names), "communication is seen"
+    assert len(events(case, "profile")) == 1
+
+
+def test_gradient_norms_by_layer_make_up_the_whole(cases: dict[str, dict[str, Any]]) -> None:
+    for row in cases["asked"]["rows"]:
+        whole = sum(value**2 for value in row["gradient_norms"].values()) ** 0.5
+        assert whole == pytest.approx(row["grad_norm"], rel=1e-4)
+        assert sum(name.startswith("layers.") for name in row["gradient_norms"]) == 4
