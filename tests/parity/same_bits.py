@@ -1,6 +1,8 @@
 """Reproducible runs, as digests; functions here run on every rank of a test."""
 
 import hashlib
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,3 +66,29 @@ def bits(topology: str, model: str, settings: dict[str, Any] | None = None, step
 def many(cases: list[tuple[Any, ...]]) -> list[Bits]:
     """`bits` of each case (topology, model, settings, steps, model arguments), one after the other."""
     return [bits(*case[:4], **(case[4] if len(case) > 4 else {})) for case in cases]
+
+
+def relay(folder: str, model: str, settings: dict[str, Any], topologies: list[str], steps: int) -> Bits:
+    """A run that changes its topology at checkpoints, `steps` steps on each; it goes on from `folder` if one is there.
+
+    Returns:
+        digest and records of this part of the run.
+    """
+    records = []
+    newest = Path(folder, "newest")
+    trainer = None
+    for topology in topologies:
+        trainer = trainer_for(topology, model, settings)
+        if newest.exists():
+            trainer.load_checkpoint(newest.read_text())
+        for record in islice(trainer.steps(Tokens()), steps):
+            records.append((float(record.loss).hex(), float(record.grad_norm).hex()))
+        path = trainer.save_checkpoint(Path(folder, f"step-{trainer.step.progress.step:08d}"))
+        if trainer.layout.world_size > 1:
+            torch.distributed.barrier()
+        if trainer.is_main_process:
+            newest.write_text(str(path))
+        if trainer.layout.world_size > 1:
+            torch.distributed.barrier()
+    assert trainer is not None
+    return digest(trainer), records

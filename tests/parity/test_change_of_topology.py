@@ -1,0 +1,21 @@
+"""A reproducible run may change its topology at any checkpoint, and ends in the bits of the run that never changed."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity.same_bits import bits, relay
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize(("model", "precision"), [("transformer", "fp32"), ("bdh", "bf16")])
+def test_single_ddp_hybrid_pipeline_and_back(tmp_path: Path, model: str, precision: str) -> None:
+    settings = {"training.max_steps": 12, "precision.mode": precision, "training.lr_schedule": "cosine"}
+    reference, records = bits("single", model, settings)
+    _, first = relay(str(tmp_path), model, settings, ["single"], 2)
+    four = ["ddp:4", "hybrid:2x2", "pipeline:2*ddp:2"]
+    second = run_ranks(relay, 4, str(tmp_path), model, settings, four, 2)[0][1]
+    third = run_ranks(relay, 2, str(tmp_path), model, settings, ["fsdp:2"], 2)[0][1]
+    digest, last = relay(str(tmp_path), model, settings, ["single"], 2)
+    assert first + second + third + last == records
+    assert digest == reference
