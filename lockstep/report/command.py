@@ -32,6 +32,43 @@ def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) ->
     return 0
 
 
+def bench(
+    what: str, config: Path, overrides: Sequence[str], *, ranks: str, sleeping: str, steps: int, output: Path
+) -> int:
+    """`lockstep bench scaling`: runs, a table on the console and in `output`.md, a picture in `output`.html."""
+    import os
+    import shlex
+    import time
+
+    from lockstep.report import scaling
+    from lockstep.report.page import render
+
+    if what != "scaling":
+        raise UsageError(f"there is no study {what!r}", where="lockstep bench", fix="lockstep bench scaling CONFIG")
+    asked = shlex.join(["lockstep", "bench", what, str(config), *overrides, "--ranks", ranks, "--sleeping", sleeping])
+    points = scaling.study(
+        config, overrides, _counts("--ranks", ranks), sleeping=_counts("--sleeping", sleeping), steps=steps,
+        say=lambda text: print(text, flush=True),
+    )  # fmt: skip
+    about = f"{len(os.sched_getaffinity(0))} cores, {steps} steps a run, {words.moment(time.time())}"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.with_suffix(".md").write_text(scaling.as_markdown(points, f"{asked} --steps {steps}", about))
+    page = scaling.page_of(points, f"Scaling of {config.name}", words.moment(time.time()), f"{asked}; {about}")
+    output.with_suffix(".html").write_text(render(page))
+    print(f"lockstep: {output.with_suffix('.md')}, {output.with_suffix('.html')}")
+    return 0
+
+
+def _counts(option: str, text: str) -> list[int]:
+    try:
+        counts = sorted({int(word) for word in text.split(",") if word.strip()})
+    except ValueError:
+        counts = [0]
+    if counts and counts[0] < 1:
+        raise UsageError(f"{option} {text} is no list of numbers from 1 on", where=option, fix=f"{option} 1,2,4")
+    return counts
+
+
 def in_words(run: Run) -> list[str]:
     """One line about the run, and one for each advice."""
     step, loss = (run.rows[-1]["step"] if run.rows else 0), run.last("loss")

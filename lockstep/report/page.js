@@ -54,6 +54,7 @@ function runCard(run, several) {
 }
 
 function adviceSection(advice) {
+  if (advice === null) return [];
   const words = { bad: "failure", warn: "costs", info: "hint" };
   const cards = advice.map((one) => element("div", { class: "card" }, badge(one.level, words[one.level]),
     element("div", {}, element("p", { class: "found" }, (one.run ? one.run + ": " : "") + one.found),

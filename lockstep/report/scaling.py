@@ -1,0 +1,178 @@
+"""`lockstep bench scaling CONFIG --ranks 1,2,4`: how much faster more ranks are, measured against the ideal.
+
+weak     each rank keeps its work: the global batch grows with the ranks; ideal: N times the samples a second
+strong   the global batch stays: ideal: a step in 1/N of the time
+
+Each point is a run of `lockstep train` with the same config but for that; its throughput is the median over its steps
+after the first quarter. With `--sleeping` ranks the model sleeps instead of computing: ranks that need no cores show
+what the exchange of gradients alone costs.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from lockstep.errors import RunError, UsageError
+from lockstep.report.charts import chart
+from lockstep.report.page import Page
+from lockstep.report.read import read_run
+from lockstep.report.times import settled
+
+# What people expect of GPUs over PCIe, before there is a measurement: speed-up, from and to.
+EXPECTED = {2: (1.8, 1.9), 4: (3.5, 3.8), 8: (6.5, 7.5), 16: (12.0, 14.0)}
+SLEEPING = {
+    "model": "{name: 'lockstep.report.sleeping:Sleeper', args: {milliseconds: 20, n_embd: 64}}",
+    "data": "{name: 'lockstep.report.sleeping:Numbers', args: {n_embd: 64}}",
+    "distributed.device": "cpu",
+    "distributed.strategy": "ddp",
+    "precision.mode": "fp32",
+    "training.batch_size": "4",
+}
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run.
+
+    Attributes:
+        kind: `weak`, `strong`, or `sleeping` (weak, with a model that sleeps).
+        rate: samples a second.
+        speedup: `rate` over that of the fewest ranks, times their number.
+    """
+
+    kind: str
+    ranks: int
+    rate: float
+    step_seconds: float
+    speedup: float
+
+    @property
+    def efficiency(self) -> float:
+        return self.speedup / self.ranks
+
+
+def study(
+    config: Path, overrides: Sequence[str], ranks: Sequence[int], *, sleeping: Sequence[int], steps: int, say: Say
+) -> list[Point]:
+    """Run them all, the fewest ranks first.
+
+    Raises:
+        UsageError: the global batch can't be shared out over so many ranks.
+        RunError: a run failed.
+    """
+    from lockstep.config import load_config
+
+    training = load_config(config, overrides).training
+    per_rank = training.batch_size * training.gradient_accumulation_steps
+    whole = training.global_batch_size or per_rank * max(ranks)
+    if whole % training.batch_size:
+        raise UsageError(f"global_batch_size {whole} is no multiple of batch_size {training.batch_size}")
+    points: list[Point] = []
+    with tempfile.TemporaryDirectory(prefix="lockstep-scaling-") as folder:
+        for kind, counts, batch, more in (
+            ("weak", ranks, lambda n: per_rank * n, {}),
+            ("strong", ranks, lambda _n: whole, {}),
+            ("sleeping", sleeping, lambda n: 4 * n, SLEEPING),
+        ):
+            for count in sorted(counts):
+                settings = {**more, "training.global_batch_size": str(batch(count))}
+                rate, seconds = _measure(config, [*overrides, *_as_overrides(settings)], count, steps, Path(folder))
+                first = next((p for p in points if p.kind == kind), None)
+                speedup = rate / first.rate * first.speedup if first else float(count)
+                points.append(Point(kind, count, rate, seconds, speedup))
+                say(
+                    f"{kind:<8} {count:>3} ranks  {rate:9.1f} samples/s  {speedup:5.2f} ×  {speedup / count:.0%} of ideal"
+                )
+    return points
+
+
+def _as_overrides(settings: dict[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def _measure(config: Path, overrides: Sequence[str], ranks: int, steps: int, folder: Path) -> tuple[float, float]:
+    """(samples a second, seconds a step) of one run."""
+    output = folder / f"{len(list(folder.iterdir()))}"
+    fixed = {
+        "training.max_steps": steps, "training.eval_steps": "null", "training.warmup_steps": 0,
+        "checkpoint.save_strategy": "none", "monitor.sinks": "[jsonl]", "monitor.log_steps": 1,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "lockstep", "train", str(config), *overrides, *_as_overrides(
+        {key: str(value) for key, value in fixed.items()}
+    ), "--nproc-per-node", str(ranks), "--output-dir", str(output), "--resume", "never"]  # fmt: skip
+    if ranks == 1:
+        command.append("distributed.strategy=single")
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode != 0:
+        raise RunError(f"the run on {ranks} ranks failed", why=(done.stderr or done.stdout).strip()[-800:])
+    rows = settled(read_run(output).rows)
+    seconds = median(row["step_seconds"] for row in rows)
+    return median(row["samples"] for row in rows) / seconds, seconds
+
+
+# ---- how it is shown ----
+
+
+def as_markdown(points: list[Point], command: str, about: str) -> str:
+    """The table, beside what is expected."""
+    lines = [f"# Scaling\n\n`{command}`\n\n{about}\n"]
+    lines.append(
+        "| kind | ranks | samples/s | s a step | speed-up | of ideal | expected |\n|---|---|---|---|---|---|---|"
+    )
+    for p in points:
+        low, high = EXPECTED.get(p.ranks, (0.0, 0.0))
+        expected = f"{low:g}–{high:g} ×" if high else ""
+        lines.append(
+            f"| {p.kind} | {p.ranks} | {p.rate:.1f} | {p.step_seconds:.4f} | {p.speedup:.2f} × | {p.efficiency:.0%}"
+            f" | {expected} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
+    """A page of the same kind as a run's report."""
+    kinds = list(dict.fromkeys(point.kind for point in points))
+    names = {"weak": "weak", "strong": "strong", "sleeping": "sleeping ranks"}
+    counts = sorted({point.ranks for point in points})
+    ideal = {
+        "type": "scatter", "mode": "lines", "name": "ideal", "x": counts, "y": counts,
+        "line": {"color": "@c7", "width": 1.5, "dash": "dash"},
+    }  # fmt: skip
+    speed = [ideal] + [
+        {"type": "scatter", "mode": "lines+markers", "name": names[kind], "line": {"color": f"@c{i + 1}", "width": 2},
+         "x": [p.ranks for p in points if p.kind == kind], "y": [round(p.speedup, 3) for p in points if p.kind == kind]}
+        for i, kind in enumerate(kinds)
+    ]  # fmt: skip
+    bands = [
+        {"type": "line", "x0": n, "x1": n, "y0": low, "y1": high, "line": {"color": "@c6", "width": 7}}
+        for n, (low, high) in EXPECTED.items() if n in counts
+    ]  # fmt: skip
+    share = [
+        {"type": "bar", "name": names[kind], "marker": {"color": f"@c{i + 1}"},
+         "x": [str(p.ranks) for p in points if p.kind == kind],
+         "y": [round(p.efficiency, 4) for p in points if p.kind == kind]}
+        for i, kind in enumerate(kinds)
+    ]  # fmt: skip
+    head = ["kind", "ranks", "samples / s", "seconds a step", "speed-up", "of ideal", "expected"]
+    rows = [
+        [names[p.kind], str(p.ranks), f"{p.rate:,.1f}", f"{p.step_seconds:.4f}", f"{p.speedup:.2f} ×",
+         f"{p.efficiency:.0%}", "{:g}–{:g} ×".format(*EXPECTED[p.ranks]) if p.ranks in EXPECTED else ""]
+        for p in points
+    ]  # fmt: skip
+    run = {"name": title, "status": "done", "colour": "@c1", "facts": [("about", about)], "lines": [], "tiles": []}
+    return {
+        "title": title, "made": made, "runs": [run], "advice": None,
+        "charts": [
+            chart("speedup", "Speed-up", speed, note="Over the fewest ranks; thick: what is expected of GPUs.",
+                  shapes=bands, xaxis={"title": {"text": "ranks"}, "tickvals": counts}, yaxis={"ticksuffix": " ×"}),
+            chart("efficiency", "Share of the ideal", share, barmode="group", hovermode="closest",
+                  xaxis={"title": {"text": "ranks"}, "type": "category"}, yaxis={"tickformat": ".0%", "range": [0, 1.1]}),
+        ],
+        "tables": [{"title": "Measured", "head": head, "rows": rows}], "configs": [],
+    }  # fmt: skip

@@ -1,0 +1,74 @@
+"""A model whose computing is sleep: ranks that need no cores, so that more of them can be measured than a machine has.
+
+    model: {name: "lockstep.report.sleeping:Sleeper", args: {milliseconds: 20}}
+    data:  {name: "lockstep.report.sleeping:Numbers"}
+
+A sample sleeps for a third of its time in forward and two thirds in backward; the gradients are real, and travel.
+Imports torch.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+
+class Sleeper(nn.Module):
+    """Two square layers around a sleep.
+
+    Args:
+        milliseconds: a sample's forward and backward.
+        n_embd: width of the layers: n_embd² × 2 parameters, whose gradients are reduced.
+    """
+
+    def __init__(self, milliseconds: float = 5.0, n_embd: int = 64) -> None:
+        super().__init__()
+        self.seconds = milliseconds / 1000
+        self.first, self.second = nn.Linear(n_embd, n_embd, bias=False), nn.Linear(n_embd, n_embd, bias=False)
+
+    def init_weights(self) -> None:
+        for layer in (self.first, self.second):
+            nn.init.normal_(layer.weight, std=0.02)
+
+    def inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
+        return (batch["x"],)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(_Sleep.apply(self.first(x), self.seconds * len(x)))
+        return result
+
+    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (outputs - batch["x"]).float().square().mean(dim=1).sum()
+
+    def count(self, batch: dict[str, Tensor]) -> int:
+        return len(batch["x"])
+
+
+class Numbers(Dataset[dict[str, Tensor]]):
+    """Samples without meaning."""
+
+    deterministic = True
+
+    def __init__(self, samples: int = 100_000, n_embd: int = 64) -> None:
+        self._samples, self._width = samples, n_embd
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.full((self._width,), index % 7 / 7)}
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds / 3)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds * 2 / 3)
+        return gradients[0], None
