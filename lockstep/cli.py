@@ -157,6 +157,27 @@ def report(argv: list[str]) -> int:
     return command.run(given.runs, output=given.output, live=given.live, port=given.port)
 
 
+def bench(argv: list[str]) -> int:
+    """lockstep bench scaling CONFIG --ranks 1,2,4"""
+    parser = Parser("bench", "Weak and strong scaling of a config on this machine, measured against the ideal.")
+    parser.add_argument("study", metavar="scaling")
+    add_config(parser)
+    parser.add_argument("--ranks", metavar="N,N,…", default="1,2,4", help="numbers of ranks (default: 1,2,4)")
+    text = "ranks that sleep instead of computing, measured beside (default: none)"
+    parser.add_argument("--sleeping", metavar="N,N,…", default="", help=text)
+    parser.add_argument("--steps", metavar="N", type=int, default=30, help="steps of each run (default: 30)")
+    parser.add_argument("-o", "--output", metavar="NAME", type=Path, default=Path("scaling"), help="NAME.md, NAME.html")
+    given = parser.parse(argv)
+    path, overrides = config_and_overrides(given)
+    assert path is not None
+
+    from lockstep.report import command
+
+    return command.bench(
+        given.study, path, overrides, ranks=given.ranks, sleeping=given.sleeping, steps=given.steps, output=given.output
+    )
+
+
 def data(argv: list[str]) -> int:
     """lockstep data prepare …"""
     from lockstep.data import prepare
@@ -171,6 +192,7 @@ VERBS: dict[str, Verb] = {
     "config": (config, "show, check or list configs"),
     "checkpoint": (checkpoint, "list, inspect, verify, digest, export or convert checkpoints"),
     "report": (report, "draw what runs did, and say what to do next"),
+    "bench": (bench, "measure how a config scales over ranks"),
     "data": (data, "prepare data"),
 }
 
