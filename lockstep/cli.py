@@ -185,10 +185,49 @@ def data(argv: list[str]) -> int:
     return prepare.run(argv)
 
 
+def plan(argv: list[str]) -> int:
+    """lockstep plan CONFIG [KEY=VALUE …] | --params N --seq-length N --batch-size N"""
+    parser = Parser("plan", "What a run will need: memory, time, and which layout is best. Nothing is trained.")
+    add_config(parser)
+    parser.add_argument("--gpus", metavar="N", type=int, help="how many (default: those that are here, or 1)")
+    parser.add_argument("--gpu-type", metavar="NAME", help="V100, A100-80GB, H100, RTX-4090 … (default: as here)")
+    parser.add_argument("--interconnect", metavar="NAME", help="between nodes: InfiniBand-NDR, Ethernet-100G …")
+    parser.add_argument("--gpus-per-node", metavar="N", type=int, default=8, help="(default: 8)")
+    parser.add_argument("--find-batch-size", action="store_true", help="the largest micro-batch that fits")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="write the best layout's config")
+    parser.add_argument("--chart", metavar="FILE.svg", type=Path, help="draw each layout's memory")
+    parser.add_argument("--price", metavar="AMOUNT", type=float, help="of a GPU-hour, for the cost of the run")
+    parser.add_argument("--json", action="store_true", help="bytes and seconds, for programs")
+    parser.add_argument(
+        "--params", metavar="N", type=float, help="without a config: a transformer of so many parameters"
+    )
+    parser.add_argument("--seq-length", metavar="N", type=int, default=2048, help="with --params (default: 2048)")
+    parser.add_argument("--headroom", metavar="SHARE", type=float, default=0.0, help="with --params: 0.5 adds half")
+    given = parser.parse(argv)
+    path, overrides = config_and_overrides(given, required=given.params is None)
+
+    from lockstep.plan import command
+
+    asked = command.Asked(
+        given.gpus, given.gpu_type, given.interconnect, given.gpus_per_node, given.find_batch_size, given.json,
+        given.write, given.chart, given.price,
+    )  # fmt: skip
+    if given.params is not None:
+        size = int(getattr(given, f"{_FLAG}batch_size", None) or 1)
+        print(command.plan_by_size(given.params, given.seq_length, size, given.headroom, asked))
+    else:
+        from lockstep.config import load_config
+
+        assert path is not None
+        print(command.plan(load_config(path, overrides), asked))
+    return EXIT_DONE
+
+
 Verb = tuple[Callable[[list[str]], int], str]
 VERBS: dict[str, Verb] = {
     "train": (train, "train what a config says, on one rank or many"),
     "launch": (launch, "run any script of yours with the same launcher"),
+    "plan": (plan, "say what a run will need, and which layout is best"),
     "config": (config, "show, check or list configs"),
     "checkpoint": (checkpoint, "list, inspect, verify, digest, export or convert checkpoints"),
     "report": (report, "draw what runs did, and say what to do next"),

@@ -37,6 +37,7 @@ class Gpu:
         bandwidth: GB/s of its memory.
         inside: name of the link between GPUs of a node.
         has_bf16: computes in bf16; else `half` is fp16's alone.
+        products: of `half` and `single`, the share that training reaches in its products, between communication.
     """
 
     name: str
@@ -47,14 +48,15 @@ class Gpu:
     inside: str
     source: str
     has_bf16: bool = True
+    products: float = 0.6
 
 
 _GPUS = (
     Gpu("V100-16GB", 16, 125, 15.7, 900, "NVLink 2", "NVIDIA V100 data sheet, SXM2", has_bf16=False),
     Gpu("V100-32GB", 32, 125, 15.7, 900, "NVLink 2", "NVIDIA V100 data sheet, SXM2", has_bf16=False),
     Gpu("T4", 16, 65, 8.1, 320, "PCIe 3", "NVIDIA T4 data sheet", has_bf16=False),
-    Gpu("A100-40GB", 40, 312, 19.5, 1555, "NVLink 3", "NVIDIA A100 data sheet, SXM4"),
-    Gpu("A100-80GB", 80, 312, 19.5, 2039, "NVLink 3", "NVIDIA A100 data sheet, SXM4"),
+    Gpu("A100-40GB", 40, 312, 19.5, 1555, "NVLink 3", "NVIDIA A100 data sheet, SXM4", products=0.72),
+    Gpu("A100-80GB", 80, 312, 19.5, 2039, "NVLink 3", "NVIDIA A100 data sheet, SXM4", products=0.72),
     Gpu("A10", 24, 125, 31.2, 600, "PCIe 4", "NVIDIA A10 data sheet"),
     Gpu("L4", 24, 121, 30.3, 300, "PCIe 4", "NVIDIA L4 data sheet (half of its figures with sparsity)"),
     Gpu("L40S", 48, 362, 91.6, 864, "PCIe 4", "NVIDIA L40S data sheet"),
@@ -95,18 +97,18 @@ LINKS = {link.name: link for link in _LINKS}
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What is had of the makers' figures: calibrated on published runs (see docs on planning), not measured here.
+    """What is had of the makers' figures, apart from `Gpu.products`.
+
+    Calibrated on torchtitan's published runs (`lockstep.plan.published`), not measured here.
 
     Attributes:
-        products: of the peak of matrix products.
         memory: of the memory's bandwidth, by operations that wait for it.
-        fused: of the bytes that an eager run would move, those that are moved.
+        fused: of the bytes that such operations move when run one by one, as counted, those that kernels move.
         links: of the links' bandwidth.
     """
 
-    products: float = 0.75
     memory: float = 0.80
-    fused: float = 1.0
+    fused: float = 0.18
     links: float = 0.70
 
 
@@ -130,7 +132,7 @@ class Cluster:
     def seconds(self, cost: Cost) -> float:
         """How long one GPU computes."""
         e = self.efficiency
-        products = (cost.low / self.gpu.half + cost.full / self.gpu.single) / (1e12 * e.products)
+        products = (cost.low / self.gpu.half + cost.full / self.gpu.single) / (1e12 * self.gpu.products)
         return products + cost.moved * e.fused / (self.gpu.bandwidth * 1e9 * e.memory)
 
 

@@ -1,8 +1,8 @@
 """One rank's step on tensors that hold nothing: the strategy's own code runs, and every byte is counted.
 
 The model is laid by the same functions that lay it in training, over a process group that only pretends, under torch's
-FakeTensorMode. Two steps run; the second, when the optimizer has its state, is the one recorded. Of a long chain of
-equal blocks five run, and the record of one is repeated for those left out.
+FakeTensorMode. The optimizer has its state already. Of a long chain of equal blocks five run, and the record of one is
+repeated for those left out.
 
 DDP's reducer, in C++, refuses fake tensors: `_Reducer` allocates what it does. The device is the CPU throughout; on a
 GPU the same tensors are made, apart from autocast's list of operations and kernels' own workspaces.
@@ -92,10 +92,10 @@ def rehearse(work: Workload, config: Config, layout: Layout, *, micro_batches: i
         parts = _lay(tracker, model, work, config, layout, mesh)
         optimizer = optimizer_of(config, list(model.parameters()))
         batch = work.batch(config.training.batch_size)
-        for _ in range(2):
-            _tag_persistent(tracker, model, optimizer)
-            tracker.restart()
-            _step(tracker, parts, optimizer, batch, min(micro_batches, 2), layout)
+        fill_state(optimizer)
+        _tag_persistent(tracker, model, optimizer)
+        tracker.restart()
+        _step(tracker, parts, optimizer, batch, min(micro_batches, 2), layout)
         regions = repeated(tracker.record.regions(), (f"F{REPEATED}", f"B{REPEATED}"), left_out)
         start = _with_left_out(tracker.record.start, model, optimizer, layout, left_out)
     return Rehearsal(play(start, regions), dict(zip(KINDS, start, strict=True)), work_of(regions))
@@ -197,6 +197,16 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     """What follows the last backward pass."""
     gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     torch.nn.utils.get_total_norm(gradients)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer's state, as its first step does."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 

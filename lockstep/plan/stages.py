@@ -33,6 +33,7 @@ from lockstep.plan.rehearsal import (
     CPU,
     Rehearsal,
     Work,
+    fill_state,
     optimizer_of,
     precision_of,
     pretended_ranks,
@@ -40,7 +41,7 @@ from lockstep.plan.rehearsal import (
     update,
 )
 from lockstep.plan.tracker import Tracker
-from lockstep.plan.workload import Workload
+from lockstep.plan.workload import Workload, looks
 from lockstep.randomness import Cursor
 
 Changes = dict[tuple[str, int, bool], Region]
@@ -61,15 +62,15 @@ def rehearse_rank(work: Workload, config: Config, layout: Layout, rank: int, *, 
     pipeline = config.distributed.pipeline
     count = plan.facts.padded(pipeline.n_microbatches or micro_batches, layout.pipeline, len(plan.parts.stages))
     order = actions(pipeline.schedule, layout.pipeline, pipeline.stages_per_rank, count)[rank]
-    metas = _metas(work, config, plan)
+    low = config.precision.param_dtype == "bf16" and layout.data_parallel_size > 1
+    metas = _metas(work, config, plan, low)
     with pretended_ranks(layout.world_size, rank * layout.data_parallel_size), ExitStack() as modes:
         mesh = layout.mesh("cpu")
         group = mesh["pipeline"].get_group()
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         tracker = modes.enter_context(Tracker())
         holder = _Rank(tracker, model, work, config, layout, plan, objective, metas, group, rank, mesh)
-        for _ in range(2):  # the optimizer has its state in the second step
-            changes = holder.step()
+        changes = holder.step()
         start = tracker.record.start
     persistent = dict(zip(KINDS, start, strict=True))
     stages = {
@@ -101,20 +102,29 @@ def _played(order: Sequence[Action], changes: Changes) -> list[Region]:
     return [*regions, changes["update", 0, True]]
 
 
-def _metas(work: Workload, config: Config, plan: Plan) -> list[Metas]:
-    """What each stage sends on, from one forward pass through the whole chain."""
+def _metas(work: Workload, config: Config, plan: Plan, low: bool) -> list[Metas]:
+    """What each stage sends on: one forward pass through the chain, in which equal segments run once.
+
+    Args:
+        low: FSDP2 gathers parameters in bf16.
+    """
     model = work.model()
     objective = work.objective(model)
     found: list[Metas] = []
+    known: dict[tuple[str, Metas], Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), precision_of(config).autocast():
         model.to_empty(device=CPU)
+        if low:
+            model.to(torch.bfloat16)
         segments, shared = segments_of(model), shared_parameters_of(model)
         assert segments is not None
         values, keywords = objective.inputs(work.batch(config.training.batch_size))
         for stage in plan.parts.stages:
             for name, segment in segments[stage.start : stage.stop]:
-                outputs = segment(*values, **keywords, **lent(model, shared.get(name, {})))
-                values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
+                key = (looks(segment), tuple(Meta.of(value) for value in values))
+                if key not in known:
+                    known[key] = segment(*values, **keywords, **lent(model, shared.get(name, {})))
+                values, keywords = known[key] if isinstance(known[key], tuple) else (known[key],), {}
             found.append(tuple(Meta.of(value) for value in values))
     return found
 
@@ -168,6 +178,7 @@ class _Rank:
     def step(self) -> Changes:
         """Two micro-batches through each stage, forward in order, backward in reverse."""
         tracker, changes = self.tracker, Changes()
+        fill_state(self.optimizer)
         tracker.tag([*self.parameters, *self.holding.named_buffers().values()], "parameters")
         states = self.optimizer.state.values()
         tracker.tag([t for state in states for t in state.values() if isinstance(t, Tensor)], "optimizer")

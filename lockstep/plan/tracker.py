@@ -27,6 +27,22 @@ _FSDP_KINDS = {
     "chunk_cat": "buckets",
 }
 
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> int:
+    """Two products over all positions, as torch counts the GPU's kernels: a causal mask saves nothing here."""
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
+
+
+def _attention_backward(_gradient: Tensor, *args: Any, **kwargs: Any) -> int:
+    return _attention(*args, **kwargs) * 5 // 2  # five products, one of which computes the scores anew
+
+
+_FORMULAS = {
+    **flop_registry,  # which leaves out the CPU's fused attention
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
 _FREE = {"empty", "empty_like", "empty_strided", "detach", "alias", "_unsafe_view", "lift_fresh", "set_"}  # no traffic
 
 
@@ -80,7 +96,7 @@ class Tracker(TorchDispatchMode):
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _FORMULAS.get(func._overloadpacket)
         if formula is not None:
             flops = int(formula(*args, **kwargs, out_val=out))
             first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))

@@ -89,7 +89,7 @@ def shortened(model: nn.Module) -> tuple[nn.Module, int]:
     without some of them, comes back whole.
     """
     blocks = blocks_of(model)
-    if len(blocks) <= KEPT_BLOCKS + 1 or len({_looks(block) for _, block in blocks}) > 1:
+    if len(blocks) <= KEPT_BLOCKS + 1 or len({looks(block) for _, block in blocks}) > 1:
         return model, 0
     short = copy.deepcopy(model)
     wanted = [name for name, _ in blocks]
@@ -102,7 +102,7 @@ def shortened(model: nn.Module) -> tuple[nn.Module, int]:
     return model, 0
 
 
-def _looks(block: nn.Module) -> str:
+def looks(block: nn.Module) -> str:
     """Equal for blocks that compute the same on the same shapes."""
     plain = [
         (name, sorted((k, v) for k, v in vars(m).items() if isinstance(v, bool | int | float | str)))

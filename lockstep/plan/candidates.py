@@ -1,0 +1,268 @@
+"""Which layouts there are for a model on a cluster, what each needs and how fast it is, and which is best."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.config import Config
+from lockstep.errors import UsageError
+from lockstep.mesh import Layout, resolve
+from lockstep.plan.facts import Facts, facts_of
+from lockstep.plan.hardware import Cluster
+from lockstep.plan.record import Cost
+from lockstep.plan.rehearsal import Rehearsal, rehearse
+from lockstep.plan.stages import rehearse_rank
+from lockstep.plan.steptime import Pieces, StageTime, StepTime, data_parallel_step, pipeline_step
+from lockstep.plan.workload import Workload
+
+GIB = 2**30
+LARGE = 5e9  # parameters
+RESERVED = 0.08  # of a GPU's memory, for CUDA's context, kernels' workspaces and gaps between tensors
+
+
+@dataclass
+class Candidate:
+    """One layout.
+
+    Attributes:
+        changes: keys of the config that make it, dotted.
+        memory: peak bytes on the fullest rank, by part; None where the model's state alone is too much.
+        least: bytes that it needs at least.
+        step: None where it does not fit by far.
+        samples: of a step, over all ranks.
+        model_flops: of a step, over all ranks, recomputation not counted.
+        refused: why it can't be had at all.
+    """
+
+    layout: Layout
+    changes: dict[str, Any]
+    memory: dict[str, int] | None = None
+    least: float = 0.0
+    step: StepTime | None = None
+    samples: int = 0
+    model_flops: float = 0.0
+    refused: str = ""
+    limit: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def needed(self) -> float:
+        return sum(self.memory.values()) if self.memory is not None else self.least
+
+    @property
+    def fits(self) -> bool:
+        return not self.refused and self.memory is not None and self.needed <= self.limit
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.step.seconds if self.step is not None else 0.0
+
+    @property
+    def checkpointing(self) -> str:
+        return str(self.changes.get("training.gradient_checkpointing", ""))
+
+    def name(self) -> str:
+        kind = self.changes.get("distributed.fsdp.sharding_strategy", "")
+        more = [kind] if kind and self.layout.strategy == "fsdp" else []
+        if self.layout.strategy == "pipeline":
+            more.append(str(self.changes.get("distributed.pipeline.schedule", "")))
+        if self.checkpointing not in ("", "none"):
+            more.append(f"checkpointing {self.checkpointing}")
+        if self.changes.get("precision.param_dtype") == "bf16":
+            more.append("bf16 weights")
+        if self.changes.get("distributed.fsdp.cpu_offload"):
+            more.append("offload")
+        return " ".join([str(self.layout), *more])
+
+
+def usable(cluster: Cluster) -> float:
+    """Bytes of a GPU that tensors may take."""
+    return cluster.gpu.memory * GIB * (1 - RESERVED)
+
+
+def candidates(work: Workload, config: Config, cluster: Cluster) -> list[Candidate]:
+    """All layouts that are worth a look, judged; the best first."""
+    facts = facts_of(work, config)
+    found: list[Candidate] = []
+    for layout in _layouts(facts, config, cluster):
+        most = None
+        for mode in _modes(facts, config):
+            changes = {**layout, "training.gradient_checkpointing": mode}
+            if most is not None and not most.fits:  # without recomputation it takes more still
+                found.append(Candidate(most.layout, changes, least=most.needed, limit=most.limit, samples=most.samples))
+                continue
+            judged = judge(work, config, cluster, changes, facts)
+            most = most or judged
+            if not judged.refused:
+                found.append(judged)
+    if not any(candidate.fits for candidate in found) and cluster.num_gpus > 1:
+        offloaded = {
+            "distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": "full_shard",
+            "distributed.fsdp.cpu_offload": True, "training.gradient_checkpointing": "full",
+        }  # fmt: skip
+        if facts.blocks:
+            found.append(judge(work, config, cluster, offloaded, facts))
+    return sorted(found, key=lambda c: (not c.fits, -c.samples_per_second if c.fits else c.needed))
+
+
+def _modes(facts: Facts, config: Config) -> list[str]:
+    """Of checkpointing, the one that needs least memory first."""
+    if not facts.blocks:
+        return ["none"]
+    asked = config.training.gradient_checkpointing
+    return ["full", *([asked] if asked not in ("full", "none") else []), "none"]
+
+
+def _layouts(facts: Facts, config: Config, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    n = cluster.num_gpus
+    if n == 1:
+        yield {"distributed.strategy": "single"}
+        return
+    yield {"distributed.strategy": "ddp"}
+    low = {"precision.param_dtype": "bf16"}
+    may_be_low = cluster.gpu.has_bf16 and config.precision.mode == "bf16" and not config.distributed.reproducible
+    # Autocast keeps copies of fp32 weights; where these are many, weights gathered in bf16 are the only way.
+    widths = [low] if may_be_low and facts.parameters > LARGE else [{}, low] if may_be_low else [{}]
+    for width in widths:
+        for kind in ("full_shard", "shard_grad_op"):
+            yield {"distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": kind, **width}
+        if n > cluster.per_node:
+            yield {
+                "distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": "hybrid_shard",
+                "distributed.shard_size": cluster.per_node, **width,
+            }  # fmt: skip
+    for ranks in _pipelines(facts, cluster):
+        sharded = n > ranks
+        yield {
+            "distributed.strategy": "pipeline", "distributed.pipeline_size": ranks,
+            "distributed.pipeline.schedule": "1F1B", "distributed.shard_size": n // ranks,
+            "distributed.fsdp.sharding_strategy": "shard_grad_op", **(widths[-1] if sharded else {}),
+        }  # fmt: skip
+
+
+def _pipelines(facts: Facts, cluster: Cluster) -> list[int]:
+    """Numbers of pipeline ranks: the fewest whose stages' parameters and gradients fit whole, and twice that."""
+    if not facts.segments:
+        return []
+    sizes = [p for p in (2, 4, 8, 16, 32, 64) if cluster.num_gpus % p == 0 and p <= min(facts.blocks, facts.segments)]
+    fits = [p for p in sizes if 8 * facts.parameters / p < usable(cluster)]
+    return fits[:2]
+
+
+def judge(work: Workload, config: Config, cluster: Cluster, changes: dict[str, Any], facts: Facts) -> Candidate:
+    """Memory and time of one layout."""
+    config = config.replaced({**_without_mesh(), **changes})
+    layout = resolve(config.distributed, cluster.num_gpus, cluster.per_node)
+    candidate = Candidate(layout, changes, limit=usable(cluster))
+    try:
+        count = micro_batches(config, layout)
+    except UsageError as error:
+        candidate.refused = error.what
+        return candidate
+    shards = layout.shard * layout.pipeline
+    offload = config.distributed.fsdp.cpu_offload
+    state = 0.0 if offload else facts.parameters * (4 + facts.optimizer_bytes) / shards
+    whole = 8 * facts.parameters / layout.pipeline if layout.strategy == "pipeline" and layout.shard > 1 else 0.0
+    candidate.least = state + whole
+    candidate.samples = config.training.batch_size * count * layout.data_parallel_size
+    if candidate.least > candidate.limit:
+        return candidate
+    try:
+        if layout.strategy == "pipeline":
+            _judge_pipeline(candidate, work, config, cluster, count, facts)
+        else:
+            _judge_data_parallel(candidate, work, config, cluster, count, facts)
+    except UsageError as error:
+        candidate.refused = error.what
+    return candidate
+
+
+def _without_mesh() -> dict[str, Any]:
+    return {f"distributed.{axis}_size": None for axis in ("pipeline", "replicate", "shard")}
+
+
+def micro_batches(config: Config, layout: Layout) -> int:
+    """Of a rank in a step.
+
+    Raises:
+        UsageError: the global batch can't be shared out.
+    """
+    training = config.training
+    if training.global_batch_size is None:
+        return training.gradient_accumulation_steps
+    count, rest = divmod(training.global_batch_size, training.batch_size)
+    if rest:
+        raise UsageError(f"global_batch_size {training.global_batch_size} is not a multiple of {training.batch_size}")
+    return -(-count // layout.data_parallel_size)
+
+
+def pieces_of(facts: Facts, rehearsal: Rehearsal, seconds: Callable[[Cost], float]) -> Pieces:
+    computed = rehearsal.work
+    return Pieces(
+        facts.units, 4 * facts.unit_parameters, 4 * (facts.parameters - facts.units * facts.unit_parameters),
+        seconds(computed.forward), seconds(computed.backward), seconds(computed.update),
+    )  # fmt: skip
+
+
+def _judge_data_parallel(
+    candidate: Candidate, work: Workload, config: Config, cluster: Cluster, count: int, facts: Facts
+) -> None:
+    layout = candidate.layout
+    rehearsal = rehearse(work, config, layout, micro_batches=count)
+    memory = dict(rehearsal.peak.parts)
+    if config.distributed.fsdp.cpu_offload:
+        moved = [memory.pop(kind) for kind in ("parameters", "optimizer", "gradients")]
+        candidate.notes.append(f"{sum(moved) / GIB:.1f} GiB a rank in host memory")
+    candidate.memory = memory
+    pieces = pieces_of(facts, rehearsal, cluster.seconds)
+    candidate.step = data_parallel_step(pieces, config, layout, cluster, count)
+    candidate.model_flops = 3.0 * rehearsal.work.forward.flops * count * layout.data_parallel_size
+
+
+def _judge_pipeline(
+    candidate: Candidate, work: Workload, config: Config, cluster: Cluster, count: int, facts: Facts
+) -> None:
+    layout = candidate.layout
+    looked_at = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
+    found = {rank: rehearse_rank(work, config, layout, rank, micro_batches=count) for rank in looked_at}
+    fullest = max(found.values(), key=lambda rehearsal: rehearsal.peak.total)
+    candidate.memory = dict(fullest.peak.parts)
+    stages: list[StageTime] = []
+    flops = 0
+    per_rank = config.distributed.pipeline.stages_per_rank
+    for stage in range(layout.pipeline * per_rank):
+        holder = next((r for r in found.values() if stage in r.stages), None)
+        computed = (
+            holder.stages[stage] if holder is not None else next(iter(found[layout.pipeline // 2].stages.values()))
+        )
+        flops += computed.forward.flops
+        stages.append(
+            StageTime(
+                cluster.seconds(computed.forward), cluster.seconds(computed.backward), float(fullest.sent[stage]),
+                4 * facts.parameters / (layout.pipeline * per_rank),
+            )
+        )  # fmt: skip
+    update = max(cluster.seconds(rehearsal.work.update) for rehearsal in found.values())
+    candidate.step = pipeline_step(stages, config, layout, cluster, count, update)
+    candidate.model_flops = 3.0 * flops * count * layout.data_parallel_size
+
+
+def largest_batch(work: Workload, config: Config, cluster: Cluster, changes: dict[str, Any]) -> int:
+    """The largest `training.batch_size` that fits under one layout; 0 where even 1 does not."""
+    facts = facts_of(work, config)
+
+    def needs(size: int) -> float:
+        sized = {**changes, "training.batch_size": size, "training.global_batch_size": None}
+        candidate = judge(work, config, cluster, sized, facts)
+        if candidate.refused:
+            raise UsageError(candidate.refused)
+        return candidate.needed if candidate.memory is not None else float("inf")
+
+    limit = usable(cluster)
+    one, two = needs(1), needs(2)
+    if one > limit:
+        return 0
+    guess = max(1, int(1 + (limit - one) / max(1.0, two - one)))  # activations grow with the batch, the rest stays
+    while guess > 1 and needs(guess) > limit:
+        guess -= max(1, guess // 50)
+    return guess

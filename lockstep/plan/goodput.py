@@ -1,0 +1,97 @@
+"""Long runs on machines that fail: how often to save, and how much of the time is training.
+
+A run that saves every T seconds loses, at each failure, what it did since the last save, and the time to notice, to
+restart and to load. Young (1974): T = √(2·δ·M) with δ what a save costs and M the mean time between failures; Daly
+(2006) is right for short M, too.
+"""
+
+import heapq
+import math
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """How a job fails.
+
+    Attributes:
+        gpu_hours_per_failure: mean, over all causes, of GPU-hours between two interruptions.
+        restart_seconds: from a failure to the first new step: noticing, rescheduling, loading.
+        save_seconds: in which training waits for a checkpoint.
+    """
+
+    gpu_hours_per_failure: float
+    restart_seconds: float
+    save_seconds: float
+
+    def mean_time(self, num_gpus: int) -> float:
+        """Seconds between failures of a job."""
+        return self.gpu_hours_per_failure * 3600 / num_gpus
+
+
+def best_interval(save: float, mean_time: float) -> float:
+    """Seconds of work between two saves that lose least (Daly's higher-order estimate).
+
+    Args:
+        save: seconds that a save costs; above half of `mean_time` no interval helps, and it is `mean_time`.
+    """
+    if save <= 0:
+        return 0.0
+    if save >= 2 * mean_time:
+        return mean_time
+    x = save / (2 * mean_time)
+    return math.sqrt(2 * save * mean_time) * (1 + math.sqrt(x) / 3 + x / 9) - save
+
+
+def expected_goodput(interval: float, save: float, restart: float, mean_time: float) -> float:
+    """The share of time that is training and is kept, for failures at random moments (Daly 2006, exact)."""
+    # Expected wall time of one interval of work and its save, restarts included.
+    wall = math.exp(restart / mean_time) * mean_time * math.expm1((interval + save) / mean_time)
+    return interval / wall
+
+
+@dataclass(frozen=True)
+class Run:
+    """A simulated run: seconds of wall time, of kept training, of work lost, and how many failures."""
+
+    wall: float
+    trained: float
+    lost: float
+    failures: int
+
+    @property
+    def goodput(self) -> float:
+        return self.trained / self.wall
+
+
+def simulate(
+    work: float, interval: float, reliability: Reliability, num_gpus: int, *, gpus_per_node: int = 8, seed: int = 0
+) -> Run:
+    """Run `work` seconds of training on nodes that fail one by one, each at exponential times of its own.
+
+    Args:
+        interval: seconds of training between two saves.
+    """
+    generator = random.Random(seed)
+    nodes = max(1, num_gpus // gpus_per_node)
+    node_mean = reliability.mean_time(num_gpus) * nodes
+    failures = [generator.expovariate(1 / node_mean) for _ in range(nodes)]
+    heapq.heapify(failures)
+    now = done = saved = lost = 0.0
+    count = 0
+    while saved < work:
+        step = min(interval, work - saved)
+        ends = now + step + reliability.save_seconds
+        if failures[0] >= ends:
+            now, saved = ends, saved + step
+            continue
+        failed = failures[0]
+        heapq.heapreplace(failures, failed + reliability.restart_seconds + generator.expovariate(1 / node_mean))
+        if failed >= now:
+            done = min(step, failed - now)
+            lost += done
+            now = failed
+        now = max(now, failed) + reliability.restart_seconds if failed >= now else now + reliability.restart_seconds
+        count += 1
+    return Run(now, saved, lost, count)

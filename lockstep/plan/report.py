@@ -1,0 +1,172 @@
+"""A plan as text, as JSON and as a chart."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from html import escape
+from typing import Any
+
+from lockstep.plan.candidates import GIB, Candidate
+from lockstep.plan.hardware import Cluster
+
+_COLOURS = {
+    "parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e15759", "activations": "#76b7b2",
+    "gathered": "#59a14f", "buckets": "#edc948", "stashes": "#b07aa1",
+}  # fmt: skip
+_LETTERS = {
+    "parameters": "P", "gradients": "G", "optimizer": "O", "activations": "a", "gathered": "g", "buckets": "b",
+    "stashes": "s",
+}  # fmt: skip
+_WIDTH = 40
+
+
+def mfu(candidate: Candidate, cluster: Cluster) -> float:
+    """Model FLOPs utilisation: of the peak in half precision, recomputation not counted."""
+    assert candidate.step is not None
+    return candidate.model_flops / (candidate.step.seconds * cluster.num_gpus * cluster.gpu.half * 1e12)
+
+
+def as_text(
+    found: Sequence[Candidate], cluster: Cluster, *, tokens_per_sample: int, steps: int | None, price: float | None
+) -> str:
+    """A table of layouts, the best first, a chart of their memory, and why the first is first."""
+    limit = found[0].limit if found else 0.0
+    between = f", {cluster.between.name} between nodes" if cluster.num_gpus > cluster.per_node else ""
+    lines = [
+        f"{cluster.num_gpus} × {cluster.gpu.name} ({limit / GIB:.1f} GiB for tensors of {cluster.gpu.memory:g}), "
+        f"{cluster.per_node} a node, {cluster.inside.name} inside{between}",
+        "",
+    ]
+    speed = "tokens/s" if tokens_per_sample > 1 else "samples/s"
+    header = ["layout", "GiB a GPU", "fits", "step s", "exposed", "bubble", "sent/step", "MFU", speed]
+    rows = [header]
+    for c in found:
+        if c.memory is None:
+            rows.append([c.name(), f"≥ {c.needed / GIB:.1f}", _by_how_much(c), *[""] * 6])
+            continue
+        assert c.step is not None
+        rows.append(
+            [
+                c.name(), f"{c.needed / GIB:.1f}", _by_how_much(c), f"{c.step.seconds:.3g}",
+                f"{c.step.exposed / c.step.seconds:.0%}", f"{c.step.bubble / c.step.seconds:.0%}",
+                _bytes(c.step.inside + c.step.between), f"{mfu(c, cluster):.0%}",
+                f"{c.samples_per_second * tokens_per_sample:,.0f}",
+            ]
+        )  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
+    lines += ["", *bars(found), "", *why(found, cluster)]
+    best = found[0] if found and found[0].fits else None
+    if best is not None and best.step is not None and steps:
+        seconds = best.step.seconds * steps
+        hours = seconds / 3600 * cluster.num_gpus
+        cost = f", {price * hours:,.2f} at {price:g} a GPU-hour" if price else ""
+        lines.append(f"{steps:,} steps: {seconds / 86400:.2f} days, {hours:,.1f} GPU-hours{cost}")
+    return "\n".join(lines)
+
+
+def _by_how_much(candidate: Candidate) -> str:
+    missing = candidate.needed - candidate.limit
+    return "yes" if candidate.fits else f"no: {missing / GIB:+.1f}"
+
+
+def _bytes(size: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+def bars(found: Sequence[Candidate]) -> list[str]:
+    """Memory by part, `|` where the GPU's memory ends."""
+    shown = [c for c in found if c.memory is not None]
+    if not shown:
+        return []
+    limit = shown[0].limit
+    scale = max(limit, *(min(c.needed, 2 * limit) for c in shown)) / _WIDTH
+    edge = min(_WIDTH, round(limit / scale))
+    width = max(len(c.name()) for c in shown)
+    lines = ["memory: " + ", ".join(f"{letter} {kind}" for kind, letter in _LETTERS.items())]
+    for c in shown:
+        assert c.memory is not None
+        text = "".join(_LETTERS[kind] * round(size / scale) for kind, size in c.memory.items())[: _WIDTH + 1]
+        text = text.ljust(_WIDTH + 1)
+        lines.append(f"{c.name():<{width}}  {text[:edge]}|{text[edge:].rstrip()}")
+    return lines
+
+
+def why(found: Sequence[Candidate], cluster: Cluster) -> list[str]:
+    """Why the first is first."""
+    if not found:
+        return ["there is no layout of this model on these GPUs"]
+    best = found[0]
+    if not best.fits:
+        return [
+            f"nothing fits: {best.name()} comes nearest and needs {(best.needed - best.limit) / GIB:.1f} GiB "
+            "more a GPU; use more GPUs, a smaller training.batch_size, or shorter samples"
+        ]
+    assert best.step is not None
+    lines = [f"{best.name()}: the fastest that fits"]
+    others = [c for c in found[1:] if c.step is not None and c.layout != best.layout]
+    closest = next((c for c in others if c.fits), None)
+    if closest is not None and closest.step is not None:
+        slower = best.samples_per_second / closest.samples_per_second - 1
+        waits = closest.step.exposed + closest.step.bubble
+        lines.append(
+            f"  {closest.name()} is {slower:.0%} slower: {closest.step.compute:.3g} s of computing and {waits:.3g} s "
+            f"of waiting a step, against {best.step.compute:.3g} and {best.step.exposed + best.step.bubble:.3g}"
+        )
+    faster = [c for c in found if not c.fits and c.samples_per_second > best.samples_per_second]
+    if faster:
+        c = max(faster, key=lambda one: one.samples_per_second)
+        lines.append(f"  {c.name()} would be faster, but lacks {(c.needed - c.limit) / GIB:.1f} GiB")
+    if best.checkpointing == "full":
+        lines.append("  it recomputes activations: with fewer samples in a micro-batch or more GPUs it may not have to")
+    lines += [f"  {note}" for note in best.notes]
+    return lines
+
+
+def as_dict(candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
+    """For `--json`: bytes and seconds."""
+    return {
+        "layout": str(candidate.layout), "name": candidate.name(), "config": candidate.changes, "fits": candidate.fits,
+        "memory": candidate.memory, "needed": candidate.needed, "limit": candidate.limit, "samples": candidate.samples,
+        "step": asdict(candidate.step) if candidate.step is not None else None,
+        "mfu": mfu(candidate, cluster) if candidate.step is not None else None,
+        "samples_per_second": candidate.samples_per_second, "notes": candidate.notes,
+    }  # fmt: skip
+
+
+def as_svg(found: Sequence[Candidate]) -> str:
+    """Memory by part for each layout, and the line of the GPU's memory."""
+    shown = [c for c in found if c.memory is not None]
+    left, height, width = 330, 26, 560
+    limit = shown[0].limit if shown else 1.0
+    scale = width / max(limit * 1.15, *(min(c.needed, 2 * limit) for c in shown), 1.0)
+    bottom = height * len(shown) + 30
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 90}" height="{bottom + 40}" '
+        'font-family="sans-serif" font-size="12">'
+    ]
+    for row, c in enumerate(shown):
+        y = 20 + row * height
+        x = float(left)
+        parts.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{escape(c.name())}</text>')
+        assert c.memory is not None
+        for kind, size in c.memory.items():
+            w = min(size * scale, left + width - x)
+            if w > 0:
+                title = f"<title>{kind}: {size / GIB:.2f} GiB</title>"
+                box = f'x="{x:.1f}" y="{y}" width="{w:.1f}" height="18"'
+                parts.append(f'<rect {box} fill="{_COLOURS[kind]}">{title}</rect>')
+                x += w
+        parts.append(f'<text x="{x + 5:.1f}" y="{y + 14}">{c.needed / GIB:.1f} GiB</text>')
+    x = left + limit * scale
+    parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{bottom - 8}" stroke="black" stroke-dasharray="4 3"/>')
+    parts.append(f'<text x="{x:.1f}" y="{bottom + 6}" text-anchor="middle">{limit / GIB:.1f} GiB</text>')
+    for place, (kind, colour) in enumerate(_COLOURS.items()):
+        x = 10 + place * 120
+        parts.append(f'<rect x="{x}" y="{bottom + 18}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 16}" y="{bottom + 28}">{kind}</text>')
+    return "\n".join([*parts, "</svg>", ""])
