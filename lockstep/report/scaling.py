@@ -86,9 +86,8 @@ def study(
                 first = next((p for p in points if p.kind == kind), None)
                 speedup = rate / first.rate * first.speedup if first else float(count)
                 points.append(Point(kind, count, rate, seconds, speedup))
-                say(
-                    f"{kind:<8} {count:>3} ranks  {rate:9.1f} samples/s  {speedup:5.2f} ×  {speedup / count:.0%} of ideal"
-                )
+                ideal = f"{speedup / count:.0%} of ideal"
+                say(f"{kind:<8} {count:>3} ranks  {rate:9.1f} samples/s  {speedup:5.2f} ×  {ideal}")
     return points
 
 
@@ -172,7 +171,8 @@ def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
             chart("speedup", "Speed-up", speed, note="Over the fewest ranks; thick: what is expected of GPUs.",
                   shapes=bands, xaxis={"title": {"text": "ranks"}, "tickvals": counts}, yaxis={"ticksuffix": " ×"}),
             chart("efficiency", "Share of the ideal", share, barmode="group", hovermode="closest",
-                  xaxis={"title": {"text": "ranks"}, "type": "category"}, yaxis={"tickformat": ".0%", "range": [0, 1.1]}),
+                  xaxis={"title": {"text": "ranks"}, "type": "category"},
+                  yaxis={"tickformat": ".0%", "range": [0, 1.1]}),
         ],
         "tables": [{"title": "Measured", "head": head, "rows": rows}], "configs": [],
     }  # fmt: skip

@@ -36,7 +36,8 @@ class Sleeper(nn.Module):
         return (batch["x"],)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.second(_Sleep.apply(self.first(x), self.seconds * len(x)))
+        rested = _Sleep.apply(self.first(x), self.seconds * len(x))  # type: ignore[no-untyped-call]
+        result: Tensor = self.second(rested)
         return result
 
     def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
