@@ -27,6 +27,12 @@ def resolve_mode(mode: str, device: torch.device) -> tuple[Mode, str]:
     return "fp32", "no bf16 hardware" if device.type == "cuda" else "on CPU"
 
 
+def switch_tf32(allowed: bool) -> None:
+    """Allow or forbid TF32 (10 bits of mantissa) in fp32 matrix products and convolutions on GPUs, in this process."""
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
 @dataclass(frozen=True)
 class Precision:
     """How forward passes compute.

@@ -15,9 +15,10 @@ from lockstep.config import Config
 from lockstep.errors import UsageError
 from lockstep.mesh import Layout
 from lockstep.models.protocol import Objective, blocks_of, segments_of
-from lockstep.parallel import accelerate, data_parallel, ddp, fsdp, pipeline, reproducible
+from lockstep.parallel import accelerate, data_parallel, ddp, divergence, fsdp, pipeline, reproducible
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.buffers import RunningBuffers, refuse_synchronised
+from lockstep.parallel.compiled import ColdStart, compile_blocks
 from lockstep.parallel.compression import Compression, compress
 from lockstep.parallel.initial import FirstValues, agree, canonical_names, materialise, on_meta
 from lockstep.parallel.loop import evaluated, in_order, looped, plain_forward
@@ -25,7 +26,7 @@ from lockstep.parallel.placed import Ledger, Placed, Share, contiguous_shares, s
 from lockstep.parallel.tree import hybrid_shares, tree_shares
 from lockstep.parallel.tree_fsdp import ShardTree
 from lockstep.parallel.tree_local import LocalTree, ReplicaTree
-from lockstep.precision import Precision
+from lockstep.precision import Precision, switch_tf32
 from lockstep.randomness import Cursor, key_segments
 
 __all__ = ["Ledger", "Placed", "Share", "place"]
@@ -52,6 +53,8 @@ def place(
         UsageError: the model is wrapped already, or does not offer what the strategy needs.
     """
     refuse_wrapped(model)
+    refuse_impossible(config, layout, device)
+    switch_tf32(config.precision.tf32)
     names, aliases = canonical_names(model)
     before = sum(p.numel() for p in model.parameters())
     cursor = Cursor(config.training.seed, device)
@@ -79,6 +82,7 @@ def place(
             placed.forward_backward = reproducible.guarded(placed.forward_backward)
         placed.notices = notices + placed.notices
         placed.aliases, placed.num_parameters = aliases, before
+        _guard_replicas(placed, config, mesh)
         return placed
     if first is None:
         model.to(device)
@@ -90,7 +94,16 @@ def place(
     after = sum(p.numel() for p in model.parameters())
     assert before == after, "placement changed the number of parameters"
     assert set(placed.parameters) == set(names.values()), "placement changed names of parameters"
+    _guard_replicas(placed, config, mesh)
     return placed
+
+
+def _guard_replicas(placed: Placed, config: Config, mesh: DeviceMesh | None) -> None:
+    every = config.distributed.divergence_check_steps
+    if mesh is not None and mesh["replicate"].size() > 1 and every is not None:
+        placed.check = divergence.guard(placed, mesh["replicate"].get_group(), every)
+    elif every is not None and "divergence_check_steps" in config.distributed.model_fields_set:
+        placed.notices.append("divergence_check_steps: one replica, nothing to compare")
 
 
 def _lay(
@@ -104,6 +117,7 @@ def _lay(
         refuse_synchronised(model)
     buffers = RunningBuffers(model, layout.data_parallel_size, reproducible=config.distributed.reproducible)
     loop = partial(looped, objective=objective, cursor=cursor, precision=precision, buffers=buffers)
+    said_later: list[str] = []
     exact = config.distributed.reproducible
     tree: LocalTree | ReplicaTree | ShardTree | None = None
     groups = []
@@ -159,6 +173,8 @@ def _lay(
                 tree = LocalTree(list(model.parameters()))
             if layout.strategy not in ("single", "dp"):
                 notices.append(f"{layout.strategy} on one rank: nothing to synchronise or to shard")
+    if config.training.compile:
+        micro_step = ColdStart(len(blocks) or 1, said_later).over(micro_step)
     if tree is not None:
         micro_step = reproducible.guarded(tree.over(micro_step))
     return Placed(
@@ -176,6 +192,7 @@ def _lay(
         settle=compression.settle,
         norm_groups=groups,
         notices=notices,
+        said_later=said_later,
         state=compression.state,
         reproducible=exact,
     )
@@ -218,11 +235,31 @@ def _transform_blocks(
         every=training.gradient_checkpointing_every, compiled=training.compile,
     )  # fmt: skip
     if training.compile:
-        # Inside of the hooks: the seed of a block is set before its compiled code runs.
-        for _, module in blocks or [("", model)]:
-            module.forward = torch.compile(module.forward)
+        compile_blocks(blocks or [("", model)])
         return [f"compile: {len(blocks) or 1} block(s), at their first forward pass"]
     return []
+
+
+def refuse_impossible(config: Config, layout: Layout, device: torch.device) -> None:
+    """What only becomes clear once the layout and the device are known.
+
+    Raises:
+        UsageError: with what to write instead.
+    """
+    dtype, sharded = config.precision.param_dtype, layout.strategy == "fsdp" and layout.world_size > 1
+    if dtype != "fp32" and not sharded and layout.strategy != "pipeline":
+        raise UsageError(
+            f"precision.param_dtype: {dtype} needs strategy fsdp on two ranks or more, and this is {layout}",
+            where="precision.param_dtype",
+            why="FSDP keeps fp32 shards and casts parameters as it gathers them; elsewhere nothing is gathered",
+            fix=f"write precision.mode: {dtype}, which computes in it under every strategy",
+        )
+    if layout.strategy == "fsdp" and config.distributed.fsdp.cpu_offload and device.type == "cpu":
+        raise UsageError(
+            "cpu_offload: the device is the CPU, where there is nothing to offload",
+            where="distributed.fsdp.cpu_offload",
+            fix="write cpu_offload: false",
+        )
 
 
 def refuse_wrapped(model: nn.Module) -> None:

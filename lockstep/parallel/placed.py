@@ -123,11 +123,13 @@ class Placed:
         micro_step: see `MicroStep`; None where micro-batches can't be run one at a time (pipelines).
         finish_gradients: what is left to do to `.grad` after the last backward.
         settle: told after each update whether it was skipped.
+        check: told after each step how many were made; finds replicas that drift apart.
         norm_groups: process groups over which squared norms of the local gradients add up.
         counted: names whose gradients this rank counts in a norm; None: all. Of what several ranks of a norm group hold
             whole, one counts it.
         wants_data: whether this rank's shares need their batches.
         notices: lines to be said at start.
+        said_later: lines that become known while it trains; who says them takes them out.
         state: tensors of the strategy's own that a checkpoint keeps (error feedback of a compression).
         reproducible: the step must be the same in every bit on any layout.
         num_parameters: of the whole model, tied ones counted once.
@@ -147,10 +149,12 @@ class Placed:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     finish_gradients: Callable[[], None] = lambda: None
     settle: Callable[[bool], None] = lambda _skipped: None
+    check: Callable[[int], None] = lambda _steps: None
     norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
     counted: set[str] | None = None
     wants_data: bool = True
     notices: list[str] = field(default_factory=list)
+    said_later: list[str] = field(default_factory=list)
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     reproducible: bool = False
     num_parameters: int = 0

@@ -1,6 +1,7 @@
 """The grid on which data-parallel strategies are compared with one process, and what runs a case of it."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +114,7 @@ def run_all(cases: list[Case]) -> list[Result | str]:
     return results
 
 
+@cache
 def reference(case: Case, micro_batches: int) -> Result:
     """What one process makes of it, without checkpointing."""
     return run(Case(case.model, "single", 1, "none", case.more), micro_batches)

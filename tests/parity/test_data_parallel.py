@@ -1,7 +1,5 @@
 """Every data-parallel strategy takes the step that one process takes: the parity matrix."""
 
-from functools import cache
-
 import pytest
 
 from tests.parity.matrix import MODELS, Case, Result, difference, grid, reference, run, run_all
@@ -10,7 +8,6 @@ from tests.ranks import run_ranks
 TOLERANCE = 1e-5  # of fp32 sums in another order, over 5 steps of AdamW
 
 
-@cache
 def alone(model: str, micro_batches: int) -> Result:
     return reference(Case(model, "single", 1, "none"), micro_batches)
 

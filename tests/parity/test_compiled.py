@@ -1,0 +1,79 @@
+"""torch.compile under every strategy: compiled runs equal compiled runs, and names stay canonical."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config import config_from
+from lockstep.trainer import Trainer
+from tests.parity.matrix import Case, Result, difference, reference, run, run_all
+from tests.parity.toy import Tokens, language_model
+from tests.ranks import run_ranks
+
+COMPILED = (("training.compile", True),)
+CASES = [
+    Case("transformer", strategy, 3, checkpointing, COMPILED)
+    for strategy, checkpointing in (
+        ("ddp", "none"), ("full_shard", "none"), ("full_shard", "full"), ("ddp", "selective"), ("accelerate", "full"),
+    )
+]  # fmt: skip
+OTHER_MODELS = [
+    Case(model, strategy, 3, "none", COMPILED)
+    for model, strategy in (("bdh", "full_shard"), ("tied", "shard_grad_op"), ("vae", "ddp"), ("hf", "full_shard"))
+]
+
+
+def compare(cases: list[Case], results: list[Result | str]) -> None:
+    for case, result in zip(cases, results, strict=True):
+        assert isinstance(result, Result), f"{case}: {result}"
+        assert difference(result, reference(case, 6)) < 1e-5, case
+
+
+def in_one_launch() -> dict[str, Any]:
+    return {"results": run_all(CASES), "state": state()}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(in_one_launch, 2, timeout=900)
+
+
+def test_compiled_runs_are_the_same_under_every_strategy(ranks: list[dict[str, Any]]) -> None:
+    """Dropout is on: a block's seed is set outside of its compiled code, once for forward and recomputation."""
+    for rank in ranks:
+        compare(CASES, rank["results"])
+    eager = run(Case("transformer", "single", 1, "none"), 6)
+    assert difference(reference(CASES[0], 6), eager) < 0.05, "other random numbers, the same training"
+
+
+@pytest.mark.full
+def test_other_models_compiled() -> None:
+    for results in run_ranks(run_all, 2, OTHER_MODELS, timeout=900):
+        compare(OTHER_MODELS, results)
+
+
+def state() -> dict[str, Any]:
+    """Names of everything that is saved, under compilation, checkpointing and the strategy's wrapper."""
+    settings = {
+        "training.batch_size": 2,
+        "training.global_batch_size": 8,
+        "training.max_steps": 50,
+        "training.compile": True,
+        "training.gradient_checkpointing": "full",
+        "distributed.strategy": "ddp" if torch.distributed.is_initialized() else "single",
+    }
+    trainer = Trainer(language_model("transformer", tie_embeddings=True), config=config_from(settings))
+    next(trainer.steps(Tokens()))
+    return {"names": sorted(trainer.placed.parameters), "said": trainer.placed.said_later}
+
+
+def test_trap_27_names_are_canonical_whatever_wraps_a_parameter(ranks: list[dict[str, Any]]) -> None:
+    """torch.compile adds `_orig_mod.`, checkpointing `_checkpoint_wrapped_module.`, DDP `module.`. How long compiling
+    took is said once it is known."""
+    plain = language_model("transformer", tie_embeddings=True)
+    expected = sorted(name for name, _ in plain.named_parameters())
+    for found in [state(), *(rank["state"] for rank in ranks)]:
+        assert found["names"] == expected
+        assert len(found["said"]) == 1
+        assert "block(s) took" in found["said"][0]
