@@ -1,0 +1,75 @@
+"""The scaling study: what it runs, what it says, what it draws."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lockstep.cli import main
+from lockstep.errors import UsageError
+from lockstep.report import command, scaling
+from lockstep.report.page import render
+from tests.report.browser import Page, browser
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump({"model": {"name": "transformer"}, "data": {"name": "python-docs"},
+                                    "training": {"batch_size": 4}}))  # fmt: skip
+    return path
+
+
+def test_weak_keeps_a_ranks_work_and_strong_the_whole(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def measured(_config: Path, overrides: list[str], ranks: int, *_: Any) -> tuple[float, float]:
+        batch = next(o.partition("=")[2] for o in overrides if o.startswith("training.global_batch_size"))
+        asked.append((ranks, batch))
+        return 100.0 * ranks * 0.9 ** (ranks - 1), 0.1
+
+    monkeypatch.setattr(scaling, "_measure", measured)
+    said: list[str] = []
+    points = scaling.study(config, [], [4, 1, 2], sleeping=[2], steps=5, say=said.append)
+    assert asked == [(1, "4"), (2, "8"), (4, "16"), (1, "16"), (2, "16"), (4, "16"), (2, "8")]
+    weak = [point for point in points if point.kind == "weak"]
+    assert [round(p.speedup, 2) for p in weak] == [1.0, 1.8, 2.92]
+    assert weak[1].efficiency == pytest.approx(0.9)
+    assert len(said) == 7
+    text = scaling.as_markdown(points, "lockstep bench scaling tiny.yaml", "2 cores")
+    assert "| weak | 2 | 180.0 | 0.1000 | 1.80 × | 90% | 1.8–1.9 × |" in text
+    assert scaling.EXPECTED[16] == (12.0, 14.0)
+
+
+@pytest.mark.skipif(browser() is None, reason="NO BROWSER: install chromium, or pages are not tested")
+def test_the_picture_draws(tmp_path: Path) -> None:
+    points = [scaling.Point("weak", n, 100.0 * n * 0.95, 0.1, n * 0.95) for n in (1, 2, 4, 8)]
+    path = tmp_path / "scaling.html"
+    path.write_text(render(scaling.page_of(points, "Scaling of tiny.yaml", "now", "2 cores")))
+    with Page() as page:
+        page.open(path.as_uri())
+        assert page.complaints == []
+        assert page.ask("document.querySelectorAll('.plot .main-svg').length > 1")
+        assert "What to do next" not in page.ask("document.body.textContent.split('{')[0]")
+
+
+def test_what_makes_no_sense_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "scaling", str(config), "--ranks", "1,x"]) == 2
+    assert "--ranks" in capsys.readouterr().err
+    assert main(["bench", "speed", str(config)]) == 2
+    with pytest.raises(UsageError):
+        command._counts("--ranks", "0,2")
+
+
+def test_ranks_that_sleep_scale_though_there_are_no_cores_for_them(config: Path, tmp_path: Path) -> None:
+    """Two real ranks, each with its own sleep: twice the samples in hardly more time."""
+    overrides = [f"{key}={value}" for key, value in scaling.SLEEPING.items()]
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    rates = [
+        scaling._measure(config, [*overrides, f"training.global_batch_size={4 * ranks}"], ranks, 8, folder)[0]
+        for ranks in (1, 2)
+    ]
+    assert 20 < rates[0] < 50.1, "4 samples of 20 ms"
+    assert 1.3 < rates[1] / rates[0] < 2.1
