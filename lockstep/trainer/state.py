@@ -116,13 +116,12 @@ def go_back(trainer: "Trainer", how: str) -> tuple[Path | None, int]:
     found = find(trainer, how)
     step = restore(trainer, found)[0] if found is not None else 0
     directory = trainer.run_directory
-    if directory is not None and directory.path.is_dir():
-        if trainer.is_main_process:
-            directory.forget_after(step)
-            for path in checkpoint.set_aside(directory.checkpoints, after=step):
-                directory.append_event("set_aside", step=step, checkpoint=path.name)
-        if trainer.layout.world_size > 1:
-            cluster.barrier()
+    if directory is not None and trainer.is_main_process:
+        directory.forget_after(step)
+        for path in checkpoint.set_aside(directory.checkpoints, after=step):
+            directory.append_event("set_aside", step=step, checkpoint=path.name)
+    if trainer.layout.world_size > 1:
+        cluster.barrier()  # nobody looks into the folder before it is in order
     return found, step
 
 

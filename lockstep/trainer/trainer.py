@@ -5,6 +5,7 @@
 The loop below is the whole of it; what a step does is in `lockstep.step`, where it runs in `lockstep.parallel`.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -309,12 +310,15 @@ class Trainer:
         Returns:
             where it goes on from; None for a fresh start.
         """
+        started = time.perf_counter()
         found, step = state.go_back(self, how)
         if found is None:
             return None
         self._later_lines.append(f"goes on after step {step}, from {found}")
         if self.run_directory is not None and self.is_main_process:
-            self.run_directory.append_event("resume", step=step, checkpoint=str(found))
+            self.run_directory.append_event(
+                "resume", step=step, checkpoint=str(found), seconds=time.perf_counter() - started
+            )
         return found
 
     @property

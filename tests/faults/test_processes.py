@@ -1,0 +1,193 @@
+"""Processes that die, stop, leave early or are told to go, with real ranks."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.agent import CrashLoop
+from lockstep.launch.failures import Failure
+from lockstep.records import RunDirectory
+from tests.faults.tiny import YAML, events, steps
+from tests.launch.conftest import Launch, launch  # noqa: F401
+from tests.launch.shared import Ended, alive, finish, script, start, wait_for
+
+TWO = ("train", "tiny.yaml", "--nproc-per-node", "2", "--output-dir", "run")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def begin(folder: Path, *options: str, checkpoint: int = 5) -> tuple[subprocess.Popen[str], dict[int, int]]:
+    """Start a run of two ranks in `folder`, wait for a checkpoint, and say which process is which rank."""
+    (folder / "tiny.yaml").write_text(YAML)
+    process = start(folder, *TWO, *options, **ONE_THREAD)
+    wait_for(lambda: process.poll() is not None or (folder / f"run/checkpoints/step-{checkpoint:08}").exists())
+    assert process.poll() is None, process.communicate()
+    return process, ranks_of(folder)
+
+
+def ranks_of(folder: Path) -> dict[int, int]:
+    """Rank → process, of the newest start."""
+    return {rank["rank"]: rank["process"] for rank in events(folder / "run", "start")[-1]["ranks"]}
+
+
+@pytest.fixture(scope="module")
+def stopped_rank(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Rank 1 is stopped in the middle of a step; later, of the new ranks, rank 0 is killed; then both are preempted."""
+    folder = tmp_path_factory.mktemp("hang")
+    process, ranks = begin(folder, "--max-restarts", "2")
+    os.kill(ranks[1], signal.SIGSTOP)
+    wait_for(lambda: len(events(folder / "run", "start")) == 2)
+    wait_for(lambda: len(events(folder / "run", "save")) > 3)
+    os.kill(ranks_of(folder)[0], signal.SIGKILL)
+    wait_for(lambda: len(events(folder / "run", "start")) == 3)
+    before = len(events(folder / "run", "save"))
+    wait_for(lambda: len(events(folder / "run", "save")) > before or process.poll() is not None)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGUSR1)
+    return finish(process, folder)
+
+
+@pytest.mark.fault(
+    "hang: a rank is stopped (SIGSTOP)",
+    "no step ends; the others wait for it in a collective",
+    "after `hang.factor` × the usual step, at least `hang.seconds`, every rank's stacks and last collectives go to "
+    "logs/; the launcher says which rank is behind, in which step, at which line, and starts the ranks again",
+)
+def test_a_stopped_rank_is_named_and_restarted(stopped_rank: Ended) -> None:
+    said = stopped_rank.err
+    assert re.search(r"rank 1 of 2 failed: it hangs in step \d+: no step for \d+ s", said), said
+    assert "it was stopped by a signal (SIGSTOP)" in said
+    assert re.search(r"where: host \S+, \S+\.py:\d+ in \w+", said)
+    logs = stopped_rank.folder / "run/logs"
+    for rank in (0, 1):
+        assert "most recent call first" in (logs / f"rank-{rank}.stacks.txt").read_text()
+        assert "gloo:all_reduce" in (logs / f"rank-{rank}.flight.json").read_text()
+
+
+@pytest.mark.fault(
+    "process: a rank is killed (SIGKILL)",
+    "as the system does when memory runs out; its peers lose their connections",
+    "the launcher names the rank, starts all ranks again (`--max-restarts`), and they go on from the newest good "
+    "checkpoint; metrics.jsonl holds each step once",
+)
+def test_a_killed_rank(stopped_rank: Ended) -> None:
+    assert "rank 0 of 2 failed: killed by SIGKILL" in stopped_rank.err
+    assert len(events(stopped_rank.folder / "run", "restart")) == 2
+    assert len(events(stopped_rank.folder / "run", "resume")) == 2
+    recorded = steps(stopped_rank.folder / "run")
+    assert recorded == sorted(set(recorded)), "each step once"
+
+
+@pytest.mark.fault(
+    "process: preempted (SIGTERM, or SIGUSR1 ahead of it)",
+    "a scheduler warns the launcher, or ends the job",
+    "the ranks agree on a step, save there once, and end; the exit code is 75",
+)
+@pytest.mark.fault(
+    "process: a second signal",
+    "SIGTERM and SIGUSR1 come while the ranks save",
+    "nothing more happens: one save, exit code 75",
+)
+def test_trap_55_a_signal_saves_once_at_a_step_that_all_agree_on(stopped_rank: Ended) -> None:
+    """Saving inside of the handler meets ranks in different steps. It sets a flag; the step's traffic carries it."""
+    assert stopped_rank.code == 75, stopped_rank.err
+    run = RunDirectory(stopped_rank.folder / "run")
+    *_, last = run.read_events()
+    assert (last["kind"], last["reason"]) == ("stop", "preempted")
+    assert (run.checkpoints / f"step-{last['step']:08}").is_dir()
+    saves = [event["step"] for event in events(run.path, "save")]
+    assert saves.count(last["step"]) == 1
+
+
+@pytest.mark.fault(
+    "process: preempted before the first step",
+    "SIGTERM comes while the ranks load their libraries or wait for one another",
+    "they leave at once; the exit code is 75: nothing was begun, nothing is lost",
+)
+@pytest.mark.fault(
+    "process: the launcher is killed (SIGKILL)",
+    "nobody is left to end the ranks",
+    "the kernel ends them with it: after 5 s no rank, and none of their data workers, is alive",
+)
+def test_a_killed_launcher_and_an_early_signal(tmp_path: Path) -> None:
+    """Two runs in one test, for the time that a start takes."""
+    process, ranks = begin(tmp_path, "data.num_workers=1")
+    workers = [int(p) for pid in ranks.values() for p in _children(pid)]
+    assert len(workers) >= 2
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(alive(pid) for pid in [*ranks.values(), *workers]), seconds=5)
+    early = start(tmp_path, *TWO, "--resume", "auto", **ONE_THREAD)
+    wait_for(lambda: len(_children(early.pid)) == 2)
+    children = _children(early.pid)
+    wait_for(lambda: all("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in children))
+    early.send_signal(signal.SIGTERM)
+    ended = finish(early, tmp_path)
+    assert ended.code == 75, ended.err + ended.out
+
+
+def _children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()] if path.exists() else []
+
+
+@pytest.mark.fault(
+    "process: a rank ends with code 0 too early",
+    "`os._exit(0)` in a library; its peers wait, or go on without it",
+    "the job fails with exit code 1 and names the rank: code 0 counts only from a rank whose work is done",
+)
+def test_leaving_early_with_0_is_a_failure(tmp_path: Path, launch: Launch) -> None:  # noqa: F811
+    script(tmp_path, "if RANK == 1:\n    os._exit(0)\ntime.sleep(3 if RANK == 0 else 0)\n")
+    ended = launch("--nproc-per-node", "2", "script.py")
+    assert ended.code == 1
+    assert "rank 1 of 2 failed: the program ended with code 0 before its work was done" in ended.err
+
+
+def test_a_script_may_end_itself_with_0(tmp_path: Path, launch: Launch) -> None:  # noqa: F811
+    script(tmp_path, "sys.exit(0) if RANK else sys.exit()\n")
+    assert launch("--nproc-per-node", "2", "script.py").code == 0
+
+
+@pytest.mark.fault(
+    "process: the same failure again and again",
+    "each start fails alike, and no checkpoint is made in between",
+    "after the third time the launcher stops, whatever `--max-restarts` allows, and says what it saw",
+)
+def test_a_crash_loop_ends_early(tmp_path: Path, launch: Launch) -> None:  # noqa: F811
+    script(tmp_path, "open('attempts', 'a').write('x')\nraise ValueError(f'no file data-{time.time()}')\n")
+    ended = launch("--nproc-per-node", "1", "--max-restarts", "20", "script.py")
+    assert ended.code == 1
+    assert len((tmp_path / "attempts").read_text()) == 3
+    assert "3 times in order, with no checkpoint after step 0 in between" in ended.err
+    assert "ValueError: no file data-" in ended.err
+
+
+def test_progress_is_no_crash_loop(tmp_path: Path) -> None:
+    loop, failure = CrashLoop(tmp_path), Failure(0, 1, "signal", "killed by SIGKILL")
+    for step in range(6):
+        (tmp_path / f"step-{step:08}").mkdir()
+        loop.check(failure)
+
+
+@pytest.mark.fault(
+    "process: a rank raises",
+    "an exception in the user's code",
+    "one message with rank, host, file and line, the traceback in the rank's log; the ranks are started again",
+)
+def test_a_rank_that_raises_once(tmp_path: Path, launch: Launch) -> None:  # noqa: F811
+    script(
+        tmp_path,
+        "if RANK == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    raise KeyError('vocab')\n",
+    )
+    ended = launch("--nproc-per-node", "2", "--max-restarts", "1", "script.py")
+    assert ended.code == 0
+    assert "rank 1 of 2 failed: KeyError: 'vocab'" in ended.err
+    assert "script.py:" in ended.err
+    assert json.loads((tmp_path / "runs/script/events.jsonl").read_text())["kind"] == "restart"
