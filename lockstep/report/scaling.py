@@ -26,7 +26,7 @@ from lockstep.report.times import settled
 # What people expect of GPUs over PCIe, before there is a measurement: speed-up, from and to.
 EXPECTED = {2: (1.8, 1.9), 4: (3.5, 3.8), 8: (6.5, 7.5), 16: (12.0, 14.0)}
 SLEEPING = {
-    "model": "{name: 'lockstep.report.sleeping:Sleeper', args: {milliseconds: 20, n_embd: 64}}",
+    "model": "{name: 'lockstep.report.sleeping:Sleeper', args: {milliseconds: 50, n_embd: 64}}",
     "data": "{name: 'lockstep.report.sleeping:Numbers', args: {n_embd: 64}}",
     "distributed.device": "cpu",
     "distributed.strategy": "ddp",
@@ -70,7 +70,7 @@ def study(
 
     training = load_config(config, overrides).training
     per_rank = training.batch_size * training.gradient_accumulation_steps
-    whole = training.global_batch_size or per_rank * max(ranks)
+    whole = training.global_batch_size or per_rank * max((*ranks, 1))
     if whole % training.batch_size:
         raise UsageError(f"global_batch_size {whole} is no multiple of batch_size {training.batch_size}")
     points: list[Point] = []

@@ -71,5 +71,5 @@ def test_ranks_that_sleep_scale_though_there_are_no_cores_for_them(config: Path,
         scaling._measure(config, [*overrides, f"training.global_batch_size={4 * ranks}"], ranks, 8, folder)[0]
         for ranks in (1, 2)
     ]
-    assert 20 < rates[0] < 50.1, "4 samples of 20 ms"
+    assert 10 < rates[0] < 20.1, "4 samples of 50 ms"
     assert 1.3 < rates[1] / rates[0] < 2.1
