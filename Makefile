@@ -52,3 +52,11 @@ train-free-fsdp: $(READY)
 
 train-baseline-fsdp: $(READY)
 	$(BIN)/lockstep train ready/transformer_fsdp.yaml --nproc-per-node $(NPROC) $(ARGS)
+
+# Kills ranks, launchers and all of them, also inside of commits, and compares what is left with an undisturbed run.
+.PHONY: chaos
+ROUNDS ?= 100
+SEED ?= 1
+
+chaos: $(READY)
+	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS) --seed $(SEED) --output benchmarks/results/chaos.md

@@ -1,6 +1,6 @@
 """Kill bench: SIGKILL to ranks, launchers and all of them, at random moments and inside commits; nothing may be lost.
 
-    python benchmarks/chaos.py --rounds 100        (make chaos ROUNDS=100)
+    python -m benchmarks.chaos --rounds 100        (make chaos ROUNDS=100)
 
 A chain is one small run of two ranks, which is killed `KILLS` times and started again until it is done. A round is one
 kill and what follows it. After every kill each checkpoint that was committed before must still be there, and every one
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -194,7 +195,9 @@ def undisturbed(folder: Path) -> dict[str, str]:
     return found
 
 
-def bench(rounds: int, seed: int, kills: int = KILLS) -> Report:
+def bench(
+    rounds: int, seed: int, kills: int = KILLS, on_chain: Callable[[Report], object] = lambda _report: None
+) -> Report:
     """So many kills, over as many chains as that takes."""
     report, chance, started = Report(), random.Random(seed), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as name:
@@ -211,6 +214,7 @@ def bench(rounds: int, seed: int, kills: int = KILLS) -> Report:
             number += 1
             report.seconds = time.monotonic() - started
             print(f"{report.rounds} rounds, {report.chains} chains, {report.seconds:.0f} s: {report.wrong}", flush=True)
+            on_chain(report)
     return report
 
 
@@ -239,12 +243,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, help="write the result there")
     given = parser.parse_args()
-    report = bench(given.rounds, given.seed)
-    text = text_of(report, given.rounds, given.seed)
-    print(text)
-    if given.output is not None:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(text)
+
+    def write(report: Report) -> None:
+        if given.output is not None:
+            given.output.parent.mkdir(parents=True, exist_ok=True)
+            given.output.write_text(text_of(report, given.rounds, given.seed))
+
+    report = bench(given.rounds, given.seed, on_chain=write)
+    print(text_of(report, given.rounds, given.seed))
     return 1 if report.wrong else 0
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from lockstep.heartbeat import DUMP, Beat, read_beats
 from lockstep.launch.failures import Failure, short_path
 
-STACKS_SIGNAL = signal.SIGUSR2
+STACKS_SIGNAL = signal.SIGQUIT  # `kill -QUIT` of a rank writes its stacks at any time
 _ANSWER_SECONDS = 2.0
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
 _TORCH = re.compile(r"/torch/|<frozen ")
