@@ -255,6 +255,11 @@ def test_a_port_in_use_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "MASTER_PORT" in str(raised.value)
 
 
+@pytest.mark.fault(
+    "network: a rank does not come",
+    "the meeting times out",
+    "one message with the address and what must be reachable",
+)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_trap_36_ranks_that_do_not_come_are_said_with_the_ports_that_must_be_open(
     monkeypatch: pytest.MonkeyPatch, rank: int

@@ -62,6 +62,11 @@ def test_one_at_a_time_and_each_is_reported_once(tmp_path: Path) -> None:
         assert_same(snapshot(float(step)), target)
 
 
+@pytest.mark.fault(
+    "storage: a save in the background fails",
+    "the writer's thread meets an error",
+    "it surfaces on every rank at the same later step, not at the end",
+)
 def test_trap_51_an_error_in_the_background_is_told(tmp_path: Path) -> None:
     """torch reports the error of an asynchronous save only to whoever asks for its result."""
     (tmp_path / "file").write_text("")

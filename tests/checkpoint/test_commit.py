@@ -94,6 +94,11 @@ def moments(root: Path, work: Callable[[], object]) -> Iterator[list[str]]:
         moment += 1
 
 
+@pytest.mark.fault(
+    "process: killed inside a commit",
+    "SIGKILL at each operation on files of a save in turn",
+    "the old checkpoints are whole, and the new one is whole or invisible",
+)
 def test_a_kill_at_any_moment_of_a_save_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     old = save(tmp_path, 1)
     new = tmp_path / "step-00000002"
@@ -113,6 +118,11 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_old_or_the_new(tmp_path: Path
     assert seen_new == 2, "from the rename on: before the folder above is synced, and at the end"
 
 
+@pytest.mark.fault(
+    "storage: leftovers of a killed save",
+    "an unfinished folder stays behind",
+    "no run resumes from it, and the next save removes it",
+)
 def test_the_next_save_sweeps_what_the_killed_one_left(tmp_path: Path) -> None:
     save(tmp_path, 1)
     killed_at(40, tmp_path, lambda: save(tmp_path, 2))
@@ -122,6 +132,11 @@ def test_the_next_save_sweeps_what_the_killed_one_left(tmp_path: Path) -> None:
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.fault(
+    "process: killed inside a rotation",
+    "SIGKILL while an old checkpoint is deleted",
+    "it is whole or gone, never half",
+)
 def test_a_kill_at_any_moment_of_a_deletion_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
@@ -132,6 +147,11 @@ def test_a_kill_at_any_moment_of_a_deletion_leaves_no_half_checkpoint(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
+@pytest.mark.fault(
+    "storage: power is cut",
+    "what was written and not synced is lost",
+    "every file and folder is synced before the rename that makes a checkpoint, and the folder above after it",
+)
 def test_trap_50_everything_is_synced_before_the_rename(tmp_path: Path) -> None:
     """A power cut after the rename must find every byte and every name; torch syncs no folder."""
     save(tmp_path, 1)
@@ -176,6 +196,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         libc.umount2(bytes(place), 2)
 
 
+@pytest.mark.fault(
+    "storage: the disk is full",
+    "a write fails with ENOSPC",
+    "one message with what to do; the old checkpoint is whole, nothing of the new one stays",
+)
 def test_trap_50_a_full_disk_leaves_the_old_checkpoint(small_disk: Path) -> None:
     """Overwriting in place, a full disk destroys the only checkpoint."""
     old = save(small_disk, 1)
@@ -189,6 +214,11 @@ def test_trap_50_a_full_disk_leaves_the_old_checkpoint(small_disk: Path) -> None
     assert checkpoint.verify(save(small_disk, 2)) == []
 
 
+@pytest.mark.fault(
+    "storage: a limit on file sizes",
+    "a write is cut short (EFBIG)",
+    "the save fails with one message, whatever the size",
+)
 def test_a_limit_on_file_size_is_an_error_at_any_size(tmp_path: Path) -> None:
     """The write that fails may be any: in the tensors, in the metadata, in the manifest."""
     old = save(tmp_path, 1)
@@ -227,6 +257,11 @@ def as_nobody(work: Callable[[], object]) -> str:
     return message
 
 
+@pytest.mark.fault(
+    "storage: no right to write",
+    "the folder belongs to somebody else",
+    "one message with the folder and what to do",
+)
 def test_a_folder_that_may_not_be_written_is_one_message(tmp_path: Path) -> None:
     save(tmp_path, 1)
     tmp_path.chmod(0o555)
@@ -239,6 +274,11 @@ def test_a_folder_that_may_not_be_written_is_one_message(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+@pytest.mark.fault(
+    "storage: a file where the folder should be",
+    "a file is called `checkpoints`",
+    "one message",
+)
 def test_a_file_in_the_way_of_the_folder_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(RunError, match=r"Not a directory|File exists"):

@@ -20,6 +20,11 @@ def positions(size: int) -> list[int]:
     return sorted(chosen)
 
 
+@pytest.mark.fault(
+    "checkpoint: one flipped bit",
+    "anywhere in any file",
+    "noticed by `checkpoint verify` and on load: nothing is loaded",
+)
 def test_trap_50_one_flipped_bit_in_any_file_is_noticed(tmp_path: Path) -> None:
     """torch's own format has no checksum: flipped bits load successfully."""
     path = save(tmp_path, 1)
@@ -40,6 +45,11 @@ def test_trap_50_one_flipped_bit_in_any_file_is_noticed(tmp_path: Path) -> None:
     assert checkpoint.verify(path) == []
 
 
+@pytest.mark.fault(
+    "checkpoint: files cut short, longer, or missing",
+    "half a copy, a bad disk",
+    "noticed by their sizes, without reading them",
+)
 def test_cut_lengthened_and_missing_files_are_noticed_at_a_glance(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     for file in files_of(path):
@@ -53,12 +63,22 @@ def test_cut_lengthened_and_missing_files_are_noticed_at_a_glance(tmp_path: Path
     assert checkpoint.verify(path) == []
 
 
+@pytest.mark.fault(
+    "checkpoint: a renamed folder",
+    "step-100 is called step-200",
+    "noticed: the manifest knows its step",
+)
 def test_a_renamed_checkpoint_is_not_taken_for_another_step(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     path.rename(tmp_path / "step-00000009")
     assert "not the step of its name" in checkpoint.verify(tmp_path / "step-00000009")[0]
 
 
+@pytest.mark.fault(
+    "checkpoint: the newest is damaged",
+    "a run resumes",
+    "it is passed over with a warning that says why, and the newest good one is used",
+)
 def test_newest_passes_over_what_is_damaged_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second, third, fourth = (save(tmp_path, step) for step in (1, 2, 3, 4))
     (fourth / "manifest.json").unlink()
@@ -76,6 +96,11 @@ def test_newest_passes_over_what_is_damaged_and_says_so(tmp_path: Path, caplog: 
     assert checkpoint.resume_point(tmp_path) == first
 
 
+@pytest.mark.fault(
+    "checkpoint: all are damaged",
+    "a run resumes",
+    "it fails with exit code 1: to start afresh is for a person to decide",
+)
 def test_trap_53_all_damaged_is_a_hard_failure(tmp_path: Path) -> None:
     """A run that starts afresh because no checkpoint could be read has lost everything, silently."""
     for step in (1, 2):
@@ -100,6 +125,11 @@ def test_no_checkpoint_at_all_is_a_fresh_start(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "step-00000001", snapshot())
 
 
+@pytest.mark.fault(
+    "checkpoint: folders with names like one",
+    "step-100.tmp, step-100-old, xstep-100",
+    "they are no checkpoints",
+)
 def test_trap_52_unfinished_folders_are_not_checkpoints(tmp_path: Path) -> None:
     """An unanchored pattern takes step-100.tmp for a checkpoint of step 100."""
     real = save(tmp_path, 100)

@@ -52,6 +52,11 @@ def assert_refused(path: Path, match: str) -> None:
         checkpoint.digest(path)
 
 
+@pytest.mark.fault(
+    "hostile: code in `.metadata`",
+    "a pickle that runs a program",
+    "nothing runs: the file is read by a parser of its own, which knows a dozen classes",
+)
 def test_trap_50_the_metadata_pickle_runs_nothing(tmp_path: Path) -> None:
     """`.metadata` is a pickle: torch would run whatever it names."""
     path, witness = save(tmp_path, 1), tmp_path / "witness"
@@ -118,6 +123,11 @@ def test_only_a_tensor_file_beside_it_is_pointed_at(tmp_path: Path, path: str) -
         parse_metadata(pickle.dumps(metadata))
 
 
+@pytest.mark.fault(
+    "hostile: `../` in paths",
+    "metadata point at files outside",
+    "refused; nothing outside is read or written",
+)
 def test_trap_50_paths_do_not_climb_out(tmp_path: Path) -> None:
     """`relative_path` in the metadata may name any file of the machine."""
     secret = tmp_path / "__0_0.distcp"
@@ -133,6 +143,11 @@ def test_trap_50_paths_do_not_climb_out(tmp_path: Path) -> None:
         shutil.rmtree(path)
 
 
+@pytest.mark.fault(
+    "hostile: a manifest that lists other files",
+    "absolute paths and `../`",
+    "refused",
+)
 def test_the_manifest_lists_no_file_outside(tmp_path: Path) -> None:
     (tmp_path / "passwd").write_text("secret")
     for stray in (
@@ -150,6 +165,11 @@ def test_the_manifest_lists_no_file_outside(tmp_path: Path) -> None:
         shutil.rmtree(path)
 
 
+@pytest.mark.fault(
+    "hostile: symbolic links",
+    "a file or a folder is a link to elsewhere",
+    "not followed: refused",
+)
 def test_links_are_not_followed(tmp_path: Path) -> None:
     other = save(tmp_path / "other", 1)
     for linked in ("state.json", "model/__0_0.distcp", "model/.metadata", "manifest.json"):
@@ -167,6 +187,11 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert_refused(path, "damaged|can't be read")
 
 
+@pytest.mark.fault(
+    "hostile: a pipe in place of a file",
+    "opening it would wait for ever",
+    "refused at once",
+)
 def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     (path / "state.json").unlink()
@@ -174,6 +199,11 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
     assert "not an ordinary file" in checkpoint.verify(path)[0]
 
 
+@pytest.mark.fault(
+    "hostile: pickled items that are no tensors",
+    "an object beside the tensors",
+    "never unpickled: refused",
+)
 def test_stored_objects_are_never_unpickled(tmp_path: Path) -> None:
     """DCP loads what is no tensor with a full unpickler."""
     path = save(tmp_path, 1)
@@ -185,6 +215,11 @@ def test_stored_objects_are_never_unpickled(tmp_path: Path) -> None:
     assert_refused(path, "only tensors are stored")
 
 
+@pytest.mark.fault(
+    "hostile: code in a tensor file",
+    "a pickle where a tensor should be",
+    "read with `weights_only`: nothing runs",
+)
 def test_a_tensor_file_is_read_as_weights_only(tmp_path: Path) -> None:
     path, witness = save(tmp_path, 1), tmp_path / "witness"
     torch.save(Touch(os.system, f"touch {witness}"), path / "model" / "__0_0.distcp")
@@ -199,6 +234,11 @@ def test_a_tensor_file_is_read_as_weights_only(tmp_path: Path) -> None:
     assert not witness.exists()
 
 
+@pytest.mark.fault(
+    "hostile: blocks that leave a hole",
+    "memory would be loaded that nobody wrote",
+    "refused",
+)
 def test_blocks_that_leave_a_hole_are_refused(tmp_path: Path) -> None:
     """What nobody wrote would come back as whatever lay in memory."""
     path = save(tmp_path, 1)

@@ -102,6 +102,11 @@ def test_from_file(tmp_path: Path) -> None:
 # ---- what is refused, and in which words ----
 
 
+@pytest.mark.fault(
+    "configuration: an unknown key",
+    "training.lerning_rate",
+    "refused with file, line and the nearest key; exit code 2",
+)
 @pytest.mark.parametrize(
     ("text", "line", "key", "instead"),
     [
@@ -210,6 +215,11 @@ def test_what_is_no_config_is_refused_with_the_line(tmp_path: Path, text: str, w
         assert word in message
 
 
+@pytest.mark.fault(
+    "configuration: a YAML bomb",
+    "aliases that stand for billions of values",
+    "refused",
+)
 def test_aliases_that_stand_for_billions_are_refused(tmp_path: Path) -> None:
     levels = [f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     text = "\n".join(["model:", " args:", "  a0: &a0 [x, x]", *levels])

@@ -206,6 +206,11 @@ def test_an_empty_iterable_is_one_clear_message():
         list(steps_of([], ready=True))
 
 
+@pytest.mark.fault(
+    "data: an iterable that raises",
+    "in the middle of an epoch",
+    "one message with the number of the item",
+)
 def test_an_iterable_that_raises_is_named_with_its_item():
     def samples() -> Iterator[int]:
         yield from range(5)
@@ -294,6 +299,11 @@ def test_a_stream_sharded_by_rank_is_resumed_by_reading_up_to_there():
     assert on_ranks(streams, epochs=1, start=3) == [rows[3:] for rows in whole]
 
 
+@pytest.mark.fault(
+    "data: a rank without data",
+    "a stream sharded by rank is shorter than the ranks",
+    "one message",
+)
 def test_a_rank_with_no_data_at_all_is_one_clear_message():
     errors = on_ranks([[], numbered(1, 2)])
     assert isinstance(errors[0], RunError)

@@ -216,6 +216,11 @@ class BrokenTogether(Broken):
         return [self[index] for index in indices]
 
 
+@pytest.mark.fault(
+    "data: a sample that can not be read",
+    "the dataset raises",
+    "one message with the index of the sample",
+)
 @pytest.mark.parametrize("kind", [Broken, BrokenTogether])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_dataset_that_raises_is_named_with_its_index(kind, num_workers):
@@ -238,6 +243,11 @@ def test_a_collate_function_that_raises_is_named_with_its_samples():
     assert "in uncollatable" in (caught.value.where or "")
 
 
+@pytest.mark.fault(
+    "data: a data worker is killed",
+    "the system takes memory back",
+    "one message with what it was reading; the ranks are started again",
+)
 def test_a_worker_that_dies_is_reported_with_what_it_was_reading():
     with pytest.raises(RunError, match="a data worker died") as caught:
         list(loader(Broken("dies"), num_workers=1))

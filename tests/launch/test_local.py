@@ -88,6 +88,11 @@ def test_trap_33_the_number_of_processes_is_said_and_is_never_the_number_of_core
     assert how_many(LaunchOptions(nproc_per_node="4"), alone="strategy single is one process")[0] == 4
 
 
+@pytest.mark.fault(
+    "configuration: launch options that make no sense",
+    "--nnodes 4:2, --nproc-per-node 0 …",
+    "refused before anything starts, naming the option",
+)
 @pytest.mark.parametrize(
     ("options", "word"),
     [
@@ -108,6 +113,11 @@ def test_options_that_make_no_sense_are_refused_by_name(options: dict[str, objec
         LaunchOptions(**options).check()  # type: ignore[arg-type]
 
 
+@pytest.mark.fault(
+    "process: one failure, many consequences",
+    "a rank raises, and its peers lose their connections",
+    "one message, about the first cause",
+)
 def test_the_first_cause_is_told_once(tmp_path: Path, launch: Launch) -> None:
     """Rank 0's connection to rank 1 is gone, and it says so first: that is no cause."""
     script(
@@ -137,6 +147,11 @@ raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:64706")
     assert "ChildFailedError" not in ended.err
 
 
+@pytest.mark.fault(
+    "configuration: a mistake that only ranks can see",
+    "the mesh does not fit the ranks",
+    "one message, exit code 2, no restart",
+)
 def test_a_users_error_is_one_message_and_2_and_never_restarted(tmp_path: Path, launch: Launch) -> None:
     script(
         tmp_path,
@@ -242,6 +257,11 @@ def test_trap_56_no_worker_outlives_a_killed_launcher(tmp_path: Path) -> None:
     finish(process, tmp_path)
 
 
+@pytest.mark.fault(
+    "network: the port is taken",
+    "another run is there",
+    "one message, exit code 2",
+)
 def test_a_port_in_use_is_one_message(tmp_path: Path, launch: Launch) -> None:
     script(tmp_path, "")
     port = free_port()

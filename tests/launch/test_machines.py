@@ -33,6 +33,11 @@ def test_trap_30_a_rank_is_no_machine_number(tmp_path: Path) -> None:
     assert "waiting for 2 machines at 127.0.0.1:" in ended[0].err
 
 
+@pytest.mark.fault(
+    "process: a rank fails on another machine",
+    "this launcher only sees a lost connection",
+    "every launcher names the rank that failed first",
+)
 def test_the_first_cause_is_told_where_it_was_not_too(tmp_path: Path) -> None:
     """A rank fails on one machine; the other's launcher, which only sees a lost connection, names it too."""
     script(
@@ -54,6 +59,11 @@ raise RuntimeError("Connection reset by peer")
         assert one.err.count("failed:") == 1
 
 
+@pytest.mark.fault(
+    "network: a machine does not come",
+    "one launcher waits for the others",
+    "it says for whom, and ends with exit code 1 when the time is up",
+)
 def test_trap_35_a_machine_that_waits_for_another_says_so_and_ends(tmp_path: Path, launch: Launch) -> None:
     """A shell that starts node 0 and then node 1 never gets to node 1. Node 0 says so, and ends."""
     script(tmp_path, "")
