@@ -24,9 +24,11 @@ from lockstep.models.chain import lent, shared_parameters_of
 from lockstep.models.protocol import Objective, blocks_of, segments_of
 from lockstep.parallel import _shard_stage, fsdp, key_model
 from lockstep.parallel.activation import apply_activation_checkpointing
-from lockstep.parallel.pipeline import Plan, _frees_after_forward, _part, _shard, plan_of
+from lockstep.parallel.pipeline import Plan, plan_of
+from lockstep.parallel.pipeline.build import part_of, shard_parts
 from lockstep.parallel.pipeline.holding import Holding, holding_of, release
 from lockstep.parallel.pipeline.part import Work as Io
+from lockstep.parallel.pipeline.plan import frees_after_forward
 from lockstep.parallel.pipeline.torch_runtime import Action, Meta, Metas, Stage, actions, reduce_gradients
 from lockstep.plan.record import KINDS, Cost, Record, Region, play
 from lockstep.plan.rehearsal import (
@@ -155,16 +157,16 @@ class _Rank:
             blocks, config.training.gradient_checkpointing, cursor, every=config.training.gradient_checkpointing_every
         )
         units = fsdp.units_of(self.model, config.distributed.fsdp, blocks)
-        self.frees = _frees_after_forward(self.layout, config, plan.facts)
+        self.frees = frees_after_forward(self.layout, config, plan.facts)
         holding = holding_of(self.rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
         self.io = Io(lambda: self.objective.inputs(self.batch), lambda out: self.objective.loss(out, self.batch))
         stages = plan.parts.of_rank(self.rank)
-        self.parts = [_part(plan, s, holding, blocks, self.io, precision_of(config)) for s in stages]
+        self.parts = [part_of(plan, s, holding, blocks, self.io, precision_of(config)) for s in stages]
         release(plan.model, holding)
         _materialise(holding)
         self.unit: nn.Module | None = None
         if self.layout.data_parallel_size > 1:
-            self.unit, _ = _shard(self.parts, holding, units, partial(_shard_stage, self.mesh, config), self.frees)
+            self.unit, _ = shard_parts(self.parts, holding, units, partial(_shard_stage, self.mesh, config), self.frees)
         self.parameters = list(holding.named_parameters().values())
         self.holding = holding
         tag_gradients(self.tracker, self.parameters)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.parallel.pipeline.part import Part
 from lockstep.parallel.pipeline.torch_runtime import Meta, Metas
@@ -156,17 +156,14 @@ class Relay:
         """What the last stage returned, on all ranks of the pipeline."""
         source = self._global(len(self.rank_of) - 1)
         holds = self._is_here(len(self.rank_of) - 1)
-        leaves, structure = tree_flatten(result)
         box: list[Any] = [None]
         if holds:
-            described = [Meta.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            box = [(structure, described)]
+            box = [tree_map(lambda leaf: Meta.of(leaf) if isinstance(leaf, Tensor) else leaf, result)]
         dist.broadcast_object_list(box, src=source, group=self.group, device=self.objects_on)
-        structure, described = box[0]
         if not holds:
-            leaves = [leaf.empty(self.device) if isinstance(leaf, Meta) else leaf for leaf in described]
-        leaves = [leaf.contiguous() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        for leaf in leaves:
+            result = tree_map(lambda leaf: leaf.empty(self.device) if isinstance(leaf, Meta) else leaf, box[0])
+        result = tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result)
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 dist.broadcast(leaf, src=source, group=self.group)
-        return tree_unflatten(leaves, structure)
+        return result

@@ -13,6 +13,7 @@ alone. Against torch's own stage
 All that is private in torch is named in this file.
 """
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -28,6 +29,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from lockstep.errors import RunError
+
+# Its error message is the whole table of actions, on every rank; the exception itself says what went wrong.
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 # Flags by which a schedule remembers that it has inferred shapes by running the model; ours are told.
 _INITIALIZED = re.compile(r"_stages?(_forward|_backward)?_initialized")
@@ -79,14 +83,16 @@ class Stage(PipelineStage):
         group: the ranks of the pipeline.
         forward_at, backward_at: entered around every forward and backward pass.
         leaves: takes the gradients of each micro-batch; None: they add up.
+        halves: compute the gradients of weights apart from those of inputs, when a schedule wants them apart; else
+            they come together, with the first.
     """
 
     def __init__(
         self, part: nn.Module, index: int, count: int, device: torch.device, group: dist.ProcessGroup, *,
-        forward_at: At, backward_at: At, leaves: Leaves | None = None,
+        forward_at: At, backward_at: At, leaves: Leaves | None = None, halves: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(part, index, count, device, group=group)
-        self._forward_at, self._backward_at, self._leaves = forward_at, backward_at, leaves
+        self._forward_at, self._backward_at, self._leaves, self._halves = forward_at, backward_at, leaves, halves
         self._reduces = True
         self._forget()
 
@@ -197,9 +203,10 @@ class Stage(PipelineStage):
             sent_back = self._output_gradients.pop(bwd_chunk_id)
         carried = self._carried.pop(bwd_chunk_id, ())
         call = _Backward(outputs, sent_back, inputs)
+        whole = full_backward or not self._halves
         with self._backward_at(self.stage_index, bwd_chunk_id):
-            gradients = self._whole(call, carried) if full_backward else self._first_half(bwd_chunk_id, call)
-        handed_on = self._done(bwd_chunk_id, carried) if full_backward else ()
+            gradients = self._whole(call, carried) if whole else self._first_half(bwd_chunk_id, call)
+        handed_on = self._done(bwd_chunk_id, carried) if whole else ()
         self._input_gradients[bwd_chunk_id] = (*map(_sendable, inputs, gradients), *handed_on)
 
     def _done(self, chunk: int, carried: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
@@ -229,6 +236,8 @@ class Stage(PipelineStage):
         return gradients
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if not self._halves:
+            return
         call = self._half_done.pop(bwd_chunk_id)
         if call.differentiable:
             self._second_half(bwd_chunk_id, call)

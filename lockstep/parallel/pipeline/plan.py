@@ -1,0 +1,133 @@
+"""What is decided before anything is built: the stages of a model, who holds them, and what can't go together."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lockstep.config import Config
+from lockstep.errors import UsageError
+from lockstep.mesh import Layout
+from lockstep.models.protocol import segments_of
+from lockstep.parallel.pipeline.holding import Segments, Survey, survey
+from lockstep.parallel.pipeline.partition import Partition, partition, table
+from lockstep.parallel.pipeline.schedules import ScheduleFacts, facts_of
+from lockstep.parallel.pipeline.trees import Uses
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rank holds what, before anything is cut."""
+
+    model: Survey
+    segments: Segments
+    facts: ScheduleFacts
+    parts: Partition
+
+    @property
+    def stage_of(self) -> dict[str, int]:
+        return {self.segments[i][0]: stage for stage, span in enumerate(self.parts.stages) for i in span}
+
+    def uses(self) -> Uses:
+        """Where trainable parameters are used; to be read before anything is let go of."""
+        tensors = {name: spots[0].tensor() for name, spots in self.model.parameters.items()}
+        stages = {
+            name: sorted({self.stage_of[user] for user in users})
+            for name, users in self.model.users.items()
+            if users and tensors[name].requires_grad
+        }
+        like = {n: torch.empty_like(tensors[n], device="meta") for n, used in stages.items() if len(used) > 1}
+        return Uses(stages, like, self.parts.ranks)
+
+    def across(self) -> dict[str, list[int]]:
+        """Parameter → the pipeline ranks that use it, where there are several."""
+        found = {}
+        for name, users in self.model.users.items():
+            ranks = sorted({self.parts.ranks[self.stage_of[user]] for user in users})
+            if len(ranks) > 1:
+                found[name] = ranks
+        return found
+
+    def table(self) -> str:
+        names = [name for name, _ in self.segments]
+        return table(self.parts, names, self.model.costs(names))
+
+
+def plan_of(model: nn.Module, ranks: int, config: Config) -> Plan:
+    """Decide on the stages of an unsplit model.
+
+    Raises:
+        UsageError: the model is no chain of segments, or stages, ranks and cuts do not agree.
+    """
+    pipeline = config.distributed.pipeline
+    segments = segments_of(model)
+    if segments is None:
+        raise UsageError(
+            f"{type(model).__name__} can't be cut into stages",
+            where="distributed.strategy: pipeline",
+            why="a pipeline needs the forward pass as a chain of modules",
+            fix="give the model a method segments() -> [(name, module)], each taking what the one before it returns; "
+            "or make it an nn.Sequential; or, if torch can export it, lockstep.parallel.pipeline.trace makes a chain",
+        )
+    facts = facts_of(pipeline.schedule, pipeline.stages_per_rank)
+    if facts.splits_backward and config.training.compile:
+        raise UsageError(
+            f"{facts.name} splits the backward pass, which a compiled block can't",
+            where="training.compile, distributed.pipeline.schedule",
+            fix="set training.compile: false, or schedule: 1F1B",
+        )
+    read = survey(model, segments)
+    names = [name for name, _ in segments]
+    parts = partition(
+        names, read.costs(names), ranks=ranks, stages_per_rank=pipeline.stages_per_rank,
+        split_spec=pipeline.split_spec, v_shaped=facts.v_shaped,
+    )  # fmt: skip
+    plan = Plan(read, segments, facts, parts)
+    _refuse_empty(plan)
+    return plan
+
+
+def _refuse_empty(plan: Plan) -> None:
+    users = {user for segments in plan.model.users.values() for user in segments}
+    for stage, span in enumerate(plan.parts.stages):
+        names = [plan.segments[i][0] for i in span]
+        if not users & set(names):
+            raise UsageError(
+                f"stage {stage} ({', '.join(names)}) has no parameters: there is nothing to train in it",
+                where="distributed.pipeline.split_spec",
+                fix="cut elsewhere, or use fewer stages",
+            )
+
+
+def frees_after_forward(layout: Layout, config: Config, facts: ScheduleFacts) -> bool:
+    """Whether FSDP2 frees gathered parameters after each forward pass.
+
+    Raises:
+        UsageError: the schedule still needs them: it would compute wrong gradients, and say nothing.
+    """
+    kind = config.distributed.fsdp.sharding_strategy
+    frees = layout.shard > 1 and kind in ("full_shard", "hybrid_shard")
+    if frees and facts.splits_backward:
+        raise UsageError(
+            f"{kind} frees parameters that {facts.name} still needs: its gradients would be wrong",
+            where="distributed.fsdp.sharding_strategy",
+            fix="set distributed.fsdp.sharding_strategy: shard_grad_op",
+        )
+    return frees
+
+
+def splits_backward(plan: Plan, uses: Uses, config: Config) -> tuple[bool, list[str]]:
+    """Whether gradients of weights are computed apart from those of inputs, and what is to be said about it.
+
+    Where they can't be, they come together with the first; the schedule is right all the same, and waits more.
+    """
+    if not plan.facts.splits_backward:
+        return False, []
+    why = ""
+    if config.training.gradient_checkpointing != "none":
+        why = "blocks would be recomputed for each half"
+    elif config.distributed.reproducible and uses.like:
+        why = "sums of shared weights go to the stage before with the gradients of inputs"
+    if not why:
+        return True, []
+    return False, [f"{plan.facts.name}: gradients of weights are computed with those of inputs, because {why}"]
