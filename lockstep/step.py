@@ -152,6 +152,7 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         self.progress.samples += samples
+        self.placed.check(self.progress.step)
         self.clock.enter("other")
         self._refuse(numbers.bad)
         return record

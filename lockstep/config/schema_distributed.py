@@ -152,6 +152,11 @@ class DistributedConfig(Section):
         default=False,
         description="Equal in every bit under single, ddp, fsdp, hybrid shard and pipeline, on any number of ranks.",
     )
+    divergence_check_steps: int | None = Field(
+        default=100,
+        ge=1,
+        description="Compare the parameters of replicas every so many steps, and stop where they differ; null: never.",
+    )
     replicate_size: int | None = Field(
         default=None, ge=1, description="Ranks along the axis of replicas; unset: follows from the world size."
     )

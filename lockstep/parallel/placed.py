@@ -124,6 +124,7 @@ class Placed:
         finish_gradients: what is left to do to `.grad` after the last backward.
         settle: told after each update whether it was skipped.
         check: told after each step how many were made; finds replicas that drift apart.
+        check: told after each step how many were made; finds replicas that drift apart.
         norm_groups: process groups over which squared norms of the local gradients add up.
         counted: names whose gradients this rank counts in a norm; None: all. Of what several ranks of a norm group hold
             whole, one counts it.
@@ -149,6 +150,7 @@ class Placed:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     finish_gradients: Callable[[], None] = lambda: None
     settle: Callable[[bool], None] = lambda _skipped: None
+    check: Callable[[int], None] = lambda _steps: None
     check: Callable[[int], None] = lambda _steps: None
     norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
     counted: set[str] | None = None

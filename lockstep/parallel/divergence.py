@@ -1,0 +1,101 @@
+"""The guard against replicas that drift apart: a flipped bit, or a parameter that is not synchronised.
+
+Replicas make the same update from the same gradients, so their parameters are equal in every bit. Every K steps each
+one adds up the bits of each parameter, and of each buffer, as integers: one pass over them, and one number sent. A
+change of one bit always changes the sum; more than one, all but surely. Only where the numbers differ are those of the
+single parameters compared, to name what differs and where.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.errors import RunError
+from lockstep.parallel.placed import Placed, local
+
+_SHOWN = 5  # names in an error; the rest is counted
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def guard(placed: Placed, group: dist.ProcessGroup, every: int) -> Callable[[int], None]:
+    """A check to be called after each step with the number of steps made; every rank of the group calls it.
+
+    Args:
+        group: of the ranks that hold the same parameters, or the same shards of them.
+        every: K.
+
+    Raises:
+        RunError: (when it is called) replicas differ; ranks and parameters are named.
+    """
+
+    def check(step: int) -> None:
+        if step % every == 0:
+            compare({**placed.parameters, **placed.buffers}, group, step)
+
+    return check
+
+
+@torch.no_grad()
+def compare(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, step: int) -> None:
+    """Compare what replicas hold.
+
+    Raises:
+        RunError: they hold different values.
+    """
+    names = sorted(tensors)
+    if not names:
+        return
+    prints = torch.stack([fingerprint(local(tensors[name])) for name in names])
+    place = torch.arange(1, len(names) + 1, device=prints.device)  # exchanged parameters must not cancel out
+    if _agree((prints * place).sum().view(1), group):
+        return
+    everyone = [torch.empty_like(prints) for _ in range(group.size())]
+    dist.all_gather(everyone, prints, group=group)
+    raise _diverged(torch.stack(everyone), names, group, step)
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bits, read as integers; 0-dim int64, modulo 2⁶⁴."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dtype == torch.bool:
+        tensor = tensor.to(torch.uint8)
+    integers = tensor.contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    return integers.sum(dtype=torch.int64)
+
+
+def _agree(value: Tensor, group: dist.ProcessGroup) -> bool:
+    everyone = [torch.empty_like(value) for _ in range(group.size())]
+    dist.all_gather(everyone, value, group=group)
+    return len(set(torch.cat(everyone).tolist())) == 1
+
+
+def _diverged(prints: Tensor, names: list[str], group: dist.ProcessGroup, step: int) -> RunError:
+    """From the fingerprints [ranks, names]: which ranks are alone with which parameters."""
+    ranks = [dist.get_global_rank(group, place) for place in range(group.size())]
+    apart: dict[str, list[int]] = {}
+    for name, column in zip(names, prints.T.tolist(), strict=True):
+        (most, count), *_ = Counter(column).most_common()
+        if count < len(column):
+            tied = 2 * count <= len(column)  # then nobody knows which of them is right
+            apart[name] = ranks if tied else [r for r, value in zip(ranks, column, strict=True) if value != most]
+    involved = sorted({rank for held in apart.values() for rank in held})
+    if involved == ranks:
+        who = "the replicas on ranks " + ", ".join(map(str, ranks))
+    else:
+        who = ("rank " if len(involved) == 1 else "ranks ") + ", ".join(map(str, involved))
+    listed = ", ".join(list(apart)[:_SHOWN]) + (f" and {len(apart) - _SHOWN} more" if len(apart) > _SHOWN else "")
+    verb = "differ" if involved == ranks or len(involved) > 1 else "differs"
+    return RunError(
+        f"{who} {verb} from {'each other' if involved == ranks else 'the other replicas'} in {listed}",
+        where=f"after step {step}",
+        why="a parameter whose gradient is not reduced (used outside of forward, or changed by hand on one rank), or a "
+        "bit that flipped in memory"
+        if len(apart) == 1
+        else "gradients were not reduced in some step, or ranks were given different updates",
+        fix="go on from the last checkpoint; if it comes again on the same rank, replace that machine; "
+        "`lockstep verify` finds what is not synchronised",
+    )
