@@ -66,6 +66,8 @@ def train(
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, _leave)
         config = load_config(path, overrides)
+        if config.distributed.strategy == "auto":
+            config = import_module("lockstep.plan.auto").resolve(config)
         chosen = _resume_from(run, resume or config.checkpoint.resume)
         code: int = import_module("lockstep.trainer").run(config, output_dir=output_dir, resume=chosen)
         return code

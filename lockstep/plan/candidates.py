@@ -80,11 +80,18 @@ def usable(cluster: Cluster) -> float:
     return cluster.gpu.memory * GIB * (1 - RESERVED)
 
 
-def candidates(work: Workload, config: Config, cluster: Cluster) -> list[Candidate]:
-    """All layouts that are worth a look, judged; the best first."""
+def candidates(
+    work: Workload, config: Config, cluster: Cluster, *, low: bool = True, pipelines: bool = True
+) -> list[Candidate]:  # fmt: skip
+    """All layouts that are worth a look, judged; the best first.
+
+    Args:
+        low: weights in bf16, too, which changes results.
+        pipelines: pipelines, too.
+    """
     facts = facts_of(work, config)
     found: list[Candidate] = []
-    for layout in _layouts(facts, config, cluster):
+    for layout in _layouts(facts, config, cluster, low, pipelines):
         most = None
         for mode in _modes(facts, config):
             changes = {**layout, "training.gradient_checkpointing": mode}
@@ -113,14 +120,16 @@ def _modes(facts: Facts, config: Config) -> list[str]:
     return ["full", *([asked] if asked not in ("full", "none") else []), "none"]
 
 
-def _layouts(facts: Facts, config: Config, cluster: Cluster) -> Iterator[dict[str, Any]]:
+def _layouts(
+    facts: Facts, config: Config, cluster: Cluster, may_be_low: bool, pipelines: bool
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     n = cluster.num_gpus
     if n == 1:
         yield {"distributed.strategy": "single"}
         return
     yield {"distributed.strategy": "ddp"}
     low = {"precision.param_dtype": "bf16"}
-    may_be_low = cluster.gpu.has_bf16 and config.precision.mode == "bf16" and not config.distributed.reproducible
+    may_be_low &= cluster.gpu.has_bf16 and config.precision.mode == "bf16" and not config.distributed.reproducible
     # Autocast keeps copies of fp32 weights; where these are many, weights gathered in bf16 are the only way.
     widths = [low] if may_be_low and facts.parameters > LARGE else [{}, low] if may_be_low else [{}]
     for width in widths:
@@ -131,7 +140,7 @@ def _layouts(facts: Facts, config: Config, cluster: Cluster) -> Iterator[dict[st
                 "distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": "hybrid_shard",
                 "distributed.shard_size": cluster.per_node, **width,
             }  # fmt: skip
-    for ranks in _pipelines(facts, cluster):
+    for ranks in _pipelines(facts, cluster) if pipelines else []:
         sharded = n > ranks
         yield {
             "distributed.strategy": "pipeline", "distributed.pipeline_size": ranks,
@@ -141,12 +150,12 @@ def _layouts(facts: Facts, config: Config, cluster: Cluster) -> Iterator[dict[st
 
 
 def _pipelines(facts: Facts, cluster: Cluster) -> list[int]:
-    """Numbers of pipeline ranks: the fewest whose stages' parameters and gradients fit whole, and twice that."""
+    """Numbers of pipeline ranks: the fewest whose stages' parameters and gradients fit whole."""
     if not facts.segments:
         return []
     sizes = [p for p in (2, 4, 8, 16, 32, 64) if cluster.num_gpus % p == 0 and p <= min(facts.blocks, facts.segments)]
     fits = [p for p in sizes if 8 * facts.parameters / p < usable(cluster)]
-    return fits[:2]
+    return fits[:1]
 
 
 def judge(work: Workload, config: Config, cluster: Cluster, changes: dict[str, Any], facts: Facts) -> Candidate:

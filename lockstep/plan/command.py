@@ -9,7 +9,7 @@ from lockstep.config import Config
 from lockstep.errors import UsageError
 from lockstep.plan import report
 from lockstep.plan.candidates import GIB, Candidate, candidates, largest_batch
-from lockstep.plan.hardware import GPUS, Cluster, cluster_of
+from lockstep.plan.hardware import GPUS, Cluster, cluster_of, known_gpu
 from lockstep.plan.resources import calculate_resources
 from lockstep.plan.workload import workload_of
 
@@ -72,10 +72,9 @@ def cluster_for(asked: Asked) -> tuple[Cluster, list[str]]:
         here = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if gpu is None:
             gpu = "A100-80GB"
-            name = torch.cuda.get_device_name(0) if here else ""
-            known = [key for key in GPUS if key.split("-")[0].lower() in name.lower().replace(" ", "")]
-            if known:
-                gpu = known[-1]
+            known = known_gpu(torch.cuda.get_device_name(0)) if here else None
+            if known is not None:
+                gpu = known.name
                 said.append(f"GPU: {gpu}, as here")
             else:
                 said.append(f"GPU: {gpu}; --gpu-type names another")

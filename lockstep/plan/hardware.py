@@ -55,8 +55,8 @@ _GPUS = (
     Gpu("V100-16GB", 16, 125, 15.7, 900, "NVLink 2", "NVIDIA V100 data sheet, SXM2", has_bf16=False),
     Gpu("V100-32GB", 32, 125, 15.7, 900, "NVLink 2", "NVIDIA V100 data sheet, SXM2", has_bf16=False),
     Gpu("T4", 16, 65, 8.1, 320, "PCIe 3", "NVIDIA T4 data sheet", has_bf16=False),
-    Gpu("A100-40GB", 40, 312, 19.5, 1555, "NVLink 3", "NVIDIA A100 data sheet, SXM4", products=0.72),
-    Gpu("A100-80GB", 80, 312, 19.5, 2039, "NVLink 3", "NVIDIA A100 data sheet, SXM4", products=0.72),
+    Gpu("A100-40GB", 40, 312, 19.5, 1555, "NVLink 3", "NVIDIA A100 data sheet, SXM4", products=0.78),
+    Gpu("A100-80GB", 80, 312, 19.5, 2039, "NVLink 3", "NVIDIA A100 data sheet, SXM4", products=0.78),
     Gpu("A10", 24, 125, 31.2, 600, "PCIe 4", "NVIDIA A10 data sheet"),
     Gpu("L4", 24, 121, 30.3, 300, "PCIe 4", "NVIDIA L4 data sheet (half of its figures with sparsity)"),
     Gpu("L40S", 48, 362, 91.6, 864, "PCIe 4", "NVIDIA L40S data sheet"),
@@ -65,6 +65,7 @@ _GPUS = (
     Gpu("RTX-4090", 24, 165.2, 82.6, 1008, "PCIe 4", "NVIDIA Ada whitepaper, fp32 accumulation"),
     Gpu("H100", 80, 989.4, 66.9, 3350, "NVLink 4", "NVIDIA H100 data sheet, SXM5"),
     Gpu("H100-PCIe", 80, 756, 51, 2000, "PCIe 5", "NVIDIA H100 data sheet, PCIe"),
+    Gpu("H100-NVL", 94, 835, 60, 3900, "NVLink 4", "NVIDIA H100 data sheet, NVL"),
     Gpu("H200", 141, 989.4, 66.9, 4800, "NVLink 4", "NVIDIA H200 data sheet, SXM5"),
     Gpu("B200", 180, 2250, 75, 8000, "NVLink 5", "NVIDIA Blackwell data sheet, HGX B200"),
     Gpu("MI300X", 192, 1307.4, 163.4, 5300, "Infinity Fabric 3", "AMD Instinct MI300X data sheet"),
@@ -150,6 +151,17 @@ def cluster_of(
     return Cluster(device, num_gpus, min(per_node, num_gpus), inside, between, efficiency or Efficiency())
 
 
+def known_gpu(device_name: str) -> Gpu | None:
+    """The entry for a name as the driver says it: "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090"."""
+    said = _letters(device_name)
+    fitting = [gpu for gpu in _GPUS if all(_letters(part) in said for part in gpu.name.removesuffix("GB").split("-"))]
+    return max(fitting, key=lambda gpu: len(gpu.name), default=None)
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
 def find_gpu(name: str) -> Gpu:
     return _find(name, GPUS, "GPU")
 
@@ -159,7 +171,7 @@ def find_link(name: str) -> Link:
 
 
 def _plain(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum()).removeprefix("nvidia").removesuffix("gb")
+    return _letters(name).removeprefix("nvidia").removesuffix("gb")
 
 
 def _find(name: str, table: dict[str, T], what: str) -> T:

@@ -1,0 +1,94 @@
+"""`strategy: auto`: what `lockstep plan` would choose for the ranks that were started, said and why.
+
+Each rank decides before it joins the others, from what is the same for all of them: the config, their number, and the
+memory of a device like its own. Choices that change results (weights in bf16) are left to the user.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from lockstep.config import Config
+from lockstep.environment import rank_facts
+from lockstep.errors import UsageError
+from lockstep.plan.candidates import GIB, Candidate, candidates, judge
+from lockstep.plan.facts import facts_of
+from lockstep.plan.hardware import LINKS, Cluster, Gpu, Link, known_gpu
+from lockstep.plan.workload import workload_of
+
+_COMFORTABLE = 0.6  # of a device's memory: replicas that need less are the fastest there is
+_LOOPBACK = Link("loopback", 1.0, 1.5e-3, "this machine's own network")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A config with a named strategy, and one line on why."""
+
+    config: Config
+    reason: str
+
+
+def resolve(config: Config) -> Config:
+    """The config with a strategy; rank 0 says which and why."""
+    facts = rank_facts()
+    choice = choose(config, facts.world_size, facts.local_world_size)
+    if facts.rank == 0:
+        print(f"lockstep: strategy auto: {choice.reason}", flush=True)
+    return choice.config
+
+
+def choose(config: Config, world_size: int, local_world_size: int, cluster: Cluster | None = None) -> Choice:
+    """Choose for `world_size` ranks.
+
+    Raises:
+        UsageError: no layout fits.
+    """
+    if world_size == 1:
+        return Choice(config.replaced({"distributed.strategy": "single"}), "single, there is one rank")
+    cluster = cluster or _cluster_here(config, world_size, local_world_size)
+    work = workload_of(config)
+    facts = facts_of(work, config)
+    asked = {"training.gradient_checkpointing": config.training.gradient_checkpointing}
+    replicas = judge(work, config, cluster, {"distributed.strategy": "ddp", **asked}, facts)
+    if replicas.fits and replicas.needed <= _COMFORTABLE * replicas.limit:
+        why = f"{replicas.layout}: {_size(replicas)} of {replicas.limit / GIB:.1f} GiB a rank, nothing need be sharded"
+        return Choice(config.replaced({"distributed.strategy": "ddp"}), why)
+    found = [c for c in candidates(work, config, cluster, low=False, pipelines=False) if c.fits]
+    found = found or [c for c in candidates(work, config, cluster, low=False) if c.fits]
+    if not found:
+        raise UsageError(
+            f"no layout of this model fits {world_size} ranks of {cluster.gpu.name}",
+            where="distributed.strategy: auto",
+            fix="`lockstep plan` says by how much; use more ranks or a smaller training.batch_size",
+        )
+    # What the user asked for stays, if something fits with it.
+    best = next((c for c in found if c.checkpointing == asked["training.gradient_checkpointing"]), found[0])
+    return Choice(config.replaced(_named(best)), f"{best.name()}: {_why(best, replicas)}")
+
+
+def _named(best: Candidate) -> dict[str, Any]:
+    return {key: value for key, value in best.changes.items() if value is not None}
+
+
+def _why(best: Candidate, replicas: Candidate) -> str:
+    lacking = "" if replicas.fits else f"ddp needs {_size(replicas)} of {replicas.limit / GIB:.1f} GiB; "
+    return f"{lacking}{_size(best)} a rank, the fastest that fits"
+
+
+def _size(candidate: Candidate) -> str:
+    return f"{candidate.needed / GIB:.1f} GiB"
+
+
+def _cluster_here(config: Config, world_size: int, local_world_size: int) -> Cluster:
+    per_node = max(1, local_world_size)
+    if torch.cuda.is_available() and config.distributed.device != "cpu":
+        facts = torch.cuda.get_device_properties(0)
+        gpu = known_gpu(facts.name)
+        if gpu is None:
+            gpu = Gpu(facts.name, facts.total_memory / GIB, 100, 20, 1000, "PCIe 4", "this device; speeds are guessed")
+        return Cluster(gpu, world_size, per_node, LINKS[gpu.inside], LINKS["InfiniBand HDR"])
+    memory = psutil.virtual_memory().total / GIB / per_node
+    cpu = Gpu("CPU", memory, 0.1, 0.1, 20, "loopback", "a rank's share of this machine's memory; speeds are guessed")
+    return Cluster(cpu, world_size, per_node, _LOOPBACK, LINKS["Ethernet 1G"], overlap=False)

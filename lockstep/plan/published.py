@@ -1,0 +1,165 @@
+"""Figures that others have published, and what this package says for the same runs.
+
+Each has its source and the error within which it is reproduced; `benchmarks/published.py` prints the table and a test
+holds it. Two of torchtitan's A100 runs set `Efficiency` and the A100's `products`, and are marked as calibration: the
+others are predictions, or arithmetic on what the paper states.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lockstep.config import Config, config_from
+from lockstep.mesh import Layout
+from lockstep.plan.candidates import pieces_of
+from lockstep.plan.facts import facts_of
+from lockstep.plan.goodput import Reliability, best_interval, expected_goodput
+from lockstep.plan.hardware import cluster_of
+from lockstep.plan.rehearsal import Rehearsal, rehearse
+from lockstep.plan.steptime import data_parallel_step
+from lockstep.plan.workload import Workload, workload_of
+
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One published number.
+
+    Attributes:
+        within: relative error that is allowed.
+        calibrates: a constant here was set by it.
+    """
+
+    what: str
+    source: str
+    published: float
+    predicted: Callable[[], float]
+    within: float
+    calibrates: bool = False
+
+
+_TITAN = "torchtitan, docs/performance.md (2024): 64 A100 80 GB, FSDP2"
+# Their H100 run at 500 W, and have, they say, a peak between that of the SXM and that of the NVL, whose is taken.
+_TITAN_H100 = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+_PALM = "Chowdhery et al. 2022, PaLM, section 4.1 and appendix B"
+_MEGATRON = "Narayanan et al. 2021, Efficient Large-Scale Language Model Training, sections 5.1 and 5.2"
+_BLOOM = "Le Scao et al. 2022, BLOOM, section 3.4 and table 3"
+_OPT = "Zhang et al. 2022, OPT, section 2.4; metaseq's chronicles of OPT-175B"
+_LLAMA3 = "Llama team 2024, The Llama 3 Herd of Models, sections 3.2 and 3.3"
+_ZERO = "Rajbhandari et al. 2020, ZeRO, figure 1"
+
+# (layers, width, heads, kv heads, hidden, vocabulary, positions)
+_LLAMA = {
+    "8B": (32, 4096, 32, 8, 14336, 128256, 8192),
+    "13B": (40, 5120, 40, 40, 13824, 32000, 4096),
+    "70B": (80, 8192, 64, 8, 28672, 128256, 8192),
+    "405B": (126, 16384, 128, 8, 53248, 128256, 8192),
+}
+
+
+def _config(size: str, batch: int, checkpointing: str) -> Config:
+    names = ("n_layer", "n_embd", "n_head", "n_kv_head", "mlp_hidden", "vocab_size", "block_size")
+    return config_from(
+        {
+            "model.name": "transformer", "model.args": dict(zip(names, _LLAMA[size], strict=True)),
+            "training.batch_size": batch, "training.gradient_checkpointing": checkpointing,
+            "precision.mode": "bf16", "precision.param_dtype": "bf16", "distributed.strategy": "fsdp",
+        }
+    )  # fmt: skip
+
+
+def _rehearsed(size: str, batch: int, checkpointing: str, gpus: int) -> tuple[Workload, Config, Layout, Rehearsal]:
+    config, layout = _config(size, batch, checkpointing), Layout("fsdp", 1, 1, gpus)
+    work = workload_of(config)
+    return work, config, layout, rehearse(work, config, layout)
+
+
+def tokens_per_second(size: str, batch: int, checkpointing: str, gpus: int, gpu: str, between: str) -> float:
+    """Of each GPU under FSDP2, parameters gathered in bf16."""
+    work, config, layout, rehearsal = _rehearsed(size, batch, checkpointing, gpus)
+    cluster = cluster_of(gpus, gpu, between)
+    pieces = pieces_of(facts_of(work, config), rehearsal, cluster.seconds)
+    step = data_parallel_step(pieces, config, layout, cluster, 1)
+    return batch * work.tokens_per_sample() / step.seconds
+
+
+def memory_gib(size: str, batch: int, checkpointing: str, gpus: int) -> float:
+    return _rehearsed(size, batch, checkpointing, gpus)[3].peak.total / 2**30
+
+
+def llama_parameters(size: str) -> float:
+    return float(facts_of(workload_of(_config(size, 1, "none")), _config(size, 1, "none")).parameters)
+
+
+def gpt_parameters(layers: int, width: int, vocabulary: int, positions: int) -> float:
+    """Of a GPT with biases, norms and learned positions."""
+    return 12 * layers * width**2 * (1 + 13 / (12 * width) + (vocabulary + positions) / (12 * layers * width))
+
+
+def training_days(parameters: float, tokens: float, gpus: int, teraflops: float, *, recomputes: bool) -> float:
+    """6 operations a parameter and token, 8 where the forward pass is repeated."""
+    return (8 if recomputes else 6) * parameters * tokens / (gpus * teraflops * 1e12) / DAY
+
+
+def utilisation(
+    tokens_per_second: float, parameters: float, layers: int, heads: int, head_width: int, positions: int, peak: float
+) -> float:
+    """Model FLOPs utilisation with attention, as PaLM defines it; `peak` of all chips together."""
+    return tokens_per_second * (6 * parameters + 12 * layers * heads * head_width * positions) / peak
+
+
+def _llama_goodput() -> float:
+    days, interruptions, gpus = 54, 466, 16384
+    # The report says neither how long a restart nor a save took: 10 minutes and 10 seconds are assumed.
+    machine = Reliability(days * 24 * gpus / interruptions, restart_seconds=600, save_seconds=10)
+    mean = machine.mean_time(gpus)
+    interval = best_interval(machine.save_seconds, mean)
+    return expected_goodput(interval, machine.save_seconds, machine.restart_seconds, mean)
+
+
+def zero_gb(shards: tuple[int, int, int]) -> float:
+    """7.5 billion parameters: fp16 weights and gradients, 12 bytes of optimizer state, each over so many ranks."""
+    return 7.5 * sum(size / shard for size, shard in zip((2, 2, 12), shards, strict=True))
+
+
+def figures() -> list[Figure]:
+    """All of them."""
+    slow, fast = "InfiniBand HDR", "InfiniBand NDR"
+    return [
+        Figure("Llama 2 13B, no recomputation: tokens/s a GPU", _TITAN, 2162,
+               lambda: tokens_per_second("13B", 2, "none", 64, "A100-80GB", slow), 0.10, calibrates=True),
+        Figure("Llama 3 70B, full recomputation: tokens/s a GPU", _TITAN, 331,
+               lambda: tokens_per_second("70B", 1, "full", 64, "A100-80GB", slow), 0.10, calibrates=True),
+        Figure("Llama 3 8B, every second layer recomputed: tokens/s a GPU", _TITAN, 2904,
+               lambda: tokens_per_second("8B", 1, "every_n", 64, "A100-80GB", slow), 0.10),
+        Figure("Llama 3.1 8B on 8 H100 (500 W), compiled: tokens/s a GPU", _TITAN_H100, 6667,
+               lambda: tokens_per_second("8B", 2, "selective", 8, "H100-NVL", fast), 0.15),
+        Figure("Llama 3.1 8B on 128 H100 (500 W), compiled: tokens/s a GPU", _TITAN_H100, 6514,
+               lambda: tokens_per_second("8B", 2, "selective", 128, "H100-NVL", fast), 0.15),
+        Figure("Llama 3.1 8B on 8 H100: GiB", _TITAN_H100, 82.4,
+               lambda: memory_gib("8B", 2, "selective", 8), 0.10),
+        Figure("Llama 3.1 8B on 128 H100: GiB", _TITAN_H100, 67.0,
+               lambda: memory_gib("8B", 2, "selective", 128), 0.15),
+        Figure("PaLM 540B: MFU at 238.3K tokens/s on 6144 TPU v4", _PALM, 0.462,
+               lambda: utilisation(238_300, 540.35e9, 118, 48, 256, 2048, 6144 * 275e12), 0.01),
+        Figure("GPT of 128 layers, 25600 wide: parameters", _MEGATRON, 1008e9,
+               lambda: gpt_parameters(128, 25600, 51200, 2048), 0.01),
+        Figure("GPT-3 175B, 300B tokens, 1024 A100 at 140 TFLOP/s: days", _MEGATRON, 34,
+               lambda: training_days(175e9, 300e9, 1024, 140, recomputes=True), 0.03),
+        Figure("GPT 1T, 450B tokens, 3072 A100 at 163 TFLOP/s: days", _MEGATRON, 84,
+               lambda: training_days(1e12, 450e9, 3072, 163, recomputes=True), 0.03),
+        Figure("BLOOM: parameters", _BLOOM, 176.247e9,
+               lambda: gpt_parameters(70, 14336, 250_880, 0), 0.01),
+        Figure("BLOOM: GPU-hours, 366B tokens at 150 TFLOP/s on 384 A100", _BLOOM, 1_082_990,
+               lambda: training_days(176.247e9, 366e9, 384, 150, recomputes=True) * 24 * 384, 0.15),
+        Figure("OPT-175B: days, 300B tokens at 147 TFLOP/s on 1024 A100", _OPT, 33,
+               lambda: training_days(175e9, 300e9, 1024, 147, recomputes=True), 0.05),
+        Figure("Llama 3 405B: parameters", _LLAMA3, 405e9, lambda: llama_parameters("405B"), 0.01),
+        Figure("Llama 3 405B: operations for 15.6T tokens", _LLAMA3, 3.8e25,
+               lambda: 6 * llama_parameters("405B") * 15.6e12, 0.01),
+        Figure("Llama 3 405B: effective training time in 54 days with 466 interruptions, at least", _LLAMA3, 0.90,
+               _llama_goodput, 0.06),
+        Figure("ZeRO, 7.5B on 64 GPUs: GB, nothing sharded", _ZERO, 120, lambda: zero_gb((1, 1, 1)), 0.01),
+        Figure("ZeRO, 7.5B on 64 GPUs: GB, optimizer sharded", _ZERO, 31.4, lambda: zero_gb((1, 1, 64)), 0.01),
+        Figure("ZeRO, 7.5B on 64 GPUs: GB, all sharded", _ZERO, 1.9, lambda: zero_gb((64, 64, 64)), 0.02),
+    ]  # fmt: skip

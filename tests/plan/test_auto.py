@@ -1,0 +1,30 @@
+from lockstep.config import config_from
+from lockstep.plan.auto import choose
+from lockstep.plan.hardware import cluster_of
+
+SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "block_size": 16}
+# About 2 B parameters: 32 GB of state.
+LARGE = {"n_layer": 24, "n_embd": 2560, "n_head": 20, "vocab_size": 32000, "block_size": 512}
+
+
+def config(args: dict[str, int]):  # type: ignore[no-untyped-def]
+    return config_from(
+        {"model.name": "transformer", "model.args": args, "training.batch_size": 1, "precision.mode": "bf16"}
+    )
+
+
+def test_one_rank_is_single() -> None:
+    assert choose(config(SMALL), 1, 1).config.distributed.strategy == "single"
+
+
+def test_a_model_that_fits_is_replicated() -> None:
+    choice = choose(config(SMALL), 2, 2)
+    assert choice.config.distributed.strategy == "ddp"
+    assert "GiB" in choice.reason
+
+
+def test_a_model_that_does_not_fit_is_sharded_and_why_is_said() -> None:
+    choice = choose(config(LARGE), 8, 8, cluster_of(8, "RTX-4090"))
+    assert choice.config.distributed.strategy in ("fsdp", "pipeline")
+    assert "ddp needs" in choice.reason
+    assert choice.config.precision.param_dtype == "fp32"  # another would be another run
