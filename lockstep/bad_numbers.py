@@ -76,9 +76,16 @@ class Judge:
         """Whether a bad step makes no update."""
         return self.config.action == "skip"
 
-    def look(self, step: int, loss: Tensor, norm: Tensor, stop_votes: Tensor) -> Numbers:
-        """What is known now, after the gradients of `step` and before its update."""
-        numbers = torch.stack((loss.double(), norm.double(), stop_votes.double()))
+    def look(self, step: int, loss: Tensor, norm: Tensor, stop_votes: Tensor, astray: Tensor) -> Numbers:
+        """What is known now, after the gradients of `step` and before its update.
+
+        Args:
+            astray: 0 if all ranks met in this step.
+
+        Raises:
+            RunError: the ranks did not meet in this step.
+        """
+        numbers = torch.stack((loss.double(), norm.double(), stop_votes.double(), astray.double()))
         if numbers.device.type == "cpu" or self.skips:
             return self._judge(step, *numbers.tolist())  # on a GPU the host waits for the device
         copy = numbers.to("cpu", non_blocking=True)
@@ -103,7 +110,14 @@ class Judge:
         arrived.synchronize()
         return self._judge(step, *copy.tolist())
 
-    def _judge(self, step: int, loss: float, norm: float, stop_votes: float) -> Numbers:
+    def _judge(self, step: int, loss: float, norm: float, stop_votes: float, astray: float) -> Numbers:
+        if astray != 0:
+            raise RunError(
+                f"the ranks did not meet in step {step}",
+                where=f"step {step}",
+                why="a rank made a collective call that the others did not make, and theirs were taken for it",
+                fix="look for a collective inside of `if rank == 0`; distributed.debug: detail shows which it was",
+            )
         what = self._fault(step, loss, norm)
         if what is None:
             self.in_order = 0

@@ -87,10 +87,13 @@ class Step:
         """What the summed loss is multiplied by before backward."""
         return (self.loss_scale.scale if self.loss_scale else 1.0) / self.nominal
 
-    def begin(self) -> None:
-        """Before the first micro-batch of a step: remember running statistics, where a bad step is to leave none."""
+    def open(self, slots: int) -> Ledger:
+        """Before the first micro-batch of a step: its ledger; running statistics are remembered if they may go back."""
         if self.judge.skips:
             self._buffers = {name: buffer.clone() for name, buffer in self.placed.buffers.items()}
+        ledger = self.placed.ledger(slots)
+        ledger.stamp(self.progress.step + 1)
+        return ledger
 
     def pass_over(self, samples: int) -> None:
         """Leave out the step whose turn it is: its data are consumed, and nothing is learned from them."""
@@ -101,8 +104,7 @@ class Step:
     def run(self, shares: list[Share], slots: int, samples: int) -> StepRecord:
         """One step over `slots` micro-batches of `samples` samples in all, of which this rank runs `shares`."""
         self.clock.enter("forward_backward")
-        self.begin()
-        ledger = self.placed.ledger(slots)
+        ledger = self.open(slots)
         if self.stop_asked:
             ledger.vote_to_stop()
         with self.placed.cursor.running("train", self.progress.step):
@@ -133,7 +135,8 @@ class Step:
             record.gradient_norms = layer_norms(self.placed, to_mean)
         # Under fp16 a norm that is no number is the scaler's business.
         seen = torch.zeros_like(norm) if self.loss_scale is not None else norm
-        numbers = self.judge.look(record.step, loss_sum / count, seen, ledger.stop_votes)
+        astray = ledger.stamps - record.step * self.placed.layout.world_size
+        numbers = self.judge.look(record.step, loss_sum / count, seen, ledger.stop_votes, astray)
         self.stopping = numbers.stop or self.stopping
         self.bad = numbers.bad
         record.skipped = overflow or numbers.bad is not None

@@ -45,7 +45,7 @@ class Ledger:
     """
 
     def __init__(self, slots: int, device: torch.device, *, shared: bool) -> None:
-        # One more column carries the ranks' votes to stop, for which no traffic of their own is worth it.
+        # One more column carries the ranks' votes to stop, and the step that each is in: no traffic of their own.
         self._table = torch.zeros(2, slots + 1, dtype=torch.float64, device=device)
         self._shared = shared
         self._work: dist.Work | None = None
@@ -66,6 +66,10 @@ class Ledger:
         """This rank was asked to stop after this step."""
         self._table[0, -1] = 1.0
 
+    def stamp(self, step: int) -> None:
+        """Write down which step this is, to notice ranks that meet in different ones."""
+        self._table[1, -1] = step
+
     def close(self) -> None:
         """All of this rank's micro-batches are entered: start the all-reduce, to run beside the last backward."""
         if self._shared and not self._closed:
@@ -85,6 +89,11 @@ class Ledger:
     def stop_votes(self) -> Tensor:
         """How many ranks voted to stop, after `totals`; 0-dim float64, equal on all ranks."""
         return self._table[0, -1]
+
+    @property
+    def stamps(self) -> Tensor:
+        """The sum of the ranks' stamps, after `totals`; 0-dim float64, equal on all ranks if they met."""
+        return self._table[1, -1]
 
 
 ForwardBackward = Callable[[Sequence[Share], Ledger, float], None]
@@ -124,7 +133,6 @@ class Placed:
         finish_gradients: what is left to do to `.grad` after the last backward.
         settle: told after each update whether it was skipped.
         check: told after each step how many were made; finds replicas that drift apart.
-        check: told after each step how many were made; finds replicas that drift apart.
         norm_groups: process groups over which squared norms of the local gradients add up.
         counted: names whose gradients this rank counts in a norm; None: all. Of what several ranks of a norm group hold
             whole, one counts it.
@@ -150,7 +158,6 @@ class Placed:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     finish_gradients: Callable[[], None] = lambda: None
     settle: Callable[[bool], None] = lambda _skipped: None
-    check: Callable[[int], None] = lambda _steps: None
     check: Callable[[int], None] = lambda _steps: None
     norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
     counted: set[str] | None = None

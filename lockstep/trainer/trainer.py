@@ -227,9 +227,7 @@ class Trainer:
         slots = calls * self.layout.data_parallel_size
         batch = move(batch, self.device)
         self._learn_nominal(batch, slots)
-        if self._window is None:
-            self.step.begin()
-        window = self._window = self._window or _Window(self.placed.ledger(slots))
+        window = self._window = self._window or _Window(self.step.open(slots))
         if self.step.stop_asked:
             window.ledger.vote_to_stop()
         index, _ = self.placed.assign(slots)[window.calls]

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from lockstep import checkpoint
+from lockstep.checkpoint.storage import read_stored_part
 from lockstep.config import config_from
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model
@@ -86,6 +88,20 @@ def written(folder: Path) -> dict[str, list[float]]:
 def test_every_layout_trains_alike(written: dict[str, list[float]]) -> None:
     for name in NAMES:
         assert written[name] == pytest.approx(written["single"], rel=1e-5), name
+
+
+def test_trap_25_every_layout_writes_the_same_names_once(written: dict[str, list[float]], folder: Path) -> None:
+    """Stages that name their parameters alike overwrite each other, or only one rank's optimizer is saved."""
+    assert written
+    found = {}
+    for name in NAMES:
+        (path,) = Path(folder, name.replace("*", "-")).glob("step-*")
+        inside = checkpoint.inspect(path)
+        optimizer = read_stored_part(path, inside.manifest, "optimizer/main").tensors
+        found[name] = (inside.manifest.parameters, {key: tuple(t.size) for key, t in optimizer.items()})
+    assert len(found["single"][1]) >= 2 * len(found["single"][0]), "two moments for each parameter"
+    for name in NAMES:
+        assert found[name] == found["single"], name
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)

@@ -128,7 +128,7 @@ def test_trap_61_numbers_are_read_without_waiting_for_the_device() -> None:
             Late.waited += 1
 
     judge = Judge(BadNumbersConfig())
-    judge._pending = (6, torch.tensor([float("nan"), 1.0, 0.0]), Late())
+    judge._pending = (6, torch.tensor([float("nan"), 1.0, 0.0, 0.0]), Late())
     assert Late.waited == 0
     numbers = judge.settle()
     assert numbers.bad is not None

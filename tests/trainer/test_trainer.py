@@ -99,7 +99,7 @@ def test_trap_61_a_gradient_that_is_no_number_stops_the_run_before_the_parameter
     data.tensors[0][25] = torch.nan
     model = linear()
     trainer = Trainer(model, loss_fn=nn.MSELoss(), batch_size=10, max_steps=5, shuffle=False)
-    with pytest.raises(RunError, match="the gradient norm of step 3 is nan"):
+    with pytest.raises(RunError, match="the loss of step 3 is nan"):
         list(trainer.steps(data))
     assert all(p.isfinite().all() for p in model.parameters())
     assert trainer.step.progress.updates == 2
