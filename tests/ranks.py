@@ -6,9 +6,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.hosts import Host
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -40,10 +42,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300, on: Sequence[Host] = ()
+) -> list[Any]:
     """`function(*args)` on each of `world_size` ranks, inside a gloo process group.
 
     The function is imported by name in fresh processes, so it must live at the top of a module.
+
+    Args:
+        on: hosts (`tests.hosts`) that share out the ranks, runs of neighbours; unset: this one.
 
     Returns:
         what each rank returned, by rank (must pickle).
@@ -51,25 +58,32 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     Raises:
         AssertionError: with the traceback of the first rank that failed.
     """
+    per_host = world_size // len(on) if on else world_size
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job")
         job.write_bytes(pickle.dumps((function.__module__, function.__name__, args)))
         common = {
             **os.environ,
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": on[0].address if on else "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(per_host),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         }
         processes = [
             subprocess.Popen(
-                [sys.executable, "-c", _MAIN, str(job), f"{folder}/{rank}"],
-                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                [*(host.command if host else ()), sys.executable, "-c", _MAIN, str(job), f"{folder}/{rank}"],
+                env={
+                    **common,
+                    **(host.environment if host else {}),
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank % per_host),
+                },
                 cwd=REPOSITORY,
             )
             for rank in range(world_size)
+            for host in [on[rank // per_host] if on else None]
         ]
         try:
             for process in processes:

@@ -1,0 +1,109 @@
+"""Hosts on one machine: network namespaces joined by links whose rate is set (needs root, iproute2 and `tc`).
+
+    with hosts(2, rate="100mbit") as (a, b):
+        values = run_ranks(function, 2, on=[a, b])
+
+Each host has one interface, `eth0`, on a switch. Its bytes are counted in /sys/class/net/eth0/statistics, which a
+process on the host reads by `sent_bytes()`. The
+namespaces are gone in the end; what a killed process left goes when the next one begins.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+INTERFACE = "eth0"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host by the name of its namespace."""
+
+    name: str
+    address: str
+
+    @property
+    def command(self) -> list[str]:
+        """What goes before a command to run it here."""
+        return ["ip", "netns", "exec", self.name]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Lets gloo find the link."""
+        return {"GLOO_SOCKET_IFNAME": INTERFACE}
+
+    def sent(self) -> int:
+        """Bytes that this host has put on its link."""
+        path = f"/sys/class/net/{INTERFACE}/statistics/tx_bytes"
+        return int(_run(*self.command, "cat", path))
+
+    def cut(self) -> None:
+        """Pull the plug."""
+        _run("ip", "-n", self.name, "link", "set", INTERFACE, "down")
+
+
+def sent_bytes() -> int:
+    """Bytes that the host on which this process runs has put on its link."""
+    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
+
+
+def require_root() -> None:
+    """Skip the test, and say why, where namespaces can't be made."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if os.geteuid() != 0:
+        pytest.skip("NOT TESTED: needs root, for network namespaces")
+    if missing:
+        pytest.skip(f"NOT TESTED: needs iproute2 ({', '.join(missing)} not found)")
+
+
+@contextmanager
+def hosts(count: int = 2, rate: str | None = None) -> Iterator[list[Host]]:
+    """Hosts 10.99.0.1 … on one switch; each sends and receives at `rate` (as `tc` writes it: 100mbit), or unlimited."""
+    _remove_what_the_killed_left()
+    tag = f"lk{os.getpid()}"
+    switch = f"{tag}-sw"
+    with ExitStack() as undo:
+        _namespace(switch, undo)
+        _run("ip", "-n", switch, "link", "add", "sw0", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "sw0", "up")
+        made = []
+        for i in range(count):
+            host = Host(f"{tag}-{i}", f"10.99.0.{i + 1}")
+            _namespace(host.name, undo)
+            port = f"port{i}"
+            _run("ip", "link", "add", INTERFACE, "netns", host.name, "type", "veth",
+                 "peer", "name", port, "netns", switch)  # fmt: skip
+            _run("ip", "-n", switch, "link", "set", port, "master", "sw0", "up")
+            _run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+            for device in (INTERFACE, "lo"):
+                _run("ip", "-n", host.name, "link", "set", device, "up")
+            if rate is not None:
+                for namespace, device in ((host.name, INTERFACE), (switch, port)):
+                    _run("ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root", "tbf",
+                         "rate", rate, "burst", "256kb", "latency", "400ms")  # fmt: skip
+            made.append(host)
+        yield made
+
+
+def _remove_what_the_killed_left() -> None:
+    for name in re.findall(r"^(lk(\d+)-\S+)", _run("ip", "netns", "list"), flags=re.MULTILINE):
+        if not Path(f"/proc/{name[1]}").exists():
+            subprocess.run(["ip", "netns", "del", name[0]], check=False)
+
+
+def _namespace(name: str, undo: ExitStack) -> None:
+    _run("ip", "netns", "add", name)
+    undo.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout

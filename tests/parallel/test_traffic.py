@@ -1,0 +1,135 @@
+"""Bytes on the link between two hosts: what strategies and compressions send, and when."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.config import config_from
+from lockstep.parallel.compression import sent_numbers
+from lockstep.trainer import Trainer
+from tests.hosts import hosts, require_root, sent_bytes
+from tests.parity.toy import Tokens, language_model
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.root
+
+KIND = "distributed.ddp.compression.kind"
+RANK, MEASURED = 2, 4
+SIZE = {"n_embd": 128, "n_layer": 3, "mlp_hidden": 512}
+
+
+def trainer_with(settings: dict[str, Any], accumulation: int = 1) -> Trainer:
+    common = {
+        "training.batch_size": 1,
+        "training.gradient_accumulation_steps": accumulation,
+        "training.max_steps": 50,
+        "precision.mode": "fp32",
+        "distributed.strategy": "ddp",
+        "distributed.ddp.compression.rank": RANK,
+        "distributed.ddp.compression.start_step": 2,
+    }
+    return Trainer(language_model("transformer", **SIZE), config=config_from({**common, **settings}))
+
+
+def settled() -> int:
+    """Bytes sent so far, once nothing is on its way any more."""
+    time.sleep(0.3)
+    return sent_bytes()
+
+
+def bytes_per_step(kind: str) -> dict[str, float]:
+    trainer = trainer_with({KIND: kind})
+    shapes = {name: tuple(p.shape) for name, p in trainer.placed.parameters.items()}
+    steps = trainer.steps(Tokens())
+    for _ in range(3):  # DDP cuts its buckets anew, PowerSGD begins
+        next(steps)
+    before = settled()
+    for _ in range(MEASURED):
+        next(steps)
+    dist.barrier()
+    sent = (settled() - before) / MEASURED
+    ranks = dist.get_world_size()
+    return {"sent": sent, "calculated": 4 * sent_numbers(shapes, kind, RANK) * 2 * (ranks - 1) / ranks}
+
+
+def bytes_by_micro_batch(settings: dict[str, Any]) -> dict[str, Any]:
+    """Bytes that this host sends in each call of an accumulated step, the second step of a run."""
+    trainer = trainer_with(settings, accumulation=3)
+    items = [Tokens()[i] for i in range(2)]
+    batch: dict[str, Tensor] = {key: torch.stack([item[key] for item in items]) for key in items[0]}
+    sent = []
+    for _ in range(6):
+        dist.barrier()
+        before = settled()
+        trainer.training_step(batch)
+        dist.barrier()
+        sent.append(settled() - before)
+    return {"sent": sent[3:], "gradients": 4 * trainer.placed.num_parameters}
+
+
+def on_two_ranks() -> dict[str, Any]:
+    found: dict[str, Any] = {kind: bytes_per_step(kind) for kind in ("none", "fp16", "bf16", "powersgd")}
+    found["ddp"] = bytes_by_micro_batch({})
+    found["accelerate"] = bytes_by_micro_batch({"distributed.strategy": "accelerate"})
+    found["unsharded"] = bytes_by_micro_batch(
+        {"distributed.strategy": "fsdp", "distributed.fsdp.accumulate": "unsharded"}
+    )
+    return found
+
+
+def on_four_ranks() -> dict[str, Any]:
+    """Shards within a host, replicas over the link."""
+    settings = {"distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": "hybrid_shard"}
+    return bytes_by_micro_batch({**settings, "distributed.shard_size": 2})
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    require_root()
+    with hosts(2) as both:
+        return run_ranks(on_two_ranks, 2, on=both)
+
+
+@pytest.mark.parametrize("kind", ["none", "fp16", "bf16", "powersgd"])
+def test_trap_62_a_compression_sends_the_bytes_that_it_is_calculated_to(found: list[dict[str, Any]], kind: str) -> None:
+    """Headers of TCP and IP, and the small all-reduces of loss and norm, come on top."""
+    for rank in found:
+        sent, calculated = rank[kind]["sent"], rank[kind]["calculated"]
+        assert calculated <= sent < 1.05 * calculated + 10_000, (sent, calculated)
+
+
+def test_compressions_send_less(found: list[dict[str, Any]]) -> None:
+    whole = found[0]["none"]["sent"]
+    assert found[0]["bf16"]["sent"] < 0.55 * whole
+    assert found[0]["powersgd"]["sent"] < 0.15 * whole
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "accelerate"])
+def test_trap_02_no_gradient_is_sent_before_the_last_micro_batch(found: list[dict[str, Any]], strategy: str) -> None:
+    """Synchronising on each of k micro-batches sends k times the bytes."""
+    for rank in found:
+        *early, last = rank[strategy]["sent"]
+        assert max(early) < 20_000, early
+        assert rank[strategy]["gradients"] <= last < 1.05 * rank[strategy]["gradients"] + 20_000
+
+
+def test_fsdp_unsharded_gathers_parameters_each_time_and_reduces_gradients_once(found: list[dict[str, Any]]) -> None:
+    """Two ranks: a gather of the parameters sends half of them, and blocks are gathered for forward and backward."""
+    for rank in found:
+        *early, last = rank["unsharded"]["sent"]
+        gradients = rank["unsharded"]["gradients"]
+        assert max(early) < 1.1 * gradients
+        assert last > max(early) + 0.45 * gradients
+
+
+def test_trap_02_replicas_of_shards_send_nothing_before_the_last_micro_batch() -> None:
+    require_root()
+    with hosts(2) as both:
+        for rank in run_ranks(on_four_ranks, 4, on=both):
+            *early, last = rank["sent"]
+            assert max(early) < 50_000, early
+            assert last > 0.9 * rank["gradients"]
