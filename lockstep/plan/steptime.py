@@ -23,6 +23,7 @@ class Pieces:
         unit_bytes, rest_bytes: fp32 bytes of the parameters of one, and of the rest.
         forward, backward: seconds of one micro-batch, over all units and the rest.
         update: seconds of the optimizer, for this rank's share.
+        low_rank_bytes: of the gradients as PowerSGD sends them.
     """
 
     units: int
@@ -31,6 +32,7 @@ class Pieces:
     forward: float
     backward: float
     update: float = 0.0
+    low_rank_bytes: float | None = None
 
     @property
     def parameter_bytes(self) -> float:
@@ -73,21 +75,16 @@ def _ddp(pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro
     whole = pieces.parameter_bytes
     cap = config.distributed.ddp.bucket_cap_mb * BUCKET
     count = max(1, round(whole / cap)) if whole > cap else 1
-    on_the_wire = compressed(whole, config)
+    on_the_wire = whole / 2 if config.distributed.ddp.compression.kind in ("fp16", "bf16") else whole
+    on_the_wire = on_the_wire if pieces.low_rank_bytes is None else pieces.low_rank_bytes
     reduced = []
     for _ in range(count):
         ready = line.add("compute", pieces.backward / count)
         if group.size > 1:
             reduced.append(line.add("links", group.all_reduce(on_the_wire / count), [ready]))
-    line.add("compute", pieces.update, reduced)
+    line.add("compute", pieces.update + _agreements(group), reduced)
     inside, between = (2 * b for b in group.bytes_sent(on_the_wire))
     return _summed(line, inside, between)
-
-
-def compressed(whole: float, config: Config) -> float:
-    """Bytes of the gradients on the wire."""
-    kind = config.distributed.ddp.compression.kind
-    return whole / 2 if kind in ("fp16", "bf16") else whole
 
 
 def _fsdp(pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int) -> StepTime:
@@ -124,9 +121,14 @@ def _fsdp(pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micr
         a, b = shards.bytes_sent(gathers)
         c, d = replicas.bytes_sent(2 * pieces.parameter_bytes / layout.shard if last else 0.0)
         inside, between = inside + a + c, between + b + d
-    line.add("compute", pieces.update, range(len(line.tasks)))
+    line.add("compute", pieces.update + _agreements(shards) + _agreements(replicas), range(len(line.tasks)))
     computed = micro_batches * (pieces.forward + pieces.backward) + pieces.update
     return StepTime(line.end, computed, line.end - computed, 0.0, inside, between)
+
+
+def _agreements(group: Group) -> float:
+    """Seconds of a step's small collectives: losses and counts, and the norm."""
+    return 2 * group.all_reduce(64.0)
 
 
 def _reduce(
@@ -185,7 +187,7 @@ def pipeline_step(
         0 if layout.shard > 1 else group.gather(heaviest)
     )
     busiest = max(line.busy(("compute", rank)) for rank in range(layout.pipeline))
-    end = line.end + around + update
+    end = line.end + around + update + _agreements(group_of(cluster, layout.world_size))
     a, b = group.bytes_sent(2 * heaviest)
     sent = 2 * micro_batches * max(s.sent for s in stages[:-1])
     near = stride < cluster.per_node

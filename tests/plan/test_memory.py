@@ -1,0 +1,46 @@
+"""What is predicted is what tensors take: a part of benchmarks/plan_memory.py, on two ranks."""
+
+import torch
+
+from lockstep.config import config_from
+from lockstep.mesh import Layout
+from lockstep.models import get_model
+from lockstep.plan import workload
+from lockstep.plan.rehearsal import rehearse
+from lockstep.plan.workload import Workload
+from tests.plan.measured import Case, measure, predict
+from tests.ranks import run_ranks
+
+PART = [
+    Case("transformer", "ddp", "none"),
+    Case("transformer", "full_shard", "full"),
+    Case("bdh", "shard_grad_op", "none"),
+    Case("vae", "no_shard", "none"),
+    Case("free_transformer", "1F1B", "full", 4),
+    Case("bdh", "GPipe", "none", 4),
+]
+
+
+def test_predicted_peaks_are_within_5_percent_of_tracked_ones() -> None:
+    found = run_ranks(measure, 2, PART)
+    for index, case in enumerate(PART):
+        measured = [rank[index] for rank in found]
+        for one, other in zip(predict(case, 2), measured, strict=True):
+            assert not isinstance(other, str), other
+            assert abs(one / other - 1) < 0.05, (case, one, other)
+
+
+def test_a_long_chain_of_equal_blocks_is_planned_from_five_of_them(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    ids = torch.zeros(16, dtype=torch.int64)
+    work = Workload(
+        lambda: get_model("transformer")(n_layer=8, n_embd=32, n_head=2, vocab_size=64),
+        {"input_ids": ids, "targets": ids},
+    )
+    config = config_from({"precision.mode": "fp32", "training.batch_size": 2})
+    layout = Layout("fsdp", 1, 1, 2)
+    short = rehearse(work, config, layout, micro_batches=2)
+    monkeypatch.setattr(workload, "KEPT_BLOCKS", 100)
+    whole = rehearse(work, config, layout, micro_batches=2)
+    assert short.peak.total == whole.peak.total
+    assert short.persistent == whole.persistent
+    assert short.work == whole.work

@@ -1,0 +1,68 @@
+"""The command, and that large models are planned quickly on small machines."""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import load_config
+
+SMALL = """
+model: {name: transformer, args: {n_layer: 2, n_embd: 64, n_head: 2, vocab_size: 128, block_size: 32}}
+training: {batch_size: 2, global_batch_size: 16, max_steps: 10}
+"""
+LARGE = """
+model:
+  name: transformer
+  args: {n_layer: 80, n_embd: 8192, n_head: 64, n_kv_head: 8, mlp_hidden: 28672, vocab_size: 128256, block_size: 8192}
+training: {batch_size: 1, global_batch_size: 1024}
+"""
+
+
+def lockstep(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "lockstep", "plan", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_plan_ranks_layouts_and_writes_the_best(tmp_path: Path) -> None:
+    config, best, chart = tmp_path / "c.yaml", tmp_path / "best.yaml", tmp_path / "chart.svg"
+    config.write_text(SMALL)
+    said = lockstep(
+        str(config), "--gpus", "2", "--gpu-type", "RTX-4090", "--json", "--write", str(best), "--chart", str(chart)
+    )
+    layouts = json.loads(said)["layouts"]
+    assert {"ddp:2", "fsdp:2"} <= {layout["layout"] for layout in layouts}
+    speeds = [layout["samples_per_second"] for layout in layouts if layout["fits"]]
+    assert speeds == sorted(speeds, reverse=True)
+    written = load_config(best)
+    assert written.distributed.strategy == layouts[0]["config"]["distributed.strategy"]
+    assert "</svg>" in chart.read_text()
+
+
+def test_a_size_alone_is_enough() -> None:
+    said = lockstep("--params", "7e9", "--seq-length", "2048", "--batch-size", "4", "--headroom", "0.5", "--gpus", "8")
+    assert "fsdp full_shard" in said
+
+
+@pytest.mark.full
+def test_70_billion_parameters_on_512_gpus_take_less_than_a_minute_and_8_gib(tmp_path: Path) -> None:
+    """On two cores: measured in seconds of a core, because others may use these."""
+    config = tmp_path / "c.yaml"
+    config.write_text(LARGE)
+    before, since = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    layouts = json.loads(lockstep(str(config), "--gpus", "512", "--gpu-type", "H100", "--json"))["layouts"]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert layouts[0]["fits"]
+    computed = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert min(computed, time.perf_counter() - since) < 60
+    assert after.ru_maxrss / 2**20 < 8
