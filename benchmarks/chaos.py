@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from lockstep import checkpoint
 ROOT = Path(__file__).parent.parent
 KILLS = 10  # in a chain
 STEPS = 120
+STRATEGIES = ("ddp", "fsdp")  # in turn
 COMMIT_CALLS = 60  # about so many operations on files make a commit; a kill comes at one of them
 TARGETS = ("rank", "rank", "agent", "all", "commit", "commit")
 _CONFIG = """
@@ -166,7 +167,7 @@ class Chain:
 
 
 def write_config(path: Path, limit: int | None, number: int) -> Path:
-    strategy = ("ddp", "fsdp")[number // 2 % 2]
+    strategy = STRATEGIES[number // 2 % 2]
     background = str(number // 4 % 2 == 0).lower()
     path.write_text(
         _CONFIG.format(steps=STEPS, strategy=strategy, limit="null" if limit is None else limit, background=background)
@@ -182,10 +183,11 @@ def launch(command: list[object], **environment: str) -> subprocess.Popen[bytes]
     )  # fmt: skip
 
 
-def undisturbed(folder: Path) -> dict[str, str]:
+def undisturbed(folder: Path, strategies: Sequence[str]) -> dict[str, str]:
     """The digest of each strategy's run."""
     found = {}
-    for number, strategy in ((0, "ddp"), (2, "fsdp")):
+    for strategy in strategies:
+        number = 2 * STRATEGIES.index(strategy)
         config = write_config(folder / f"whole-{strategy}.yaml", None, number)
         run = folder / f"whole-{strategy}"
         code = launch(["train", config, "--nproc-per-node", "2", "--output-dir", run]).wait()
@@ -196,20 +198,24 @@ def undisturbed(folder: Path) -> dict[str, str]:
 
 
 def bench(
-    rounds: int, seed: int, kills: int = KILLS, on_chain: Callable[[Report], object] = lambda _report: None
+    rounds: int,
+    seed: int,
+    kills: int = KILLS,
+    on_chain: Callable[[Report], object] = lambda _report: None,
+    strategies: Sequence[str] = STRATEGIES,
 ) -> Report:
     """So many kills, over as many chains as that takes."""
     report, chance, started = Report(), random.Random(seed), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as name:
         folder = Path(name)
-        expected = undisturbed(folder)
+        expected = undisturbed(folder, strategies)
         number = 0
         while report.rounds < rounds:
             chain = Chain(folder, number, chance, report)
             for _ in range(min(kills, rounds - report.rounds)):
                 if not chain.disturb():
                     break
-            chain.finish(expected[("ddp", "fsdp")[number // 2 % 2]])
+            chain.finish(expected[STRATEGIES[number // 2 % 2]])
             shutil.rmtree(chain.run)
             number += 1
             report.seconds = time.monotonic() - started

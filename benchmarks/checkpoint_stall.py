@@ -33,8 +33,10 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         return torch.full((WIDTH,), index / 64), torch.zeros(WIDTH)
 
 
-def stalls(folder: Path, layers: int, saves: int, *, background: bool) -> tuple[list[float], int]:
-    """Seconds of each save but the last, which is waited for either way; and the bytes of a checkpoint."""
+def stalls(folder: Path, layers: int, saves: int, *, background: bool) -> tuple[list[float], list[float], int]:
+    """Seconds of each save but the last, which is waited for either way; those that it waited for the one before; and
+    the bytes of a checkpoint.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
     every = 4  # steps; the writer has time to end
@@ -52,11 +54,13 @@ def stalls(folder: Path, layers: int, saves: int, *, background: bool) -> tuple[
     )
     Trainer(model, loss_fn=nn.functional.mse_loss, config=config, output_dir=folder).train(Rows())
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    seconds = [event["seconds"] - event["waited_for_previous"] for event in events if event["kind"] == "save_stall"]
+    told = [event for event in events if event["kind"] == "save_stall"]
+    seconds = [event["seconds"] - event["waited_for_previous"] for event in told]
+    waits = [event["waited_for_previous"] for event in told]
     newest = max(folder.glob("checkpoints/step-*"))
     size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     shutil.rmtree(folder)
-    return seconds[:-1], size
+    return seconds[:-1], waits[1:-1], size
 
 
 def main() -> None:
@@ -68,8 +72,8 @@ def main() -> None:
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="lockstep-stall-", dir=given.folder))
     layers = max(1, round(given.millions * 1e6 / WIDTH**2))
-    waiting, size = stalls(folder / "sync", layers, given.saves, background=False)
-    (first, *later), _ = stalls(folder / "async", layers, given.saves, background=True)
+    waiting, _, size = stalls(folder / "sync", layers, given.saves, background=False)
+    (first, *later), waits, _ = stalls(folder / "async", layers, given.saves, background=True)
     share = median(later) / median(waiting)
     text = f"""# How long a save stops training
 
@@ -81,7 +85,9 @@ a checkpoint of {size / 2**20:.0f} MiB (model and AdamW), CRC-32 of every byte, 
 | `async: false` | {median(waiting):.3f} | {min(waiting):.3f} | {max(waiting):.3f} |
 | `async: true`, first save (makes its buffers) | {first:.3f} | | |
 | `async: true`, later saves | {median(later):.3f} | {min(later):.3f} | {max(later):.3f} |
+| waiting for the save before to be written | {median(waits):.3f} | {min(waits):.3f} | {max(waits):.3f} |
 
+The last row is there where saves come faster than the storage takes them: one is under way at a time.
 A save in the background stops training for {share:.1%} of the time of one that is waited for.
 """
     print(text)
