@@ -43,7 +43,7 @@ class Hosts:
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                 )
             )  # fmt: skip
-        wait_for(lambda: events(self.folder / "run", "save") or any(p.poll() is not None for p in self.processes))
+        wait_for(lambda: events(self.folder / "run", "save") or any(p.poll() is not None for p in self.processes), 200)
         assert all(p.poll() is None for p in self.processes), [p.communicate() for p in self.processes]
 
     def link(self, state: str) -> None:
