@@ -223,6 +223,24 @@ def plan(argv: list[str]) -> int:
     return EXIT_DONE
 
 
+def sample(argv: list[str]) -> int:
+    """lockstep sample RUN_DIR [--prompt TEXT] [--tokens N] [--temperature T] [--seed N]"""
+    parser = Parser("sample", "Let the language model of a run write, from its newest whole checkpoint.")
+    parser.add_argument("run", metavar="RUN_DIR", type=Path)
+    parser.add_argument("--prompt", metavar="TEXT", default="The ", help="what it continues")
+    parser.add_argument("--tokens", metavar="N", type=int, default=200, help="how many tokens it adds (default: 200)")
+    parser.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: the likeliest token, always")
+    parser.add_argument("--seed", metavar="N", type=int, default=0)
+    given = parser.parse(argv)
+
+    from lockstep.sample import sample as write
+
+    print(
+        write(given.run, prompt=given.prompt, num_tokens=given.tokens, temperature=given.temperature, seed=given.seed)
+    )
+    return EXIT_DONE
+
+
 Verb = tuple[Callable[[list[str]], int], str]
 VERBS: dict[str, Verb] = {
     "train": (train, "train what a config says, on one rank or many"),
@@ -230,6 +248,7 @@ VERBS: dict[str, Verb] = {
     "plan": (plan, "say what a run will need, and which layout is best"),
     "config": (config, "show, check or list configs"),
     "checkpoint": (checkpoint, "list, inspect, verify, digest, export or convert checkpoints"),
+    "sample": (sample, "let a trained language model write"),
     "report": (report, "draw what runs did, and say what to do next"),
     "bench": (bench, "measure how a config scales over ranks"),
     "data": (data, "prepare data"),

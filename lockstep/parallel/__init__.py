@@ -15,7 +15,7 @@ from lockstep.config import Config
 from lockstep.errors import UsageError
 from lockstep.mesh import Layout
 from lockstep.models.protocol import Objective, blocks_of, segments_of
-from lockstep.parallel import accelerate, data_parallel, ddp, divergence, fsdp, pipeline, reproducible
+from lockstep.parallel import accelerate, data_parallel, ddp, divergence, fsdp, reproducible
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.buffers import RunningBuffers, refuse_synchronised
 from lockstep.parallel.compiled import ColdStart, compile_blocks
@@ -72,6 +72,8 @@ def place(
         notices.append("the model's values differed between ranks: all took rank 0's")
     mesh = layout.mesh(device.type) if shared else None
     if layout.strategy == "pipeline" and mesh is not None:
+        from lockstep.parallel import pipeline  # torch's pipelining loads its compiler: seconds at every start
+
         refuse_synchronised(model)
         placed = pipeline.lay_pipeline(
             model, layout, config, mesh, objective=objective, cursor=cursor, precision=precision, blocks=blocks,

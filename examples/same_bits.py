@@ -1,0 +1,41 @@
+"""Train the same config on many topologies and print what each ends in: python examples/same_bits.py [TOPOLOGY …]"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from lockstep import checkpoint
+from lockstep.mesh import parse_topology
+
+CONFIG = Path(__file__).with_suffix(".yaml")
+TOPOLOGIES = ("single", "ddp:2", "ddp:4", "fsdp:2", "fsdp:4", "hybrid:2x2", "pipeline:2", "pipeline:2*ddp:2")
+
+
+def digest_of(topology: str, folder: Path) -> str:
+    """The SHA-256 of the parameters after training on a topology."""
+    settings, ranks = parse_topology(topology)
+    overrides = [f"distributed.{key}={value}" for key, value in settings.items()]
+    run = folder / topology.replace(":", "-").replace("*", "-")
+    command = [sys.executable, "-m", "lockstep", "train", str(CONFIG), *overrides, "--output-dir", str(run)]
+    done = subprocess.run([*command, "--nproc-per-node", str(ranks)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{topology}: {done.stdout}{done.stderr}")
+    found = checkpoint.newest(run / "checkpoints")
+    assert found is not None
+    return checkpoint.digest(found)
+
+
+def main(topologies: list[str]) -> int:
+    digests = set()
+    with tempfile.TemporaryDirectory() as folder:
+        for topology in topologies or TOPOLOGIES:
+            digest = digest_of(topology, Path(folder))
+            digests.add(digest)
+            print(f"{topology:18} {digest}", flush=True)
+    print("one digest" if len(digests) == 1 else f"{len(digests)} digests")
+    return int(len(digests) != 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
