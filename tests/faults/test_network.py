@@ -66,12 +66,6 @@ def test_a_link_cut_for_a_second(hosts: Hosts) -> None:
     assert not events(hosts.folder / "run", "restart")
 
 
-@pytest.mark.fault(
-    "network: the link between two hosts is cut for ever",
-    "each host waits for the other in a collective",
-    "each launcher ends with exit code 1, within the time for a hang and twice that of the rendezvous "
-    "(`--rdzv-conf read_timeout=60`), and says what it lost; the checkpoints are whole",
-)
 def test_a_link_cut_for_ever(hosts: Hosts) -> None:
     hosts.start("distributed.timeout_seconds=20", "--rdzv-conf", "read_timeout=10")
     hosts.link("down")
