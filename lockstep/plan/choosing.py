@@ -49,8 +49,8 @@ def page() -> str:
     lines += [
         "",
         "A parameter takes 16 bytes: weight, gradient and Adam's two moments, in fp32. `ddp` keeps all of them on",
-        "every GPU, `fsdp` a share. No strategy but sharding or a pipeline makes a model of 7 billion parameters (104 GiB of",
-        "state) fit one of these GPUs.",
+        "every GPU, `fsdp` a share. A model of 7 billion parameters (104 GiB of state) fits none of these GPUs unless",
+        "it is sharded, or cut into the stages of a pipeline.",
         "",
         "## The largest model that one GPU trains",
         "",

@@ -98,11 +98,19 @@ def rehearse(work: Workload, config: Config, layout: Layout, *, micro_batches: i
         _step(tracker, parts, optimizer, batch, min(micro_batches, 2), layout)
         regions = repeated(tracker.record.regions(), (f"F{REPEATED}", f"B{REPEATED}"), left_out)
         start = _with_left_out(tracker.record.start, model, optimizer, layout, left_out)
-    return Rehearsal(play(start, regions), dict(zip(KINDS, start, strict=True)), work_of(regions))
+    return Rehearsal(
+        play(start, regions),
+        dict(zip(KINDS, start, strict=True)),
+        work_of(regions, sum(start) / max(1, sum(tracker.record.start))),
+    )
 
 
-def work_of(regions: list[Region]) -> "Work":
-    """The costs of a step of whole passes, which `mark_passes` has marked."""
+def work_of(regions: list[Region], grown: float) -> "Work":
+    """The costs of a step, in which its passes are marked.
+
+    Args:
+        grown: what the optimizer holds, against what it held in the rehearsal.
+    """
     passes: dict[str, list[Cost]] = {"forward": [], "backward": [], "update": []}
     now = "update"
     for region in regions:
@@ -111,7 +119,8 @@ def work_of(regions: list[Region]) -> "Work":
             passes[now].append(Cost())
         if passes[now]:
             passes[now][-1] = passes[now][-1].plus(region.cost)
-    return Work(passes["forward"][-1], passes["backward"][-1], passes["update"][-1])
+    update = passes["update"][-1]
+    return Work(passes["forward"][-1], passes["backward"][-1], update._replace(moved=round(update.moved * grown)))
 
 
 @contextmanager

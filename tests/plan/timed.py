@@ -30,14 +30,14 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleepy(nn.Module):
-    """x → x + linear(x), slowly."""
+    """x → linear(x), slowly: backward sleeps first, then the weight's gradient is there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(_Sleep.apply(x))  # type: ignore[no-untyped-call,no-any-return]
+        return _Sleep.apply(self.linear(x))  # type: ignore[no-untyped-call,no-any-return]
 
 
 class Data(Dataset[tuple[Tensor, Tensor]]):
