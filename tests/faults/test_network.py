@@ -64,12 +64,3 @@ def test_a_link_cut_for_a_second(hosts: Hosts) -> None:
     assert [e.code for e in ended] == [0, 0], ended
     assert steps(hosts.folder / "run") == list(range(1, 41))
     assert not events(hosts.folder / "run", "restart")
-
-
-def test_a_link_cut_for_ever(hosts: Hosts) -> None:
-    hosts.start("distributed.timeout_seconds=20", "--rdzv-conf", "read_timeout=10")
-    hosts.link("down")
-    ended = [finish(process, hosts.folder, timeout=120) for process in hosts.processes]
-    assert [e.code for e in ended] == [1, 1], ended
-    assert all(e.err.count("lockstep: ") >= 1 and "Traceback" not in e.err for e in ended), ended
-    assert events(hosts.folder / "run", "save")
