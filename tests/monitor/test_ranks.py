@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -28,21 +29,27 @@ def events(case: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_that_computes_slowly_is_named(cases: dict[str, dict[str, Any]], strategy: str) -> None:
     """All ranks take equally long for a step; what tells the slow one apart is its own time."""
-    (event,) = events(cases[f"{strategy} forward_backward"], "straggler")
-    assert event["rank"] == 1
+    named = events(cases[f"{strategy} forward_backward"], "straggler")
+    assert {event["rank"] for event in named} == {1}
+    event = named[0]
     assert event["phase"] == "forward_backward"
     assert event["ratio"] > 1.3
     assert event["seconds"] > SLOW_SECONDS
     assert event["step"] >= 3, "not at its first slow step"
-    row = cases[f"{strategy} forward_backward"]["rows"][-1]
-    least, _, most, _ = row["phases"]["communication"]
-    assert most > least + SLOW_SECONDS / 2, "the quick rank waits for the slow one"
-    assert row["own_seconds"][1] > row["own_seconds"][0] + SLOW_SECONDS / 2
+    rows = cases[f"{strategy} forward_backward"]["rows"][1:]
+    behind = [row["own_seconds"][1] - row["own_seconds"][0] for row in rows]
+    assert median(behind) > SLOW_SECONDS / 2
+    waits = [row["phases"]["communication"] for row in rows]
+    assert median(most - least for least, _, most, _ in waits) > SLOW_SECONDS / 2, (
+        "the quick rank waits for the slow one"
+    )
+    assert [rank for *_, rank in waits].count(0) > len(waits) / 2
 
 
 def test_a_rank_that_waits_for_data_is_named_with_the_phase(cases: dict[str, dict[str, Any]]) -> None:
-    (event,) = events(cases["ddp data"], "straggler")
-    assert (event["rank"], event["phase"]) == (1, "data")
+    named = events(cases["ddp data"], "straggler")
+    assert {(event["rank"], event["phase"]) for event in named} == {(1, "data")}
+    event = named[0]
     assert "rank 1 on " in event["text"]
     assert cases["ddp data"]["rows"][-1]["phases"]["data"][3] == 1
 
