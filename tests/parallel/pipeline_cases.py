@@ -7,9 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 from torch.utils.data import Dataset
 
 from lockstep.config import config_from
+from lockstep.parallel.pipeline.torch_runtime import Schedule
 from lockstep.trainer import Trainer
 from tests.parity import pipelines
 from tests.parity.toy import VOCAB, Tokens, language_model
@@ -251,7 +253,8 @@ def overflow(settings: dict[str, Any]) -> list[tuple[bool, float, float]]:
 
 
 def running_statistics(settings: dict[str, Any]) -> dict[str, Tensor]:
-    trainer = trainer_of(normalised(), {"training.batch_size": 4, **settings}, nn.CrossEntropyLoss())
+    still = {"training.batch_size": 4, "training.learning_rate": 1e-9}  # small batches make training ill-conditioned
+    trainer = trainer_of(normalised(), {**still, **settings}, nn.CrossEntropyLoss())
     steps_of(trainer, pipelines.Points())
     return {name: buffer.clone() for name, buffer in trainer.placed.buffers.items()}
 
@@ -270,6 +273,36 @@ def go_on(settings: dict[str, Any], folder: str) -> Steps:
     trainer = trainer_of(deep(tie_embeddings=True), settings)
     trainer.load_checkpoint(Path(folder))
     return steps_of(trainer, Tokens())
+
+
+def parity(case: pipelines.Case) -> pipelines.Result:
+    return pipelines.run(case.model, case.settings())
+
+
+def evaluation(settings: dict[str, Any], data: str) -> float:
+    return trainer_of(deep(), {"training.batch_size": 1, **settings}).evaluate(DATA[data]())
+
+
+def reductions(settings: dict[str, Any]) -> dict[str, int]:
+    """How often, in one step, schedules run and gradients are reduced over replicas."""
+    counts = {"runs": 0, "reductions": 0}
+    trainer = trainer_of(deep(), settings)
+    reduce, run = PipelineStage.perform_reduce_grad, Schedule.run
+
+    def counted_reduce(self: Any, factor: int) -> None:
+        counts["reductions"] += 1
+        reduce(self, factor)
+
+    def counted_run(self: Any) -> None:
+        counts["runs"] += 1
+        run(self)
+
+    PipelineStage.perform_reduce_grad, Schedule.run = counted_reduce, counted_run  # type: ignore[method-assign]
+    try:
+        next(iter(trainer.steps(Tokens())))
+    finally:
+        PipelineStage.perform_reduce_grad, Schedule.run = reduce, run  # type: ignore[method-assign]
+    return counts
 
 
 def several(calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:

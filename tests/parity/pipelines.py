@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from lockstep.config import config_from
 from lockstep.models import get_model
@@ -15,7 +15,7 @@ from lockstep.trainer import Trainer
 from tests.parity.matrix import Images
 from tests.parity.toy import SAMPLES, VOCAB, Tokens, language_model
 
-STEPS = 5  # of 24 samples, of 83: the fourth is short, and its last micro-batch holds one sample of two
+STEPS = 5  # of 20 samples, of 83: the fifth holds three of them, in two micro-batches
 
 SCHEDULES = {
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
@@ -138,7 +138,7 @@ class Result(NamedTuple):
 def trainer_of(model: str, settings: dict[str, Any]) -> Trainer:
     common = {
         "training.batch_size": 2,
-        "training.global_batch_size": 24,
+        "training.global_batch_size": 20,
         "training.learning_rate": MODELS[model].learning_rate,
         "training.max_steps": STEPS,
         "precision.mode": "fp32",
@@ -149,13 +149,15 @@ def trainer_of(model: str, settings: dict[str, Any]) -> Trainer:
 
 def run(model: str, settings: dict[str, Any]) -> Result:
     """A few steps and an evaluation on this rank."""
-    before = {id(p) for p in parameters_alive()}
+    alone = not any("_size" in key for key in settings)  # under FSDP2 parameters are of another class
+    before = {id(p) for p in parameters_alive()} if alone else set()
     trainer = trainer_of(model, settings)
-    alive = sum(p.numel() for p in parameters_alive() if id(p) not in before)
+    alive = sum(p.numel() for p in parameters_alive() if id(p) not in before) if alone else 0
     data = MODELS[model].data()
     steps = [(float(r.loss), float(r.grad_norm), float(r.tokens)) for r in trainer.steps(data)]
     held = {name: _local(p).numel() for name, p in trainer.placed.parameters.items()}
-    return Result(steps, trainer.evaluate(data), trainer.placed.num_parameters, held, alive)
+    some = Subset(data, range(2, 23))  # a window and a bit, the last micro-batch short
+    return Result(steps, trainer.evaluate(some), trainer.placed.num_parameters, held, alive)
 
 
 def parameters_alive() -> list[Tensor]:
@@ -187,9 +189,9 @@ def grid(ranks: int, *, whole: bool) -> Iterator[Case]:
         for j, schedule in enumerate(SCHEDULES):
             if whole:
                 yield from (Case(model, schedule, layout) for layout in layouts)
-            elif ranks == 2 and (i + j) % 3 == 0:
+            elif ranks == 2 and (i + j) % 4 == 0:
                 yield Case(model, schedule, layouts[0])
-            elif ranks == 4 and (2 * i + j) % 4 == 0:
+            elif ranks == 4 and (2 * i + j) % 5 == 0:
                 yield Case(model, schedule, layouts[(i + j) % len(layouts)])
 
 

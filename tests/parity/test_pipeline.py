@@ -4,10 +4,11 @@ from functools import cache
 
 import pytest
 
+from tests.parallel.pipeline_launch import case_name, launched
 from tests.parity.pipelines import Case, Result, difference, grid, run, run_all
 from tests.ranks import run_ranks
 
-TOLERANCE = 1e-5  # of fp32 sums in another order, over 5 steps of AdamW
+TOLERANCE = 1e-5  # of fp32 sums in another order, over 5 steps of AdamW and an evaluation
 
 
 @cache
@@ -15,28 +16,40 @@ def alone(model: str) -> Result:
     return run(model, {})
 
 
-def compare(cases: list[Case]) -> list[list[Result]]:
-    """All cases in one launch; whatever is off is told at the end, with the rest."""
-    results = run_ranks(run_all, cases[0].ranks, cases, timeout=1500)
-    wrong = [
-        f"rank {rank} {case}: off by {difference(result, alone(case.model)):.1e}"
-        for rank, of_rank in enumerate(results)
-        for case, result in zip(cases, of_rank, strict=True)
-        if not difference(result, alone(case.model)) < TOLERANCE
-    ]
-    assert not wrong, "\n".join(wrong)
-    return results
+@pytest.mark.parametrize("case", [c for ranks in (2, 4) for c in grid(ranks, whole=False)], ids=case_name)
+def test_a_model_a_schedule_and_a_layout(case: Case) -> None:
+    expected = alone(case.model)
+    for rank in launched(case.ranks):
+        result = rank[case_name(case)]
+        assert difference(result, expected) < TOLERANCE
+        assert result.num_parameters == expected.num_parameters
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_models_schedules_and_layouts_in_turn(ranks: int) -> None:
-    cases = list(grid(ranks, whole=False))
-    for of_rank in compare(cases):
-        for case, result in zip(cases, of_rank, strict=True):
-            assert result.num_parameters == alone(case.model).num_parameters, case
+@pytest.mark.parametrize(
+    "case",
+    [c for ranks in (2, 4) for c in grid(ranks, whole=False) if c.layout in ("pipeline:2", "pipeline:4")],
+    ids=case_name,
+)
+def test_no_rank_holds_another_stages_parameters(case: Case) -> None:
+    """Measured: the parameters with values that anything in the process still holds are those of its stages. (BDH on
+    the rank with the first and the last stage is all of them.)"""
+    results = [rank[case_name(case)] for rank in launched(case.ranks)]
+    for result in results:
+        assert result.alive == sum(result.held.values())
+        assert result.alive < result.num_parameters or case.model == "bdh"
+    everywhere = {name for result in results for name in result.held}
+    assert sum(max(r.held.get(name, 0) for r in results) for name in everywhere) == results[0].num_parameters
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_whole_grid(ranks: int) -> None:
-    compare(list(grid(ranks, whole=True)))
+    cases = list(grid(ranks, whole=True))
+    results = run_ranks(run_all, ranks, cases, timeout=3000)
+    wrong = [
+        f"rank {rank} {case_name(case)}: off by {difference(result, alone(case.model)):.1e}"
+        for rank, of_rank in enumerate(results)
+        for case, result in zip(cases, of_rank, strict=True)
+        if not difference(result, alone(case.model)) < TOLERANCE
+    ]
+    assert not wrong, "\n".join(wrong)
