@@ -177,6 +177,7 @@ def test_a_server_that_takes_long_to_fail_is_asked_ever_more_rarely() -> None:
 
 _WRITER = """
 import sys
+import time
 from pathlib import Path
 from lockstep.config import MonitorConfig
 from lockstep.monitor import Monitor
@@ -187,6 +188,7 @@ norms = {f"layers.{n}": 0.5 for n in range(200)}
 for step in range(1, 10**9):
     monitor.on_step(StepRecord(step=step, loss=1.0, grad_norm=1.0, lr=0.1, samples=1, tokens=1, gradient_norms=norms))
     monitor.event("save", step=step)
+    time.sleep(0.002)  # a step takes some time; rows of ones that take none would be dropped, and said to be
 """
 
 
