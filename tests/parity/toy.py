@@ -45,7 +45,7 @@ def losses(
     common = {
         "training.batch_size": 2,
         "training.global_batch_size": 24,
-        "training.learning_rate": 3e-3,
+        "training.learning_rate": 1e-3,
         "training.warmup_steps": 3,
         "training.max_steps": steps,
         "precision.mode": "fp32",
