@@ -6,7 +6,7 @@ no time. Theory: with p ranks, m micro-batches and V stages a rank, GPipe and 1F
 and looped schedules (p-1)/(V·m+p-1). What 1F1B saves is memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.parallel.pipeline.partition import rank_of
@@ -68,11 +68,17 @@ def timeline(
         costs: of an action on one stage, by kind: F forward, B backward, I of inputs alone, W of weights alone.
     """
     count = facts_of(name, stages_per_rank).padded(micro_batches, ranks, ranks * stages_per_rank)
-    return clocked(actions(name, ranks, stages_per_rank, count), ranks * stages_per_rank, costs)
+    lists = actions(name, ranks, stages_per_rank, count)
+    return clocked(lists, ranks * stages_per_rank, lambda action: costs[action.kind])
 
 
-def clocked(lists: Sequence[Sequence[Action]], stages: int, costs: Mapping[str, float]) -> Timeline:
-    """Give each action its time."""
+def clocked(lists: Sequence[Sequence[Action]], stages: int, cost: Callable[[Action], float]) -> Timeline:
+    """Give each action its time.
+
+    Args:
+        lists: of each rank, what it computes, in order.
+        cost: how long an action takes.
+    """
     done: dict[Action, float] = {}
     places = [0] * len(lists)
     free = [0.0] * len(lists)
@@ -86,7 +92,7 @@ def clocked(lists: Sequence[Sequence[Action]], stages: int, costs: Mapping[str, 
                 if ready is None:
                     break
                 start = max(free[rank], ready)
-                free[rank] = done[action] = start + costs[action.kind]
+                free[rank] = done[action] = start + cost(action)
                 ranks[rank].append(Timed(action, start, free[rank]))
                 places[rank] += 1
                 moved = True

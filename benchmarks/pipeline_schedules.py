@@ -1,0 +1,193 @@
+"""Schedules of pipelines against theory, with stages that sleep: ranks that compute nothing fit two cores, all of them.
+
+    python -m benchmarks.pipeline_schedules --ranks 2,4,8
+
+A stage sleeps in its forward pass, in the gradient of its input and in that of its weight, each for `--seconds`. It is
+trained through `lockstep.parallel.place`, as any model is. Theory is the schedule's own list of actions with these
+times (`lockstep.parallel.pipeline.picture`), sending being free. The first stage has no input to differentiate: under
+a schedule that splits the backward pass, both of its halves come with the second.
+"""
+
+import argparse
+import datetime
+import os
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.config import config_from
+from lockstep.mesh import resolve
+from lockstep.models.protocol import Objective
+from lockstep.parallel import Ledger, Share, place
+from lockstep.parallel.pipeline.picture import Timeline, clocked
+from lockstep.parallel.pipeline.schedules import SCHEDULES
+from lockstep.parallel.pipeline.torch_runtime import Action, actions
+from lockstep.precision import Precision
+from tests.ranks import run_ranks
+
+RESULTS = Path(__file__).parent / "results" / "pipeline_schedules.md"
+GOAL = 0.03
+
+
+class Sleep(torch.autograd.Function):
+    """Its argument, unchanged; the gradient takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+class Sleeper(nn.Module):
+    """One stage."""
+
+    def __init__(self, seconds: float, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.seconds, self.last = seconds, last
+        self.weight = nn.Parameter(torch.zeros(8))
+        # So that the first stage's input, too, has a gradient that takes its time.
+        self.start = nn.Parameter(torch.zeros(8)) if first else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        x = x if self.start is None else x + self.start
+        y = Sleep.apply(x, self.seconds) + Sleep.apply(self.weight, self.seconds)
+        return y.sum() if self.last else y
+
+
+class Sleepers(nn.Module):
+    def __init__(self, stages: int, seconds: float) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(Sleeper(seconds, first=i == 0, last=i == stages - 1) for i in range(stages))
+
+    def segments(self) -> list[tuple[str, nn.Module]]:
+        return [(f"stages.{i}", stage) for i, stage in enumerate(self.stages)]
+
+
+class Case(NamedTuple):
+    schedule: str
+    ranks: int
+    stages_per_rank: int
+    micro_batches: int
+
+    def theory(self, seconds: float) -> Timeline:
+        """The run with each action's own time."""
+        splits = SCHEDULES[self.schedule].splits_backward
+
+        def cost(action: Action) -> float:
+            whole = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}[action.kind]
+            if splits and action.stage == 0 and action.kind in "IW":
+                whole = {"I": 0.0, "W": 2.0}[action.kind]
+            return whole * seconds
+
+        lists = actions(self.schedule, self.ranks, self.stages_per_rank, self.micro_batches)
+        return clocked(lists, self.ranks * self.stages_per_rank, cost)
+
+
+def measure(cases: list[tuple[Any, ...]], seconds: float, repeats: int) -> list[list[float]]:
+    """On each rank: the times of each case, from when all ranks are ready until this one is done."""
+    return [one(Case(*case), seconds, repeats) for case in cases]
+
+
+def one(case: Case, seconds: float, repeats: int) -> list[float]:
+    config = config_from(
+        {
+            "distributed.strategy": "pipeline",
+            "distributed.pipeline.schedule": case.schedule,
+            "distributed.pipeline.stages_per_rank": case.stages_per_rank,
+        }
+    )
+    device = torch.device("cpu")
+    placed = place(
+        Sleepers(case.ranks * case.stages_per_rank, seconds), resolve(config.distributed, case.ranks), config,
+        objective=Objective(lambda batch: ((batch,), {}), lambda loss, _batch: loss, lambda batch: len(batch)),
+        device=device, precision=Precision("fp32", "cpu"),
+    )  # fmt: skip
+    shares = [Share(i, torch.zeros(1, 8)) for i in range(case.micro_batches)]
+    times = []
+    for _ in range(repeats + 1):  # the first one learns shapes
+        ledger = Ledger(case.micro_batches, device, shared=True)
+        dist.barrier()
+        start = time.perf_counter()
+        placed.forward_backward(shares, ledger, 1.0)
+        times.append(time.perf_counter() - start)
+        ledger.totals()
+    return times[1:]
+
+
+def cases_of(ranks: int, micro_batches: int) -> list[Case]:
+    return [
+        Case(name, ranks, facts.stages_per_rank or 2, facts.padded(micro_batches, ranks, ranks * 2))
+        for name, facts in SCHEDULES.items()
+    ]
+
+
+def table(rows: list[tuple[Case, float, float, float]]) -> str:
+    lines = [
+        "| schedule | ranks | stages a rank | micro-batches | theory, s | measured, s | over | bubble |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for case, theory, found, bubble in rows:
+        lines.append(
+            f"| {case.schedule} | {case.ranks} | {case.stages_per_rank} | {case.micro_batches} | {theory:.3f} | "
+            f"{found:.3f} | {found / theory - 1:+.1%} | {bubble:.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def importable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As other processes find it: here it is in `__main__`."""
+    found: Callable[..., Any] = getattr(import_module("benchmarks.pipeline_schedules"), function.__name__)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,4,8")
+    parser.add_argument("--micro-batches", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=0.1, help="of a forward pass, and of each half of a backward")
+    parser.add_argument("--repeats", type=int, default=2, help="the shortest counts: other programs only add")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    rows = []
+    for ranks in map(int, args.ranks.split(",")):
+        cases = cases_of(ranks, args.micro_batches)
+        plain = [tuple(case) for case in cases]
+        results = run_ranks(importable(measure), ranks, plain, args.seconds, args.repeats, timeout=3600)
+        for place_, case in enumerate(cases):
+            found = min(max(of_rank) for of_rank in zip(*(result[place_] for result in results), strict=True))
+            theory = case.theory(args.seconds)
+            rows.append((case, theory.end, found, theory.bubble))
+        print(table(rows[-len(cases) :]), flush=True)
+    worst = max(found / theory - 1 for _, theory, found, _ in rows)
+    command = f"python -m benchmarks.pipeline_schedules --ranks {args.ranks} --micro-batches {args.micro_batches}"
+    text = [
+        "# Schedules of pipelines, measured and in theory",
+        "",
+        f"`{command} --seconds {args.seconds:g} --repeats {args.repeats}`: stages that sleep "
+        f"{args.seconds * 1000:.0f} ms in a forward pass, and in each half of a backward pass.",
+        "",
+        f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} "
+        f"UTC. Goal: within {GOAL:.0%} of theory. Worst: {worst:+.1%}.",
+        "",
+        table(rows),
+        "",
+    ]
+    args.output.parent.mkdir(exist_ok=True)
+    args.output.write_text("\n".join(text), encoding="utf-8")
+    return 0 if worst <= GOAL else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
