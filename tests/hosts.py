@@ -4,8 +4,8 @@
         values = run_ranks(function, 2, on=[a, b])
 
 Each host has one interface, `eth0`, on a switch. Its bytes are counted in /sys/class/net/eth0/statistics, which a
-process on the host reads by `sent_bytes()`. The
-namespaces are gone in the end; what a killed process left goes when the next one begins.
+process on the host reads by `sent_bytes()`. The namespaces are gone in the end; what a killed process left goes when
+the next one begins.
 """
 
 import os

@@ -1,0 +1,189 @@
+"""FSDP2's options: what is gathered as one unit, that ties survive it, what is sharded, and in which types."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep.config import config_from
+from lockstep.errors import UsageError
+from lockstep.trainer import Trainer
+from tests.parity.matrix import MODELS, Case, Result, difference, reference, run_all
+from tests.parity.toy import Tokens
+from tests.ranks import run_ranks
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "transformer": {},
+    "size": {"auto_wrap_policy": "size", "min_num_params": 500},
+    "classes": {"auto_wrap_policy": ["Linear", "Embedding", "Head", "Down", "Up", "LlamaDecoderLayer", "LlamaRMSNorm"]},
+    "function": {"auto_wrap_policy": "tests.parallel.test_fsdp:has_a_matrix"},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "forward prefetch": {"forward_prefetch": True},
+    "backward prefetch post": {"backward_prefetch": "post"},
+    "backward prefetch none": {"backward_prefetch": "none"},
+    "unsharded": {"accumulate": "unsharded"},
+    "buffers in fp32": {"buffer_dtype": "fp32"},
+}
+
+
+def has_a_matrix(module: nn.Module) -> bool:
+    """A user's policy: any module that owns a matrix."""
+    return any(p.ndim > 1 for p in module.parameters(recurse=False))
+
+
+def fsdp(options: dict[str, Any], kind: str = "full_shard") -> tuple[tuple[str, Any], ...]:
+    keys = {"sharding_strategy": kind, **options}
+    return tuple((f"distributed.fsdp.{key}", value) for key, value in keys.items())
+
+
+def cases() -> list[Case]:
+    policies = [Case(m, "fsdp", 3, "none", fsdp(p)) for p in POLICIES.values() for m in ("tied", "hf", "bdh")]
+    return [*policies, *(Case("tied", "fsdp", 3, "full", fsdp(option)) for option in OPTIONS.values())]
+
+
+def placed(model: str, options: dict[str, Any], **more: Any) -> Trainer:
+    settings = {
+        "training.batch_size": 2,
+        "training.max_steps": 5,
+        "precision.mode": "fp32",
+        "distributed.strategy": "fsdp",
+        **dict(fsdp(options)),
+        **more,
+    }
+    return Trainer(MODELS[model][0](), config=config_from(settings))
+
+
+def in_one_launch() -> dict[str, Any]:
+    found: dict[str, Any] = {"results": run_all(cases()), "policies": {}}
+    for name, options in POLICIES.items():
+        for model in ("tied", "hf", "bdh"):
+            trainer = placed(model, options)
+            [module] = trainer.placed.parts
+            local = sum(p.to_local().numel() for p in trainer.placed.parameters.values())
+            found["policies"][name, model] = {
+                "units": [n for n, m in module.named_modules() if isinstance(m, FSDPModule)],
+                "aliases": trainer.placed.aliases,
+                "share": local / trainer.placed.num_parameters,
+                "notices": trainer.placed.notices,
+            }
+    found["rotary"] = rotary_under_bf16()
+    found["reduced in bf16"] = run_all([Case("transformer", "fsdp", 1, "none", fsdp({"reduce_dtype": "bf16"}))])
+    found["warnings"] = what_torch_warns_of()
+    return found
+
+
+def rotary_under_bf16() -> dict[str, Any]:
+    """A rotary buffer of a model whose parameters are gathered in bf16, and where its user asks for bf16 buffers."""
+    kept = placed("hf", {}, **{"precision.param_dtype": "bf16"})
+    cast = placed("hf", {"buffer_dtype": "bf16"})
+    next(kept.steps(Tokens()))
+
+    def dtypes(trainer: Trainer) -> set[torch.dtype]:
+        return {b.dtype for n, b in trainer.placed.parts[0].named_buffers() if n.endswith("inv_freq")}
+
+    return {"kept": dtypes(kept), "cast": dtypes(cast), "said": cast.placed.notices}
+
+
+def what_torch_warns_of() -> list[str]:
+    """Deprecations during a step under each strategy."""
+    said = []
+    for strategy in ("ddp", "fsdp", "accelerate"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = placed("tied", {}, **{"distributed.strategy": strategy})
+            next(trainer.steps(Tokens()))
+        said += [
+            f"{strategy}: {w.message}" for w in caught if issubclass(w.category, FutureWarning | DeprecationWarning)
+        ]
+    return said
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(in_one_launch, 2)
+
+
+def test_trap_19_ties_and_counts_survive_every_wrap_policy(ranks: list[dict[str, Any]]) -> None:
+    """Wrapping by size puts a tied weight into two units, and silently unties it: the same training shows that it is
+    one parameter, and so does the number of parameters."""
+    for rank in ranks:
+        for case, result in zip(cases(), rank["results"], strict=True):
+            assert isinstance(result, Result), f"{case}: {result}"
+            expected = reference(Case(case.model, "single", 1, "none"), 6)
+            assert difference(result, expected) < 1e-5, case
+            assert result.num_parameters == expected.num_parameters
+        for (policy, model), seen in rank["policies"].items():
+            if model == "hf":
+                assert seen["aliases"] == {"model.embed_tokens.weight": ["lm_head.weight"]} or not seen["aliases"]
+            assert "" in seen["units"]
+            assert len(seen["units"]) > 1 or model == "bdh", (policy, model, seen["units"])
+
+
+def test_units_follow_the_policy(ranks: list[dict[str, Any]]) -> None:
+    units = {key: seen["units"] for key, seen in ranks[0]["policies"].items()}
+    assert units["transformer", "tied"] == ["", "layers.0", "layers.1", "layers.2", "layers.3"]
+    assert any(name.endswith("attention.query") for name in units["classes", "tied"])
+    assert "embed" not in units["classes", "tied"], "the head borrows the embedding's weight"
+    assert any(name.endswith("mlp.down") for name in units["function", "tied"])
+
+
+def test_bdh_is_sharded_and_says_that_it_is_gathered_whole(ranks: list[dict[str, Any]]) -> None:
+    """Its layers share their weights, which therefore belong to no block."""
+    for rank in ranks:
+        seen = rank["policies"]["transformer", "bdh"]
+        assert 0.49 < seen["share"] < 0.51
+        assert any("belong to no block" in line for line in seen["notices"])
+
+
+def test_trap_20_rotary_phases_stay_fp32_unless_the_user_says_otherwise(ranks: list[dict[str, Any]]) -> None:
+    """In bf16, positions above 256 have the phases of their neighbours."""
+    for rank in ranks:
+        assert rank["rotary"]["kept"] == {torch.float32}
+        assert rank["rotary"]["cast"] == {torch.bfloat16}
+        assert any("buffers are kept in bf16" in line for line in rank["rotary"]["said"])
+
+
+def test_gradients_may_be_reduced_in_bf16(ranks: list[dict[str, Any]]) -> None:
+    result = ranks[0]["reduced in bf16"][0]
+    assert isinstance(result, Result), result
+    assert 1e-6 < difference(result, reference(Case("transformer", "single", 1, "none"), 2)) < 2e-2
+
+
+def test_trap_64_no_deprecated_name_of_torch_is_used(ranks: list[dict[str, Any]]) -> None:
+    """2.13 renames `all_gather_into_tensor`, `reduce_scatter_tensor`, DDP's `broadcast_buffers`; 2.11 has the old."""
+    for rank in ranks:
+        assert not rank["warnings"]
+
+
+def test_a_policy_that_finds_nothing_names_the_models_classes() -> None:
+    from lockstep.config import FSDPConfig
+    from lockstep.parallel.fsdp import units_of
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with pytest.raises(UsageError, match="no module of the model is a Block"):
+        units_of(model, FSDPConfig(auto_wrap_policy=["Block"]), [])
+    with pytest.raises(UsageError, match="there is no wrap policy"):
+        units_of(model, FSDPConfig(auto_wrap_policy="nowhere:nothing"), [])
+
+
+def test_a_module_whose_parameter_is_used_outside_is_no_unit() -> None:
+    from lockstep.config import FSDPConfig
+    from lockstep.parallel.fsdp import units_of
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embed.weight
+            self.body = nn.Linear(4, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            out: Tensor = self.head(self.body(self.embed(ids)))
+            return out
+
+    names = [name for name, _ in units_of(Tied(), FSDPConfig(auto_wrap_policy="size", min_num_params=1), [])]
+    assert names == ["body"]

@@ -1,0 +1,54 @@
+"""What a rank holds under FSDP, counted; and a model that does not fit into one process but into four."""
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.memory import HEADROOM, in_one_launch, train_within_a_limit
+from tests.ranks import run_ranks
+
+FSDP = {"distributed.strategy": "fsdp"}
+CASES = [FSDP, {**FSDP, "distributed.fsdp.accumulate": "unsharded"}, {"distributed.strategy": "ddp"}]
+
+# glibc keeps freed memory of up to 32 MB in its heaps unless its threshold is fixed; the kernel counts that as used.
+FREED_AT_ONCE = ("MALLOC_MMAP_THRESHOLD_", "131072")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(*FREED_AT_ONCE)
+        return run_ranks(in_one_launch, 4, CASES, FSDP)
+
+
+def test_a_rank_holds_its_share_and_one_gathered_unit(ranks: list[dict[str, Any]]) -> None:
+    """Parameters, gradients and AdamW's two states: 16 bytes a parameter, over the ranks; gradients too, in between.
+
+    Without reduction of each micro-batch's gradients (`accumulate: unsharded`) a rank holds those of the whole model.
+    """
+    for rank in ranks:
+        sharded, unsharded, replica = rank["held"]
+        parameters = sharded["parameters"]
+        allowed = 1.05 * (4 * parameters / 4 + sharded["unit"])
+        assert 4 * parameters / 4 * 0.99 < sharded["at update"] < allowed
+        assert max(sharded["between"]) < allowed
+        assert min(unsharded["between"]) > sharded["at update"] + 0.7 * parameters
+        assert replica["at update"] > 3.95 * parameters
+
+
+def test_fsdp_trains_what_one_process_can_not(
+    ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on each process's data: 100 MB of parameters take 400 MB to train, and each process may have 230 more."""
+    monkeypatch.setenv(*FREED_AT_ONCE)
+    [alone] = run_ranks(train_within_a_limit, 1, {"distributed.strategy": "single"})
+    assert "alloc" in alone["error"] or "memory" in alone["error"], alone
+    for rank in (found["limited"] for found in ranks):
+        assert "error" not in rank, rank
+        assert rank["parameters"] > 24e6
+        assert rank["losses"][1] < rank["losses"][0]
+        assert rank["data"] < HEADROOM
+    shown = ranks[0]["limited"]
+    resident = ", ".join(f"{bytes_ / 2**20:.0f}" for bytes_ in shown["resident"])
+    with capsys.disabled():
+        print(f"\nfsdp:4 trains {shown['parameters']:,} parameters in {resident} MiB per rank, beside the interpreter")
