@@ -3,7 +3,9 @@
 Replicas make the same update from the same gradients, so their parameters are equal in every bit. Every K steps each
 one adds up the bits of each parameter, and of each buffer, as integers: one pass over them, and one number sent. A
 change of one bit always changes the sum; more than one, all but surely. Only where the numbers differ are those of the
-single parameters compared, to name what differs and where.
+single parameters compared, to name what differs and where. Every rank then stops with the same error, those of other
+shards and stages too. (The host waits for the device in a check. A last bit that the next update rounds away is not
+seen: the replicas are equal again.)
 """
 
 from collections import Counter
@@ -21,40 +23,47 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def guard(placed: Placed, group: dist.ProcessGroup, every: int) -> Callable[[int], None]:
-    """A check to be called after each step with the number of steps made; every rank of the group calls it.
+    """A check to be called after each step with the number of steps made; every rank calls it.
 
     Args:
         group: of the ranks that hold the same parameters, or the same shards of them.
         every: K.
 
     Raises:
-        RunError: (when it is called) replicas differ; ranks and parameters are named.
+        RunError: (when it is called, on every rank) replicas differ; ranks and parameters are named.
     """
 
     def check(step: int) -> None:
         if step % every == 0:
-            compare({**placed.parameters, **placed.buffers}, group, step)
+            found = compare({**placed.parameters, **placed.buffers}, group, step)
+            _raise_together(found, placed.cursor.device)
 
     return check
 
 
-@torch.no_grad()
-def compare(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, step: int) -> None:
-    """Compare what replicas hold.
+def _raise_together(error: RunError | None, device: torch.device) -> None:
+    """Ranks whose own replicas agree would go on, and wait for the others."""
+    anywhere = torch.tensor([error is not None], dtype=torch.uint8, device=device)
+    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+    if anywhere.item():
+        found: list[RunError | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, error)
+        raise next(one for one in found if one is not None)
 
-    Raises:
-        RunError: they hold different values.
-    """
+
+@torch.no_grad()
+def compare(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, step: int) -> RunError | None:
+    """What differs between the replicas of a group; None: nothing."""
     names = sorted(tensors)
     if not names:
-        return
+        return None
     prints = torch.stack([fingerprint(local(tensors[name])) for name in names])
     place = torch.arange(1, len(names) + 1, device=prints.device)  # exchanged parameters must not cancel out
     if _agree((prints * place).sum().view(1), group):
-        return
+        return None
     everyone = [torch.empty_like(prints) for _ in range(group.size())]
     dist.all_gather(everyone, prints, group=group)
-    raise _diverged(torch.stack(everyone), names, group, step)
+    return _diverged(torch.stack(everyone), names, group, step)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
