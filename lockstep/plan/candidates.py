@@ -7,6 +7,7 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.errors import UsageError
 from lockstep.mesh import Layout, resolve
+from lockstep.plan.compressing import advice
 from lockstep.plan.facts import Facts, facts_of
 from lockstep.plan.hardware import Cluster
 from lockstep.plan.record import Cost
@@ -225,6 +226,7 @@ def _judge_data_parallel(
     candidate.memory = memory
     pieces = pieces_of(facts, rehearsal, cluster.seconds)
     candidate.step = data_parallel_step(pieces, config, layout, cluster, count)
+    candidate.notes += advice(pieces, config, layout, cluster, count)
     candidate.model_flops = 3.0 * rehearsal.work.forward.flops * count * layout.data_parallel_size
 
 

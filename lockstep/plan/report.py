@@ -123,7 +123,7 @@ def why(found: Sequence[Candidate], cluster: Cluster) -> list[str]:
         lines.append(f"  {c.name()} would be faster, but lacks {(c.needed - c.limit) / GIB:.1f} GiB")
     if best.checkpointing == "full":
         lines.append("  it recomputes activations: with fewer samples in a micro-batch or more GPUs it may not have to")
-    lines += [f"  {note}" for note in best.notes]
+    lines += [f"  {note}" for c in (best, closest) if c is not None for note in c.notes]
     return lines
 
 

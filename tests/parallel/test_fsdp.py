@@ -91,10 +91,11 @@ def rotary_under_bf16() -> dict[str, Any]:
 def what_torch_warns_of() -> list[str]:
     """Deprecations during a step under each strategy."""
     said = []
-    for strategy in ("ddp", "fsdp", "accelerate"):
+    exact = {"distributed.reproducible": True}
+    for strategy, more in (("ddp", {}), ("fsdp", {}), ("accelerate", {}), ("ddp", exact), ("fsdp", exact)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer = placed("tied", {}, **{"distributed.strategy": strategy})
+            trainer = placed("tied", {}, **{"distributed.strategy": strategy, **more})
             next(trainer.steps(Tokens()))
         said += [
             f"{strategy}: {w.message}" for w in caught if issubclass(w.category, FutureWarning | DeprecationWarning)

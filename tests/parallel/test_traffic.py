@@ -87,6 +87,10 @@ def on_four_ranks() -> dict[str, Any]:
     return bytes_by_micro_batch({**settings, "distributed.shard_size": 2})
 
 
+def what_auto_chooses() -> list[str]:
+    return trainer_with({KIND: "auto"}).placed.notices
+
+
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
     require_root()
@@ -100,6 +104,14 @@ def test_trap_62_a_compression_sends_the_bytes_that_it_is_calculated_to(found: l
     for rank in found:
         sent, calculated = rank[kind]["sent"], rank[kind]["calculated"]
         assert calculated <= sent < 1.05 * calculated + 10_000, (sent, calculated)
+
+
+def test_trap_62_auto_compresses_on_a_slow_link() -> None:
+    """Both ranks measure their own link, and agree; on a link without a limit gloo's sums would eat up the gain."""
+    require_root()
+    with hosts(2, rate="100mbit") as both:
+        for lines in run_ranks(what_auto_chooses, 2, on=both):
+            assert any("compression auto: bf16, which saves" in line for line in lines), lines
 
 
 def test_compressions_send_less(found: list[dict[str, Any]]) -> None:

@@ -1,0 +1,58 @@
+"""A plan advises compression of gradients only where steps get shorter by it."""
+
+import pytest
+
+from lockstep.config import config_from
+from lockstep.mesh import resolve
+from lockstep.plan.candidates import judge
+from lockstep.plan.compressing import advice
+from lockstep.plan.facts import facts_of
+from lockstep.plan.hardware import cluster_of
+from lockstep.plan.report import why
+from lockstep.plan.steptime import Pieces
+from lockstep.plan.workload import workload_of
+
+GPUS = 4
+# 12 blocks of 20 MB and an embedding of 50 MB; a third of a second of computing for a micro-batch.
+PIECES = Pieces(12, 20e6, 50e6, 0.1, 0.2)
+
+
+def said(kind: str, interconnect: str | None, per_node: int, micro_batches: int = 1, **more: object) -> list[str]:
+    settings = {"distributed.strategy": "ddp", "distributed.ddp.compression.kind": kind, **more}
+    config = config_from(settings)
+    cluster = cluster_of(GPUS, "A100-80GB", interconnect, per_node=per_node)
+    return advice(PIECES, config, resolve(config.distributed, GPUS, per_node), cluster, micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("interconnect", "per_node", "pays"),
+    [("Ethernet 1G", 1, True), ("Ethernet 10G", 1, True), ("InfiniBand NDR", 1, False), (None, 8, False)],
+)
+def test_trap_62_a_plan_advises_compression_only_where_it_pays(
+    interconnect: str | None, per_node: int, pays: bool
+) -> None:
+    """Published studies find gains in few set-ups: within a node, and on fast links, backward hides what is sent."""
+    lines = said("none", interconnect, per_node)
+    assert len(lines) == pays
+    assert all("compression.kind: bf16 would take" in line for line in lines)
+    asked = said("fp16", interconnect, per_node)
+    assert len(asked) == (not pays)
+    assert all("does not pay here" in line and line.endswith("write none") for line in asked)
+
+
+def test_the_more_is_computed_in_a_step_the_less_a_link_matters() -> None:
+    assert said("none", "Ethernet 10G", 1)
+    assert not said("none", "Ethernet 10G", 1, micro_batches=64)
+
+
+def test_where_bits_are_fixed_or_nothing_is_replicated_nothing_is_advised() -> None:
+    assert not said("none", "Ethernet 1G", 1, **{"distributed.reproducible": True})
+    assert not said("none", "Ethernet 1G", 1, **{"distributed.strategy": "fsdp"})
+
+
+def test_the_advice_is_in_what_a_plan_says() -> None:
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 8192, "block_size": 16}
+    config = config_from({"model.name": "transformer", "model.args": sizes, "training.batch_size": 1})
+    cluster, work = cluster_of(GPUS, "A100-80GB", "Ethernet 1G", per_node=1), workload_of(config)
+    found = judge(work, config, cluster, {"distributed.strategy": "ddp"}, facts_of(work, config))
+    assert any("bf16 would take" in line for line in why([found], cluster))
