@@ -20,6 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import Config
 from lockstep.errors import UsageError
+from lockstep.parallel.compression import compress
+from lockstep.parallel.placed import contiguous_shares
+from lockstep.parallel.placement import Laid, Placement, shared_out
 
 _OTHER_ENGINES = {
     "ACCELERATE_USE_FSDP": "write strategy: fsdp",
@@ -27,6 +30,23 @@ _OTHER_ENGINES = {
     "ACCELERATE_USE_MEGATRON_LM": "write strategy: pipeline",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "write strategy: fsdp or pipeline",
 }
+
+
+def lay(placement: Placement) -> Laid:
+    """A replica on every rank, wrapped by Accelerate."""
+    p, mesh = placement, placement.mesh
+    assert mesh is not None
+    p.materialise()
+    compression = compress(p.model, mesh["replicate"], p.config, undoable=p.precision.mode == "fp16")
+    p.notices += compression.notices
+    prepared = prepare(p.model, p.config, p.device, compression.hook)
+    micro_step = p.loop(
+        prepared.model,
+        set_sync=prepared.set_sync,
+        multiplier=float(p.ranks),
+        after_backward=prepared.after_backward,
+    )
+    return Laid(micro_step, shared_out(contiguous_shares, p), compression=compression)
 
 
 @dataclass

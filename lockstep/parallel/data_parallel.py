@@ -17,7 +17,22 @@ from torch import Tensor, nn
 from lockstep.config import Config
 from lockstep.errors import UsageError
 from lockstep.models.protocol import Objective
+from lockstep.parallel.placed import contiguous_shares
+from lockstep.parallel.placement import Laid, Placement, shared_out
+from lockstep.parallel.tree_local import LocalTree
 from lockstep.randomness import Cursor, derive_key
+
+
+def lay(placement: Placement) -> Laid:
+    """One process with all of its GPUs."""
+    p = placement
+    p.materialise()
+    runs = apply_dp(p.model, p.config, p.cursor, p.notices)
+    return Laid(
+        p.loop(runs, objective=over_parts(p.objective)),
+        shared_out(contiguous_shares, p),
+        tree=LocalTree(list(p.model.parameters())) if p.reproducible else None,
+    )
 
 
 def num_gpus(device: torch.device) -> int:

@@ -7,6 +7,7 @@ Buffers are not broadcast here: what changes them is the same on every rank, or 
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,14 +17,39 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import DDPConfig
 from lockstep.errors import RunError
 from lockstep.monitor.phases import watch_ddp
-from lockstep.parallel.compression import Hook
-from lockstep.parallel.placed import Share
+from lockstep.parallel.compression import Hook, compress
+from lockstep.parallel.placed import Share, contiguous_shares
+from lockstep.parallel.placement import Laid, Placement, shared_out
+from lockstep.parallel.tree import tree_shares
+from lockstep.parallel.tree_local import ReplicaTree
 
 # torch 2.13 renames the switch that leaves buffers alone; the old name warns there.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 _BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
 
 _SHOWN = 8  # names in an error; the rest is counted
+
+
+def lay(placement: Placement) -> Laid:
+    """A replica on every rank; its gradients are reduced by DDP, by a compression, or up the tree."""
+    p, mesh = placement, placement.mesh
+    assert mesh is not None
+    p.materialise()
+    compression = compress(p.model, mesh["replicate"], p.config, undoable=p.precision.mode == "fp16")
+    p.notices += compression.notices
+    wrapped = apply_ddp(p.model, mesh, p.config.distributed.ddp, compression.hook)
+    micro_step = p.loop(
+        wrapped,
+        set_sync=partial(set_sync, wrapped),
+        multiplier=1.0 if p.reproducible else float(p.ranks),  # the tree is a sum; DDP's own reduction is a mean
+        after_backward=check_reduced(wrapped),
+    )
+    return Laid(
+        compression.over(micro_step),
+        shared_out(tree_shares if p.reproducible else contiguous_shares, p),
+        tree=ReplicaTree(wrapped, mesh["replicate"].get_group()) if p.reproducible else None,
+        compression=compression,
+    )
 
 
 def apply_ddp(

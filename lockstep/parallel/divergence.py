@@ -14,12 +14,23 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep.config import Config
 from lockstep.errors import RunError
 from lockstep.parallel.placed import Placed, local
 
 _SHOWN = 5  # names in an error; the rest is counted
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def guard_replicas(placed: Placed, config: Config, mesh: DeviceMesh | None) -> None:
+    """Set `placed.check` where there are replicas to compare and the config wants it."""
+    every = config.distributed.divergence_check_steps
+    if mesh is not None and mesh["replicate"].size() > 1 and every is not None:
+        placed.check = guard(placed, mesh["replicate"].get_group(), every)
+    elif every is not None and "divergence_check_steps" in config.distributed.model_fields_set:
+        placed.notices.append("divergence_check_steps: one replica, nothing to compare")
 
 
 def guard(placed: Placed, group: dist.ProcessGroup, every: int) -> Callable[[int], None]:

@@ -6,6 +6,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.fully_shard.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -16,11 +17,53 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from lockstep.config import FSDPConfig
+from lockstep.config import Config, FSDPConfig
 from lockstep.errors import UsageError
 from lockstep.models.chain import shared_parameters_of
+from lockstep.parallel.placed import strided_shares
+from lockstep.parallel.placement import Laid, Placement, shared_out
+from lockstep.parallel.tree import hybrid_shares
+from lockstep.parallel.tree_fsdp import ShardTree
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+
+def lay(placement: Placement) -> Laid:
+    """A shard of the model on every rank; first values are made a parameter at a time, and cut."""
+    p, mesh, layout = placement, placement.mesh, placement.layout
+    assert mesh is not None
+    kind = p.config.distributed.fsdp
+    if p.first is None:
+        p.model.to(p.device)  # a shard is cut on the device that it stays on
+    p.notices += apply_fsdp(
+        p.model, mesh, kind, p.blocks, param_dtype=p.config.precision.param_dtype, replicas_apart=p.reproducible
+    )
+    if p.first is not None:
+        p.materialise()
+    assign, tree = shared_out(strided_shares, p), None
+    if p.reproducible:
+        replica, shard = divmod(p.rank, layout.shard)
+        assign = partial(
+            hybrid_shares, replica=replica, replicas=layout.replicate, shard=shard, shards=layout.shard
+        )  # fmt: skip
+        tree = ShardTree(p.model, mesh)
+    return Laid(
+        p.loop(p.model, set_sync=partial(set_sync, p.model, accumulate=kind.accumulate)),
+        assign,
+        tree=tree,
+        norm_groups=[mesh["shard"].get_group()] if layout.shard > 1 else [],
+    )
+
+
+def shard_stage(
+    mesh: DeviceMesh, config: Config, root: nn.Module, units: Sequence[tuple[str, nn.Module]],
+    foreign: set[nn.Parameter], frees: bool,
+) -> list[str]:  # fmt: skip
+    """FSDP2 over a pipeline's stage, or over what stages share; units were chosen before the model was cut."""
+    return apply_fsdp(
+        root, mesh, config.distributed.fsdp.model_copy(update={"auto_wrap_policy": "transformer"}), units,
+        param_dtype=config.precision.param_dtype, reshard_after_forward=frees, foreign=foreign,
+    )  # fmt: skip
 
 
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -26,8 +26,9 @@ from lockstep.errors import RunError
 from lockstep.mesh import Layout
 from lockstep.models.protocol import blocks_of
 from lockstep.optim import build_optimizer
-from lockstep.parallel import fsdp, key_model
+from lockstep.parallel import fsdp
 from lockstep.parallel.activation import apply_activation_checkpointing
+from lockstep.parallel.blocks import key_model
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.loop import looped
 from lockstep.parallel.placed import Ledger, MicroStep, Share, local

@@ -22,8 +22,9 @@ from lockstep.config import Config
 from lockstep.mesh import Layout
 from lockstep.models.chain import lent, shared_parameters_of
 from lockstep.models.protocol import Objective, blocks_of, segments_of
-from lockstep.parallel import _shard_stage, fsdp, key_model
+from lockstep.parallel import fsdp
 from lockstep.parallel.activation import apply_activation_checkpointing
+from lockstep.parallel.blocks import key_model
 from lockstep.parallel.pipeline import Plan, plan_of
 from lockstep.parallel.pipeline.build import part_of, shard_parts
 from lockstep.parallel.pipeline.holding import Holding, holding_of, release
@@ -166,7 +167,8 @@ class _Rank:
         _materialise(holding)
         self.unit: nn.Module | None = None
         if self.layout.data_parallel_size > 1:
-            self.unit, _ = shard_parts(self.parts, holding, units, partial(_shard_stage, self.mesh, config), self.frees)
+            shard = partial(fsdp.shard_stage, self.mesh, config)
+            self.unit, _ = shard_parts(self.parts, holding, units, shard, self.frees)
         self.parameters = list(holding.named_parameters().values())
         self.holding = holding
         tag_gradients(self.tracker, self.parameters)

@@ -15,35 +15,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from lockstep import checkpoint, cluster
-from lockstep.bad_numbers import Bad, BadNumbersError, Judge
+from lockstep.bad_numbers import BadNumbersError, Judge
 from lockstep.config import Config
-from lockstep.data import StepSource, adopt, batch_length, move
+from lockstep.data import StepSource, adopt
 from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat import Heartbeat
 from lockstep.mesh import Layout, resolve
 from lockstep.models.protocol import blocks_of, objective_of
-from lockstep.monitor import Figures, Monitor, PhaseClock
-from lockstep.monitor.flops import FirstStep, peak_flops
-from lockstep.monitor.over_ranks import gather_objects
+from lockstep.monitor import Monitor
 from lockstep.monitor.phases import waits_counted
-from lockstep.optim import Schedule, build_optimizer, check_shardable, rebind, scaled_learning_rate
-from lockstep.parallel import Ledger, Placed, Share, place
+from lockstep.optim import Schedule
+from lockstep.parallel import Placed, Share, place
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.initial import canonical_names
 from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mode
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.step import Step, nominal_count
 from lockstep.trainer import state
-from lockstep.trainer.about import describe, versions
 from lockstep.trainer.evaluation import WINDOW, evaluate, sample_from
 from lockstep.trainer.flight import answer_in_background
+from lockstep.trainer.opening import open_monitor
+from lockstep.trainer.optimizing import MakeOptimizer, make_optimizer, scaled_rate, schedule_over, with_batch_size_of
+from lockstep.trainer.rollback import Rollback
 from lockstep.trainer.saving import Saving
 from lockstep.trainer.settings import with_settings
-
-MakeOptimizer = Callable[[Any], Optimizer]
+from lockstep.trainer.window import Window
 
 
 class Trainer:
@@ -74,8 +72,7 @@ class Trainer:
         self.cluster = cluster.setup(self.config.distributed)
         self.device = self.cluster.device
         self.layout = _layout(self.config, self.cluster)
-        mode, why_mode = resolve_mode(self.config.precision.mode, self.device)
-        precision = Precision(mode, self.device.type)
+        self.mode, self.why_mode = resolve_mode(self.config.precision.mode, self.device)
         before, _ = canonical_names(model)
         self.placed: Placed = place(
             model,
@@ -83,17 +80,21 @@ class Trainer:
             self.config,
             objective=objective_of(model, loss_fn),
             device=self.device,
-            precision=precision,
+            precision=Precision(self.mode, self.device.type),
         )
-        self._scales_rate = optimizer is None  # a user's optimizer brings its own learning rate
-        self.optimizer, self._rate_line = self._make_optimizer(optimizer, before)
         training = self.config.training
+        self._scales_rate = optimizer is None  # a user's optimizer brings its own learning rate
+        rate, self.rate_line = scaled_rate(training, self.global_batch_size)
+        self.optimizer = make_optimizer(optimizer, before, self.placed, self.config, rate)
+        if not self._scales_rate:
+            rate = self.optimizer.param_groups[0]["lr"]
+            self.rate_line = f"learning rate {rate:g}, as {type(self.optimizer).__name__} says"
         self.step = Step(
             self.placed,
             self.optimizer,
             Schedule("constant", 0, training.warmup_steps),  # until `train` knows the number of steps
             training.gradient_clip,
-            loss_scale_for(self.config.precision, mode),
+            loss_scale_for(self.config.precision, self.mode),
             judge=Judge(training.bad_numbers),
         )
         self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
@@ -106,12 +107,10 @@ class Trainer:
         self.heartbeat = Heartbeat.of_this_rank(self.cluster.facts.rank)
         if self.heartbeat.folder is not None:
             answer_in_background(self.heartbeat.folder, self.cluster.facts.rank)
-        self._went_back: dict[int, int] = {}  # step → rollbacks to it in order
-        self._window: _Window | None = None
-        self._mode = mode
-        self._precision_line = f"{mode} ({why_mode})" if why_mode else mode
-        self._later_lines: list[str] = []
-        self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.later_lines: list[str] = []  # to be said at start
+        self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._window = Window(self)
+        self._rollback = Rollback(self)
 
     # ---- the whole run ----
 
@@ -127,7 +126,7 @@ class Trainer:
             the last step's record, or None if there was nothing left to do.
         """
         source, total = self._source(train_data, epochs)
-        monitor = self._open_monitor(total)
+        monitor = open_monitor(self, total)
         try:
             saving = Saving(self, monitor)
             while True:
@@ -135,9 +134,9 @@ class Trainer:
                     record = self._train(source, total, val_data, monitor, saving)
                     break
                 except BadNumbersError as error:
-                    self._report_bad(monitor, source, error.bad)
+                    self._rollback.report(monitor, source, error.bad)
                     source.close()
-                    self._go_back(error, monitor, saving)
+                    self._rollback.go_back(error, monitor, saving)
                     source, _ = self._source(train_data, epochs)
             monitor.event("stop", step=self.step.progress.step, reason="preempted" if self.step.stopping else "done")
         except RuntimeError as error:
@@ -160,7 +159,7 @@ class Trainer:
                 monitor.on_step(record)
                 self.metrics |= {"loss": record.loss, "grad_norm": record.grad_norm}
             if self.step.bad is not None:
-                self._report_bad(monitor, source, self.step.bad)
+                self._rollback.report(monitor, source, self.step.bad)
             if val_data is not None and self._evaluates_after(step, last):
                 self.heartbeat.beat(step, "pause")
                 with self.step.clock.during("evaluation"):
@@ -198,9 +197,9 @@ class Trainer:
                     yield None, batches.last_of_epoch
                     continue
                 shares = [Share(m.index, m.batch, m.real) for m in batches.mine]
-                self._learn_nominal(shares[0].batch, batches.num_micro_batches)
+                self.learn_nominal_from(shares[0].batch, batches.num_micro_batches)
                 self.step.progress.epoch = batches.epoch
-                with self._around_step():
+                with self.around_step():
                     record = self.step.run(shares, batches.num_micro_batches, batches.samples)
                 self.source_state = source.state_dict()
                 self.last_record = record
@@ -220,41 +219,11 @@ class Trainer:
         Returns:
             its mean loss, 0-dim, detached.
         """
-        run_one = self.placed.micro_step
-        if run_one is None:
-            raise UsageError("under a pipeline micro-batches can't be run one at a time", fix="use Trainer.steps(data)")
-        calls = self.config.training.gradient_accumulation_steps
-        slots = calls * self.layout.data_parallel_size
-        batch = move(batch, self.device)
-        self._learn_nominal(batch, slots)
-        window = self._window = self._window or _Window(self.step.open(slots))
-        if self.step.stop_asked:
-            window.ledger.vote_to_stop()
-        index, _ = self.placed.assign(slots)[window.calls]
-        window.calls, window.samples, window.last = window.calls + 1, window.samples + batch_length(batch), batch
-        with self.placed.cursor.running("train", self.step.progress.step):
-            loss_sum, count = run_one(Share(index, batch), window.ledger, self.step.factor, window.calls == calls)
-        if window.calls == calls:
-            self._close(window)
-        return loss_sum / torch.as_tensor(count).clamp(min=1)
+        return self._window.add(batch)
 
     def flush(self) -> None:
         """Train on an incomplete window of `training_step`, weighted by what it holds; all ranks call it together."""
-        window = self._window
-        if window is None:
-            return
-        assert self.placed.micro_step is not None
-        slots = self.config.training.gradient_accumulation_steps * self.layout.data_parallel_size
-        index, _ = self.placed.assign(slots)[window.calls]
-        with self.placed.cursor.running("train", self.step.progress.step):
-            # Nothing of the window was reduced over ranks yet: one dummy, of weight zero, does it.
-            self.placed.micro_step(Share(index, window.last, real=False), window.ledger, self.step.factor, True)
-        self._close(window)
-
-    def _close(self, window: "_Window") -> None:
-        self._window = None
-        samples = int(cluster.all_reduce(window.samples, op="sum")) if self.layout.world_size > 1 else window.samples
-        self.last_record = self.step.update(window.ledger, samples)
+        self._window.flush()
 
     # ---- evaluation, checkpoints ----
 
@@ -312,7 +281,7 @@ class Trainer:
         found, step = state.go_back(self, how)
         if found is None:
             return None
-        self._later_lines.append(f"goes on after step {step}, from {found}")
+        self.later_lines.append(f"goes on after step {step}, from {found}")
         if self.run_directory is not None and self.is_main_process:
             self.run_directory.append_event(
                 "resume", step=step, checkpoint=str(found), seconds=time.perf_counter() - started
@@ -369,25 +338,6 @@ class Trainer:
 
     # ---- how it is put together ----
 
-    def _make_optimizer(self, given: Optimizer | MakeOptimizer | None, before: dict[int, str]) -> tuple[Optimizer, str]:
-        training = self.config.training
-        if given is None:
-            rate, line = self._scaled_rate()
-            optimizer = build_optimizer(
-                training.optimizer, self.placed.parameters.values(), learning_rate=rate,
-                weight_decay=training.weight_decay, args=training.optimizer_args, device=self.device,
-                reproducible=self.config.distributed.reproducible,
-            )  # fmt: skip
-        else:
-            if isinstance(given, Optimizer):
-                rebind(optimizer := given, before, self.placed.parameters)
-            else:
-                optimizer = given(list(self.placed.parameters.values()))
-            line = f"learning rate {optimizer.param_groups[0]['lr']:g}, as {type(optimizer).__name__} says"
-        if self.layout.shard > 1:
-            check_shardable(optimizer)
-        return optimizer, line
-
     def _source(self, train_data: Any, epochs: int | None) -> tuple[StepSource, int | None]:
         """The steps that are left to do, and the number of the last one, where it is known; sets the schedule."""
         self._take_batch_size(train_data)
@@ -400,38 +350,23 @@ class Trainer:
         )  # fmt: skip
         per_epoch = source.steps_per_epoch
         total = training.max_steps or (per_epoch * epochs if per_epoch and epochs else None)
-        if total is None and training.lr_schedule != "constant":
-            raise UsageError(
-                f"lr_schedule {training.lr_schedule} needs the number of steps, and the data do not say their length",
-                where="training.max_steps",
-                fix="set training.max_steps, or lr_schedule: constant",
-            )
-        self.step.schedule = Schedule(
-            training.lr_schedule, total or 0, training.warmup_steps, training.min_lr_ratio, training.wsd_decay_ratio
-        )
+        self.step.schedule = schedule_over(training, total)
         if source.notice:
-            self._later_lines.append(source.notice)
+            self.later_lines.append(source.notice)
         return source, total
 
     def _take_batch_size(self, data: Any) -> None:
-        """A DataLoader's own batch size stands where the settings name none; the learning rate follows its rule."""
-        own = getattr(data, "batch_size", None) if isinstance(data, DataLoader) else None
-        training = self.config.training
-        if own is None or own == training.batch_size or "batch_size" in training.model_fields_set:
+        """A DataLoader's own batch size may stand; the learning rate follows its rule."""
+        config = with_batch_size_of(data, self.config)
+        if config is self.config:
             return
-        self.config = self.config.replaced({"training.batch_size": own})
+        self.config = config
         if self._scales_rate:
-            rate, self._rate_line = self._scaled_rate()
+            rate, self.rate_line = scaled_rate(self.config.training, self.global_batch_size)
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] = rate
 
-    def _scaled_rate(self) -> tuple[float, str]:
-        training = self.config.training
-        return scaled_learning_rate(
-            training.learning_rate, training.lr_scaling, self.global_batch_size, training.base_batch_size
-        )
-
-    def _learn_nominal(self, first: Any, slots: int) -> None:
+    def learn_nominal_from(self, first: Any, slots: int) -> None:
         """What backward divides by: from the very first micro-batch of the run, which rank 0 has, for all ranks."""
         if self._nominal_known:
             return
@@ -446,54 +381,6 @@ class Trainer:
         """Set it, once and for all steps."""
         self.step.nominal, self._nominal_known = nominal, True
 
-    def _open_monitor(self, total: int | None) -> Monitor:
-        directory = self.run_directory
-        if directory is not None and self.is_main_process:
-            directory.create()
-            directory.config.write_text(self.config.to_yaml())
-        figures = self._figures()
-        ranks = gather_objects(describe(self.cluster))
-        monitor = Monitor(
-            self.config.monitor, directory, is_main=self.is_main_process, total_steps=total,
-            start_step=self.step.progress.step, figures=figures, hosts=[rank["host"] for rank in ranks],
-        )  # fmt: skip
-        if self.config.monitor.gradient_norms:
-            self.step.wants_layer_norms = monitor.logs
-        lines = self._lines()
-        monitor.say(*lines)
-        monitor.event(
-            "start", layout=str(self.layout), world_size=self.layout.world_size, lines=lines, ranks=ranks,
-            step=self.step.progress.step, total_steps=total, parameters=self.placed.num_parameters,
-            peak_flops=figures.peak, peak_source=figures.peak_source, versions=versions(),
-        )  # fmt: skip
-        return monitor
-
-    def _figures(self) -> Figures:
-        """What ranks will measure of themselves in this run."""
-        self.step.clock = PhaseClock(on_cuda=self.device.type == "cuda")
-        figures = Figures(self.step.clock)
-        training = self.config.training
-        if not training.compile and self.layout.strategy != "dp":  # counted as it runs, in this thread, in eager mode
-            self._around_step = FirstStep(figures)
-            figures.recomputes = training.gradient_checkpointing != "none"
-        if self.is_main_process:
-            figures.peak, figures.peak_source = peak_flops(self.device, self._mode)
-        return figures
-
-    def _lines(self) -> list[str]:
-        """What is said at start: the strategy first, always by name."""
-        training, size = self.config.training, self.layout.data_parallel_size
-        total = self.global_batch_size
-        return [
-            f"strategy {self.layout} on {self.cluster.facts.world_size} × {self.device.type}, {self._precision_line}, "
-            f"{self.placed.num_parameters:,} parameters",
-            f"global batch {total} = {total // training.batch_size} micro-batches × {training.batch_size}, over {size} "
-            f"data-parallel rank{'s' * (size != 1)}; {self._rate_line}",
-            *([self.layout.notice] if self.layout.notice else []),
-            *self.placed.notices,
-            *self._later_lines,
-        ]
-
     def _evaluates_after(self, step: int, last: bool) -> bool:
         every = self.config.training.eval_steps
         return last or (every is not None and step % every == 0)
@@ -502,49 +389,6 @@ class Trainer:
         self.metrics["eval_loss"] = loss
         self.best["eval_loss"] = min(loss, self.best.get("eval_loss", loss))
         monitor.on_eval({"step": step, "eval_loss": loss})
-
-    def _report_bad(self, monitor: Monitor, source: StepSource, bad: Bad) -> None:
-        """Which samples they were: dataset indices, by micro-batch; of data without indices, the step alone."""
-        order = getattr(source, "order", None)
-        window = order.window(bad.step - 1) if order is not None else None
-        monitor.event(
-            "bad_numbers", step=bad.step, what=bad.what, loss=bad.loss, grad_norm=bad.grad_norm,
-            action=self.config.training.bad_numbers.action, samples=window and window.micro_batches,
-            epoch=window.epoch if window else self.step.progress.epoch,
-        )  # fmt: skip
-        monitor.say(f"warning: {bad.what}")
-
-    def _go_back(self, error: BadNumbersError, monitor: Monitor, saving: Saving) -> None:
-        """To the newest checkpoint, from where the bad step's data will be passed over.
-
-        Raises:
-            BadNumbersError: the config says to stop, there is nothing to go back to, or it has been done too often.
-        """
-        saving.finish(must_succeed=False)
-        if not error.goes_back or self.run_directory is None:
-            raise error
-        stops, avoid = self.step.stopping, {*self.step.avoid, error.bad.step - 1}
-        self.optimizer.zero_grad(set_to_none=True)
-        if not checkpoint.list_checkpoints(self.run_directory.checkpoints):
-            monitor.say("there is no checkpoint yet to go back to")
-            raise error
-        found, step = state.go_back(self, "auto")
-        self._went_back = {step: self._went_back.get(step, 0) + 1}
-        assert found is not None, "there is one"
-        if self._went_back[step] > self.config.training.bad_numbers.patience:
-            raise error
-        self.step.avoid, self.step.stopping = avoid, stops
-        saving.went_back()
-        monitor.event("rollback", step=step, checkpoint=found.name, passed_over=error.bad.step)
-        monitor.say(f"goes back to step {step}, {found.name}, and passes over the data of step {error.bad.step}")
-
-
-class _Window:
-    """What `training_step` has gathered of a step."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger, self.calls, self.samples = ledger, 0, 0
-        self.last: Any = None
 
 
 def _layout(config: Config, here: cluster.Cluster) -> Layout:

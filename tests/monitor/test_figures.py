@@ -132,7 +132,7 @@ def test_flops_are_those_of_the_products_and_change_no_bit() -> None:
                     "precision.mode": "fp32"}  # fmt: skip
         trainer = Trainer(language_model("transformer"), config=config_from(settings))
         if counted:
-            trainer._around_step = FirstStep(Figures(PhaseClock()))
+            trainer.around_step = FirstStep(Figures(PhaseClock()))
         return [float(record.loss) for record in trainer.steps(Tokens())]
 
     assert losses(True) == losses(False)

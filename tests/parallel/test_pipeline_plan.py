@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from lockstep.cli import main
 from lockstep.config import config_from
-from lockstep.errors import UsageError
+from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from lockstep.models import get_model
 from lockstep.parallel.pipeline import plan_of
 from lockstep.parallel.pipeline.partition import Partition, balanced_cuts, cuts_of, partition, rank_of, table
@@ -229,3 +230,13 @@ def test_a_picture_of_every_schedule(name: str, stages_per_rank: int) -> None:
     assert sum(line.startswith("rank ") for line in text.splitlines()) == 4
     assert "filled up to" in text or name in ("GPipe", "1F1B", "LoopedBFS", "ZBVZeroBubble")
     assert max(len(line) for line in text.splitlines()) < 300
+
+
+def test_the_command_line_draws_the_schedule_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["training.global_batch_size=32", "training.batch_size=2", "distributed.pipeline_size=4"]
+    assert main(["config", "show", "trainers/pipeline.yaml", "--schedule", "--ranks", "8", *sizes]) == EXIT_DONE
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("1F1B, 4 ranks, 8 micro-batches")  # on each of two pipelines
+    assert sum(line.startswith("rank ") for line in shown) == 4
+    assert main(["config", "show", "trainers/hybrid.yaml", "--schedule"]) == EXIT_USAGE
+    assert "strategy fsdp has no schedule" in capsys.readouterr().err

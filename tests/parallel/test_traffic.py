@@ -12,6 +12,7 @@ from lockstep.config import config_from
 from lockstep.parallel.compression import sent_numbers
 from lockstep.trainer import Trainer
 from tests.hosts import hosts, require_root, sent_bytes
+from tests.parity.link import all_of
 from tests.parity.toy import Tokens, language_model
 from tests.ranks import run_ranks
 
@@ -145,3 +146,15 @@ def test_trap_02_replicas_of_shards_send_nothing_before_the_last_micro_batch() -
             *early, last = rank["sent"]
             assert max(early) < 50_000, early
             assert last > 0.9 * rank["gradients"]
+
+
+def test_the_same_bits_cost_no_traffic() -> None:
+    """An all-to-all and an all-gather send what an all-reduce does; pipelines and shards send what they always do."""
+    require_root()
+    topologies = ["ddp:2", "fsdp:2", "pipeline:2"]
+    with hosts(2) as both:
+        for rank in run_ranks(all_of, 2, topologies, 1, 3, on=both):
+            for topology, found in zip(topologies, rank, strict=True):
+                plain, exact = found["bytes"]
+                assert plain > 100_000, topology
+                assert abs(exact / plain - 1) < 0.03, (topology, plain, exact)

@@ -7,6 +7,7 @@ The schedules are torch.distributed.pipelining's. Under replicas or shards each 
 a rank's stages until the end of a step here.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,12 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.config import Config
 from lockstep.mesh import Layout
-from lockstep.models.protocol import Objective
+from lockstep.parallel import fsdp, reproducible
 from lockstep.parallel.buffers import RunningBuffers
-from lockstep.parallel.initial import FirstValues
-from lockstep.parallel.pipeline.build import Blocks, Shard, part_of, shard_parts
+from lockstep.parallel.pipeline.build import part_of, shard_parts
 from lockstep.parallel.pipeline.forward import Relay
 from lockstep.parallel.pipeline.holding import Holding, holding_of, materialise, release
 from lockstep.parallel.pipeline.part import Part, Work
@@ -28,104 +27,128 @@ from lockstep.parallel.pipeline.runner import Runner
 from lockstep.parallel.pipeline.shapes import Shapes, object_device
 from lockstep.parallel.pipeline.shared import SharedSums
 from lockstep.parallel.pipeline.torch_runtime import Schedule, Stage
-from lockstep.parallel.pipeline.trees import StageTrees
+from lockstep.parallel.pipeline.trees import StageTrees, Uses
 from lockstep.parallel.placed import Placed, strided_shares
+from lockstep.parallel.placement import Placement
 from lockstep.parallel.tree import tree_shares
-from lockstep.precision import Precision
-from lockstep.randomness import Cursor
 
-__all__ = ["Plan", "lay_pipeline", "plan_of"]
+__all__ = ["Plan", "lay", "plan_of"]
 
 
-def lay_pipeline(
-    model: nn.Module, layout: Layout, config: Config, mesh: DeviceMesh, *, objective: Objective, cursor: Cursor,
-    precision: Precision, blocks: Blocks, units: Blocks, first: FirstValues | None, device: torch.device, shard: Shard,
-) -> Placed:  # fmt: skip
-    """Lay a model over the axis `pipeline` of `mesh`, and its stages over the axes `replicate` and `shard`.
+@dataclass
+class _Cut:
+    """This rank's stages, and what runs them.
+
+    Attributes:
+        unit: FSDP2's unit for what stages share.
+        column: which of the pipelines side by side this rank is in.
+        columns: the group of the ranks with the same stages.
+        frees: stages let go of gathered parameters after each forward pass.
+        halves: backward passes are cut in two, for gradients of inputs and of weights.
+    """
+
+    plan: Plan
+    holding: Holding
+    parts: list[Part]
+    work: Work
+    column: int
+    columns: dist.ProcessGroup | None
+    frees: bool
+    halves: bool
+    unit: nn.Module | None = None
+    trees: StageTrees | None = None
+
+
+def lay(placement: Placement) -> Placed:
+    """Lay a model over the axis `pipeline` of the mesh, and its stages over the axes `replicate` and `shard`.
 
     Args:
-        model: unsplit, keyed and transformed; afterwards it keeps only descriptions of other ranks' parameters.
-        units: of FSDP2, chosen in the unsplit model.
-        first: where it is on meta.
-        shard: FSDP2 over the axes `replicate` and `shard`.
+        placement: afterwards its model keeps only descriptions of other ranks' parameters.
 
     Raises:
         UsageError: before anything is built, where model, schedule and ranks do not fit.
     """
-    plan = plan_of(model, layout.pipeline, config)
-    uses = plan.uses()
-    frees = frees_after_forward(layout, config, plan.facts)
-    halves, said = splits_backward(plan, uses, config)
-    rank = mesh["pipeline"].get_local_rank()
-    holding = holding_of(rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
-    work = Work()
-    parts = [part_of(plan, stage, holding, blocks, work, precision) for stage in plan.parts.of_rank(rank)]
-    release(plan.model, holding)
-    materialise(holding, first, device)
-    unit = None
-    if layout.data_parallel_size > 1:
-        unit, more = shard_parts(parts, holding, units, shard, frees)
-        said = [*said, *more]
-    column, dp_group = _data_parallel(layout, mesh)
-    shared = SharedSums(plan.across(), mesh.mesh.flatten(1).T.tolist(), holding.named_parameters)
-    exact = config.distributed.reproducible
-    trees = None
-    if exact:
-        here = [part.index for part in parts]
-        trees = StageTrees(holding, uses, here, device, mesh, dp_group, shared.group_of)
-    runner = _runner(
-        plan, parts, layout, config, mesh["pipeline"].get_group(), device, column, dp_group, objective, cursor, work,
-        unit, frees, trees, halves,
-    )  # fmt: skip
-    stages = f"{len(plan.parts.stages)} stages on {layout.pipeline} ranks"
+    p, mesh, layout = placement, placement.mesh, placement.layout
+    assert mesh is not None
     group = mesh["pipeline"].get_group()
+    plan = plan_of(p.model, layout.pipeline, p.config)
+    uses = plan.uses()
+    cut = _cut(p, mesh, plan, uses)
+    shared = SharedSums(plan.across(), mesh.mesh.flatten(1).T.tolist(), cut.holding.named_parameters)
+    if p.reproducible:
+        here = [part.index for part in cut.parts]
+        cut.trees = StageTrees(cut.holding, uses, here, p.device, mesh, cut.columns, shared.group_of)
+    runner = _runner(p, cut, group)
+    exact = p.reproducible
+    assign = partial(tree_shares, even=True) if exact else strided_shares
     return Placed(
         layout=layout,
-        parts=list(parts),
-        parameters=holding.named_parameters(),
-        objective=objective,
-        cursor=cursor,
-        assign=partial(
-            partial(tree_shares, even=True) if exact else strided_shares, rank=column, ranks=layout.data_parallel_size
-        ),
-        forward_backward=runner.forward_backward,
+        parts=list(cut.parts),
+        parameters=cut.holding.named_parameters(),
+        objective=p.objective,
+        cursor=p.cursor,
+        assign=partial(assign, rank=cut.column, ranks=layout.data_parallel_size),
+        forward_backward=reproducible.guarded(runner.forward_backward) if exact else runner.forward_backward,
         evaluate=runner.evaluate,
         forward=runner.forward,
-        buffers={n: b for n, b in holding.named_buffers().items() if n in plan.model.persistent},
-        finish_gradients=shared if trees is None else trees.finish,
+        buffers={n: b for n, b in cut.holding.named_buffers().items() if n in plan.model.persistent},
+        finish_gradients=shared if cut.trees is None else cut.trees.finish,
         norm_groups=([mesh["shard"].get_group()] if layout.shard > 1 else []) + [group],
-        counted=_counted(holding, rank),
-        wants_data=any(part.is_first or part.is_last for part in parts),
-        notices=[f"pipeline: {plan.facts.name}, {stages}\n{plan.table()}", *said],
+        counted=_counted(cut.holding, mesh["pipeline"].get_local_rank()),
+        wants_data=any(part.is_first or part.is_last for part in cut.parts),
+        notices=p.notices,
         reproducible=exact,
     )
 
 
-def _runner(
-    plan: Plan, parts: list[Part], layout: Layout, config: Config, group: dist.ProcessGroup, device: torch.device,
-    column: int, dp_group: dist.ProcessGroup | None, objective: Objective, cursor: Cursor, work: Work,
-    unit: nn.Module | None, frees: bool, trees: StageTrees | None, halves: bool,
-) -> Runner:  # fmt: skip
-    stages, columns = len(plan.parts.stages), layout.data_parallel_size
-    exact = config.distributed.reproducible
-    objects_on = object_device(device)
-    runner = Runner(
-        parts, [RunningBuffers(part, columns, dp_group, reproducible=exact) for part in parts], objective, cursor, work,
-        Relay(parts, plan.parts.ranks, group, device, objects_on),
-        Shapes(column, columns, knows_batches=parts[0].is_first, device=objects_on),
-        make_schedule=partial(Schedule, plan.facts.name),
-        padded=lambda count: plan.facts.padded(count, layout.pipeline, stages),
-        per_run=config.distributed.pipeline.n_microbatches,
-        shared_unit=unit, frees=frees, trees=trees,
+def _cut(p: Placement, mesh: DeviceMesh, plan: Plan, uses: Uses) -> _Cut:
+    """Keep this rank's stages, let go of the others, and shard or replicate what is left."""
+    rank, layout = mesh["pipeline"].get_local_rank(), p.layout
+    p.notices.append(
+        f"pipeline: {plan.facts.name}, {len(plan.parts.stages)} stages on {layout.pipeline} ranks\n{plan.table()}"
+    )
+    units = fsdp.units_of(p.model, p.config.distributed.fsdp, p.blocks)  # in the unsplit model
+    halves, said = splits_backward(plan, uses, p.config)
+    p.notices += said
+    holding = holding_of(rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
+    work = Work()
+    parts = [part_of(plan, stage, holding, p.blocks, work, p.precision) for stage in plan.parts.of_rank(rank)]
+    release(plan.model, holding)
+    materialise(holding, p.first, p.device)
+    column, columns = _data_parallel(layout, mesh)
+    cut = _Cut(
+        plan, holding, parts, work, column, columns, frees_after_forward(layout, p.config, plan.facts), halves
     )  # fmt: skip
+    if layout.data_parallel_size > 1:
+        cut.unit, said = shard_parts(parts, holding, units, partial(fsdp.shard_stage, mesh, p.config), cut.frees)
+        p.notices += said
+    return cut
+
+
+def _runner(p: Placement, cut: _Cut, group: dist.ProcessGroup) -> Runner:
+    plan, parts, columns = cut.plan, cut.parts, p.layout.data_parallel_size
+    stages = len(plan.parts.stages)
+    objects_on = object_device(p.device)
+    runner = Runner(
+        parts,
+        [RunningBuffers(part, columns, cut.columns, reproducible=p.reproducible) for part in parts],
+        p.objective,
+        p.cursor,
+        cut.work,
+        Relay(parts, plan.parts.ranks, group, p.device, objects_on),
+        Shapes(cut.column, columns, knows_batches=parts[0].is_first, device=objects_on),
+        make_schedule=partial(Schedule, plan.facts.name),
+        padded=lambda count: plan.facts.padded(count, p.layout.pipeline, stages),
+        per_run=p.config.distributed.pipeline.n_microbatches,
+        shared_unit=cut.unit,
+        frees=cut.frees,
+        trees=cut.trees,
+    )
+    at = {"forward_at": runner.forward_at, "backward_at": runner.backward_at}
     runner.stages = [
-        Stage(
-            part, part.index, stages, device, group, forward_at=runner.forward_at, backward_at=runner.backward_at,
-            leaves=trees, halves=halves,
-        )
-        for part in parts
-    ]  # fmt: skip
-    dist.all_reduce(torch.zeros(1, device=device), group=group)  # the pipeline's communicator exists before any send
+        Stage(part, part.index, stages, p.device, group, **at, leaves=cut.trees, halves=cut.halves) for part in parts
+    ]
+    dist.all_reduce(torch.zeros(1, device=p.device), group=group)  # the pipeline's communicator is there before a send
     return runner
 
 

@@ -9,6 +9,9 @@ and looped schedules (p-1)/(V·m+p-1). What 1F1B saves is memory.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lockstep.config import Config
+from lockstep.errors import UsageError
+from lockstep.mesh import resolve
 from lockstep.parallel.pipeline.partition import rank_of
 from lockstep.parallel.pipeline.schedules import ScheduleFacts, facts_of
 from lockstep.parallel.pipeline.torch_runtime import Action, actions
@@ -111,6 +114,30 @@ def _ready(action: Action, stages: int, done: Mapping[Action, float]) -> float |
         return done.get(Action("F", stage, micro_batch))
     whole, half = Action("B", stage + 1, micro_batch), Action("I", stage + 1, micro_batch)
     return done.get(whole, done.get(half))
+
+
+def picture_of(config: Config, ranks: int | None = None) -> str:
+    """The schedule that a config runs, as `picture` draws it: micro-batches of one run, on one of its pipelines.
+
+    Args:
+        ranks: in all; unset: as many as the config's sizes multiply to, or two.
+
+    Raises:
+        UsageError: the config is for another strategy, or its sizes, ranks and schedule do not agree.
+    """
+    distributed, training = config.distributed, config.training
+    kind = distributed.pipeline
+    if distributed.strategy != "pipeline":
+        raise UsageError(
+            f"strategy {distributed.strategy} has no schedule", where="distributed.strategy", fix="write pipeline"
+        )
+    named = (distributed.pipeline_size or 2) * (distributed.replicate_size or 1) * (distributed.shard_size or 1)
+    layout = resolve(distributed, ranks or named)
+    micro_batches = training.gradient_accumulation_steps
+    if training.global_batch_size is not None:
+        micro_batches = -(-training.global_batch_size // (training.batch_size * layout.data_parallel_size))
+    of_a_run = min(micro_batches, kind.n_microbatches or micro_batches)
+    return picture(kind.schedule, layout.pipeline, kind.stages_per_rank, of_a_run)
 
 
 def picture(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> str:

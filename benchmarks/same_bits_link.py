@@ -1,0 +1,70 @@
+"""What the same bits cost between two hosts: bytes and step time against the plain mode. Needs root.
+
+    python -m benchmarks.same_bits_link [--write] [--rate 100mbit]
+
+Two hosts as network namespaces on a shaped link, one rank each; plain and reproducible trainers step in turn in the
+same processes. Goals: bytes within 3 %, time within 10 %.
+"""
+
+import argparse
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.hosts import hosts
+from tests.parity.link import SIZE, all_of
+from tests.ranks import run_ranks
+
+RESULT = Path(__file__).parent / "results" / "same_bits_link.md"
+TOPOLOGIES = ["ddp:2", "fsdp:2", "pipeline:2"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--rounds", type=int, default=7)
+    asked = parser.parse_args()
+    with hosts(2, rate=asked.rate) as two:
+        ranks = run_ranks(all_of, 2, TOPOLOGIES, asked.rounds, 2, on=two, timeout=1200)
+    rows, good = [], True
+    for topology, *found in zip(TOPOLOGIES, *ranks, strict=True):
+        plain, exact = (sum(rank["bytes"][side] for rank in found) for side in (0, 1))
+        seconds = [max(rank["seconds"][side] for rank in found) for side in (0, 1)]
+        ratio = max(rank["time ratio"] for rank in found)
+        good &= abs(exact / plain - 1) <= 0.03 and ratio <= 1.10
+        rows.append(
+            f"| {topology} | {plain / 1e6:.3f} | {exact / 1e6:.3f} | {exact / plain - 1:+.2%} "
+            f"| {seconds[0]:.3f} | {seconds[1]:.3f} | {ratio - 1:+.1%} |"
+        )
+        print(rows[-1], flush=True)
+    if asked.write:
+        RESULT.write_text(_text(rows, asked.rate, asked.rounds))
+    return 0 if good else 1
+
+
+def _text(rows: list[str], rate: str, rounds: int) -> str:
+    return "\n".join(
+        [
+            "# The same bits on a link: bytes and time against the plain mode",
+            "",
+            f"`python -m benchmarks.same_bits_link --write --rate {rate}`; torch {torch.__version__}, "
+            f"{platform.machine()}, {os.cpu_count()} cores; two hosts, one rank each, {rate} each way.",
+            "",
+            f"Transformer of {SIZE['n_layer']} layers, width {SIZE['n_embd']}, four micro-batches a step. Megabytes",
+            f"that both hosts send per step, seconds per step; medians of {rounds} rounds of two steps, both modes in",
+            "turn; the last column is the median of the rounds' ratios.",
+            "",
+            "| topology | MB, plain | MB, reproducible | difference | s, plain | s, reproducible | difference |",
+            "|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""A model on its way to its ranks: what `place` hands to a strategy, and what the strategy gives back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.config import Config
+from lockstep.mesh import Layout
+from lockstep.models.protocol import Objective
+from lockstep.parallel.buffers import RunningBuffers
+from lockstep.parallel.compression import Compression
+from lockstep.parallel.initial import FirstValues, materialise
+from lockstep.parallel.loop import looped
+from lockstep.parallel.placed import MicroStep
+from lockstep.precision import Precision
+from lockstep.randomness import Cursor
+
+Blocks = list[tuple[str, nn.Module]]
+
+
+@dataclass
+class Placement:
+    """What every strategy is given.
+
+    Attributes:
+        model: keyed and transformed; strategies change it in place.
+        layout: where ranks stand.
+        config: of the run.
+        mesh: the ranks; None on one.
+        objective: how a batch becomes a loss.
+        device: of this rank.
+        precision: of the forward pass.
+        cursor: what random numbers depend on.
+        blocks: the model's repeated blocks, by name.
+        first: makes the first values; None where the model has them.
+        notices: lines to be said at start; strategies add theirs.
+    """
+
+    model: nn.Module
+    layout: Layout
+    config: Config
+    mesh: DeviceMesh | None
+    objective: Objective
+    device: torch.device
+    precision: Precision
+    cursor: Cursor
+    blocks: Blocks
+    first: FirstValues | None
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether the step must be the same in every bit on any layout."""
+        return self.config.distributed.reproducible
+
+    @property
+    def rank(self) -> int:
+        """Of this process, in the world."""
+        return dist.get_rank() if self.mesh is not None else 0
+
+    @property
+    def ranks(self) -> int:
+        """Among which a step's micro-batches are shared out."""
+        return self.layout.data_parallel_size
+
+    def materialise(self) -> None:
+        """Bring the model to its device; a model on meta gets storage and its first values."""
+        if self.first is None:
+            self.model.to(self.device)
+        else:
+            self.model.to_empty(device=self.device)
+            materialise(self.model, self.first, self.model.named_parameters())
+
+    def loop(self, runs: nn.Module, *, objective: Objective | None = None, **synchronise: Any) -> MicroStep:
+        """The loop's micro-step.
+
+        Args:
+            runs: the model as it is called: wrapped, or itself.
+            objective: in place of the placement's.
+            synchronise: see `lockstep.parallel.loop.looped`.
+        """
+        buffers = RunningBuffers(self.model, self.ranks, reproducible=self.reproducible)
+        return looped(runs, objective or self.objective, self.cursor, self.precision, buffers, **synchronise)
+
+
+class Tree(Protocol):
+    """Adds up the gradients of micro-batches in one fixed order (`lockstep.parallel.tree`)."""
+
+    def over(self, micro_step: MicroStep) -> MicroStep:
+        """`micro_step`, whose gradients go to the tree."""
+
+    def finish(self) -> None:
+        """After the last backward pass of a step."""
+
+
+@dataclass
+class Laid:
+    """What a strategy makes of a placement.
+
+    Attributes:
+        micro_step: forward and backward of one micro-batch.
+        assign: micro-batches in a step → (index, real) of those that this rank runs.
+        tree: where the step must be the same in every bit.
+        compression: of gradients on the wire.
+        norm_groups: process groups over which squared norms of the local gradients add up.
+    """
+
+    micro_step: MicroStep
+    assign: Callable[[int], list[tuple[int, bool]]]
+    tree: Tree | None = None
+    compression: Compression = field(default_factory=Compression)
+    norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
+
+
+def shared_out(
+    how: Callable[..., list[tuple[int, bool]]], placement: Placement
+) -> Callable[[int], list[tuple[int, bool]]]:
+    """`how` for this rank of the placement's data-parallel ranks."""
+    return partial(how, rank=placement.rank, ranks=placement.ranks)

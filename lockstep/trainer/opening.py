@@ -1,0 +1,69 @@
+"""What happens before the first step: the run directory, the monitor, what ranks measure, and what is said."""
+
+from typing import TYPE_CHECKING
+
+from lockstep.monitor import Figures, Monitor, PhaseClock
+from lockstep.monitor.flops import FirstStep, peak_flops
+from lockstep.monitor.over_ranks import gather_objects
+from lockstep.trainer.about import describe, versions
+
+if TYPE_CHECKING:
+    from lockstep.trainer.trainer import Trainer
+
+
+def open_monitor(trainer: "Trainer", total: int | None) -> Monitor:
+    """The monitor of a run that is about to start; all ranks call it.
+
+    Args:
+        total: the last step's number, where it is known.
+    """
+    directory, config = trainer.run_directory, trainer.config.monitor
+    if directory is not None and trainer.is_main_process:
+        directory.create()
+        directory.config.write_text(trainer.config.to_yaml())
+    figures = _figures(trainer)
+    ranks = gather_objects(describe(trainer.cluster))
+    start = trainer.step.progress.step
+    monitor = Monitor(
+        config, directory, is_main=trainer.is_main_process, total_steps=total, start_step=start, figures=figures,
+        hosts=[rank["host"] for rank in ranks],
+    )  # fmt: skip
+    if config.gradient_norms:
+        trainer.step.wants_layer_norms = monitor.logs
+    lines = _lines(trainer)
+    monitor.say(*lines)
+    monitor.event(
+        "start", layout=str(trainer.layout), world_size=trainer.layout.world_size, lines=lines, ranks=ranks,
+        step=start, total_steps=total, parameters=trainer.placed.num_parameters, peak_flops=figures.peak,
+        peak_source=figures.peak_source, versions=versions(),
+    )  # fmt: skip
+    return monitor
+
+
+def _figures(trainer: "Trainer") -> Figures:
+    """What ranks will measure of themselves in this run."""
+    trainer.step.clock = PhaseClock(on_cuda=trainer.device.type == "cuda")
+    figures = Figures(trainer.step.clock)
+    training = trainer.config.training
+    if not training.compile and trainer.layout.strategy != "dp":  # counted as it runs, in this thread, in eager mode
+        trainer.around_step = FirstStep(figures)
+        figures.recomputes = training.gradient_checkpointing != "none"
+    if trainer.is_main_process:
+        figures.peak, figures.peak_source = peak_flops(trainer.device, trainer.mode)
+    return figures
+
+
+def _lines(trainer: "Trainer") -> list[str]:
+    """What is said at start: the strategy first, always by name."""
+    training, ranks = trainer.config.training, trainer.layout.data_parallel_size
+    total = trainer.global_batch_size
+    precision = f"{trainer.mode} ({trainer.why_mode})" if trainer.why_mode else trainer.mode
+    return [
+        f"strategy {trainer.layout} on {trainer.cluster.facts.world_size} × {trainer.device.type}, {precision}, "
+        f"{trainer.placed.num_parameters:,} parameters",
+        f"global batch {total} = {total // training.batch_size} micro-batches × {training.batch_size}, over {ranks} "
+        f"data-parallel rank{'s' * (ranks != 1)}; {trainer.rate_line}",
+        *([trainer.layout.notice] if trainer.layout.notice else []),
+        *trainer.placed.notices,
+        *trainer.later_lines,
+    ]

@@ -1,0 +1,78 @@
+"""The optimizer of a run, its learning rate and its schedule, from what the user gave and what the config says."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lockstep.config import Config, TrainingConfig
+from lockstep.errors import UsageError
+from lockstep.optim import Schedule, build_optimizer, check_shardable, rebind, scaled_learning_rate
+from lockstep.parallel import Placed
+
+MakeOptimizer = Callable[[Any], Optimizer]
+
+
+def make_optimizer(
+    given: Optimizer | MakeOptimizer | None, before: dict[int, str], placed: Placed, config: Config, rate: float
+) -> Optimizer:
+    """Over the placed parameters.
+
+    Args:
+        given: an optimizer over the unplaced model, or a function that makes one; None: as the config says.
+        before: id of each unplaced parameter → its name.
+        rate: the learning rate, where the config's optimizer is made.
+
+    Raises:
+        UsageError: it can't work on shards.
+    """
+    training = config.training
+    if given is None:
+        optimizer = build_optimizer(
+            training.optimizer, placed.parameters.values(), learning_rate=rate, weight_decay=training.weight_decay,
+            args=training.optimizer_args, device=placed.cursor.device,
+            reproducible=config.distributed.reproducible,
+        )  # fmt: skip
+    elif isinstance(given, Optimizer):
+        rebind(optimizer := given, before, placed.parameters)
+    else:
+        optimizer = given(list(placed.parameters.values()))
+    if placed.layout.shard > 1:
+        check_shardable(optimizer)
+    return optimizer
+
+
+def scaled_rate(training: TrainingConfig, global_batch_size: int) -> tuple[float, str]:
+    """The learning rate for this global batch, and the line that says so."""
+    return scaled_learning_rate(
+        training.learning_rate, training.lr_scaling, global_batch_size, training.base_batch_size
+    )  # fmt: skip
+
+
+def with_batch_size_of(data: Any, config: Config) -> Config:
+    """A DataLoader's own batch size stands where the settings name none."""
+    own = getattr(data, "batch_size", None) if isinstance(data, DataLoader) else None
+    if own is None or own == config.training.batch_size or "batch_size" in config.training.model_fields_set:
+        return config
+    return config.replaced({"training.batch_size": own})
+
+
+def schedule_over(training: TrainingConfig, total: int | None) -> Schedule:
+    """The config's schedule.
+
+    Args:
+        total: steps of the run; None: nobody knows.
+
+    Raises:
+        UsageError: the schedule needs their number.
+    """
+    if total is None and training.lr_schedule != "constant":
+        raise UsageError(
+            f"lr_schedule {training.lr_schedule} needs the number of steps, and the data do not say their length",
+            where="training.max_steps",
+            fix="set training.max_steps, or lr_schedule: constant",
+        )
+    return Schedule(
+        training.lr_schedule, total or 0, training.warmup_steps, training.min_lr_ratio, training.wsd_decay_ratio
+    )

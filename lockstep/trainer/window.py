@@ -1,0 +1,82 @@
+"""A step whose micro-batches the caller brings one at a time: `Trainer.training_step`."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lockstep import cluster
+from lockstep.data import batch_length, move
+from lockstep.errors import UsageError
+from lockstep.parallel import Ledger, Share
+
+if TYPE_CHECKING:
+    from lockstep.trainer.trainer import Trainer
+
+
+class Window:
+    """The step that is open, if one is.
+
+    Args:
+        trainer: whose step it is.
+    """
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer = trainer
+        self._ledger: Ledger | None = None
+        self._calls = self._samples = 0
+        self._last: Any = None
+
+    def add(self, batch: Any) -> Tensor:
+        """Forward and backward of this rank's next micro-batch; the last of a step updates.
+
+        Returns:
+            its mean loss, 0-dim, detached.
+
+        Raises:
+            UsageError: under a pipeline.
+        """
+        trainer = self._trainer
+        if trainer.placed.micro_step is None:
+            raise UsageError("under a pipeline micro-batches can't be run one at a time", fix="use Trainer.steps(data)")
+        batch = move(batch, trainer.device)
+        trainer.learn_nominal_from(batch, self._slots)
+        if self._ledger is None:
+            self._ledger, self._calls, self._samples = trainer.step.open(self._slots), 0, 0
+        if trainer.step.stop_asked:
+            self._ledger.vote_to_stop()
+        self._samples, self._last = self._samples + batch_length(batch), batch
+        last = self._calls + 1 == trainer.config.training.gradient_accumulation_steps
+        loss_sum, count = self._run(batch, real=True, last=last)
+        self._calls += 1
+        if last:
+            self._close()
+        return loss_sum / torch.as_tensor(count).clamp(min=1)
+
+    def flush(self) -> None:
+        """Update with what the window holds; without micro-batches in it there is nothing to do."""
+        if self._ledger is not None:
+            # Nothing of it was reduced over ranks yet: one dummy, of weight zero, does it.
+            self._run(self._last, real=False, last=True)
+            self._close()
+
+    @property
+    def _slots(self) -> int:
+        trainer = self._trainer
+        return trainer.config.training.gradient_accumulation_steps * trainer.layout.data_parallel_size
+
+    def _run(self, batch: Any, *, real: bool, last: bool) -> tuple[Tensor, int | Tensor]:
+        placed, step = self._trainer.placed, self._trainer.step
+        assert placed.micro_step is not None
+        assert self._ledger is not None
+        index, _ = placed.assign(self._slots)[self._calls]
+        with placed.cursor.running("train", step.progress.step):
+            return placed.micro_step(Share(index, batch, real), self._ledger, step.factor, last)
+
+    def _close(self) -> None:
+        trainer, ledger, samples = self._trainer, self._ledger, self._samples
+        assert ledger is not None
+        self._ledger = None
+        if trainer.layout.world_size > 1:
+            samples = int(cluster.all_reduce(samples, op="sum"))
+        trainer.last_record = trainer.step.update(ledger, samples)
