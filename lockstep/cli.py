@@ -119,9 +119,7 @@ def config(argv: list[str]) -> int:
     parser = Parser("config", "Show a config as it resolves, check it, print its schema, list those that ship.")
     parser.add_argument("verb", metavar="show|check|schema|list")
     add_config(parser)
-    parser.add_argument(
-        "--schedule", action="store_true", help="show: draw the schedule of a pipeline"
-    )
+    parser.add_argument("--schedule", action="store_true", help="show: draw the schedule of a pipeline")
     parser.add_argument("--ranks", metavar="N", type=int, help="with --schedule (default: what the sizes multiply to)")
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given, required=given.schedule)

@@ -78,6 +78,8 @@ def _why(best: Candidate, replicas: Candidate) -> str:
 
 
 def _size(candidate: Candidate) -> str:
+    if candidate.needed < GIB:
+        return f"{candidate.needed / 2**20:.0f} MiB"
     return f"{candidate.needed / GIB:.1f} GiB"
 
 
