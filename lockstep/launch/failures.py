@@ -2,6 +2,7 @@
 
 A worker writes `rank-N.json` into the folder that the launcher named. When one rank dies, its peers fail a moment
 later because the connection to it is gone: those are consequences, known by their messages, and never reported first.
+Errors that are known (`lockstep.diagnose.known_errors`) are told with their cause and what to do.
 """
 
 import json
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
+from lockstep.diagnose.known_errors import recognise, tail
 from lockstep.environment import RankFacts
 from lockstep.errors import (
     EXIT_DONE,
@@ -114,13 +116,16 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
         return Failure(**common, kind="signal", what="interrupted", consequence=True)  # type: ignore[arg-type]
     first_line, _, rest = str(error).strip().partition("\n")
     where, frames = users_frames(error.__traceback__)
+    known = recognise(f"{type(error).__name__}: {error}", log)
+    why = ([known.cause] if known else []) + [*rest.splitlines()[:3], *frames]
     return Failure(
         **common,  # type: ignore[arg-type]
         kind="error",
         what=f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__,
         where=where,
-        why="\n       ".join(line for line in (*rest.splitlines()[:3], *frames) if line.strip()) or None,
-        consequence=bool(_PEER_IS_GONE.search(str(error))),
+        why="\n       ".join(line for line in why if line.strip()) or None,
+        fix=known.mend if known else None,
+        consequence=bool(_PEER_IS_GONE.search(str(error))) or (known is not None and known.consequence),
     )
 
 
@@ -160,14 +165,21 @@ def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path
         what = "the program ended with code 0 before its work was done"
         return Failure(**common, kind="exit", what=what, log=path)  # type: ignore[arg-type]
     if code > 0:
-        return Failure(**common, kind="exit", what=f"the program left with code {code}", log=path)  # type: ignore[arg-type]
+        kind, what, ours = "exit", f"the program left with code {code}", False
+    else:
+        kind, what = "signal", f"killed by {_signal_name(-code)}"
+        ours = -code == signal.SIGTERM  # with which the launcher stops the peers of a failed rank
+    # SIGABRT says nothing by itself: the library that called abort() has written why.
+    known = recognise(what) or (None if log is None or ours else recognise(tail(log)))
+    told = {"why": known.cause, "fix": known.mend} if known else {}
+    return Failure(**common, **told, kind=kind, what=what, log=path, consequence=ours)  # type: ignore[arg-type]
+
+
+def _signal_name(number: int) -> str:
     try:
-        name = signal.Signals(-code).name
+        return signal.Signals(number).name
     except ValueError:
-        name = f"signal {-code}"
-    why = "often the machine ran out of memory: see `dmesg`, or the container's limit" if name == "SIGKILL" else None
-    ours = name == "SIGTERM"  # with which the launcher stops the peers of a failed rank
-    return Failure(**common, kind="signal", what=f"killed by {name}", why=why, log=path, consequence=ours)  # type: ignore[arg-type]
+        return f"signal {number}"
 
 
 def done_mark(rank: int) -> str:

@@ -1,0 +1,1 @@
+"""Known errors and the doctor."""
