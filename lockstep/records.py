@@ -3,9 +3,11 @@
     runs/NAME/config.yaml  metrics.jsonl  events.jsonl  checkpoints/  logs/rank-0.log …  tensorboard/
 
 One JSON object a line. A line is written by one `write` of the whole line to a file opened for appending, so that a
-killed process leaves whole lines, and at most one broken last line, which the readers pass over.
+killed process leaves whole lines, and at most one broken last line, which the readers pass over and the next writer
+ends. A disk that is full takes a line whole or not at all.
 """
 
+import errno
 import json
 import math
 import os
@@ -140,11 +142,33 @@ class RunDirectory:
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Append one JSON object as a line, in one write."""
+    """Append one JSON object as a line, in one write; what a killed process left of a line stays a line of its own.
+
+    Raises:
+        OSError: nothing of it is there: the disk is full, the folder is gone …
+    """
     data = (json.dumps({key: plain(value) for key, value in row.items()}, default=str) + "\n").encode()
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    append_whole(path, data, end=b"\n")
+
+
+def append_whole(path: Path, data: bytes, *, end: bytes = b"") -> None:
+    """Append all of `data`, or nothing: a disk that fills up in the middle of it leaves the file as it was.
+
+    Args:
+        end: what the file should end with before; put there where it is missing.
+
+    Raises:
+        OSError: nothing was appended.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(handle, data)
+        size = os.fstat(handle).st_size
+        if end and size and os.pread(handle, len(end), max(0, size - len(end))) != end:
+            data = end + data
+        written = os.write(handle, data)
+        if written < len(data):
+            os.ftruncate(handle, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(handle)
 

@@ -8,14 +8,17 @@ it is a terminal where it is one.
 import io
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 
 class Tee(io.TextIOBase):
     """A text stream that writes to the console and to the log.
+
+    Neither stops the program when it can't be written any more (a full disk, a terminal that was closed): the other
+    goes on, and is told so once.
 
     Attributes:
         console: the stream that people see; a live display may put itself in its place for a while.
@@ -24,14 +27,27 @@ class Tee(io.TextIOBase):
 
     def __init__(self, console: TextIO, log: TextIO) -> None:
         self.console, self.log = console, log
+        self._failed: set[str] = set()
 
     def write(self, text: str) -> int:
-        self.log.write(text)
-        return self.console.write(text)
+        self._try("log", lambda: self.log.write(text))
+        self._try("console", lambda: self.console.write(text))
+        return len(text)
 
     def flush(self) -> None:
-        self.log.flush()
-        self.console.flush()
+        self._try("log", self.log.flush)
+        self._try("console", self.console.flush)
+
+    def _try(self, which: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except OSError as error:
+            if which in self._failed:
+                return
+            self._failed.add(which)
+            other = self.console if which == "log" else self.log
+            with suppress(OSError):
+                other.write(f"lockstep: warning: the {which} can't be written, training goes on: {error.strerror}\n")
 
     def isatty(self) -> bool:
         return self.console.isatty()
@@ -95,12 +111,14 @@ def to_log(path: Path, *, on_console: bool, descriptors: bool) -> Iterator[None]
         for fd, number in zip(saved, (1, 2), strict=False):
             os.dup2(fd, number)
             os.close(fd)
-        log.close()
+        with suppress(OSError):  # the disk is full: what the log could not take was said
+            log.close()
 
 
 class _LogOnly(Tee):
     def write(self, text: str) -> int:
-        return self.log.write(text)
+        self._try("log", lambda: self.log.write(text))
+        return len(text)
 
     def isatty(self) -> bool:
         return False

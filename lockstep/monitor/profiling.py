@@ -129,6 +129,7 @@ class Profiler:
     def _finish(self, running: "_Running", step: int) -> None:
         if running.profile is not None:
             running.profile.stop()
+            running.profile = None  # it holds the trace, and is held by its own callback
         found = [summary for summary in gather_objects(running.summary) if summary is not None]
         if not self._is_main or not found:
             return

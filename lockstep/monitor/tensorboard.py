@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.monitor.missing import left_out
 from lockstep.monitor.scalars import scalars
 from lockstep.monitor.sinks import Row, Sink
-from lockstep.records import RunDirectory
+from lockstep.records import RunDirectory, append_whole
 
 
 def open_tensorboard(run: RunDirectory) -> Sink | None:
@@ -50,8 +50,4 @@ class _TensorBoard:
     def _append(self, event: Any) -> None:
         buffer = io.BytesIO()
         self._as_record(buffer).write(event.SerializeToString())
-        handle = os.open(self._path, os.O_WRONLY | os.O_APPEND)
-        try:
-            os.write(handle, buffer.getbuffer())
-        finally:
-            os.close(handle)
+        append_whole(self._path, buffer.getvalue())  # half an event would hide all that follow

@@ -1,33 +1,30 @@
 """Figures as plain data for plotly.js. A colour is `@name`: the page puts in its own, of the light or dark theme."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from math import log10
 
 from lockstep.report import times
+from lockstep.report.drawing import (
+    COLOURS,
+    GIB,
+    Figure,
+    chart,
+    cycle,
+    line,
+    log_axis,
+    log_ticks,
+    mode,
+    moments,
+    short,
+)
+from lockstep.report.profile_charts import profile_charts
 from lockstep.report.read import Row, Run
 from lockstep.report.thin import smoothed, thinned
 
-Figure = dict[str, Any]
-COLOURS = ("@c1", "@c2", "@c3", "@c4", "@c5", "@c6")
 _PHASE_COLOURS = {
     "forward_backward": "@c1", "data": "@c2", "communication": "@c4", "optimizer": "@c3", "evaluation": "@c5",
     "checkpoint": "@c6", "other": "@c7", "outside": "@c8",
 }  # fmt: skip
-_GIB = 2**30
-
-
-def chart(name: str, title: str, data: list[Any], *, note: str = "", wide: bool = False, **layout: Any) -> Figure:
-    """One figure with its words."""
-    return {"id": name, "title": title, "note": note, "wide": wide, "data": data, "layout": layout}
-
-
-def line(x: Sequence[Any], y: Sequence[Any], name: str, colour: str, **more: Any) -> Row:
-    keep = thinned(y)
-    style = {"color": colour, "width": more.pop("width", 2), **more.pop("line", {})}
-    return {
-        "type": "scatter", "mode": "lines", "x": [x[i] for i in keep], "y": [_short(y[i]) for i in keep], "name": name,
-        "line": style, **more,
-    }  # fmt: skip
 
 
 def charts(runs: list[Run]) -> list[Figure]:
@@ -37,7 +34,7 @@ def charts(runs: list[Run]) -> list[Figure]:
         made += [draw(runs[0]) for draw in (ranks, own_time, memory)]
     made += [number(runs, *args) for args in _NUMBERS]
     if len(runs) == 1:
-        made += [draw(runs[0]) for draw in (layers, profile)]
+        made += [layers(runs[0]), *profile_charts(runs[0])]
     made.append(timeline(runs))
     return [figure for figure in made if figure is not None and figure["data"]]
 
@@ -48,7 +45,7 @@ def charts(runs: list[Run]) -> list[Figure]:
 def loss(runs: list[Run]) -> Figure | None:
     data: list[Row] = []
     lowest, highest = float("inf"), 0.0
-    for run, colour in zip(runs, _cycle(runs), strict=True):
+    for run, colour in zip(runs, cycle(runs), strict=True):
         steps, values = run.series("loss")
         several = len(runs) > 1
         if len(values) > 40:
@@ -62,7 +59,7 @@ def loss(runs: list[Run]) -> Figure | None:
         if evaluations:
             data.append({
                 "type": "scatter", "mode": "lines+markers", "x": [s for s, _ in evaluations],
-                "y": [_short(v) for _, v in evaluations],
+                "y": [short(v) for _, v in evaluations],
                 "name": f"{run.name}, evaluation" if several else "evaluation",
                 "line": {"color": colour if several else "@c2", "width": 1.5, "dash": "dot"}, "marker": {"size": 7},
             })  # fmt: skip
@@ -73,7 +70,7 @@ def loss(runs: list[Run]) -> Figure | None:
         note += " Dashed lines: the run went on from a checkpoint."
     return chart(
         "loss", "Loss", data, note=note.strip(), wide=True, shapes=marks, xaxis={"title": {"text": "step"}},
-        yaxis={"type": "log" if log else "linear"},
+        yaxis=log_axis([lowest, highest]) if log else {},
     )  # fmt: skip
 
 
@@ -98,12 +95,14 @@ _NUMBERS: tuple[tuple[str, str, str, str], ...] = (
 def number(runs: list[Run], name: str, title: str, axis: str, note: str) -> Figure | None:
     """One number of the records over the steps."""
     data = []
-    for run, colour in zip(runs, _cycle(runs), strict=True):
+    for run, colour in zip(runs, cycle(runs), strict=True):
         steps, values = run.series(name)
         if values:
-            data.append(line(steps, values, run.name, colour, showlegend=len(runs) > 1, mode=_mode(values)))
-    percent: Row = {"tickformat": ".0%", "rangemode": "tozero"} if name in ("mfu", "hfu") else {}
-    return chart(name, title, data, note=note, xaxis={"title": {"text": "step"}}, yaxis={"type": axis, **percent})
+            data.append(line(steps, values, run.name, colour, showlegend=len(runs) > 1, mode=mode(values)))
+    scale: Row = {"tickformat": ".0%", "rangemode": "tozero"} if name in ("mfu", "hfu") else {}
+    if axis == "log":
+        scale = log_axis([value for trace in data for value in trace["y"]])
+    return chart(name, title, data, note=note, xaxis={"title": {"text": "step"}}, yaxis=scale)
 
 
 def layers(run: Run) -> Figure | None:
@@ -113,11 +112,13 @@ def layers(run: Run) -> Figure | None:
     names = list(rows[-1]["gradient_norms"])
     keep = [rows[i] for i in thinned([row["loss"] for row in rows], 300)]
     z = [[row["gradient_norms"].get(name) for row in keep] for name in names]
-    logs = [[None if not v else _short(_log10(v)) for v in values] for values in z]
+    logs = [[None if not v else short(log10(v)) for v in values] for values in z]
+    ticks = log_ticks([value for values in z for value in values])
     heat = {
         "type": "heatmap", "x": [row["step"] for row in keep], "y": names, "z": logs, "text": z, "colorscale": "@scale",
         "hovertemplate": "step %{x}, %{y}: %{text:.3g}<extra></extra>",
-        "colorbar": {"thickness": 10, "tickprefix": "10^", "outlinewidth": 0},
+        "colorbar": {"thickness": 10, "outlinewidth": 0, "tickvals": [log10(tick) for tick in ticks],
+                     "ticktext": [f"{tick:g}" for tick in ticks]},
     }  # fmt: skip
     return chart("layers", "Gradient norm by layer", [heat], note="Before clipping; logarithmic.", wide=True,
                  xaxis={"title": {"text": "step"}}, yaxis={"autorange": "reversed"})  # fmt: skip
@@ -129,7 +130,7 @@ def layers(run: Run) -> Figure | None:
 def throughput(runs: list[Run]) -> Figure | None:
     tokens = all(run.last("tokens_per_second") for run in runs)
     data = []
-    for run, colour in zip(runs, _cycle(runs), strict=True):
+    for run, colour in zip(runs, cycle(runs), strict=True):
         rows = [row for row in run.rows if row.get("step_seconds")]
         value: Callable[[Row], float | None] = _tokens if tokens else _samples
         values = [value(row) for row in rows]
@@ -153,18 +154,19 @@ def phases(runs: list[Run]) -> Figure | None:
         return _phase_bars(runs)
     rows = runs[0].gathered
     keep = [rows[i] for i in thinned([row["loss"] for row in rows], 600)]
+    factor, sign, unit = moments(max((row.get("step_seconds") or 0.0 for row in rows), default=0.0))
     data = [
         {
             "type": "scatter", "mode": "lines", "stackgroup": "step", "name": times.NAMES[phase],
-            "x": [row["step"] for row in keep], "y": [_short(times.of(row, phase) * 1e3) for row in keep],
+            "x": [row["step"] for row in keep], "y": [short(times.of(row, phase) * factor) for row in keep],
             "line": {"width": 0.5, "color": _PHASE_COLOURS[phase]}, "fillcolor": _PHASE_COLOURS[phase],
-            "hovertemplate": "%{y:.3g} ms",
+            "hovertemplate": f"%{{y:.3g}}{sign}",
         }
         for phase in times.STEP_PHASES if any(times.of(row, phase) for row in rows)
     ]  # fmt: skip
     return chart("phases", "Time per phase", data if len(rows) > 1 else [],
-                 note="Milliseconds of a step, of the rank in the middle.", xaxis={"title": {"text": "step"}},
-                 yaxis={"rangemode": "tozero", "ticksuffix": " ms"})  # fmt: skip
+                 note=f"{unit} of a step, of the rank in the middle.", xaxis={"title": {"text": "step"}},
+                 yaxis={"rangemode": "tozero", "ticksuffix": sign})  # fmt: skip
 
 
 def _phase_bars(runs: list[Run]) -> Figure:
@@ -172,7 +174,7 @@ def _phase_bars(runs: list[Run]) -> Figure:
     known = [(run.name, {p: s * step for p, s in shares.items()}) for run, shares, step in seconds if shares]
     data = [
         {"type": "bar", "orientation": "h", "name": times.NAMES[phase], "y": [name for name, _ in known],
-         "x": [_short(values[phase] * 1e3) for _, values in known], "marker": {"color": _PHASE_COLOURS[phase]},
+         "x": [short(values[phase] * 1e3) for _, values in known], "marker": {"color": _PHASE_COLOURS[phase]},
          "hovertemplate": "%{x:.3g} ms"}
         for phase in times.STEP_PHASES if any(values[phase] for _, values in known)
     ]  # fmt: skip
@@ -185,7 +187,7 @@ def whole_time(runs: list[Run]) -> Figure | None:
     known = [(run.name, times.totals(run)) for run in runs if run.gathered]
     data = [
         {"type": "bar", "orientation": "h", "name": times.NAMES[phase], "y": [name for name, _ in known],
-         "x": [_short(seconds.get(phase, 0.0)) for _, seconds in known], "marker": {"color": _PHASE_COLOURS[phase]},
+         "x": [short(seconds.get(phase, 0.0)) for _, seconds in known], "marker": {"color": _PHASE_COLOURS[phase]},
          "hovertemplate": "%{x:.4g} s"}
         for phase in (*times.STEP_PHASES, *times.PAUSES, "outside")
         if any(seconds.get(phase) for _, seconds in known)
@@ -207,7 +209,7 @@ def ranks(run: Run) -> Figure | None:
     middle = [sorted(row["own_seconds"])[(len(row["own_seconds"]) - 1) // 2] or 1.0 for row in keep]
     count = max(len(row["own_seconds"]) for row in keep)
     z = [
-        [_short(row["own_seconds"][rank] / m) if rank < len(row["own_seconds"]) else None
+        [short(row["own_seconds"][rank] / m) if rank < len(row["own_seconds"]) else None
          for row, m in zip(keep, middle, strict=True)]
         for rank in range(count)
     ]  # fmt: skip
@@ -229,15 +231,16 @@ def own_time(run: Run) -> Figure | None:
     if not rows or not any(row.get("own_seconds") for row in rows):
         return None
     data = []
+    factor, sign, unit = moments(max(times.of(row, "forward_backward", 2) for row in rows))
     for phase in ("data", "forward_backward", "communication"):
         if any(times.of(row, phase, 2) for row in rows):
             steps = [row["step"] for row in rows]
-            most, middle = ([times.of(row, phase, place) * 1e3 for row in rows] for place in (2, 1))
+            most, middle = ([times.of(row, phase, place) * factor for row in rows] for place in (2, 1))
             data.append(line(steps, most, f"{times.NAMES[phase]}, most", _PHASE_COLOURS[phase]))
             data.append(line(steps, middle, "median", _PHASE_COLOURS[phase], width=1, line={"dash": "dot"},
                              showlegend=False))  # fmt: skip
-    return chart("spread", "Slowest rank and median", data, note="Milliseconds of a step; dotted: the median.",
-                 xaxis={"title": {"text": "step"}}, yaxis={"rangemode": "tozero", "ticksuffix": " ms"})  # fmt: skip
+    return chart("spread", "Slowest rank and median", data, note=f"{unit} of a step; dotted: the median.",
+                 xaxis={"title": {"text": "step"}}, yaxis={"rangemode": "tozero", "ticksuffix": sign})  # fmt: skip
 
 
 def memory(run: Run) -> Figure | None:
@@ -245,31 +248,17 @@ def memory(run: Run) -> Figure | None:
     names = {"peak": "peak", "reserved": "reserved", "allocated": "allocated", "host": "host, resident"}
     data, colours = [], iter(COLOURS)
     for name, label in names.items():
-        found = [(row["step"], row["memory"][name][2] / _GIB) for row in rows if name in row["memory"]]
+        found = [(row["step"], row["memory"][name][2] / GIB) for row in rows if name in row["memory"]]
         if found:
-            data.append(line([s for s, _ in found], [v for _, v in found], label, next(colours), mode=_mode(found)))
+            data.append(line([s for s, _ in found], [v for _, v in found], label, next(colours), mode=mode(found)))
     shapes = []
-    total = rows[-1]["memory"]["total"][2] / _GIB if rows else 0.0
-    if rows and "reserved" in rows[-1]["memory"] and rows[-1]["memory"]["reserved"][2] / _GIB > 0.3 * total:
+    total = rows[-1]["memory"]["total"][2] / GIB if rows else 0.0
+    if rows and "reserved" in rows[-1]["memory"] and rows[-1]["memory"]["reserved"][2] / GIB > 0.3 * total:
         shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": total, "y1": total,
                        "line": {"color": "@c4", "width": 1, "dash": "dot"}})  # fmt: skip
     return chart("memory", "Memory", data, note="GiB of the rank that holds most."
                  + (" Dotted: what the GPU has." if shapes else ""), shapes=shapes, xaxis={"title": {"text": "step"}},
                  yaxis={"rangemode": "tozero", "ticksuffix": " GiB"})  # fmt: skip
-
-
-def profile(run: Run) -> Figure | None:
-    ranks_ = (run.profile or {}).get("ranks") or []
-    parts = {"compute": "@c1", "overlapped communication": "@c3", "exposed communication": "@c4", "idle": "@c8"}
-    data = [
-        {"type": "bar", "orientation": "h", "name": part, "y": [f"rank {rank['rank']}" for rank in ranks_],
-         "x": [_short(rank["shares"][part]) for rank in ranks_], "marker": {"color": colour},
-         "hovertemplate": "%{x:.1%}"}
-        for part, colour in parts.items() if any(rank["shares"].get(part) for rank in ranks_)
-    ]  # fmt: skip
-    return chart("profile", "Profile", data, note=str((run.profile or {}).get("about", "")), barmode="stack",
-                 xaxis={"tickformat": ".0%", "range": [0, 1]}, yaxis={"autorange": "reversed"},
-                 short=len(ranks_) < 3)  # fmt: skip
 
 
 # ---- what happened ----
@@ -293,7 +282,7 @@ def timeline(runs: list[Run]) -> Figure | None:
         points = [(run, event) for run in runs for event in run.of_kind(kind)]
         data.append({
             "type": "scatter", "mode": "markers", "name": kind, "showlegend": several,
-            "x": [_short((event["time"] - begun[id(run)]) / 60) for run, event in points],
+            "x": [short((event["time"] - begun[id(run)]) / 60) for run, event in points],
             "y": [run.name if several else kind for run, _ in points],
             "text": [_about(event) for _, event in points], "hovertemplate": "%{x:.2f} min: %{text}<extra></extra>",
             "marker": {"color": colour, "symbol": symbol, "size": 10, "line": {"width": 1, "color": "@card"}},
@@ -308,25 +297,3 @@ def _about(event: Row) -> str:
     parts += [f"step {event['step']}"] if "step" in event else []
     parts += [str(event[key]).splitlines()[0][:120] for key in ("checkpoint", "reason", "text") if event.get(key)]
     return ", ".join(parts)
-
-
-# ---- small things ----
-
-
-def _cycle(runs: list[Run]) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(len(runs))]
-
-
-def _mode(values: Sequence[Any]) -> str:
-    return "lines" if len(values) > 1 else "markers"
-
-
-def _short(value: float | None) -> float | None:
-    """Six digits are enough for a picture."""
-    return None if value is None else float(f"{value:.6g}")
-
-
-def _log10(value: float) -> float:
-    from math import log10
-
-    return log10(value)

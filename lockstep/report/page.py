@@ -13,7 +13,8 @@ from typing import Any
 from lockstep.errors import UsageError
 from lockstep.report import times, words
 from lockstep.report.advice import advise
-from lockstep.report.charts import COLOURS, charts
+from lockstep.report.charts import charts
+from lockstep.report.drawing import COLOURS
 from lockstep.report.read import Run, flat_config
 
 _POLICY = (

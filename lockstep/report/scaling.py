@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from lockstep.errors import RunError, UsageError
-from lockstep.report.charts import chart
+from lockstep.report.drawing import chart
 from lockstep.report.page import Page
 from lockstep.report.read import read_run
 from lockstep.report.times import settled

@@ -175,6 +175,98 @@ def test_a_server_that_takes_long_to_fail_is_asked_ever_more_rarely() -> None:
     assert events == ["sink_failed"]
 
 
+_FILLING = """
+import json, resource, sys, time
+from pathlib import Path
+from lockstep.config import MonitorConfig
+from lockstep.launch.streams import to_log
+from lockstep.monitor import Monitor
+from lockstep.records import RunDirectory, StepRecord
+run = RunDirectory(Path(sys.argv[1]))
+LIMIT = 40_000
+def files_end_at(limit):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+norms = {f"layers.{n}": 0.5 for n in range(20)}
+with to_log(run.logs / "rank-0.log", on_console=True, descriptors=True):
+    monitor = Monitor(MonitorConfig(log_steps=1, sinks=["console", "jsonl", "tensorboard"]), run, is_main=True)
+    def train(first, last):
+        for step in range(first, last):
+            monitor.on_step(StepRecord(step=step, loss=1.0, grad_norm=1.0, lr=0.1, samples=1, tokens=1,
+                                       gradient_norms=norms))
+            print("x" * 200)
+        monitor.flush()
+    files_end_at(LIMIT)  # as a disk that is full: what is over it is not written, in the middle of a line
+    train(1, 400)
+    print("full", run.metrics.stat().st_size)
+    files_end_at(resource.RLIM_INFINITY)
+    time.sleep(0.5)
+    train(400, 410)
+    monitor.close()
+"""
+
+
+def test_a_disk_that_is_full_stops_nothing_and_leaves_whole_lines(run: RunDirectory) -> None:
+    """A write that is cut short must not leave half a line for the next one to be glued to."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    done = subprocess.run(
+        [sys.executable, "-c", _FILLING, str(run.path)], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "full 3" in done.stdout, "just under the limit"
+    failed = [event["sink"] for event in run.read_events() if event["kind"] == "sink_failed"]
+    assert sorted(failed) == ["the sink jsonl", "the sink tensorboard"], "once each"
+    for name in failed:
+        assert done.stderr.count(f"{name} failed, training goes on") == 1, done.stderr
+    assert done.stdout.count("the log can't be written") == 1
+    steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
+    assert steps == sorted(steps)
+    assert 20 < len(steps) < 200
+    assert steps[-1] == 409, "it goes on when there is room again"
+    scalars_ = EventAccumulator(str(run.tensorboard)).Reload().Scalars("loss")
+    assert scalars_[-1].step == 409
+
+
+def test_the_rest_of_a_killed_line_does_not_spoil_the_next(run: RunDirectory) -> None:
+    run.append_event("start", step=1)
+    with run.events.open("a") as file:
+        file.write('{"kind": "sa')
+    run.append_event("resume", step=1)
+    assert [event["kind"] for event in run.read_events()] == ["start", "resume"]
+
+
+_WANDB_DOWN = """
+import sys, time
+from pathlib import Path
+from lockstep.config import MonitorConfig
+from lockstep.monitor import Monitor
+from lockstep.records import RunDirectory, StepRecord
+run = RunDirectory(Path(sys.argv[1]))
+monitor = Monitor(MonitorConfig(log_steps=1, sinks=["wandb", "jsonl"]), run, is_main=True)
+since = time.monotonic()
+for step in range(1, 51):
+    monitor.on_step(StepRecord(step=step, loss=1.0, grad_norm=1.0, lr=0.1, samples=1, tokens=1))
+print("steps took", time.monotonic() - since)
+monitor.close()
+"""
+
+
+def test_wandb_that_is_down_stops_nothing(run: RunDirectory) -> None:
+    """The real library, told to use a server that nobody is behind."""
+    pytest.importorskip("wandb", reason="W&B IS NOT TESTED: pip install 'lockstep-train[wandb]'")
+    away = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
+    done = subprocess.run(
+        [sys.executable, "-c", _WANDB_DOWN, str(run.path)], capture_output=True, text=True, timeout=200,
+        env={**os.environ, **away, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.partition("steps took ")[2].split()[0]) < 2, "the steps do not wait for it"
+    assert [event["sink"] for event in run.read_events()] == ["the sink wandb"]
+    assert done.stderr.count("lockstep: warning") + done.stderr.count("the sink wandb") >= 1
+    assert len(run.read_metrics()) == 50
+
+
 _WRITER = """
 import sys
 import time
