@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from tests.parity.table import in_readme
+
 REPOSITORY = Path(__file__).parent.parent
 
 
@@ -16,3 +18,8 @@ def test_the_tree_in_the_readme_is_the_tree() -> None:
     there = {p.name for p in package.iterdir() if not p.name.startswith(("_", ".")) and p.suffix in ("", ".py")}
     there = {name for name in there if (package / name).is_file() or any((package / name).glob("*.py"))}
     assert named == there | {"__init__.py"}
+
+
+def test_the_table_of_strategies_is_what_the_parity_tests_run() -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    assert text == in_readme(text), "python -m tests.parity.table --write"

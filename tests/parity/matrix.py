@@ -1,6 +1,6 @@
-"""The grid on which data-parallel strategies are compared with one process, and what runs a case of it."""
+"""Models and data-parallel strategies that are compared with one process, and what runs a case of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -114,25 +114,14 @@ def run_all(cases: list[Case]) -> list[Result | str]:
     return results
 
 
-@cache
 def reference(case: Case, micro_batches: int) -> Result:
     """What one process makes of it, without checkpointing."""
-    return run(Case(case.model, "single", 1, "none", case.more), micro_batches)
+    return _alone(Case(case.model, "single", 1, "none", case.more), micro_batches)
 
 
-def grid(ranks: int, *, whole: bool) -> Iterator[Case]:
-    """Every model under every strategy, with each accumulation and checkpointing.
-
-    Unless `whole`, accumulation and checkpointing take turns, and on 4 ranks and more so do the models.
-    """
-    variants = [(accumulation, checkpointing) for checkpointing in ("none", "full") for accumulation in (3, 1)]
-    for i, strategy in enumerate(STRATEGIES):
-        for j, model in enumerate(MODELS):
-            if not whole and ranks >= 4 and (i + j) % 2:
-                continue
-            turn = (i + j // 2 + ranks // 2) % len(variants)
-            for accumulation, checkpointing in variants if whole else [variants[turn]]:
-                yield Case(model, strategy, accumulation, checkpointing)
+@cache
+def _alone(case: Case, micro_batches: int) -> Result:
+    return run(case, micro_batches)
 
 
 def difference(one: Result, other: Result) -> float:

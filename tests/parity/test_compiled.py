@@ -8,26 +8,21 @@ import torch
 from lockstep.config import config_from
 from lockstep.trainer import Trainer
 from tests.parity.matrix import Case, Result, difference, reference, run, run_all
+from tests.parity.parts import COMPILED, compiled, outcome
 from tests.parity.toy import Tokens, language_model
 from tests.ranks import run_ranks
 
-COMPILED = (("training.compile", True),)
-CASES = [
-    Case("transformer", strategy, 3, checkpointing, COMPILED)
-    for strategy, checkpointing in (
-        ("ddp", "none"), ("full_shard", "none"), ("full_shard", "full"), ("ddp", "selective"), ("accelerate", "full"),
-    )
-]  # fmt: skip
+CASES = compiled(whole=False)
 OTHER_MODELS = [
     Case(model, strategy, 3, "none", COMPILED)
     for model, strategy in (("bdh", "full_shard"), ("tied", "shard_grad_op"), ("vae", "ddp"), ("hf", "full_shard"))
 ]
 
 
-def compare(cases: list[Case], results: list[Result | str]) -> None:
-    for case, result in zip(cases, results, strict=True):
-        assert isinstance(result, Result), f"{case}: {result}"
-        assert difference(result, reference(case, 6)) < 1e-5, case
+def problems(cases: list[Case], results: list[list[Result | str]]) -> list[str]:
+    """Of what each rank made of the cases."""
+    found = (outcome(case, 2, of_ranks) for case, *of_ranks in zip(cases, *results, strict=True))
+    return [one.problem for one in found if one.problem]
 
 
 def in_one_launch() -> dict[str, Any]:
@@ -41,16 +36,14 @@ def ranks() -> list[dict[str, Any]]:
 
 def test_compiled_runs_are_the_same_under_every_strategy(ranks: list[dict[str, Any]]) -> None:
     """Dropout is on: a block's seed is set outside of its compiled code, once for forward and recomputation."""
-    for rank in ranks:
-        compare(CASES, rank["results"])
+    assert not problems(CASES, [rank["results"] for rank in ranks])
     eager = run(Case("transformer", "single", 1, "none"), 6)
     assert difference(reference(CASES[0], 6), eager) < 0.05, "other random numbers, the same training"
 
 
 @pytest.mark.full
 def test_other_models_compiled() -> None:
-    for results in run_ranks(run_all, 2, OTHER_MODELS, timeout=900):
-        compare(OTHER_MODELS, results)
+    assert not problems(OTHER_MODELS, run_ranks(run_all, 2, OTHER_MODELS, timeout=900))
 
 
 def state() -> dict[str, Any]:

@@ -1,0 +1,148 @@
+"""The parity matrix of data-parallel strategies: which cases there are, and how far they may be from one process.
+
+`whole=False` is what `make test` runs, a selection in which strategies, models, accumulation and checkpointing take
+turns; `whole=True` is every combination, run by `make test-full` and recorded by `python -m tests.parity.record`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tests.parity.matrix import MODELS, STRATEGIES, Case, Result, reference, run_all
+from tests.ranks import run_ranks
+
+VARIANTS = [(accumulation, checkpointing) for checkpointing in ("none", "full") for accumulation in (3, 1)]
+ON_ONE_RANK = ("dp", *(name for name in STRATEGIES if name != "hybrid_shard"))  # which needs two, and says so
+HALF_MODES = ("bf16", "fp16")
+FIRST_SCALE = ("precision.loss_scale.initial_scale", 1024.0)
+COMPILED = (("training.compile", True),)
+
+
+class Limits(NamedTuple):
+    """Largest relative differences: of the first step; of losses, and of norms, in all steps."""
+
+    first: float
+    losses: float
+    norms: float
+
+
+# fp32: sums in another order, over 5 steps of AdamW.
+EXACT = Limits(1e-5, 1e-5, 1e-5)
+# Autocast rounds activations at the same places under every strategy, over the same fp32 parameters: the first step is
+# the same to the order of an fp32 sum. From then on parameters differ in their last digits, so that now and then an
+# activation rounds to its other neighbour, 2^-8 (bf16) or 2^-11 (fp16) away; and where a ReLU opens, as in the VAE, the
+# gradient jumps. Most language models in bf16 are found to be equal to the bit here.
+HALF = Limits(2e-6, 1e-5, 2e-2)
+HALF_OF_IMAGES = Limits(2e-6, 5e-4, 2e-2)
+
+
+def limits(case: Case) -> Limits:
+    if dict(case.more).get("precision.mode") not in HALF_MODES:
+        return EXACT
+    return HALF_OF_IMAGES if case.model == "vae" else HALF
+
+
+def deviation(one: Result, other: Result) -> Limits:
+    """How far two runs are apart."""
+    pairs = list(zip(one.steps, other.steps, strict=True))
+    losses, norms = ([abs(a[k] - b[k]) / abs(b[k]) for a, b in pairs] for k in (0, 1))
+    assert all(a[2] == b[2] for a, b in pairs), "they saw other samples"
+    return Limits(max(losses[0], norms[0]), max(losses), max(norms))
+
+
+class Outcome(NamedTuple):
+    """Of a case, on the rank where it is worst.
+
+    Attributes:
+        problem: empty where all is well.
+    """
+
+    case: Case
+    found: Limits | None
+    problem: str
+
+
+def outcome(case: Case, ranks: int, results: Sequence[Result | str]) -> Outcome:
+    """Judge what each rank made of a case."""
+    expected = reference(case, case.micro_batches(ranks))
+    worst = Limits(0.0, 0.0, 0.0)
+    for rank, result in enumerate(results):
+        if isinstance(result, str):
+            return Outcome(case, None, f"rank {rank} of {ranks}, {case}: {result}")
+        if result.num_parameters != expected.num_parameters:
+            return Outcome(case, None, f"rank {rank} of {ranks}, {case}: {result.num_parameters} parameters")
+        worst = Limits(*map(max, worst, deviation(result, expected)))
+    allowed = limits(case)
+    far = any(found > most for found, most in zip(worst, allowed, strict=True))
+    return Outcome(case, worst, f"{ranks} ranks, {case}: {worst}, allowed {allowed}" if far else "")
+
+
+class Part(NamedTuple):
+    """Cases that one launch runs."""
+
+    name: str
+    ranks: int
+    cases: list[Case]
+
+    def run(self, timeout: float = 900) -> list[Outcome]:
+        results = run_ranks(run_all, self.ranks, self.cases, timeout=timeout)
+        of_cases = zip(*results, strict=True)
+        return [outcome(case, self.ranks, of_ranks) for case, of_ranks in zip(self.cases, of_cases, strict=True)]
+
+
+def one_rank(*, whole: bool) -> list[Case]:
+    """What each strategy makes of a single process."""
+    if whole:
+        return [Case(model, s, *variant) for s in ON_ONE_RANK for model in MODELS for variant in VARIANTS]
+    return [
+        Case(model, s, 3, "full") for s in ON_ONE_RANK for model in (MODELS if s == "full_shard" else ["transformer"])
+    ]
+
+
+def exact(ranks: int, *, whole: bool) -> list[Case]:
+    """Every model under every strategy in fp32, with each accumulation and checkpointing; on 4 ranks models take turns,
+    too, unless `whole`."""
+    cases = []
+    for i, strategy in enumerate(STRATEGIES):
+        for j, model in enumerate(MODELS):
+            if whole or ranks < 4 or (i + j) % 2 == 0:
+                turn = (i + j // 2 + ranks // 2) % len(VARIANTS)
+                cases += [Case(model, strategy, *v) for v in (VARIANTS if whole else [VARIANTS[turn]])]
+    return cases
+
+
+def half(*, whole: bool) -> list[Case]:
+    """bf16 and fp16, with accumulation and checkpointing."""
+    models = MODELS if whole else ("transformer", "bdh", "vae")
+    strategies = STRATEGIES if whole else ("ddp", "full_shard")
+    return [
+        Case(model, strategy, 3, "full", (("precision.mode", mode), FIRST_SCALE))
+        for mode in HALF_MODES
+        for model in models
+        for strategy in strategies
+    ]
+
+
+def compiled(*, whole: bool) -> list[Case]:
+    """torch.compile; on more than two ranks, if hybrid shards are to be more than replicas."""
+    if whole:
+        return [Case("transformer", strategy, 3, "none", COMPILED) for strategy in STRATEGIES]
+    return [
+        Case("transformer", strategy, 3, checkpointing, COMPILED)
+        for strategy, checkpointing in (
+            ("ddp", "none"), ("full_shard", "none"), ("full_shard", "full"), ("ddp", "selective"),
+            ("accelerate", "full"),
+        )
+    ]  # fmt: skip
+
+
+def parts(*, whole: bool) -> list[Part]:
+    """All of it."""
+    found = [
+        Part("fp32", 1, one_rank(whole=whole)),
+        *(Part("fp32", ranks, exact(ranks, whole=whole)) for ranks in (2, 4)),
+        *(Part("bf16 and fp16", ranks, half(whole=whole)) for ranks in ((2, 4) if whole else (2,))),
+        Part("compiled", 4 if whole else 2, compiled(whole=whole)),
+    ]
+    if whole:
+        found.append(Part("fp32, one model", 8, [case for case in exact(8, whole=True) if case.model == "tied"]))
+    return found
