@@ -2,17 +2,19 @@
 
 `resolve` is the one table from the config and the number of ranks to a `Layout`; `Layout.mesh` makes the device mesh.
 The mesh is passed along, never global. Sizes that do not multiply out are an error that shows the equation.
+A launcher asks for the layout before it starts ranks, so torch is loaded only where a mesh is made.
 """
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.config import DistributedConfig
 from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pipeline", "replicate", "shard")
 Strategy = Literal["single", "dp", "ddp", "fsdp", "pipeline", "accelerate"]
@@ -53,8 +55,10 @@ class Layout:
             return f"hybrid:{self.replicate}x{self.shard}"
         return f"fsdp:{self.replicate * self.shard}"
 
-    def mesh(self, device_type: str) -> DeviceMesh:
+    def mesh(self, device_type: str) -> "DeviceMesh":
         """The device mesh with the axes `pipeline`, `replicate`, `shard`; needs an initialised process group."""
+        from torch.distributed.device_mesh import init_device_mesh
+
         return init_device_mesh(device_type, (self.pipeline, self.replicate, self.shard), mesh_dim_names=AXES)
 
 
@@ -170,7 +174,7 @@ def _multiplied(
     return Layout(strategy, pipeline, replicate, shard, notice)
 
 
-def local_chunk(full: torch.Tensor, dim: int, size: int, coordinate: int) -> torch.Tensor:
+def local_chunk(full: "torch.Tensor", dim: int, size: int, coordinate: int) -> "torch.Tensor":
     """The piece of `full` that FSDP2 gives to `coordinate` of `size` ranks: `torch.chunk` along `dim`, maybe empty."""
     chunks = full.chunk(size, dim)
     if coordinate < len(chunks):

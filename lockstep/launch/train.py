@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_PREEMPTED, UsageError
-from lockstep.launch.local import Job, LaunchOptions, how_many, launch
+from lockstep.launch.local import Job, LaunchOptions, count_gpus, how_many, launch
 from lockstep.launch.script import run_script
 from lockstep.launch.worker import environment_with, run_as_worker
+from lockstep.mesh import resolve
 from lockstep.records import RunDirectory
 
 if TYPE_CHECKING:
@@ -75,8 +76,9 @@ def train(
     if _is_rank(options):
         return run_as_worker(work, logs=run.logs)
     config = load_config(path, overrides)
-    run.create()
     processes, reason = _processes(config, options)
+    _refuse_layout(config, processes, options)
+    run.create()
     _announce(f"strategy {config.distributed.strategy}, {_counted(processes, options)} ({reason})")
     if _in_this_process(processes, options):
         return run_as_worker(work, logs=run.logs, launched=False)
@@ -127,6 +129,23 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
 def _processes(config: "Config", options: LaunchOptions) -> tuple[int, str]:
     distributed = config.distributed
     return how_many(options, use_gpus=distributed.device != "cpu", alone=_ONE_PROCESS.get(distributed.strategy))
+
+
+def _refuse_layout(config: "Config", processes: int, options: LaunchOptions) -> None:
+    """Refuse sizes that do not fit so many ranks, before one is started, and offloading where there is no GPU.
+
+    Raises:
+        UsageError: with the equation.
+    """
+    offloads = config.distributed.strategy == "fsdp" and config.distributed.fsdp.cpu_offload
+    if offloads and config.distributed.device == "auto" and not count_gpus():
+        raise UsageError(
+            "cpu_offload: no GPU is visible, and on the CPU there is nothing to offload",
+            where="distributed.fsdp.cpu_offload",
+            fix="write cpu_offload: false",
+        )
+    if config.distributed.strategy != "auto" and options.nnodes.isdecimal():
+        resolve(config.distributed, processes * int(options.nnodes), processes)
 
 
 def _resume_from(run: RunDirectory, asked: str) -> str:

@@ -228,6 +228,35 @@ def test_a_wrong_config_is_refused_before_any_process_is_started(tmp_path: Path,
     assert time.monotonic() - since < 5
 
 
+WRONG_TOGETHER = {
+    "fp16 compression with fsdp": ("ddp: {compression: {kind: fp16}}, strategy: fsdp", 2, "reduce_dtype: fp16"),
+    "PowerSGD with accelerate": ("ddp: {compression: {kind: powersgd}}, strategy: accelerate", 2, "strategy: ddp"),
+    "cpu_offload on the CPU": ("fsdp: {cpu_offload: true}, strategy: fsdp, device: cpu", 2, "cpu_offload: false"),
+    "cpu_offload where there is no GPU": ("fsdp: {cpu_offload: true}, strategy: fsdp", 2, "cpu_offload: false"),
+    "hybrid_shard that does not divide": (
+        "fsdp: {sharding_strategy: hybrid_shard}, strategy: fsdp", 3, "use an even number of ranks, or full_shard",
+    ),
+    "shards that do not multiply out": ("strategy: fsdp, replicate_size: 2, shard_size: 2", 6, "start 4 ranks"),
+    "dp with several processes": ("strategy: dp", 2, "set distributed.strategy to ddp or fsdp"),
+    "single with several processes": ("strategy: single", 2, "or start one process"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_TOGETHER)
+def test_what_does_not_go_together_is_refused_before_any_process_is_started(
+    case: str, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with what to write instead."""
+    monkeypatch.setattr(lockstep.launch.train, "launch", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr(lockstep.launch.train, "count_gpus", lambda: 0)
+    distributed, ranks, instead = WRONG_TOGETHER[case]
+    config = tmp_path / "a.yaml"
+    config.write_text(f"extends: ready/transformer.yaml\ndistributed: {{{distributed}}}\n")
+    run = tmp_path / "run"
+    assert instead in refused("train", str(config), "--nproc-per-node", str(ranks), "--output-dir", str(run))
+    assert not run.exists()
+
+
 def test_launch_inside_a_launcher_is_refused(tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.py").write_text("")
     monkeypatch.setenv("RANK", "0")
