@@ -2,7 +2,8 @@
 
 The launcher of a machine reads its ranks' heartbeats. When none came for too long, every rank writes its Python stacks
 (faulthandler answers a signal even while Python waits in C) and its last collectives; the rank that is behind is the
-one that does not answer, has done the fewest steps, has begun the fewest collectives, or is not waiting in torch.
+one that was stopped, does not answer, has done the fewest steps, has begun the fewest collectives, or is not waiting in
+torch. Ranks that go on while they are asked were slow, on a busy machine: they are left alone.
 """
 
 import json
@@ -75,7 +76,16 @@ class HangWatch:
             return None
         since = min(beat.time for beat in running)
         stood = time.monotonic() - since
-        return self._tell(running, pids, world_size, stood) if stood > limit else None
+        if stood <= limit:
+            return None
+        silent, stopped = self._ask(pids)
+        if not stopped and self._all_moved(running):
+            return None
+        return self._tell(running, pids, world_size, stood, silent, stopped)
+
+    def _all_moved(self, before: list[Beat]) -> bool:
+        newest = {beat.rank: beat.time for beat in read_beats(self.folder)}
+        return all(newest.get(beat.rank, 0.0) > beat.time for beat in before)
 
     def _limit(self, running: list[Beat]) -> float | None:
         if self.factor is None or not running:
@@ -84,14 +94,21 @@ class HangWatch:
             return max(self.patience, self.seconds)
         return max(self.seconds, self.factor * median(self._durations))
 
-    def _tell(self, beats: list[Beat], pids: Mapping[int, int], world_size: int, stood: float) -> Failure:
-        stopped = {rank for rank, pid in pids.items() if _state(pid) == "T"}
-        silent = self._ask(pids)
+    def _tell(
+        self, beats: list[Beat], pids: Mapping[int, int], world_size: int, stood: float, silent: set[int],
+        stopped: set[int],
+    ) -> Failure:  # fmt: skip
         stacks = {rank: _newest_stack(stacks_file(self.logs, rank)) for rank in pids}
         begun = {rank: self._collectives(rank) for rank in pids}
         answers = pids.keys() - silent - stopped
+        done = {beat.rank: beat.step for beat in (*beats, *read_beats(self.folder))}
         in_torch = {rank for rank, stack in stacks.items() if stack and _TORCH.search(stack[0][0])}
-        behind = min(beats, key=lambda b: (b.rank in answers, b.step, begun[b.rank][0], b.rank in in_torch, b.rank))
+        behind = min(
+            beats,
+            key=lambda b: (
+                b.rank not in stopped, b.rank in answers, done[b.rank], begun[b.rank][0], b.rank in in_torch, b.rank
+            ),
+        )  # fmt: skip
         usual = f"{median(self._durations):.3g} s" if self._durations else "not known yet"
         others = sorted({begun[b.rank][1] for b in beats if b is not behind and begun[b.rank][1]})
         why = "it was stopped by a signal (SIGSTOP)" if behind.rank in stopped else None
@@ -106,17 +123,23 @@ class HangWatch:
             fix=f"every rank's stacks are in {self.logs}/rank-*.stacks.txt, its last collectives in rank-*.flight.json",
         )  # fmt: skip
 
-    def _ask(self, pids: Mapping[int, int]) -> set[int]:
-        """Have every rank write its stacks and collectives; returns those that stayed silent until resumed."""
+    def _ask(self, pids: Mapping[int, int]) -> tuple[set[int], set[int]]:
+        """Have every rank write its stacks and collectives.
+
+        Returns:
+            the ranks that stayed silent until resumed, and those of all that a signal had stopped.
+        """
+        stopped = _stopped(pids)
         before = {rank: _size(stacks_file(self.logs, rank)) for rank in pids}
         (self.folder / DUMP).touch()
         for pid in pids.values():
             _send(pid, STACKS_SIGNAL)
         silent = self._wait(before, pids, _ANSWER_SECONDS)
-        for rank in silent:
+        stopped |= _stopped(pids)  # or while it was asked
+        for rank in silent | stopped:
             _send(pids[rank], signal.SIGCONT)  # a stopped one then answers, from where it stands; all end soon
         self._wait(before, pids, _ANSWER_SECONDS)
-        return silent
+        return silent, stopped
 
     def _wait(self, before: Mapping[int, int], pids: Mapping[int, int], seconds: float) -> set[int]:
         deadline = time.monotonic() + seconds
@@ -162,9 +185,16 @@ def _place(stack: list[tuple[str, int, str]]) -> str | None:
     return f"{short_path(own[0])}:{own[1]} in {own[2]}"
 
 
-def _state(pid: int) -> str:
+def _stopped(pids: Mapping[int, int]) -> set[int]:
+    """The ranks that a signal has stopped: any thread, for the main one may be in the kernel when it comes."""
+    return {
+        rank for rank, pid in pids.items() if any(_state(path) == "T" for path in Path(f"/proc/{pid}").glob("task/*"))
+    }
+
+
+def _state(process: Path) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return (process / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
 

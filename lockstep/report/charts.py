@@ -34,7 +34,7 @@ def charts(runs: list[Run]) -> list[Figure]:
         made += [draw(runs[0]) for draw in (ranks, own_time, memory)]
     made += [number(runs, *args) for args in _NUMBERS]
     if len(runs) == 1:
-        made += [layers(runs[0]), *profile_charts(runs[0])]
+        made += [*profile_charts(runs[0]), layers(runs[0])]
     made.append(timeline(runs))
     return [figure for figure in made if figure is not None and figure["data"]]
 
@@ -99,7 +99,7 @@ def number(runs: list[Run], name: str, title: str, axis: str, note: str) -> Figu
         steps, values = run.series(name)
         if values:
             data.append(line(steps, values, run.name, colour, showlegend=len(runs) > 1, mode=mode(values)))
-    scale: Row = {"tickformat": ".0%", "rangemode": "tozero"} if name in ("mfu", "hfu") else {}
+    scale: Row = {"tickformat": ".2~%", "rangemode": "tozero"} if name in ("mfu", "hfu") else {}
     if axis == "log":
         scale = log_axis([value for trace in data for value in trace["y"]])
     return chart(name, title, data, note=note, xaxis={"title": {"text": "step"}}, yaxis=scale)

@@ -94,12 +94,14 @@ function layoutOf(chart, width) {
   });
   const { xaxis, yaxis, short, ...rest } = coloured(chart.layout);
   const legend = chart.data.filter((trace) => trace.showlegend !== false && trace.type !== "heatmap").length > 1;
-  const rows = legend ? Math.ceil(chart.data.length / (narrow ? 2 : chart.wide ? 6 : 3)) : 0;
+  const long = chart.data.some((trace) => (trace.name || "").length > 14);
+  const columns = narrow ? (long ? 1 : 2) : chart.wide ? 6 : 3;
+  const rows = legend ? Math.ceil(chart.data.filter((trace) => trace.showlegend !== false).length / columns) : 0;
   return {
     height: (short ? 150 : narrow ? 240 : 290) + rows * 20, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     margin: { l: 8, r: 10, t: 12 + rows * 20, b: 8 }, hovermode: "x unified", dragmode: false, showlegend: legend,
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: variable("soft") },
-    legend: { orientation: "h", x: 0, y: 1, xanchor: "left", yanchor: "bottom", font: { size: 12 }, traceorder: "normal",
+    legend: { orientation: "h", x: 0, y: 1, xanchor: "left", yanchor: "bottom", font: { size: 12 }, traceorder: "normal", maxheight: 1,
       bgcolor: "rgba(0,0,0,0)" },
     hoverlabel: { bgcolor: variable("card"), bordercolor: variable("line"), font: { color: variable("ink"), size: 12 } },
     bargap: 0.35, xaxis: axis(xaxis), yaxis: axis(yaxis), ...rest,

@@ -1,0 +1,101 @@
+"""Which rank is behind, found from outside: small processes that beat as ranks do, and stop."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.heartbeat import DUMP, read_beats
+from lockstep.launch.failures import Failure
+from lockstep.launch.hang import HangWatch
+from tests.launch.shared import environment, wait_for
+
+_RANK = """
+import faulthandler, signal, sys, time
+from pathlib import Path
+from lockstep.heartbeat import Heartbeat
+folder, logs, rank, how = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+beat = Heartbeat(folder, rank).beat
+if how == "deaf":
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+else:
+    faulthandler.register(signal.SIGQUIT, file=open(logs / f"rank-{rank}.stacks.txt", "a"), all_threads=True)
+beat(19, "step")
+while not (folder / "dump").exists():
+    time.sleep(0.01)
+(folder / f"flight-{rank}.json").write_text("{}")
+if how == "slow":
+    beat(20, "step")
+time.sleep(60)
+"""
+
+
+class Ranks:
+    """Two processes, and the watch over them."""
+
+    def __init__(self, folder: Path, *hows: str) -> None:
+        self.beats, logs = folder / "beats", folder / "logs"
+        for path in (self.beats, logs):
+            path.mkdir()
+        self.watch = HangWatch(self.beats, logs, factor=3.0, seconds=0.3, patience=0.3)
+        self.processes = [
+            subprocess.Popen([sys.executable, "-c", _RANK, str(self.beats), str(logs), str(rank), how],
+                             env=environment())
+            for rank, how in enumerate(hows)
+        ]  # fmt: skip
+
+    def found(self) -> Failure | None:
+        """What the watch says once no step has ended for long."""
+        pids = {rank: process.pid for rank, process in enumerate(self.processes)}
+        wait_for(lambda: [b.step for b in read_beats(self.beats)] == [19, 19], 30)
+        time.sleep(0.5)
+        return self.watch.look(pids, 2)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def make(*hows: str) -> Ranks:
+        made.append(Ranks(tmp_path, *hows))
+        return made[-1]
+
+    yield make
+    for process in made[0].processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_rank_that_is_stopped_while_it_is_asked_is_named(ranks: Callable[..., Ranks]) -> None:
+    """On a busy machine the others answer late, and the signal comes when the watch is already looking."""
+    both = ranks("deaf", "well")
+
+    def stop_it() -> None:
+        wait_for(lambda: (both.beats / DUMP).exists())
+        time.sleep(0.3)
+        os.kill(both.processes[1].pid, signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop_it)
+    thread.start()
+    failure = both.found()
+    thread.join()
+    assert failure is not None
+    assert failure.rank == 1
+    assert failure.why == "it was stopped by a signal (SIGSTOP)"
+
+
+def test_ranks_that_go_on_while_they_are_asked_were_only_slow(ranks: Callable[..., Ranks]) -> None:
+    assert ranks("slow", "slow").found() is None
+
+
+def test_one_that_goes_on_does_not_excuse_the_other(ranks: Callable[..., Ranks]) -> None:
+    failure = ranks("slow", "well").found()
+    assert failure is not None
+    assert failure.rank == 1
+    assert failure.where is not None
