@@ -157,6 +157,8 @@ class Agent(LocalElasticAgent):
             self.stop_signal = number
             raise StoppedBySignalError(number)
         self.stop_signal = number
+        if number == signal.SIGINT:
+            os.write(2, b"lockstep: interrupted: the ranks may save and stop; a second Ctrl-C ends them at once\n")
         for pid in running:
             # To the rank alone: its data workers must live until it has saved.
             _send(pid, PASSED_ON[signal.Signals(number)])

@@ -64,7 +64,7 @@ def train(
     run = RunDirectory(output_dir)
 
     def work() -> int:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, _leave)
         config = load_config(path, overrides)
         if config.distributed.strategy == "auto":

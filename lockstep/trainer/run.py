@@ -1,5 +1,6 @@
 """From a config to a finished run: what `lockstep train` does on each rank."""
 
+import os
 import signal
 from importlib import import_module
 from pathlib import Path
@@ -55,12 +56,21 @@ def build(config: Config, data: Data) -> nn.Module:
 
 
 def stop_on_signals(trainer: Trainer) -> None:
-    """SIGTERM and SIGUSR1 ask for a stop; the ranks agree on the step, save there and end; a second is harmless."""
+    """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop: the ranks agree on the step, save there and end.
 
-    def ask(_number: int, _frame: FrameType | None) -> None:
+    A second SIGTERM or SIGUSR1 is harmless; a second Ctrl-C is a person's who does not want to wait.
+    """
+    mine = os.getpid()
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != mine:  # a data worker inherits this, and a terminal's Ctrl-C: it reads until the end
+            return
         trainer.step.stop_asked = True
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.write(2, b"lockstep: interrupted: saves and stops; a second Ctrl-C ends it at once, without saving\n")
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, ask)
 
 

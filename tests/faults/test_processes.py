@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from lockstep.launch.failures import Failure
 from lockstep.records import RunDirectory
 from tests.faults.tiny import YAML, events, steps
 from tests.launch.conftest import Launch, launch  # noqa: F401
-from tests.launch.shared import Ended, alive, finish, script, start, wait_for
+from tests.launch.shared import Ended, alive, environment, finish, script, start, wait_for
 
 TWO = ("train", "tiny.yaml", "--nproc-per-node", "2", "--output-dir", "run")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -104,6 +105,44 @@ def test_trap_55_a_signal_saves_once_at_a_step_that_all_agree_on(stopped_rank: E
     assert (run.checkpoints / f"step-{last['step']:08}").is_dir()
     saves = [event["step"] for event in events(run.path, "save")]
     assert saves.count(last["step"]) == 1
+
+
+@pytest.mark.fault(
+    "process: Ctrl-C",
+    "SIGINT, to the launcher or, from a terminal, to a run without one and to its data workers",
+    "the ranks save once, at one step, and end; the exit code is 75. A second Ctrl-C ends them at once, without saving: "
+    "exit code 1",
+)
+def test_ctrl_c_saves_once_and_a_second_ends_at_once(tmp_path: Path) -> None:
+    process, ranks = begin(tmp_path)
+    process.send_signal(signal.SIGINT)
+    ended = finish(process, tmp_path)
+    assert ended.code == 75, ended.err
+    assert "interrupted" in ended.err
+    assert "Traceback" not in ended.err + ended.out
+    assert not any(alive(pid) for pid in ranks.values())
+    *_, last = RunDirectory(tmp_path / "run").read_events()
+    assert (last["kind"], last["reason"]) == ("stop", "preempted")
+    assert [event["step"] for event in events(tmp_path / "run", "save")].count(last["step"]) == 1
+    for times, code in ((1, 75), (2, 1)):
+        alone = subprocess.Popen(
+            [sys.executable, "-m", "lockstep", "train", "tiny.yaml", "data.num_workers=1",
+             "data.args.seconds=0.3", "training.max_steps=4000", "--output-dir", f"alone-{times}"],
+            cwd=tmp_path, env=environment(**ONE_THREAD), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+        wait_for(lambda folder=f"alone-{times}": len(steps(tmp_path / folder)) > 1)  # type: ignore[misc]
+        workers = _children(alone.pid)
+        assert workers
+        for _ in range(times):
+            os.killpg(alone.pid, signal.SIGINT)  # as a terminal does: to all processes of the command
+            time.sleep(0.2)
+        ended = finish(alone, tmp_path)
+        assert ended.code == code, ended.err
+        assert ended.err.count("a second Ctrl-C ends it at once") == 1, ended.err
+        saved = events(tmp_path / f"alone-{times}", "save")
+        assert [event["step"] for event in saved] == [steps(tmp_path / f"alone-{times}")[-1]] * (times == 1)
+        wait_for(lambda left=workers: not any(alive(pid) for pid in left), seconds=5)  # type: ignore[misc]
 
 
 @pytest.mark.fault(

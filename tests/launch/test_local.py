@@ -240,7 +240,9 @@ time.sleep(60)
     process.send_signal(signal.SIGINT)
     ended = finish(process, tmp_path, timeout=10)
     assert ended.code == 1
-    assert ended.err.startswith("lockstep: stopped by SIGINT"), ended.err
+    first, second = ended.err.splitlines()[:2]
+    assert "a second Ctrl-C ends them at once" in first
+    assert second.startswith("lockstep: stopped by SIGINT"), ended.err
     assert not any(alive(int(str(ended.said(rank)["pid"]))) for rank in (0, 1))
 
 
