@@ -110,8 +110,8 @@ def test_trap_55_a_signal_saves_once_at_a_step_that_all_agree_on(stopped_rank: E
 @pytest.mark.fault(
     "process: Ctrl-C",
     "SIGINT, to the launcher or, from a terminal, to a run without one and to its data workers",
-    "the ranks save once, at one step, and end; the exit code is 75. A second Ctrl-C ends them at once, without saving: "
-    "exit code 1",
+    "the ranks save once, at one step, and end; the exit code is 75. A second Ctrl-C ends them at once, without "
+    "saving: exit code 1",
 )
 def test_ctrl_c_saves_once_and_a_second_ends_at_once(tmp_path: Path) -> None:
     process, ranks = begin(tmp_path)
