@@ -1,5 +1,8 @@
 """Every config that ships is valid, and trains: at its full size nobody waits for it, so the model is made small."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +10,9 @@ import pytest
 
 import lockstep.config
 from lockstep.config import load_config
-from tests.ranks import run_ranks
+from lockstep.plan.auto import choose
+from tests.launch.shared import environment
+from tests.ranks import REPOSITORY, run_ranks
 
 READY = sorted(Path(lockstep.config.__file__).parent.glob("ready/*.yaml"))
 SMALL: dict[str, dict[str, Any]] = {
@@ -38,21 +43,51 @@ def test_each_config_is_valid(path: Path) -> None:
 
 
 def test_each_config_trains_on_two_ranks(tmp_path: Path) -> None:
-    names = [path.stem for path in READY if load_config(path).distributed.strategy != "auto"]
-    (done, _) = run_ranks(train_all, 2, [str(p) for p in READY], str(tmp_path))
-    assert done == names
+    """As `lockstep train` does on a rank; a test that is marked `full` starts the command itself for each."""
+    cases = [(str(path), overrides_of(path)) for path in READY]
+    (done, _) = run_ranks(train_all, 2, cases, str(tmp_path))
+    assert done == [path.stem for path in READY]
 
 
-def train_all(paths: list[str], folder: str) -> list[str]:
+def overrides_of(path: Path) -> list[str]:
+    """Small, and with what `strategy: auto` chooses for two ranks, which it does before they join."""
+    config = load_config(path, small(path))
+    chosen = choose(config, 2, 2).config if config.distributed.strategy == "auto" else config
+    return [*small(path), "monitor.sinks=[jsonl]", f"distributed.strategy={chosen.distributed.strategy}"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_lockstep_train_with_each_config(tmp_path: Path, path: Path) -> None:
+    command = [sys.executable, "-m", "lockstep", "train", f"ready/{path.name}", *small(path)]
+    options = ["--nproc-per-node", "2", "--output-dir", str(tmp_path)]
+    done = subprocess.run([*command, *options], env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "checkpoints/step-00000002/manifest.json").exists()
+
+
+def test_the_free_transformers_make_targets_start_as_many_ranks_as_there_are_gpus(tmp_path: Path) -> None:
+    """A driver that lists three GPUs, and none at all, where two ranks share the CPU."""
+    driver = tmp_path / "nvidia-smi"
+    for script, ranks in (("printf 'GPU 0\\nGPU 1\\nGPU 2\\n'", 3), ("exit 9", 2)):
+        driver.write_text(f"#!/bin/sh\n{script}\n")
+        driver.chmod(0o755)
+        for target, name in (("free", "free_transformer_fsdp"), ("baseline", "transformer_fsdp")):
+            command = ["make", "--dry-run", f"train-{target}-fsdp", "ARGS=training.max_steps=2"]
+            searched = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
+            said = subprocess.run(command, cwd=REPOSITORY, env=searched, capture_output=True, text=True, check=True)
+            assert f"train ready/{name}.yaml --nproc-per-node {ranks} training.max_steps=2" in said.stdout
+            assert name in [path.stem for path in READY]
+
+
+def train_all(cases: list[tuple[str, list[str]]], folder: str) -> list[str]:
     """Runs on each rank: train each config, one after the other."""
     from lockstep.trainer import run
 
     done = []
-    for path in map(Path, paths):
-        if load_config(path).distributed.strategy == "auto":
-            continue
-        config = load_config(path, [*small(path), "monitor.sinks=[jsonl]"])
-        assert run(config, output_dir=Path(folder, path.stem), resume="never") == 0
-        assert Path(folder, path.stem, "checkpoints/step-00000002/manifest.json").exists()
-        done.append(path.stem)
+    for path, overrides in cases:
+        name = Path(path).stem
+        assert run(load_config(path, overrides), output_dir=Path(folder, name), resume="never") == 0
+        assert Path(folder, name, "checkpoints/step-00000002/manifest.json").exists()
+        done.append(name)
     return done

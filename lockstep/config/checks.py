@@ -181,6 +181,12 @@ def _reproducible(config: Config) -> Iterator[Contradiction]:
                 f"{key}: {value} rounds differently on another number of ranks, so the bits can't be equal",
                 f"write {key}: {needed}, or reproducible: false",
             )
+    if distributed.ddp.static_graph:
+        yield Contradiction(
+            ("distributed.reproducible", "distributed.ddp.static_graph"),
+            "with a static graph DDP reduces the first micro-batch by itself, not up the tree that gives equal bits",
+            "write static_graph: false, or reproducible: false",
+        )
     if distributed.strategy in ("dp", "accelerate"):
         yield Contradiction(
             ("distributed.reproducible", "distributed.strategy"),

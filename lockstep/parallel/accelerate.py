@@ -62,10 +62,14 @@ class Prepared:
     no_sync: Callable[[], AbstractContextManager[Any]]
     _open: ExitStack = field(default_factory=ExitStack)
 
+    def __post_init__(self) -> None:
+        self._learns = self.model.static_graph  # in the first backward pass of all, which has to synchronise
+
     def set_sync(self, last: bool) -> None:
         """Before a forward pass: does its backward pass synchronise?"""
-        if not last:
+        if not last and not self._learns:
             self._open.enter_context(self.no_sync())
+        self._learns = False
 
     def after_backward(self, _share: object) -> None:
         """Leave the context again."""

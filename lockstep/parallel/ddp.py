@@ -7,7 +7,6 @@ Buffers are not broadcast here: what changes them is the same on every rank, or 
 import inspect
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -40,7 +39,7 @@ def lay(placement: Placement) -> Laid:
     wrapped = apply_ddp(p.model, mesh, p.config.distributed.ddp, compression.hook)
     micro_step = p.loop(
         wrapped,
-        set_sync=partial(set_sync, wrapped),
+        set_sync=sync_switch(wrapped),
         multiplier=1.0 if p.reproducible else float(p.ranks),  # the tree is a sum; DDP's own reduction is a mean
         after_backward=check_reduced(wrapped),
     )
@@ -79,9 +78,20 @@ def apply_ddp(
     return wrapped
 
 
-def set_sync(model: DistributedDataParallel, last: bool) -> None:
-    """Reduce gradients in the next backward pass, or only accumulate them here: what `no_sync()` does, for one pass."""
-    model.require_backward_grad_sync = last
+def sync_switch(model: DistributedDataParallel) -> Callable[[bool], None]:
+    """A switch for the next backward pass: reduce gradients (`last`), or only accumulate them, as `no_sync()` does.
+
+    With a static graph DDP learns the graph in the first backward pass of all, and dies if that one does not reduce.
+    So it does: what is reduced twice is then already the same on all ranks, and their mean leaves it as it is.
+    """
+    learns = model.static_graph
+
+    def switch(last: bool) -> None:
+        nonlocal learns
+        model.require_backward_grad_sync = last or learns
+        learns = False
+
+    return switch
 
 
 def check_reduced(model: DistributedDataParallel) -> Callable[[Share], None]:

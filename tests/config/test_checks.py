@@ -29,6 +29,7 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({D + "reproducible": True, "precision.param_dtype": "bf16"}, ("bits", "precision.param_dtype: fp32")),
     ({D + "reproducible": True, D + "ddp.compression.kind": "bf16"}, ("bits", "compression.kind: none")),
     ({D + "reproducible": True, D + "fsdp.reduce_dtype": "bf16"}, ("bits", "reduce_dtype: fp32")),
+    ({D + "reproducible": True, D + "ddp.static_graph": True}, ("up the tree", "static_graph: false")),
     ({D + "reproducible": True, D + "strategy": "dp"}, ("not for dp", "strategy: ddp")),
     ({D + "backend": "nccl", D + "device": "cpu"}, ("nccl is for GPUs", "backend: gloo")),
     ({D + "fsdp.cpu_offload": True, D + "device": "cpu"}, ("nothing to offload", "cpu_offload: false")),

@@ -1,15 +1,19 @@
-"""What DDP says when the loss does not depend on a parameter, and what it is called with."""
+"""DDP's options, what it says when the loss does not depend on a parameter, and streams that end at different times."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from lockstep.config import config_from
 from lockstep.errors import RunError
 from lockstep.trainer import Trainer
+from tests.parity.matrix import Case, run_all
+from tests.parity.parts import outcome
 from tests.ranks import run_ranks
 
 
@@ -53,8 +57,71 @@ def message(sometimes: bool, settings: dict[str, Any]) -> str | list[float]:
 FIND = {"distributed.ddp.find_unused_parameters": True}
 
 
+def with_options(strategy: str, **options: Any) -> Case:
+    more = tuple((f"distributed.ddp.{key}", value) for key, value in options.items())
+    return Case("transformer", strategy, 3, "none", more)
+
+
+OPTIONS = [
+    with_options("ddp", static_graph=True),
+    with_options("accelerate", static_graph=True),
+    with_options("ddp", gradient_as_bucket_view=False),
+    with_options("ddp", find_unused_parameters=True, bucket_cap_mb=0.01),
+]
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Rank 0 reads 3 points, rank 1 reads 9 others."""
+
+    rank_sharded = True
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from (Points()[i] for i in ((0, 1, 2), range(10, 19))[dist.get_rank()])
+
+
+# What the ranks of a step hold together; then the stream of rank 0 is at its end.
+TOGETHER = [(0, 1, 10, 11), (2, 12, 13), (14, 15), (16, 17), (18,)]
+
+
+def uneven(settings: dict[str, Any]) -> list[tuple[float, int]]:
+    """(loss, samples of all ranks) of each step over streams of unequal length."""
+    torch.manual_seed(0)
+    common = {"training.batch_size": 2, "training.lr_schedule": "constant", "training.warmup_steps": 0}
+    config = config_from({**common, "precision.mode": "fp32", "training.num_train_epochs": 1, **settings})
+    model = nn.Linear(4, 2)
+    trainer = Trainer(model, nn_sgd, nn.CrossEntropyLoss(), config=config)
+    return [(float(record.loss), int(record.tokens)) for record in trainer.steps(Stream())]
+
+
+def nn_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def by_hand() -> list[float]:
+    """The same steps, written out."""
+    torch.manual_seed(0)
+    model, found = nn.Linear(4, 2), []
+    optimizer = nn_sgd(model.parameters())
+    for step in TOGETHER:
+        points = [Points()[i] for i in step]
+        loss = nn.functional.cross_entropy(
+            model(torch.stack([x for x, _ in points])), torch.stack([y for _, y in points])
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+STRATEGIES = ("ddp", "fsdp", "accelerate")
+
+
 def messages() -> dict[str, Any]:
-    found = {
+    found: dict[str, Any] = {"options": run_all(OPTIONS)}
+    found["uneven"] = {strategy: uneven({"distributed.strategy": strategy}) for strategy in STRATEGIES}
+    found |= {
         "never": message(False, {}),
         "sometimes": message(True, {}),
         "never, found": message(False, FIND),
@@ -65,10 +132,31 @@ def messages() -> dict[str, Any]:
     return found
 
 
-def test_trap_60_parameters_without_a_gradient_are_named_in_the_same_step() -> None:
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(messages, 2)
+
+
+def test_options_of_ddp_change_nothing_in_what_is_trained(ranks: list[dict[str, Any]]) -> None:
+    for case, *results in zip(OPTIONS, *(rank["options"] for rank in ranks), strict=True):
+        assert not outcome(case, 2, results).problem
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_trap_63_streams_of_unequal_length_end_together_and_each_sample_counts_once(
+    ranks: list[dict[str, Any]], strategy: str
+) -> None:
+    """Accelerate's `join_uneven_inputs` deadlocks outside of GPU DDP; a mean over ranks weighs lonely samples twice."""
+    for rank in ranks:
+        losses, samples = zip(*rank["uneven"][strategy], strict=True)
+        assert list(samples) == [len(step) for step in TOGETHER]
+        assert losses == pytest.approx(by_hand(), rel=1e-5)
+
+
+def test_trap_60_parameters_without_a_gradient_are_named_in_the_same_step(ranks: list[dict[str, Any]]) -> None:
     """DDP says "expected to have finished reduction" in the next step, and names no parameter."""
     alone = message(False, {"distributed.strategy": "single"})
-    for found in run_ranks(messages, 2):
+    for found in ranks:
         for case in ("never", "sometimes"):
             text = found[case]
             assert isinstance(text, str), text

@@ -30,9 +30,10 @@ EXACT = Limits(1e-5, 1e-5, 1e-5)
 # Autocast rounds activations at the same places under every strategy, over the same fp32 parameters: the first step is
 # the same to the order of an fp32 sum. From then on parameters differ in their last digits, so that now and then an
 # activation rounds to its other neighbour, 2^-8 (bf16) or 2^-11 (fp16) away; and where a ReLU opens, as in the VAE, the
-# gradient jumps. Most language models in bf16 are found to be equal to the bit here.
-HALF = Limits(2e-6, 1e-5, 2e-2)
-HALF_OF_IMAGES = Limits(2e-6, 5e-4, 2e-2)
+# gradient jumps. One rounding to the other side moves a loss by up to 4e-5 in these models; bf16 itself moves it by
+# more than 1e-4, so that a run in the wrong precision is out of bounds.
+HALF = Limits(5e-6, 1e-4, 2e-2)
+HALF_OF_IMAGES = Limits(5e-6, 1e-3, 5e-2)
 
 
 def limits(case: Case) -> Limits:

@@ -52,6 +52,17 @@ def test_a_dataloader_keeps_its_batch_size_and_the_learning_rate_follows() -> No
     assert record.lr == pytest.approx(0.02)
 
 
+def test_the_scaling_rule_is_said_at_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trainer = Trainer(
+        linear(), loss_fn=nn.MSELoss(), max_steps=1, lr_scaling="sqrt", base_batch_size=5, learning_rate=0.01,
+        batch_size=5, gradient_accumulation_steps=4, output_dir=tmp_path,
+    )  # fmt: skip
+    trainer.train(regression())
+    said = capsys.readouterr().out
+    assert "global batch 20 = 4 micro-batches × 5, over 1 data-parallel rank" in said
+    assert "learning rate 0.02 = 0.01 × √(20/5) (sqrt)" in said
+
+
 def test_trap_02_a_window_of_training_step_is_one_update() -> None:
     model = linear()
     trainer = Trainer(model, loss_fn=nn.MSELoss(), gradient_accumulation_steps=3, batch_size=2)
