@@ -250,11 +250,29 @@ def sample(argv: list[str]) -> int:
     return EXIT_DONE
 
 
+def doctor(argv: list[str]) -> int:
+    """lockstep doctor [CONFIG] [launch options] [--json]"""
+    parser = Parser("doctor", "Look at machines, network and ranks before a run: ✓ good, ⚠ runs but, ✗ will not work.")
+    add_config(parser)
+    add_launch_options(parser)
+    parser.add_argument("--output-dir", metavar="DIR", default="runs", help="where runs write (default: runs)")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    given = parser.parse(argv)
+    path, overrides = config_and_overrides(given, required=False)
+
+    from lockstep.launch.doctor import Request
+    from lockstep.launch.doctor import doctor as examine
+
+    request = Request(given.output_dir, None if path is None else str(path), tuple(overrides), given.json)
+    return examine(request, launch_options(given))
+
+
 Verb = tuple[Callable[[list[str]], int], str]
 VERBS: dict[str, Verb] = {
     "train": (train, "train what a config says, on one rank or many"),
     "launch": (launch, "run any script of yours with the same launcher"),
     "plan": (plan, "say what a run will need, and which layout is best"),
+    "doctor": (doctor, "look at machines, network and ranks before a run"),
     "config": (config, "show, check or list configs"),
     "checkpoint": (checkpoint, "list, inspect, verify, digest, export or convert checkpoints"),
     "sample": (sample, "let a trained language model write"),

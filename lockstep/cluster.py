@@ -286,7 +286,7 @@ def _join(config: DistributedConfig, facts: RankFacts, device: torch.device, bac
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(seconds=config.timeout_seconds)
-    store = _rendezvous(config, facts, timeout)
+    store = rendezvous(config, facts, timeout)
     # gloo beside nccl serves tensors that live in the host's memory (checkpoints, pickled objects).
     both = "cpu:gloo,cuda:nccl" if backend == "nccl" and config.backend == "auto" else backend
     dist.init_process_group(
@@ -306,7 +306,7 @@ def _leave_at_exit() -> None:
         cleanup()
 
 
-def _rendezvous(config: DistributedConfig, facts: RankFacts, timeout: datetime.timedelta) -> Store:
+def rendezvous(config: DistributedConfig, facts: RankFacts, timeout: datetime.timedelta) -> Store:
     """The key-value store where the ranks find each other, its keys apart from those of an earlier attempt."""
     store: Store
     method = urlparse(config.init_method)

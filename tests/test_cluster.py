@@ -201,7 +201,7 @@ def test_trap_21_the_device_is_the_local_rank_and_is_set_before_anything_else(mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: order.append(("set_device", device)))
-    monkeypatch.setattr(cluster, "_rendezvous", lambda *_: order.append(("rendezvous", None)))
+    monkeypatch.setattr(cluster, "rendezvous", lambda *_: order.append(("rendezvous", None)))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **kw: order.append((backend, kw["device_id"])))
     facts = {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
     for name, value in facts.items():
@@ -278,7 +278,7 @@ def test_a_restarted_rank_does_not_read_what_the_attempt_before_it_wrote(monkeyp
     seen = []
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        meeting = cluster._rendezvous(DistributedConfig(), cluster.rank_facts(), datetime.timedelta(seconds=5))
+        meeting = cluster.rendezvous(DistributedConfig(), cluster.rank_facts(), datetime.timedelta(seconds=5))
         seen.append(meeting.check(["rank0"]))
         meeting.set("rank0", "an address")
     assert seen == [False, False]

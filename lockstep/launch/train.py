@@ -70,17 +70,18 @@ def train(
         if config.distributed.strategy == "auto":
             config = import_module("lockstep.plan.auto").resolve(config)
         chosen = _resume_from(run, resume or config.checkpoint.resume)
+        _compare_ranks(config)
         code: int = import_module("lockstep.trainer").run(config, output_dir=output_dir, resume=chosen)
         return code
 
-    if _is_rank(options):
+    if is_rank(options):
         return run_as_worker(work, logs=run.logs)
     config = load_config(path, overrides)
     processes, reason = _processes(config, options)
     _refuse_layout(config, processes, options)
     run.create()
     _announce(f"strategy {config.distributed.strategy}, {_counted(processes, options)} ({reason})")
-    if _in_this_process(processes, options):
+    if in_this_process(processes, options):
         return run_as_worker(work, logs=run.logs, launched=False)
     job = Job(("-m", "lockstep", "train", *argv), run.logs, _environment(config), _hang(config))
     return launch(job, options, processes)
@@ -93,7 +94,7 @@ def launch_script(script: str, arguments: Sequence[str], options: LaunchOptions,
         script: a file, or a module's name where `module`.
         logs: where every rank's output goes.
     """
-    if _is_rank(options):
+    if is_rank(options):
         raise UsageError(
             "`lockstep launch` was itself started by a launcher, as one of its ranks",
             where="the environment: it says which rank this is",
@@ -104,14 +105,26 @@ def launch_script(script: str, arguments: Sequence[str], options: LaunchOptions,
         raise UsageError(f"there is no file {script}", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
     processes, reason = how_many(options)
     _announce(f"{script}: {_counted(processes, options)} ({reason})")
-    if _in_this_process(processes, options):
+    if in_this_process(processes, options):
         with environment_with(_RANK_0_OF_1):
             return run_as_worker(lambda: run_script(script, arguments, module=module), logs=logs, launched=False)
     started = ("-m", "lockstep.launch.script", str(logs), *(("-m",) if module else ()), script, *arguments)
     return launch(Job(started, logs), options, processes)
 
 
-def _is_rank(options: LaunchOptions) -> bool:
+def _compare_ranks(config: "Config") -> None:
+    """What doctor finds at no cost, in every run of several ranks."""
+    if rank_facts().world_size == 1:
+        return
+    from lockstep import cluster
+    from lockstep.diagnose.doctor import check_in_run, names_in
+
+    cluster.setup(config.distributed)
+    for line in check_in_run(config.to_yaml(), names_in(config)):
+        _announce(str(line))
+
+
+def is_rank(options: LaunchOptions) -> bool:
     """Whether this process is a rank itself.
 
     srun and mpirun start ranks, or one launcher a machine: options that only a launcher needs tell which.
@@ -159,7 +172,7 @@ def _resume_from(run: RunDirectory, asked: str) -> str:
     return "auto" if saved else asked
 
 
-def _in_this_process(processes: int, options: LaunchOptions) -> bool:
+def in_this_process(processes: int, options: LaunchOptions) -> bool:
     """One process that nobody asked a launcher for needs none."""
     return processes == 1 and options.nproc_per_node is None and not options.several_nodes and not options.max_restarts
 

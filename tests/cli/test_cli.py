@@ -266,7 +266,7 @@ def test_launch_inside_a_launcher_is_refused(tmp_path: Path, refused: Refused, m
 
 def test_srun_starts_ranks_or_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     """`srun lockstep train CONFIG` is a rank; one that is told how many ranks its machine has is a launcher."""
-    is_rank = lockstep.launch.train._is_rank
+    is_rank = lockstep.launch.train.is_rank
     two_nodes = LaunchOptions(nproc_per_node="8", nnodes="2", rdzv_endpoint="first:29500")
     assert not is_rank(LaunchOptions())
     for name, value in {"PROCID": "1", "NTASKS": "2", "LOCALID": "0", "STEP_ID": "0", "NODEID": "1"}.items():

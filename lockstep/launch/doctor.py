@@ -1,0 +1,104 @@
+"""`lockstep doctor`: starts ranks as `lockstep train` would, has each look around, and prints what they found.
+
+A rank is `python -m lockstep.launch.doctor FOLDER REQUEST`; FOLDER belongs to this machine's launcher alone.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lockstep.diagnose.verdicts import BAD, WARN, Line
+from lockstep.errors import EXIT_DONE, EXIT_FAILED
+from lockstep.launch.local import Job, LaunchOptions, how_many, launch
+from lockstep.launch.train import in_this_process, is_rank
+from lockstep.launch.worker import run_as_worker
+
+_VERDICT = "verdict.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the doctor is to look at.
+
+    Attributes:
+        output_dir: the run directory whose disk is tried.
+        config: a config file and its overrides, to be compared over ranks; or None.
+        as_json: one JSON object instead of lines.
+    """
+
+    output_dir: str
+    config: str | None = None
+    overrides: tuple[str, ...] = ()
+    as_json: bool = False
+
+
+def doctor(request: Request, options: LaunchOptions) -> int:
+    """`lockstep doctor`.
+
+    Returns:
+        the exit code: 0, or 1 where something was found that will not work.
+    """
+    with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder:
+        logs = Path(folder, "logs")
+        if is_rank(options):
+            code = run_as_worker(lambda: _look(request, Path(folder)), logs=logs)
+        else:
+            processes, reason = how_many(options)
+            if not request.as_json:
+                print(f"lockstep: doctor: {processes} rank(s) on this machine ({reason})", flush=True)
+            if in_this_process(processes, options):
+                code = run_as_worker(lambda: _look(request, Path(folder)), logs=logs, launched=False)
+            else:
+                arguments = ("-m", "lockstep.launch.doctor", folder, json.dumps(asdict(request)))
+                code = launch(Job(arguments, logs), options, processes)
+        if code:
+            return code
+        good = json.loads(Path(folder, _VERDICT).read_text())
+        return EXIT_DONE if good else EXIT_FAILED
+
+
+def _look(request: Request, folder: Path) -> None:
+    from lockstep.diagnose.doctor import examine
+    from lockstep.environment import rank_facts
+
+    config = None
+    if request.config is not None:
+        from lockstep.config import load_config
+
+        config = load_config(Path(request.config), request.overrides)
+    device, backend = (config.distributed.device, config.distributed.backend) if config else ("auto", "auto")
+    lines: list[Line] = []
+
+    def say(line: Line) -> None:
+        lines.append(line)
+        if not request.as_json:
+            print(line, flush=True)
+
+    good = examine(Path(request.output_dir), say, config=config, device=device, backend=backend)
+    if rank_facts().is_main:
+        print(_as_json(lines, good) if request.as_json else _summary(lines), flush=True)
+    if rank_facts().local_rank == 0:
+        (folder / _VERDICT).write_text(json.dumps(good))
+
+
+def _as_json(lines: Sequence[Line], good: bool) -> str:
+    return json.dumps({"good": good, "lines": [line.as_dict() for line in lines]}, ensure_ascii=False)
+
+
+def _summary(lines: Sequence[Line]) -> str:
+    bad, warn = (sum(line.status == status for line in lines) for status in (BAD, WARN))
+    if bad:
+        return f"✗ {bad} of {len(lines)} will not work, {warn} may be better"
+    return f"✓ nothing is in the way of a run; {warn} of {len(lines)} may be better"
+
+
+def main() -> int:
+    folder, request = Path(sys.argv[1]), Request(**json.loads(sys.argv[2]))
+    return run_as_worker(lambda: _look(request, folder), logs=folder / "logs")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""`lockstep doctor` on real ranks, and its cheap half at the start of a run."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from lockstep.diagnose.facts import code_digest, own_facts
+from tests.launch.shared import finish, lockstep, start
+from tests.ranks import free_port
+
+TINY = """
+model: {name: "tests.faults.tiny:Net"}
+data: {name: "tests.faults.tiny:Points"}
+training: {max_steps: 2, batch_size: 4, global_batch_size: 8, eval_steps: null}
+distributed: {strategy: ddp, device: cpu}
+checkpoint: {save_strategy: none}
+"""
+
+
+def test_two_ranks_are_looked_at(tmp_path: Path) -> None:
+    """Every line of the list is there; a variable that does nothing is marked; nothing is left behind."""
+    ended = lockstep(
+        tmp_path, "doctor", "--nproc-per-node", "2", "--json", "--output-dir", "runs", NCCL_TIMEOUT="60"
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    told = json.loads(ended.out)
+    assert told["good"] is True
+    lines = {line["name"]: line for line in told["lines"]}
+    assert set(lines) >= {
+        "versions", "code", "variables", "GPUs", "open files", "shared memory", "CPU", "disk", "own name",
+        "meeting point", "ports", "clocks", "all-reduce",
+    }  # fmt: skip
+    assert "torch 2." in lines["versions"]["found"]
+    assert "on all 2 ranks" in lines["versions"]["found"]
+    assert "NCCL_TIMEOUT does nothing in torch" in lines["variables"]["found"]
+    assert lines["variables"]["status"] == "warning"
+    assert lines["all-reduce"]["found"].startswith("right on 2 ranks: 4 KiB ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_says_so_and_the_lines_are_for_people(tmp_path: Path) -> None:
+    ended = lockstep(tmp_path, "doctor", "--output-dir", str(tmp_path))
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("lockstep: doctor: 1 rank(s) on this machine (")
+    assert "✓ disk " in ended.out
+    assert ended.out.rstrip().splitlines()[-1].startswith("✓ nothing is in the way of a run")
+
+
+@pytest.mark.fault(
+    "configuration: machines started with different configs",
+    "training.learning_rate=1 on one machine of two",
+    "every launcher ends with exit code 2 before the first step, naming the ranks that differ",
+)
+def test_a_different_config_on_one_machine_is_found_at_start(tmp_path: Path) -> None:
+    """Each rank would train with its own learning rate, and nobody would know."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    options = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    processes = [
+        start(
+            tmp_path, "train", "tiny.yaml", f"training.learning_rate={rate}", *options, "--node-rank", str(node),
+            "--nproc-per-node", "1", "--output-dir", f"runs/{node}", OMP_NUM_THREADS="1",
+        )
+        for node, rate in enumerate(("0.1", "0.2"))
+    ]  # fmt: skip
+    for ended in [finish(process, tmp_path) for process in processes]:
+        assert ended.code == 2, ended.err
+        assert "lockstep: the config differs: " in ended.err
+        assert "on rank 1" in ended.err
+        assert "start every machine with the same file and the same KEY=VALUE" in ended.err
+        assert "Traceback" not in ended.err
+
+
+def test_the_digest_of_the_code_follows_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    file = tmp_path / "mine" / "__init__.py"
+    file.write_text("x = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = code_digest(["mine:Net"])
+    assert code_digest(["mine:Net"]) == before
+    file.write_text("x = 2\n")
+    assert code_digest(["mine:Net"]) != before
+    assert code_digest([]) != before
+
+
+def test_facts_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only variables of NCCL, gloo and torch travel."""
+    monkeypatch.setenv("HF_TOKEN", "hush")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    facts = own_facts("config")
+    assert facts["variables"]["NCCL_DEBUG"] == "WARN"
+    assert "hush" not in json.dumps(facts)
+    assert os.environ["HF_TOKEN"] == "hush"
