@@ -1,0 +1,178 @@
+"""A run as manifests of Kubernetes: an indexed Job with a headless service, or a TrainJob of Kubeflow Trainer.
+
+Source: kubernetes.io/docs/concepts/workloads/controllers/job (indexed Jobs, pod failure policy),
+kubeflow.org/docs/components/trainer (TrainJob, runtime `torch-distributed`).
+"""
+
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
+from lockstep.submit.submission import Submission, hand_over
+
+_CONFIG_FOLDER = "/etc/lockstep"
+_PORT = 29500
+
+
+@dataclass(frozen=True)
+class KubernetesOptions:
+    """What only Kubernetes knows.
+
+    Attributes:
+        image: with Python, torch and Lockstep in it.
+        namespace: unset: the one that kubectl is set to.
+        claim: a PersistentVolumeClaim that all pods mount (ReadWriteMany); the run directory lies in it.
+        mount: where it is mounted.
+        trainjob: a Kubeflow TrainJob instead of a Job.
+        runtime: its runtime.
+        requests: resources beside GPUs: cpu, memory.
+        grace_seconds: that ranks may take to save when the pod is told to go.
+        retries: of the job, beside preemptions, which are not counted.
+    """
+
+    image: str
+    namespace: str | None = None
+    claim: str | None = None
+    mount: str = "/data"
+    trainjob: bool = False
+    runtime: str = "torch-distributed"
+    requests: dict[str, str] = field(default_factory=dict)
+    grace_seconds: int = 120
+    retries: int = 3
+
+
+def manifests(job: Submission, where: KubernetesOptions, config_text: str) -> list[dict[str, Any]]:
+    """All objects, in the order in which they are to be made.
+
+    Args:
+        config_text: the resolved config; it travels in a ConfigMap.
+    """
+    if where.trainjob:
+        return [_train_job(job, where, config_text)]
+    config = _object("v1", "ConfigMap", job.name, where, data={"config.yaml": config_text})
+    selector = {"job-name": job.name}
+    service = _object(
+        "v1", "Service", job.name, where,
+        # Names must resolve before pods are ready: they get ready by meeting.
+        spec={"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector,
+              "ports": [{"name": "rendezvous", "port": _PORT}]},
+    )  # fmt: skip
+    return [config, service, _indexed_job(job, where)]
+
+
+def text(objects: list[dict[str, Any]]) -> str:
+    """As YAML documents."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def block(dumper: yaml.SafeDumper, value: str) -> Any:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, block)
+    return "---\n".join(yaml.dump(one, Dumper=Dumper, sort_keys=False, width=110) for one in objects)
+
+
+def submit(job: Submission, where: KubernetesOptions, config_text: str) -> str:
+    """Hand them to kubectl; returns what it printed."""
+    return hand_over(["kubectl", "apply", "-f", "-"], text(manifests(job, where, config_text)), "the manifests")
+
+
+def _object(version: str, kind: str, name: str, where: KubernetesOptions, **rest: Any) -> dict[str, Any]:
+    metadata = {"name": name} | ({"namespace": where.namespace} if where.namespace else {})
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
+
+
+def _command(job: Submission, where: KubernetesOptions, config: str, *meeting: str) -> str:
+    """The shell fills in what the pod knows; `exec` lets signals reach the launcher."""
+    folder = f"{where.mount}/{job.output_dir}" if where.claim else str(job.output_dir)
+    words = [shlex.quote(word) for word in job.command(config, folder)]
+    return "exec " + " ".join([*words, *(meeting if job.nodes > 1 else ())])
+
+
+def _indexed_job(job: Submission, where: KubernetesOptions) -> dict[str, Any]:
+    meeting = ("--node-rank", '"$JOB_COMPLETION_INDEX"', "--master-addr", f"{job.name}-0.{job.name}",
+               "--master-port", str(_PORT))  # fmt: skip
+    container = {
+        "name": "lockstep",
+        "image": where.image,
+        "command": ["sh", "-c", _command(job, where, f"{_CONFIG_FOLDER}/config.yaml", *meeting)],
+        "env": _environment(job),
+        "resources": _resources(job, where),
+        "volumeMounts": _mounts(where),
+    }
+    on_exit = {"containerName": "lockstep", "operator": "In"}
+    rules = [
+        {"action": "Ignore", "onExitCodes": on_exit | {"values": [EXIT_PREEMPTED]}},  # saved: start it again
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "FailJob", "onExitCodes": on_exit | {"values": [EXIT_USAGE]}},  # no retry mends a config
+    ]
+    spec = {
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": where.retries * job.nodes,
+        "podFailurePolicy": {"rules": rules},
+        "template": {
+            "spec": {
+                "subdomain": job.name,
+                "restartPolicy": "Never",
+                "terminationGracePeriodSeconds": where.grace_seconds,
+                "containers": [container],
+                "volumes": _volumes(job, where),
+            }
+        },
+    }
+    return _object("batch/v1", "Job", job.name, where, spec=spec)
+
+
+def _train_job(job: Submission, where: KubernetesOptions, config_text: str) -> dict[str, Any]:
+    """The runtime's torch plug-in says in PET_* which machine a pod is, as it would to torchrun.
+
+    Volumes are the runtime's: the field that adds some has had three names. The config travels in a variable.
+    """
+    if where.claim:
+        raise UsageError(
+            "a TrainJob takes its volumes from its runtime", where="--claim", fix="mount it in the runtime, and name"
+            " the folder with --output-dir; or leave out --trainjob",
+        )  # fmt: skip
+    meeting = ("--node-rank", '"$PET_NODE_RANK"', "--master-addr", '"$PET_MASTER_ADDR"', "--master-port",
+               '"$PET_MASTER_PORT"')  # fmt: skip
+    config = "/tmp/lockstep.yaml"
+    trainer = {
+        "image": where.image,
+        "command": ["sh", "-c", f'printf %s "$LOCKSTEP_CONFIG" > {config} && {_command(job, where, config, *meeting)}'],
+        "numNodes": job.nodes,
+        "numProcPerNode": job.processes,
+        "env": [*_environment(job), {"name": "LOCKSTEP_CONFIG", "value": config_text}],
+        "resourcesPerNode": _resources(job, where),
+    }
+    spec = {"runtimeRef": {"name": where.runtime}, "trainer": trainer}
+    return _object("trainer.kubeflow.org/v1alpha1", "TrainJob", job.name, where, spec=spec)
+
+
+def _environment(job: Submission) -> list[dict[str, str]]:
+    return [{"name": name, "value": value} for name, value in job.environment.items()]
+
+
+def _resources(job: Submission, where: KubernetesOptions) -> dict[str, Any]:
+    limits = {"nvidia.com/gpu": job.gpus} if job.gpus else {}
+    return {name: value for name, value in (("requests", dict(where.requests)), ("limits", limits)) if value}
+
+
+def _mounts(where: KubernetesOptions) -> list[dict[str, Any]]:
+    mounts: list[dict[str, Any]] = [
+        {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+    ]
+    return mounts + ([{"name": "data", "mountPath": where.mount}] if where.claim else [])
+
+
+def _volumes(job: Submission, where: KubernetesOptions) -> list[dict[str, Any]]:
+    volumes: list[dict[str, Any]] = [
+        {"name": "config", "configMap": {"name": job.name}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # 64 MB is too little for workers and NCCL
+    ]
+    return volumes + ([{"name": "data", "persistentVolumeClaim": {"claimName": where.claim}}] if where.claim else [])
