@@ -267,12 +267,31 @@ def doctor(argv: list[str]) -> int:
     return examine(request, launch_options(given))
 
 
+def submit(argv: list[str]) -> int:
+    """lockstep submit slurm|kubernetes CONFIG [KEY=VALUE …] [--dry-run]"""
+    from lockstep.submit import command
+
+    if not argv or argv[0] not in command.SCHEDULERS:
+        raise UsageError("to which scheduler?", fix="lockstep submit slurm|kubernetes CONFIG [KEY=VALUE …] [--dry-run]")
+    parser = Parser(f"submit {argv[0]}", "Make a job of a run, and hand it to the scheduler.")
+    add_config(parser)
+    add_launch_options(parser)
+    parser.add_argument("--output-dir", metavar="DIR", type=Path, help="the run directory, shared by all machines")
+    command.add_options(parser, argv[0])
+    given = parser.parse(argv[1:])
+    path, overrides = config_and_overrides(given)
+    assert path is not None
+    print(command.run(argv[0], given, path, overrides, launch_options(given, at_once=False)))
+    return EXIT_DONE
+
+
 Verb = tuple[Callable[[list[str]], int], str]
 VERBS: dict[str, Verb] = {
     "train": (train, "train what a config says, on one rank or many"),
     "launch": (launch, "run any script of yours with the same launcher"),
     "plan": (plan, "say what a run will need, and which layout is best"),
     "doctor": (doctor, "look at machines, network and ranks before a run"),
+    "submit": (submit, "make a job of Slurm or Kubernetes of a run"),
     "config": (config, "show, check or list configs"),
     "checkpoint": (checkpoint, "list, inspect, verify, digest, export or convert checkpoints"),
     "sample": (sample, "let a trained language model write"),
@@ -386,7 +405,8 @@ def add_launch_options(parser: Parser) -> None:
     group.add_argument("--local-rank", help=argparse.SUPPRESS)
 
 
-def launch_options(given: argparse.Namespace) -> "LaunchOptions":
+def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "LaunchOptions":
+    """What was said about processes and machines; checked as a whole where ranks are to be started at once."""
     from lockstep.launch.local import LaunchOptions
 
     conf = dict(pair.partition("=")[::2] for pair in given.rdzv_conf.split(",") if pair)
@@ -401,7 +421,8 @@ def launch_options(given: argparse.Namespace) -> "LaunchOptions":
         master_port=given.master_port,
         max_restarts=given.max_restarts,
     )
-    options.check()
+    if at_once:
+        options.check()
     return options
 
 

@@ -6,6 +6,7 @@ kubeflow.org/docs/components/trainer (TrainJob, runtime `torch-distributed`).
 
 import shlex
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
@@ -87,7 +88,7 @@ def _object(version: str, kind: str, name: str, where: KubernetesOptions, **rest
 
 def _command(job: Submission, where: KubernetesOptions, config: str, *meeting: str) -> str:
     """The shell fills in what the pod knows; `exec` lets signals reach the launcher."""
-    folder = f"{where.mount}/{job.output_dir}" if where.claim else str(job.output_dir)
+    folder = str(Path(where.mount, job.output_dir) if where.claim else job.output_dir)
     words = [shlex.quote(word) for word in job.command(config, folder)]
     return "exec " + " ".join([*words, *(meeting if job.nodes > 1 else ())])
 

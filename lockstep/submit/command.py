@@ -1,0 +1,106 @@
+"""The options of `lockstep submit`, and what it does with them."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import UsageError
+from lockstep.submit import kubernetes, slurm
+from lockstep.submit.submission import Submission
+
+if TYPE_CHECKING:
+    from lockstep.config import Config
+
+SCHEDULERS = ("slurm", "kubernetes")
+
+
+def add_options(parser: argparse.ArgumentParser, scheduler: str) -> None:
+    """Those that only submit has, and only this scheduler."""
+    add = parser.add_argument
+    add("--dry-run", action="store_true", help="print it, and submit nothing")
+    add("--gpus-per-node", metavar="N", type=int, help="GPUs a machine (default: as ranks; 0 where device is cpu)")
+    add("--python", metavar="COMMAND", default="python", help="what runs Python there (default: python)")
+    if scheduler == "slurm":
+        add("--time", metavar="HH:MM:SS", help="the time limit")
+        for name in ("partition", "account", "qos", "cpus-per-task", "mem", "constraint"):
+            add(f"--{name}", help=f"as sbatch's --{name}")
+        add("--signal-seconds", metavar="N", type=int, default=120, help="save N s before the limit (default: 120)")
+        add("--container", metavar="IMAGE", help="by pyxis; a .sif file by apptainer")
+        add("--mount", metavar="HOST:CONTAINER", action="append", default=[], help="a folder for the container")
+        add("--setup", metavar="LINE", action="append", default=[], help="a shell line before the start: module load …")
+        add("--sbatch", metavar="LINE", action="append", default=[], help="a further #SBATCH line: --exclusive")
+        return
+    add("--image", help="with Python, torch and Lockstep")
+    add("--namespace", help="default: kubectl's own")
+    add("--claim", metavar="NAME", help="a volume claim that all pods mount; the run directory lies in it")
+    add("--mount-path", metavar="DIR", default="/data", help="where it is mounted (default: /data)")
+    add("--request", metavar="NAME=VALUE", action="append", default=[], help="cpu=8, memory=64Gi")
+    add("--grace-seconds", metavar="N", type=int, default=120, help="that ranks may take to save (default: 120)")
+    add("--trainjob", action="store_true", help="a TrainJob of Kubeflow Trainer instead of a Job")
+    add("--runtime", default="torch-distributed", help="its runtime (default: torch-distributed)")
+
+
+def run(scheduler: str, given: argparse.Namespace, path: Path, overrides: Sequence[str], options: Any) -> str:
+    """Render, and submit unless --dry-run; returns what to print."""
+    from lockstep.config import load_config
+
+    config = load_config(path, overrides)  # a wrong config is refused here, not in the queue
+    job = _job(given, path, overrides, options, config)
+    if scheduler == "slurm":
+        wanted = _slurm(given)
+        return slurm.script(job, wanted) if given.dry_run else slurm.submit(job, wanted)
+    where, resolved = _kubernetes(given), config.to_yaml()
+    job = Submission(**vars(job) | {"overrides": ()})  # they are in the resolved config
+    if given.dry_run:
+        return kubernetes.text(kubernetes.manifests(job, where, resolved))
+    return kubernetes.submit(job, where, resolved)
+
+
+def _job(given: argparse.Namespace, path: Path, overrides: Sequence[str], options: Any, config: "Config") -> Submission:
+    fewest, most = options.nodes
+    if fewest != most:
+        raise UsageError(f"--nnodes {options.nnodes}: a job has a fixed number of machines", where="--nnodes")
+    if options.nproc_per_node in (None, "auto", "gpu") and given.gpus_per_node is None:
+        raise UsageError(
+            "how many ranks a machine?", fix="--nproc-per-node N, or --gpus-per-node N: the job runs elsewhere"
+        )  # fmt: skip
+    number = options.nproc_per_node
+    processes = given.gpus_per_node if number in (None, "auto", "gpu") else int(number)
+    gpus = given.gpus_per_node
+    if gpus is None:
+        gpus = 0 if config.distributed.device == "cpu" else processes
+    return Submission(
+        config=path,
+        output_dir=given.output_dir or Path("runs", path.stem),
+        overrides=tuple(overrides),
+        nodes=most,
+        processes=processes,
+        gpus=gpus,
+        environment=dict(config.distributed.env),
+        python=given.python,
+        max_restarts=options.max_restarts,
+    )
+
+
+def _slurm(given: argparse.Namespace) -> slurm.SlurmOptions:
+    names = ("time", "partition", "account", "qos", "cpus_per_task", "mem", "constraint")
+    said = {name.replace("_", "-"): getattr(given, name) for name in names}
+    return slurm.SlurmOptions(
+        options={name: value for name, value in said.items() if value is not None},
+        extra=tuple(given.sbatch),
+        setup=tuple(given.setup),
+        container=given.container,
+        mounts=tuple(given.mount),
+        signal_seconds=given.signal_seconds,
+    )
+
+
+def _kubernetes(given: argparse.Namespace) -> kubernetes.KubernetesOptions:
+    if given.image is None:
+        raise UsageError("which image?", fix="--image REGISTRY/NAME:TAG, with Python, torch and Lockstep in it")
+    requests = dict(pair.partition("=")[::2] for pair in given.request)
+    return kubernetes.KubernetesOptions(
+        given.image, given.namespace, given.claim, given.mount_path, given.trainjob, given.runtime, requests,
+        given.grace_seconds,
+    )  # fmt: skip
