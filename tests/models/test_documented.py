@@ -1,0 +1,30 @@
+"""The models of docs/models.md train, and their losses add up however a batch is cut."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/models.md").read_text(), re.DOTALL)
+KINDS = ("outputs and a loss function", "its own loss", "an auxiliary loss")
+
+
+def losses(place: int, batch: int) -> list[float]:
+    """Of two steps of 8 samples, in micro-batches of `batch`; examples take their imports from the first one."""
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"BATCH": batch}
+    for block in dict.fromkeys((BLOCKS[0], BLOCKS[place])):
+        torch.manual_seed(0)
+        exec(block, names)
+    return [float(record.loss) for record in names["trainer"].steps(names["data"])]
+
+
+@pytest.mark.parametrize("place", range(len(KINDS)), ids=KINDS)
+def test_each_kind_of_model_has_one_loss_however_the_batch_is_cut(place: int) -> None:
+    whole = losses(place, batch=8)
+    assert len(whole) == 2
+    for batch in (1, 2, 4):
+        assert losses(place, batch) == pytest.approx(whole, rel=1e-5)
+    assert len(BLOCKS) == len(KINDS)
