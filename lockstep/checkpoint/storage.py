@@ -10,7 +10,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import IO, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lockstep.checkpoint.disk import ChecksummedStream, FileFacts, open_inside, sync_directory
 from lockstep.checkpoint.manifest import DamagedError, Manifest, problems_of_files
 from lockstep.checkpoint.pieces import Part, Piece, dtype_name
+from lockstep.checkpoint.sizes import check_block, check_sizes
 from lockstep.checkpoint.stored_metadata import StoredPart, parse_metadata
 from lockstep.checkpoint.torch_internals import read_items
 
@@ -142,8 +143,18 @@ class PartReader(FileSystemReader):
             if piece.tensor.numel():
                 block = ChunkStorageMetadata(torch.Size(piece.offset), piece.tensor.size())
                 items += read_items(name, self.stored.tensors[name], block)
+        self._check_blocks(items)
         with torch.no_grad():
             self.read_data(LoadPlan(items), planner).wait()
+
+    def _check_blocks(self, items: list[ReadItem]) -> None:
+        for place in {self.stored.places[item.storage_index] for item in items}:
+            with self.fs.create_stream(Path(self.path, place.relative_path), "rb") as file:
+                try:
+                    check_block(cast(IO[bytes], file), place.offset, place.length)
+                except ValueError as error:
+                    where = str(Path(self.path) / place.relative_path)
+                    raise DamagedError("a checkpoint can't be read", where=where, why=str(error)) from None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise AssertionError("the metadata is read by read_stored_part, never by torch's unpickler")
@@ -189,6 +200,7 @@ def read_stored_part(checkpoint: Path, manifest: Manifest, part: str) -> StoredP
         unlisted = {f"{part}/{place.relative_path}" for place in stored.places.values()} - manifest.files.keys()
         if unlisted:
             raise ValueError(f"it points at {min(unlisted)}, which the manifest does not list")
+        check_sizes(stored, {name: f.size for name, f in manifest.files.items() if name.startswith(f"{part}/")}, part)
         if part == "model":
             _compare_with_manifest(stored, manifest)
     except ValueError as error:

@@ -1,8 +1,10 @@
 """A checkpoint from a stranger: reading it runs nothing and reaches nothing outside."""
 
+import io
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from lockstep import checkpoint
-from lockstep.checkpoint import DamagedError
+from lockstep.checkpoint import DamagedError, commands
 from lockstep.checkpoint.disk import facts_inside
-from lockstep.checkpoint.manifest import Manifest, read_manifest
+from lockstep.checkpoint.manifest import Manifest, ParameterFacts, read_manifest
 from lockstep.checkpoint.stored_metadata import parse_metadata
 from lockstep.errors import RunError
 from tests.checkpoint.shared import blank, save, snapshot
@@ -25,7 +27,8 @@ def reseal(path: Path, **changes: Any) -> None:
     """Write a manifest that fits whatever is now in the folder: the attacker can compute checksums too."""
     old = read_manifest(path)
     files = {name: facts_inside(path, name) for name in old.files}
-    manifest = Manifest(old.step, changes.get("files", files), old.parameters, old.parts, old.written_by)
+    parameters = {**old.parameters, **changes.get("parameters", {})}
+    manifest = Manifest(old.step, changes.get("files", files), parameters, old.parts, old.written_by)
     (path / "manifest.json").write_bytes(manifest.to_bytes())
 
 
@@ -222,11 +225,13 @@ def test_stored_objects_are_never_unpickled(tmp_path: Path) -> None:
 )
 def test_a_tensor_file_is_read_as_weights_only(tmp_path: Path) -> None:
     path, witness = save(tmp_path, 1), tmp_path / "witness"
-    torch.save(Touch(os.system, f"touch {witness}"), path / "model" / "__0_0.distcp")
-    length = (path / "model" / "__0_0.distcp").stat().st_size
+    program = io.BytesIO()
+    torch.save(Touch(os.system, f"touch {witness}"), program)
     metadata = stored_metadata(path)
-    for info in metadata.storage_data.values():
-        info.offset, info.length = 0, length
+    info = next(place for index, place in metadata.storage_data.items() if index.fqn == "blocks.0.weight")
+    with (path / "model" / info.relative_path).open("ab") as end:
+        info.offset, info.length = end.tell(), len(program.getvalue())
+        end.write(program.getvalue())
     (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
     reseal(path)
     with pytest.raises(RunError, match=r"(?i)weights"):
@@ -248,6 +253,58 @@ def test_blocks_that_leave_a_hole_are_refused(tmp_path: Path) -> None:
     (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
     reseal(path)
     assert_refused(path, "54 of its 60 elements")
+
+
+@pytest.mark.fault(
+    "hostile: sizes that no memory could hold",
+    "metadata and manifest claim a tensor of terabytes, or the same bytes for many tensors; a block unpacks to a "
+    "thousand times its bytes",
+    "refused with one message before anything is allocated: nothing is larger than the bytes stored for it",
+)
+def test_claims_of_sizes_allocate_nothing(tmp_path: Path) -> None:
+    """What looks into a checkpoint without a model to compare it with believes the sizes that it finds."""
+    name = "blocks.0.weight"
+    for sizes in ([1 << 20, 1 << 20], [1 << 33, 1 << 33]):  # 4 TiB; so many that their product overflows to 0
+        path = save(tmp_path, 1)
+        metadata = stored_metadata(path)
+        stored = metadata.state_dict_metadata[name]
+        stored.size = stored.chunks[0].sizes = torch.Size(sizes)  # type: ignore[union-attr]
+        del stored.chunks[1:]  # type: ignore[union-attr]
+        (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
+        reseal(path, parameters={name: ParameterFacts(tuple(sizes), "float32")})
+        assert_refused(path, "it claims .* bytes for a block of blocks.0.weight|elements")
+        for verb, options in (("export", {}), ("convert", {"to": "full"}), ("convert", {"to": "torch"})):
+            with pytest.raises(DamagedError, match=r"it claims|elements"):
+                commands.run(verb, path, output=tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
+        shutil.rmtree(path)
+    path = save(tmp_path, 1)
+    metadata = stored_metadata(path)
+    for info in metadata.storage_data.values():
+        info.offset, info.length = 0, (path / "model" / info.relative_path).stat().st_size
+    (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(path)
+    assert_refused(path, "it claims more bytes than the")
+
+
+def test_a_block_that_unpacks_to_a_thousand_times_its_bytes_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    metadata = stored_metadata(path)
+    index = next(i for i in metadata.storage_data if i.fqn == "blocks.0.weight")
+    plain, bomb = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(64 << 20, dtype=torch.uint8), plain)
+    with zipfile.ZipFile(plain) as entries, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as packed:
+        for entry in entries.namelist():
+            packed.writestr(entry, entries.read(entry))
+    assert len(bomb.getvalue()) < 1 << 20
+    file = path / "model" / metadata.storage_data[index].relative_path
+    info = metadata.storage_data[index]
+    info.offset, info.length = file.stat().st_size, len(bomb.getvalue())
+    with file.open("ab") as end:
+        end.write(bomb.getvalue())
+    (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(path)
+    assert_refused(path, "a block is compressed")
 
 
 def test_metadata_that_disagrees_with_the_manifest_is_refused(tmp_path: Path) -> None:
