@@ -25,8 +25,10 @@ monitor: {log_steps: 1, sinks: [jsonl]}
 """
 
 
-def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in RunDirectory(folder).read_metrics() if "loss" in row]
+def figures(folder: Path) -> list[float]:
+    """Losses and gradient norms."""
+    rows = [row for row in RunDirectory(folder).read_metrics() if "loss" in row]
+    return [row[key] for row in rows for key in ("loss", "grad_norm")]
 
 
 def test_under_accelerate_launch_it_is_the_run_of_one_process(tmp_path: Path) -> None:
@@ -46,9 +48,9 @@ def test_under_accelerate_launch_it_is_the_run_of_one_process(tmp_path: Path) ->
     assert done.returncode == 0, done.stdout + done.stderr
     alone = load_config(config, ["distributed.strategy=single"])
     assert run(alone, output_dir=tmp_path / "one", resume="never") == 0
-    found = losses(tmp_path / "two")
-    assert found == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
-    assert len(found) == 4
+    found = figures(tmp_path / "two")
+    assert found == pytest.approx(figures(tmp_path / "one"), rel=1e-5)
+    assert len(found) == 8
     [start, *_] = RunDirectory(tmp_path / "two").read_events()
     assert start["layout"] == "accelerate:2"
 
