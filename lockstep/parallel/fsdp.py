@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard
 from lockstep.config import Config, FSDPConfig
 from lockstep.errors import UsageError
 from lockstep.models.chain import shared_parameters_of
+from lockstep.models.protocol import segments_of
 from lockstep.parallel.placed import strided_shares
 from lockstep.parallel.placement import Laid, Placement, shared_out
 from lockstep.parallel.tree import hybrid_shares
@@ -157,9 +158,10 @@ def units_of(
         for parameter in module._parameters.values():
             if parameter is not None:
                 users.setdefault(id(parameter), set()).add(id(module))
+    segments = dict(segments_of(model) or ())
     for segment, names in shared_parameters_of(model).items():  # segments that borrow a parameter use it too
         for name in names.values():
-            users[id(model.get_parameter(name))].add(id(model.get_submodule(segment)))
+            users[id(model.get_parameter(name))].add(id(segments[segment]))
 
     def self_contained(unit: nn.Module) -> bool:
         inside = {id(m) for m in unit.modules()}

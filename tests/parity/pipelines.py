@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, Subset
 
 from lockstep.config import config_from
 from lockstep.models import get_model
+from lockstep.models.traced import trace
 from lockstep.trainer import Trainer
 from tests.parity.matrix import Images
 from tests.parity.toy import SAMPLES, VOCAB, Tokens, language_model
@@ -93,6 +94,45 @@ def bdh() -> nn.Module:
     return language_model("bdh", n_layer=7, n_embd=16, n_head=2)
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
+        self.linear, self.dropout = nn.Linear(16, 16), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.attention(h, h, h, attn_mask=mask, need_weights=False)[0]
+        return x + self.dropout(self.linear(x)).view(x.shape)
+
+
+class NoChain(nn.Module):
+    """Written with no thought of pipelines: a mask for all layers, a skip over all of them, tied weights, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList(Layer() for _ in range(7))
+        self.head = nn.Linear(16, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("places", torch.randn(64, 16))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        length = input_ids.shape[1]
+        start = x = self.embedding(input_ids) + self.places[:length]
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        for layer in self.layers:
+            x = layer(x, mask)
+        logits: Tensor = self.head(x + start)
+        return logits
+
+
+def traced() -> nn.Module:
+    return trace(NoChain(), Tokens()[0]["input_ids"].expand(2, -1))
+
+
 MODELS: dict[str, Family] = {
     "transformer": Family(family("transformer"), Tokens),
     "tied": Family(family("transformer", tie_embeddings=True), Tokens),
@@ -102,6 +142,7 @@ MODELS: dict[str, Family] = {
     "sequential": Family(sequential, Points, nn.CrossEntropyLoss),
     "llama": Family(llama, Tokens),
     "gpt2": Family(gpt2, Tokens),
+    "traced": Family(traced, Tokens, nn.CrossEntropyLoss),
 }
 
 

@@ -67,7 +67,7 @@ def plan_of(model: nn.Module, ranks: int, config: Config) -> Plan:
             where="distributed.strategy: pipeline",
             why="a pipeline needs the forward pass as a chain of modules",
             fix="give the model a method segments() -> [(name, module)], each taking what the one before it returns; "
-            "or make it an nn.Sequential; or, if torch can export it, lockstep.parallel.pipeline.trace makes a chain",
+            "or make it an nn.Sequential; or let torch trace it: lockstep.models.traced.trace(model, example inputs)",
         )
     facts = facts_of(pipeline.schedule, pipeline.stages_per_rank)
     if facts.splits_backward and config.training.compile:
