@@ -40,22 +40,21 @@ class Precision:
     Attributes:
         mode: fp32, or the dtype of autocast.
         device_type: of the device that autocast watches.
-        cache_weights: a weight that is used several times in a forward pass is cast once.
     """
 
     mode: Mode
     device_type: str
-    cache_weights: bool = True
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Forward pass and loss run inside."""
+        """Forward pass and loss run inside.
+
+        A weight is cast anew at each use. Autocast's cache would cast one that several layers share once, and add up
+        the uses' gradients in low precision before they reach it; the stages of a pipeline each cast it, and add in
+        float32: another step. Under FSDP the cache would also keep what a unit has let go of.
+        """
         dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.mode]
-        with (
-            nullcontext()
-            if dtype is None
-            else torch.autocast(self.device_type, dtype=dtype, cache_enabled=self.cache_weights)
-        ):
+        with nullcontext() if dtype is None else torch.autocast(self.device_type, dtype=dtype, cache_enabled=False):
             yield
 
 

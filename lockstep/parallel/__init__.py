@@ -87,7 +87,6 @@ def _prepared(
     if config.distributed.reproducible:
         reproducible.require(config, layout)
         notices += reproducible.switch_on(device)
-        precision = reproducible.without_weight_cache(precision)
     if first is None and shared and not agree(model):
         notices.append("the model's values differed between ranks: all took rank 0's")
     if shared:

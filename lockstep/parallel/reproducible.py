@@ -10,7 +10,6 @@ It holds among processors of one kind: a CPU with wider vectors, or another GPU,
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -18,7 +17,6 @@ import torch
 from lockstep.config import Config
 from lockstep.errors import UsageError
 from lockstep.mesh import Layout
-from lockstep.precision import Precision
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,15 +68,6 @@ def switch_on(device: torch.device) -> list[str]:
     # Reductions (LayerNorm's and embedding's gradients, sums) are cut by the number of threads.
     torch.set_num_threads(1)
     return ["reproducible: deterministic kernels, one thread a rank"]
-
-
-def without_weight_cache(precision: Precision) -> Precision:
-    """Autocast that casts a weight anew at each use.
-
-    Its cache casts a weight that several layers share once, and adds up the uses' gradients in low precision before
-    they reach the weight; a pipeline's stages would each cast it, and add in float32.
-    """
-    return replace(precision, cache_weights=False)
 
 
 def guarded(run: Callable[P, R]) -> Callable[P, R]:
