@@ -21,6 +21,7 @@ NAMES = {
     "hf": "Llama (`hf:`)",
     "llama": "Llama (`hf:`)",
     "gpt2": "GPT-2 (`hf:`)",
+    "traced": "one that torch traces",
     "sequential": "`nn.Sequential`",
     "bdh": "BDH",
     "free_transformer": "Free Transformer",
