@@ -200,11 +200,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     begin, found = time.perf_counter(), {}
+    args.output.parent.mkdir(exist_ok=True)
     for link in args.links.split(","):
         found[link] = measure(link, args.rounds, args.steps, args.width)
+        args.output.write_text(page(found, args, time.perf_counter() - begin), encoding="utf-8")
         print("\n".join(table_of_link(link, found[link])), flush=True)
+    print(args.output.read_text())
+
+
+def page(found: dict[str, dict[str, Any]], args: argparse.Namespace, seconds: float) -> str:
     some = next(iter(found.values()))
-    text_lines = [
+    lines = [
         "# Compressing gradients: bytes, seconds and losses",
         "",
         f"`python -m benchmarks.compression_links --links {args.links} --rounds {args.rounds} --steps {args.steps} "
@@ -216,16 +222,14 @@ def main() -> None:
         "warm start. Where other programs keep the cores busy, the fastest step says more than the median.",
         "",
         f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} "
-        f"UTC, {time.perf_counter() - begin:.0f} s.",
+        f"UTC, {seconds:.0f} s.",
         "",
     ]
     for link, of_link in found.items():
-        text_lines += table_of_link(link, of_link)
+        lines += table_of_link(link, of_link)
     if "loopback" in found and args.steps:
-        text_lines += table_of_losses(found["loopback"], args.steps)
-    args.output.parent.mkdir(exist_ok=True)
-    args.output.write_text("\n".join(text_lines), encoding="utf-8")
-    print(args.output.read_text())
+        lines += table_of_losses(found["loopback"], args.steps)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ def fsdp(options: dict[str, Any], kind: str = "full_shard") -> tuple[tuple[str, 
 
 def cases() -> list[Case]:
     policies = [Case(m, "fsdp", 3, "none", fsdp(p)) for p in POLICIES.values() for m in ("tied", "hf", "bdh")]
-    return [*policies, *(Case("tied", "fsdp", 3, "full", fsdp(option)) for option in OPTIONS.values())]
+    options = [Case("tied", "fsdp", 3, "full", fsdp(option)) for option in OPTIONS.values()]
+    return [*policies, *options, *(Case("tied", "fsdp", 3, mode, fsdp({})) for mode in ("selective", "every_n"))]
 
 
 def placed(model: str, options: dict[str, Any], **more: Any) -> Trainer:
