@@ -194,6 +194,30 @@ def data(argv: list[str]) -> int:
     return prepare.run(argv)
 
 
+def verify(argv: list[str]) -> int:
+    """lockstep verify CONFIG [KEY=VALUE …] [--against TOPOLOGY,…] [--steps N] [--json]"""
+    parser = Parser(
+        "verify",
+        "Prove that topologies take the steps that one process takes: the same samples, loss, gradients and values, "
+        "up to the order of summation, or in every bit with distributed.reproducible=true. Where they do not, say "
+        "what differs first, and why. Exits with 1 then.",
+    )
+    add_config(parser)
+    parser.add_argument(
+        "--against", metavar="TOPOLOGY,…",
+        help="ddp:2, fsdp:4, hybrid:2x2, pipeline:2*fsdp:2 … (default: ddp:2, fsdp:2 and the config's own strategy)",
+    )  # fmt: skip
+    parser.add_argument("--steps", metavar="N", type=int, help="how many steps are compared (default: 5)")
+    parser.add_argument("--json", action="store_true", help="the result for programs")
+    given = parser.parse(argv)
+    path, overrides = config_and_overrides(given)
+    assert path is not None
+
+    from lockstep.verify import command
+
+    return command.run(path, overrides, against=given.against, steps=given.steps, in_json=given.json)
+
+
 def plan(argv: list[str]) -> int:
     """lockstep plan CONFIG [KEY=VALUE …] | --params N --seq-length N --batch-size N"""
     parser = Parser("plan", "What a run will need: memory, time, and which layout is best. Nothing is trained.")
@@ -289,6 +313,7 @@ Verb = tuple[Callable[[list[str]], int], str]
 VERBS: dict[str, Verb] = {
     "train": (train, "train what a config says, on one rank or many"),
     "launch": (launch, "run any script of yours with the same launcher"),
+    "verify": (verify, "prove that topologies take the steps that one process takes"),
     "plan": (plan, "say what a run will need, and which layout is best"),
     "doctor": (doctor, "look at machines, network and ranks before a run"),
     "submit": (submit, "make a job of Slurm or Kubernetes of a run"),

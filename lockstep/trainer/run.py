@@ -34,7 +34,7 @@ def run(config: Config, *, output_dir: Path, resume: str) -> int:
         raise UsageError(f"the config does not say {missing}", fix=f"set {missing}")
     cluster.setup(config.distributed)
     data = build_data(config.data, seed=config.training.seed)
-    trainer = Trainer(build(config, data), loss_fn=_loss_fn(config), config=config, output_dir=output_dir)
+    trainer = Trainer(build(config, data), loss_fn=loss_fn_of(config), config=config, output_dir=output_dir)
     stop_on_signals(trainer)
     trainer.resume(resume)
     trainer.train(data.train, data.validation)
@@ -74,7 +74,8 @@ def stop_on_signals(trainer: Trainer) -> None:
         signal.signal(number, ask)
 
 
-def _loss_fn(config: Config) -> Any:
+def loss_fn_of(config: Config) -> Any:
+    """The loss that the config names; None: the model's own."""
     spec = config.loss_fn
     if spec is None:
         return None

@@ -1,0 +1,267 @@
+"""`lockstep verify`: proof that every topology takes the same step, on the user's own model and data.
+
+    one process takes N steps and writes them down                       (the reference)
+    each topology takes them in a launch of its own, and compares        samples, loss, norm, gradients, values, buffers
+    where it differs: experiments that change one thing each             the likely cause
+
+In plain mode each step starts from the reference's state, and gradients may differ by what another order of summation
+can make of them. With `distributed.reproducible` the topology runs on by itself, and every bit must be equal.
+"""
+
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.cluster import threads_per_rank
+from lockstep.config import Config, config_from
+from lockstep.environment import rank_facts
+from lockstep.errors import LockstepError, UsageError
+from lockstep.mesh import parse_topology
+from lockstep.verify import causes
+from lockstep.verify.causes import Cause, Evidence, cause_of
+from lockstep.verify.differences import ASPECTS, Difference, StepResult
+from lockstep.verify.subject import MAIN, Case, Job, Make, Results, Spec, Subject
+
+__all__ = ["Cause", "Difference", "Outcome", "Subject", "Verdict", "verify"]
+
+DEFAULT_STEPS = 5
+_TAKEN = "taken"  # file of the cases that the reference could take
+_LARGER = 4.0  # a step that is so many times farther off than one that was judged is judged on its own
+
+
+@dataclass
+class Outcome:
+    """One topology's steps against the reference's.
+
+    Attributes:
+        topology: as it was asked for; `single` is the reference taken once more.
+        steps: results, step by step.
+        cause: of the first difference.
+        failed: why it could not be run at all.
+    """
+
+    topology: str
+    steps: list[StepResult] = field(default_factory=list)
+    cause: Cause | None = None
+    failed: str | None = None
+
+    @property
+    def first(self) -> tuple[int, Difference] | None:
+        """The first step that differs (counted from 0), and what differs first in it."""
+        for result in self.steps:
+            if result.first is not None:
+                return result.step, result.first
+        return None
+
+    @property
+    def passed(self) -> bool:
+        rounding = self.cause is not None and not self.cause.is_error
+        return self.failed is None and (self.first is None or rounding)
+
+
+@dataclass
+class Verdict:
+    """What `verify` found.
+
+    Attributes:
+        outcomes: the reference taken twice, then each topology.
+        steps: how many were compared.
+        micro_batches: in each of them.
+        exact: every bit had to be equal.
+        notices: lines to be said.
+    """
+
+    outcomes: list[Outcome]
+    steps: int
+    micro_batches: int
+    exact: bool
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return all(outcome.passed for outcome in self.outcomes)
+
+
+Start = Callable[[Callable[..., Any], Sequence[Any], int], None]
+"""(function, arguments, number of ranks): run it on so many ranks of this machine and wait for them."""
+
+
+def verify(
+    subject: Make | Config, against: Sequence[str] | None = None, *, config: Config | None = None,
+    steps: int = DEFAULT_STEPS, start: Start | None = None, report: Callable[[str], None] = lambda _line: None,
+) -> Verdict:  # fmt: skip
+    """Compare topologies with one process.
+
+    Args:
+        subject: a config that names model and data; or a function at the top of a module that builds both, a `Subject`
+            or (model, data), in every process anew.
+        against: topologies: `ddp:2`, `fsdp:4`, `hybrid:2x2`, `pipeline:2*fsdp:2` … Unset: ddp:2, fsdp:2 and the
+            strategy that the config names, on few ranks.
+        config: with a function: the settings of the run.
+        steps: how many.
+        start: how ranks are started; unset: `lockstep.spawn`.
+        report: told what is being done.
+
+    Returns:
+        what was found; `passed` says whether all topologies took the same steps.
+
+    Raises:
+        UsageError: a topology or the config is wrong, or the reference itself can't be trained.
+    """
+    config, make = (subject, None) if isinstance(subject, Config) else (config or Config(), subject)
+    against = default_against(config) if against is None else against
+    spec, notices = _spec(config, make, against, steps)
+    start = start or _spawn
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as name:
+        folder = Path(name)
+        report(f"reference: {spec.steps} steps in one process")
+        main = Case(steps=spec.steps)
+        start(_record, ([(spec, (main,), folder)],), 1)
+        for topology in ("single", *against):
+            report(f"{topology}: {spec.steps} steps")
+            outcomes += compare([Job(spec, topology, folder, (main,))], start, report)
+    size = spec.config.training
+    assert size.global_batch_size is not None
+    return Verdict(outcomes, spec.steps, size.global_batch_size // size.batch_size, spec.exact, notices)
+
+
+def default_against(config: Config) -> list[str]:
+    """ddp:2, fsdp:2, and what the config itself would train on, on as few ranks as show it."""
+    distributed = config.distributed
+    against = ["ddp:2", "fsdp:2"]
+    if distributed.strategy == "pipeline":
+        stages = len(distributed.pipeline.split_spec) + 1
+        ranks = stages // distributed.pipeline.stages_per_rank if stages > 1 else distributed.pipeline_size or 2
+        against.append(f"pipeline:{ranks}")
+    elif distributed.strategy == "accelerate":
+        against.append("accelerate:2")
+    elif distributed.strategy == "fsdp" and distributed.fsdp.sharding_strategy == "hybrid_shard":
+        against.append("hybrid:2x2")
+    return against
+
+
+def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int) -> tuple[Spec, list[str]]:
+    """With a global batch that is the same for all topologies."""
+    if steps < 1:
+        raise UsageError(f"--steps {steps} compares nothing", fix="write a number from 1 on")
+    if not against:
+        raise UsageError("verify against nothing", fix="name topologies, as in --against ddp:2,fsdp:2")
+    world = rank_facts().world_size
+    if world > 1:
+        raise UsageError(
+            f"verify starts its own ranks, and is one of {world} itself", fix="start it without a launcher"
+        )
+    notices = []
+    ranks = [_data_parallel_size(topology) for topology in against]
+    training = config.training
+    if training.max_steps is not None and training.max_steps < steps:
+        steps = training.max_steps
+        notices.append(f"{steps} steps: training.max_steps allows no more")
+    if training.global_batch_size is None:
+        size = training.batch_size * training.gradient_accumulation_steps * max(ranks, default=1)
+        config = config_from({"training.global_batch_size": size, "training.gradient_accumulation_steps": 1}, config)
+        notices.append(f"global batch: {size} samples for every topology (training.global_batch_size sets it)")
+    if config.distributed.ddp.compression.kind == "powersgd":
+        config = config_from({"distributed.ddp.compression.kind": "none"}, config)
+        notices.append("without PowerSGD: what it leaves out of a step can't be told from an error")
+    if config.precision.param_dtype != "fp32":
+        notices.append(f"param_dtype fp32 instead of {config.precision.param_dtype}, which one process does not have")
+        config = config_from({"precision.param_dtype": "fp32"}, config)
+    threads = threads_per_rank(max(parse_topology(topology)[1] for topology in against))
+    return Spec(config, make, steps, threads), notices
+
+
+def _data_parallel_size(topology: str) -> int:
+    values, ranks = parse_topology(topology)
+    return ranks // int(values.get("pipeline_size") or 1)
+
+
+def compare(jobs: Sequence[Job], start: Start, report: Callable[[str], None]) -> list[Outcome]:
+    """Topologies of as many ranks each, in one launch, against references that are written down already."""
+    outcomes = [Outcome(job.topology) for job in jobs]
+    try:
+        start(_compare, (jobs,), jobs[0].ranks)
+    except LockstepError as error:
+        for outcome in outcomes:
+            outcome.failed = str(error)
+        return outcomes
+    for job, outcome in zip(jobs, outcomes, strict=True):
+        outcome.steps = _read(job).steps[MAIN]
+    pending = [(job, outcome, _next(outcome)) for job, outcome in zip(jobs, outcomes, strict=True)]
+    while wanted := [(job, outcome, found) for job, outcome, found in pending if found is not None]:
+        for job, _, found in wanted:
+            report(f"{job.topology}: differs in step {found.step + 1}; looking for the cause")
+        _find_causes(wanted, start)
+        # Rounding in one step excuses the others only where they are not farther off.
+        pending = [
+            (job, outcome, None if outcome.cause is None or outcome.cause.is_error else _next(outcome, found))
+            for job, outcome, found in wanted
+        ]
+    return outcomes
+
+
+def _next(outcome: Outcome, judged: StepResult | None = None) -> StepResult | None:
+    """The next step whose difference is to be explained."""
+    for result in outcome.steps:
+        if judged is None and result.differences:
+            return result
+        if judged is not None and result.step > judged.step and result.differences:
+            known = judged
+            if any(result.distance(aspect) > _LARGER * known.distance(aspect) for aspect in ASPECTS):
+                return result
+    return None
+
+
+def _read(job: Job) -> Results:
+    found: Results = pickle.loads(job.results.read_bytes())
+    return found
+
+
+def _find_causes(different: Sequence[tuple[Job, Outcome, StepResult]], start: Start) -> None:
+    wanted = []
+    for job, _, found in different:
+        _, subject = job.spec.build({})
+        wanted.append((job.spec, causes.experiments(job.spec, job.topology, found, subject.data), job.folder))
+        subject.close()
+    start(_record, (wanted,), 1)
+    jobs, left_out = [], []
+    for job, _, _ in different:
+        cases, impossible = pickle.loads((job.folder / _TAKEN).read_bytes())
+        jobs.append(replace(job, cases=tuple(cases)))
+        left_out.append(impossible)
+        job.results.write_bytes(pickle.dumps(Results()))
+    ended = ""
+    try:
+        start(_compare, (jobs,), jobs[0].ranks)
+    except LockstepError as error:  # what differs, and how far, is known all the same
+        ended = str(error).splitlines()[0]
+    for job, (_, outcome, found), impossible in zip(jobs, different, left_out, strict=True):
+        results = _read(job)
+        tried = {name: steps[0] for name, steps in results.steps.items() if steps}
+        missing = impossible | results.left_out
+        if ended:
+            missing |= {case.name: ended for case in job.cases if case.name not in tried}
+        outcome.cause = cause_of(Evidence(found, tried, missing, job.folder, job.spec.config))
+
+
+def _record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]]) -> None:
+    from lockstep.verify import worker
+
+    for spec, cases, folder in wanted:
+        (folder / _TAKEN).write_bytes(pickle.dumps(worker.record(spec, cases, folder)))
+
+
+def _compare(jobs: Sequence[Job]) -> None:
+    from lockstep.verify import worker
+
+    worker.compare(jobs)
+
+
+def _spawn(function: Callable[..., Any], args: Sequence[Any], ranks: int) -> None:
+    from lockstep.launch.spawn import spawn
+
+    spawn(function, tuple(args), nprocs=ranks)

@@ -1,0 +1,305 @@
+"""Why a step differs: experiments that change one thing at a time, and what follows from which of them agree.
+
+The step in which a topology first departs from the reference is taken again by both, from the reference's state before
+it, with one thing changed on both sides. If the difference is gone, it came from there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import Config
+from lockstep.mesh import parse_topology
+from lockstep.verify import switches
+from lockstep.verify.differences import StepResult
+from lockstep.verify.subject import Case, Spec
+from lockstep.verify.trace import Facts, Trace
+
+AGAIN, AGAIN_TOO = "again", "again too"
+COMPRESSION, RECOMPUTATION, CLIP, COMPILE, FLOAT32, ONE_EACH = (
+    "without compression", "without recomputation", "without clipping", "without compilation", "in float32",
+    "one micro-batch a rank",
+)  # fmt: skip
+SEEDS, DRAWS, SAME, DOUBLE = "with one seed", "without random numbers", "with equal samples", "in float64"
+
+GONE = 1e-3  # an experiment that leaves less than this share of a difference has taken it away
+LOW_ROUNDING = 8 * 2.0**-8  # what bfloat16 may make of a gradient, relatively, when the same things are added up
+
+
+@dataclass
+class Cause:
+    """What a difference comes from.
+
+    Attributes:
+        kind: one word or two: data order, random numbers, loss normalisation …
+        text: one sentence.
+        found_by: the experiments that say so.
+        is_error: False where it is rounding after all.
+    """
+
+    kind: str
+    text: str
+    found_by: list[str] = field(default_factory=list)
+    is_error: bool = True
+
+
+def experiments(spec: Spec, topology: str, found: StepResult, data: Any) -> list[Case]:
+    """What to try at the step in which `found` differs."""
+    config, at = spec.config, found.step
+    _, ranks = parse_topology(topology)
+    cases = [
+        Case(AGAIN, start=at, switches=frozenset({switches.OUTPUTS})),
+        Case(AGAIN_TOO, start=at, switches=frozenset({switches.OUTPUTS})),
+        Case(SEEDS, start=at, switches=frozenset({switches.SEEDS})),
+        Case(DRAWS, start=at, switches=frozenset({switches.DRAWS})),
+    ]
+    for name, settings in _switched_off(config).items():
+        cases.append(Case(name, settings, start=at))
+    if ranks > 1:
+        size = config.training.batch_size * ranks
+        cases.append(Case(ONE_EACH, {"training.global_batch_size": size, "training.gradient_accumulation_steps": 1}))
+    if switches.is_indexed(data):
+        cases.append(Case(SAME, start=at, switches=frozenset({switches.SAME})))
+        if FLOAT32 not in _switched_off(config):
+            cases.append(Case(DOUBLE, start=at, switches=frozenset({switches.DOUBLE})))
+    return cases
+
+
+def _switched_off(config: Config) -> dict[str, dict[str, Any]]:
+    training, precision, distributed = config.training, config.precision, config.distributed
+    off: dict[str, dict[str, Any]] = {}
+    if distributed.ddp.compression.kind != "none":
+        off[COMPRESSION] = {"distributed.ddp.compression.kind": "none"}
+    if training.gradient_checkpointing != "none":
+        off[RECOMPUTATION] = {"training.gradient_checkpointing": "none"}
+    if training.gradient_clip.strategy != "none":
+        off[CLIP] = {"training.gradient_clip.strategy": "none"}
+    if training.compile:
+        off[COMPILE] = {"training.compile": False}
+    low = precision.param_dtype != "fp32" or distributed.fsdp.reduce_dtype not in (None, "fp32")
+    if low or precision.mode != "fp32":
+        off[FLOAT32] = {
+            "precision.mode": "fp32", "precision.param_dtype": "fp32", "distributed.fsdp.reduce_dtype": None,
+        }  # fmt: skip
+    return off
+
+
+@dataclass
+class Evidence:
+    """All that is known of one topology's difference.
+
+    Attributes:
+        found: the first step that differs, in the main run.
+        tried: experiment → the topology's result.
+        left_out: experiment that could not be made → why.
+        folder: of the reference's traces.
+        config: of the run.
+    """
+
+    found: StepResult
+    tried: dict[str, StepResult]
+    left_out: dict[str, str]
+    folder: Path
+    config: Config
+
+    def agrees(self, name: str) -> bool:
+        """Whether the experiment was made, and the difference of gradients and values was gone in it."""
+        result = self.tried.get(name)
+        if result is None or result.has("start"):
+            return False
+        return all(result.distance(a) <= GONE * self.found.distance(a) for a in ("gradient", "value"))
+
+    def facts(self, name: str) -> Facts | None:
+        trace = Trace(self.folder / name)
+        step = self.tried[name].step if name in self.tried else self.found.step
+        try:
+            return trace.facts(step)
+        except FileNotFoundError:
+            return None
+
+
+Rule = Callable[[Evidence], Cause | None]
+
+
+def cause_of(evidence: Evidence) -> Cause:
+    """The first rule that applies; direct evidence comes before experiments, and narrow ones before wide ones."""
+    for rule in RULES:
+        cause = rule(evidence)
+        if cause is not None:
+            return cause
+    text = "none of the experiments makes the difference go away"
+    for name, why in evidence.left_out.items():
+        text += f"; {name}: not possible ({why})"
+    return Cause("unknown", text, list(evidence.tried))
+
+
+def _data(e: Evidence) -> Cause | None:
+    seen = [d for d in e.found.differences if d.aspect == "samples"]
+    if not seen:
+        return None
+    return Cause("data order", f"ranks train on other data: {seen[0].name}", ["hashes of each micro-batch"])
+
+
+def _start(e: Evidence) -> Cause | None:
+    first = [d for d in e.found.differences if d.aspect == "start"]
+    if not first:
+        return None
+    names = ", ".join(d.name for d in first[:3]) + (" …" if len(first) > 3 else "")
+    return Cause(
+        "first values", f"{_ranks(first[0].ranks)} started from other values of {names}", ["values before step 1"]
+    )
+
+
+def _chance(e: Evidence) -> Cause | None:
+    once, twice = e.facts(AGAIN), e.facts(AGAIN_TOO)
+    if once is not None and twice is not None and once.outputs != twice.outputs:
+        pairs = zip(once.outputs, twice.outputs, strict=False)
+        module = next((a[0] for a, b in pairs if a != b), "the model")
+        text = f"{module or 'the model'} returns something else each time: an operation that is not deterministic, or "
+        return Cause(
+            "non-deterministic operation", text + "random numbers from outside torch's generator",
+            ["the same step twice in one process"],
+        )  # fmt: skip
+    first, second = e.tried.get(AGAIN), e.tried.get(AGAIN_TOO)
+    if first is not None and second is not None and first.prints != second.prints:
+        name = next(n for n in first.prints if first.prints[n] != second.prints.get(n))
+        return Cause(
+            "non-deterministic operation",
+            f"the gradient of {name} is another one each time that these ranks take the step, not so in one process",
+            ["the same step twice on the same ranks"],
+        )
+    return None
+
+
+def _unsynchronised(e: Evidence) -> Cause | None:
+    seen = e.tried.get(CLIP, e.found)  # where one norm is another, clipping sets everything apart
+    apart = seen.apart
+    if not apart:
+        return None
+    everything = len(apart) == len(seen.prints)
+    if not everything:
+        listed = ", ".join(apart[:4]) + (f" and {len(apart) - 4} more" if len(apart) > 4 else "")
+        return Cause(
+            "unsynchronised parameter",
+            f"replicas keep their own gradients of {listed}: they are not reduced",
+            ["gradients compared between ranks"],
+        )
+    if e.agrees(ONE_EACH):
+        return Cause(
+            "synchronisation",
+            "gradients of some micro-batches are not reduced: the reducing backward pass is not the last of the step",
+            ["gradients compared between ranks", ONE_EACH],
+        )
+    return Cause("synchronisation", "no gradient is reduced over the replicas", ["gradients compared between ranks"])
+
+
+def _buffers(e: Evidence) -> Cause | None:
+    names = [d.name for d in e.found.differences if d.aspect == "buffer"]
+    if not names or e.found.has("gradient", "value", "loss"):
+        return None
+    return Cause("buffer", f"the buffer {names[0]} drifts; its gradients do not", ["values of buffers"])
+
+
+def _only_shown(e: Evidence) -> Cause | None:
+    """Gradients and values agree, and what the record says of them does not."""
+    if e.found.has("gradient", "value"):
+        return None
+    for aspect, kind in (("loss", "loss"), ("norm", "clip norm")):
+        if e.found.has(aspect):
+            return Cause(kind, f"the {aspect} is another one, gradients and updated values are not", [f"the {aspect}"])
+    return None
+
+
+def _update(e: Evidence) -> Cause | None:
+    if e.found.has("gradient", "samples", "start") or not e.found.has("value"):
+        return None
+    return Cause("optimizer", "the optimizer gets the same gradients, and makes other values of them", ["values"])
+
+
+def _when(name: str, kind: str, text: str) -> Rule:
+    def rule(e: Evidence) -> Cause | None:
+        return Cause(kind, text, [name]) if e.agrees(name) else None
+
+    return rule
+
+
+def _recomputation(e: Evidence) -> Cause | None:
+    if not e.agrees(RECOMPUTATION):
+        return None
+    if e.agrees(DRAWS):
+        return Cause(
+            "random numbers in recomputation",
+            "activation checkpointing draws other numbers when it recomputes than in the forward pass",
+            [RECOMPUTATION, DRAWS],
+        )
+    return Cause("recomputation", "activation checkpointing recomputes something else", [RECOMPUTATION])
+
+
+def _random(e: Evidence) -> Cause | None:
+    seeds = e.found.seeds
+    odd = sorted(rank for rank, seed in seeds.items() if seed != e.config.training.seed)
+    if e.agrees(SEEDS):
+        who = f"{_ranks(odd)} {'has' if len(odd) == 1 else 'have'} another seed" if odd else "keys of random numbers"
+        return Cause("random numbers", f"{who}: dropout or noise is not the reference's", [SEEDS])
+    if e.agrees(DRAWS):
+        return Cause(
+            "random numbers", "ranks draw numbers that do not depend on (seed, step, micro-batch, block) alone", [DRAWS]
+        )
+    return None
+
+
+def _clip(e: Evidence) -> Cause | None:
+    if not e.agrees(CLIP):
+        return None
+    norms = [d.name for d in e.found.differences if d.aspect == "norm"]
+    seen = f": {norms[0]}" if norms else ""
+    return Cause("clip norm", f"gradients are right until they are clipped, by another norm{seen}", [CLIP])
+
+
+def _rounding(e: Evidence) -> Cause | None:
+    if e.agrees(FLOAT32):
+        if e.found.distance("gradient") <= LOW_ROUNDING:
+            text = "low precision rounds differently here; in float32 the steps agree"
+            return Cause("rounding", text, [FLOAT32], False)
+        return Cause("low precision", "more than rounding goes wrong in low precision, and not in float32", [FLOAT32])
+    if e.agrees(COMPILE):
+        return Cause("compilation", "compiled code computes something else than on one rank", [COMPILE])
+    return None
+
+
+def _double(e: Evidence) -> Cause | None:
+    """In this experiment the reference computes in float64, and the ranks as they do."""
+    result = e.tried.get(DOUBLE)
+    if result is None or result.has("gradient"):
+        return None
+    text = f"about as near to a float64 reference ({result.rounding:.1e}) as one process in float32"
+    return Cause("rounding", text, [DOUBLE], False)
+
+
+RULES: Sequence[Rule] = (
+    _data,
+    _start,
+    _chance,
+    _when(COMPRESSION, "compression", "what is sent in place of gradients does not add up to them"),
+    _unsynchronised,
+    _buffers,
+    _only_shown,
+    _update,
+    _recomputation,
+    _random,
+    _clip,
+    _when(
+        SAME, "loss normalisation",
+        "micro-batches are not weighed by their valid targets: with equal samples the steps agree (a mean of means?)",
+    ),
+    _rounding,
+    _double,
+    _when(
+        ONE_EACH, "accumulation", "accumulating over micro-batches gives another sum than one micro-batch a rank"
+    ),
+)  # fmt: skip
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,132 @@
+"""What is verified: a config, or a model and data of the user's own, built anew in every process that runs it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config import Config, config_from
+from lockstep.mesh import parse_topology
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lockstep.trainer import Trainer
+    from lockstep.verify.differences import StepResult
+
+MAIN = "main"  # the case that compares all steps; the others are experiments
+
+
+@dataclass
+class Subject:
+    """A training run before it is placed.
+
+    Attributes:
+        model: not wrapped, not yet trained.
+        data: what `Trainer.steps` takes.
+        loss_fn: None: the model's own.
+        optimizer: `parameters -> optimizer`; None: as the config says.
+        prepare: told of each trainer that is made of it, on every rank, before its first step.
+        close: called when it is no longer needed.
+    """
+
+    model: "nn.Module"
+    data: Any
+    loss_fn: Callable[..., Any] | None = None
+    optimizer: Callable[..., Any] | None = None
+    prepare: Callable[["Trainer"], None] = lambda _trainer: None
+    close: Callable[[], None] = lambda: None
+
+
+Make = Callable[[], "Subject | tuple[nn.Module, Any]"]
+"""Builds what is verified; a function at the top of a module, because other processes import it by name."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What every process is told.
+
+    Attributes:
+        config: of the run.
+        make: None: what the config names.
+        steps: how many are compared.
+        threads: of each process on the CPU.
+    """
+
+    config: Config
+    make: Make | None
+    steps: int
+    threads: int = 1
+
+    @property
+    def exact(self) -> bool:
+        """Whether every bit has to be equal."""
+        return self.config.distributed.reproducible
+
+    def build(self, settings: dict[str, Any]) -> tuple[Config, Subject]:
+        """The config with some settings changed, and what it trains."""
+        config = config_from(settings, self.config) if settings else self.config
+        if self.make is not None:
+            made = self.make()
+            return config, made if isinstance(made, Subject) else Subject(*made)
+        from lockstep.data import build_data
+        from lockstep.trainer.run import build, loss_fn_of
+
+        data = build_data(config.data, seed=config.training.seed)
+        return config, Subject(build(config, data), data.train, loss_fn_of(config))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One stretch of steps that the reference and a topology both take.
+
+    Attributes:
+        name: of the folder that holds the reference's trace.
+        settings: dotted keys in which it departs from the spec's config.
+        start: its first step, counted from 0; the state before it is the reference's of the case `main`.
+        steps: how many.
+        switches: what is changed in the running trainer (see `lockstep.verify.switches`).
+    """
+
+    name: str = MAIN
+    settings: dict[str, Any] = field(default_factory=dict)
+    start: int = 0
+    steps: int = 1
+    switches: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one topology is to do.
+
+    Attributes:
+        folder: holds the reference's traces of these cases.
+    """
+
+    spec: Spec
+    topology: str
+    folder: Path
+    cases: tuple[Case, ...]
+
+    @property
+    def ranks(self) -> int:
+        return parse_topology(self.topology)[1]
+
+    @property
+    def results(self) -> Path:
+        """Written by rank 0: `Results`, pickled, as far as it got."""
+        name = "".join(c if c.isalnum() else "_" for c in self.topology)
+        return self.folder / f"result-{name}.pickle"
+
+
+@dataclass
+class Results:
+    """What a topology's ranks found.
+
+    Attributes:
+        steps: case → results, step by step.
+        left_out: case that could not be taken → why.
+    """
+
+    steps: dict[str, list["StepResult"]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,242 @@
+"""What runs in the processes: one takes the reference's steps and writes them down, ranks take them and compare."""
+
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from lockstep import cluster
+from lockstep.errors import LockstepError, RunError
+from lockstep.mesh import parse_topology
+from lockstep.step import Progress
+from lockstep.trainer import Trainer
+from lockstep.verify import switches
+from lockstep.verify.bounds import against, against_double, limit_of_norm, wire_of
+from lockstep.verify.differences import Expected, Piece, Report, StepResult, put_together
+from lockstep.verify.subject import MAIN, Case, Job, Results, Spec, Subject
+from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, Trace
+from lockstep.verify.watch import Watch
+
+_SIZES = ("distributed.pipeline_size", "distributed.replicate_size", "distributed.shard_size")
+_QUIET: dict[str, Any] = {"distributed.divergence_check_steps": None}  # it would stop what is to be looked at
+
+
+def settings_of(topology: str, spec: Spec) -> dict[str, Any]:
+    """What a topology (`ddp:2`, `single`) changes in a config."""
+    values, _ = parse_topology(topology)
+    settings = {**dict.fromkeys(_SIZES), **_QUIET, **{f"distributed.{key}": value for key, value in values.items()}}
+    if values["strategy"] not in ("ddp", "accelerate"):
+        settings["distributed.ddp.compression.kind"] = "none"
+    return settings
+
+
+# ---- the reference ----
+
+
+def record(spec: Spec, cases: Sequence[Case], folder: Path) -> tuple[list[Case], dict[str, str]]:
+    """Take the steps of each case in this process alone, and write them down.
+
+    Returns:
+        the cases that could be taken; and of those that could not (a model that has no float64), why.
+    """
+    taken, left_out = [], {}
+    with _threads(spec.threads):
+        for case in cases:
+            try:
+                with _trainer(spec, "single", case, folder) as (trainer, data):
+                    _record(trainer, data, case, folder, exact=spec.exact)
+            except (LockstepError, RuntimeError, TypeError) as error:
+                if case.name == MAIN:
+                    raise
+                left_out[case.name] = str(error).splitlines()[0]
+            else:
+                taken.append(case)
+    return taken, left_out
+
+
+def _record(trainer: Trainer, data: Any, case: Case, folder: Path, *, exact: bool) -> None:
+    trace, placed = Trace(folder / case.name), trainer.placed
+    trace.write_start(_named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers))
+    watch = Watch(trainer, bounds=not exact, outputs=switches.OUTPUTS in case.switches)
+    if case.name == MAIN:
+        trainer.save_checkpoint(trace.states)
+    step = case.start - 1
+    for step, done in enumerate(islice(trainer.steps(data), case.steps), start=case.start):
+        facts, bounds = watch.facts(done), watch.bounds(done)
+        facts.norms = {name: float(g.double().norm()) for name, g in watch.gradients.items()}
+        facts.norms |= {name: facts.norms.get(name, 0.0) for name in placed.parameters}
+        facts.bound = sum(float(b.double().square().sum()) for b in bounds.values()) ** 0.5
+        facts.elements = sum(b.numel() for b in bounds.values())
+        tensors = _named(GRADIENT, watch.gradients) | _named(BOUND, bounds)
+        trace.write(step, facts, tensors | _named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers))
+        if case.name == MAIN:
+            trainer.save_checkpoint(trace.states)
+    watch.close()
+    if step + 1 < case.start + case.steps:
+        raise RunError(
+            f"the reference ended after {step + 1} of {case.steps} steps",
+            why="training.max_steps or training.num_train_epochs allows no more",
+            fix=f"verify fewer steps: --steps {max(1, step + 1)}",
+        )
+
+
+def _named(kind: str, tensors: Any) -> dict[str, Any]:
+    return {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
+
+
+# ---- a topology ----
+
+
+def compare(jobs: Sequence[Job]) -> None:
+    """Take the steps of each job's cases on this rank, and compare; rank 0 writes the results, case by case."""
+    for job in jobs:
+        with _threads(job.spec.threads):
+            for results in _results(job):
+                if cluster.is_main_process():
+                    job.results.write_bytes(pickle.dumps(results))
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _results(job: Job) -> Iterator[Results]:
+    results = Results()
+    yield results
+    for case in job.cases:
+        try:
+            with _trainer(job.spec, job.topology, case, job.folder) as (trainer, data):
+                results.steps[case.name] = list(_compare(trainer, data, case, job.folder, job.spec.exact))
+        except LockstepError as error:
+            if case.name == MAIN:
+                raise
+            results.left_out[case.name] = str(error).splitlines()[0]  # all ranks find it in the same way
+        yield results
+
+
+def _compare(trainer: Trainer, data: Any, case: Case, folder: Path, exact: bool) -> Iterator[StepResult]:
+    trace, states = Trace(folder / case.name), Trace(folder / MAIN)
+    double = switches.DOUBLE in case.switches
+    wire = wire_of(trainer)
+    watch = Watch(trainer)
+    at_start: dict[str, Piece] = {}
+    if case.start == 0 and not double:
+        with trace.tensors(None) as stored:
+            at_start = against(trainer, stored)[VALUE]
+    for step, done in enumerate(islice(trainer.steps(data), case.steps), start=case.start):
+        facts, reference = watch.facts(done), trace.facts(step)
+        useless = ""
+        with trace.tensors(step) as stored, states.tensors(step) as in_float32:
+            if double:
+                pieces, useless = against_double(watch.gradients, stored, in_float32)
+                found = {GRADIENT: pieces}
+            else:
+                found = against(
+                    trainer, stored, watch, rate=None if exact else max(facts.learning_rate, reference.learning_rate),
+                    exact=exact, factor=wire.factor, floor=wire.floor * facts.scale,
+                )  # fmt: skip
+        report = Report(
+            cluster.rank(), _replica(trainer), facts.samples, facts.loss, facts.norm, facts.skipped,
+            {**found, "start": at_start}, watch.prints, trainer.placed.cursor.seed, useless,
+        )  # fmt: skip
+        expected = Expected(
+            reference.samples, reference.loss, reference.norm, reference.skipped, reference.norms,
+            list(reference.norms), limit_of_norm(reference, wire),
+        )  # fmt: skip
+        result = put_together(step, _from_all(report), expected, exact=exact)
+        yield result
+        if result.differences and exact:
+            break  # what follows is another run
+        at_start = {}
+        if not exact and case.name == MAIN and step + 1 < case.start + case.steps:
+            # Each step is taken from the reference's own state: rounding does not pile up, and an error shows where
+            # it is made.
+            trainer.load_checkpoint(states.state(step + 1))
+    watch.close()
+
+
+def _replica(trainer: Trainer) -> tuple[int, ...]:
+    """Ranks with the same number hold the same pieces."""
+    layout, rank = trainer.layout, cluster.rank()
+    return rank // layout.data_parallel_size, rank % layout.shard
+
+
+def _from_all(report: Report) -> list[Report]:
+    everyone: list[Any] = [report]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, report)
+    useless = next((theirs.useless for theirs in everyone if theirs.useless), "")
+    if useless:
+        raise RunError(useless)
+    return everyone
+
+
+# ---- both ----
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """On the CPU, another number of threads is another order of summation within one operation."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _trainer(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tuple[Trainer, Any]]:
+    """A trainer that stands where the case begins, and its data."""
+    double = switches.DOUBLE in case.switches and topology == "single"
+    with ExitStack() as stack:
+        if double:
+            stack.enter_context(switches.double_by_default())
+        config, subject = spec.build({**settings_of(topology, spec), **case.settings})
+        stack.callback(subject.close)
+        model = subject.model.double() if double else subject.model
+        if topology == "single":
+            stack.callback(cluster.cleanup)
+        trainer = Trainer(model, subject.optimizer, subject.loss_fn, config=config)
+        subject.prepare(trainer)
+        switches.apply(trainer, case.switches)
+        if double:
+            _take_up_values(trainer, Trace(folder / MAIN), case.start)
+        elif case.start:
+            trainer.load_checkpoint(Trace(folder / MAIN).state(case.start))
+        yield trainer, _data(subject, case.switches, double=double)
+
+
+@torch.no_grad()
+def _take_up_values(trainer: Trainer, trace: Trace, start: int) -> None:
+    with trace.tensors(start - 1 if start else None) as stored:
+        for name, parameter in trainer.placed.parameters.items():
+            value = stored.get(VALUE, name)
+            assert value is not None
+            parameter.copy_(value)
+    trainer.step.progress = Progress(step=start, updates=start)
+
+
+def _data(subject: Subject, wanted: frozenset[str], *, double: bool) -> Any:
+    if switches.SAME in wanted:
+        return switches.SameData(subject.data)
+    if double:
+        return _InDouble(subject.data)
+    return subject.data
+
+
+class _InDouble(Dataset[Any]):
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.deterministic = getattr(dataset, "deterministic", False)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return switches.in_double(self._dataset[index])
