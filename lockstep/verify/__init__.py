@@ -8,6 +8,7 @@ In plain mode each step starts from the reference's state, and gradients may dif
 can make of them. With `distributed.reproducible` the topology runs on by itself, and every bit must be equal.
 """
 
+import os
 import pickle
 import tempfile
 from collections.abc import Callable, Sequence
@@ -171,8 +172,13 @@ def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int)
     if config.precision.param_dtype != "fp32":
         notices.append(f"param_dtype fp32 instead of {config.precision.param_dtype}, which one process does not have")
         config = config_from({"precision.param_dtype": "fp32"}, config)
-    threads = threads_per_rank(max(parse_topology(topology)[1] for topology in against))
-    return Spec(config, make, steps, threads), notices
+    return Spec(config, make, steps, _threads(max(parse_topology(topology)[1] for topology in against))), notices
+
+
+def _threads(ranks: int) -> int:
+    """What each rank of the largest topology gets; all processes use as many."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() and int(asked) > 0 else threads_per_rank(ranks)
 
 
 def _data_parallel_size(topology: str) -> int:
