@@ -271,7 +271,7 @@ def _rounding(e: Evidence) -> Cause | None:
 def _double(e: Evidence) -> Cause | None:
     """In this experiment the reference computes in float64, and the ranks as they do."""
     result = e.tried.get(DOUBLE)
-    if result is None or result.has("gradient"):
+    if result is None or result.has("gradient") or not e.found.has("gradient"):
         return None
     text = f"about as near to a float64 reference ({result.rounding:.1e}) as one process in float32"
     return Cause("rounding", text, [DOUBLE], False)
@@ -281,6 +281,7 @@ RULES: Sequence[Rule] = (
     _data,
     _start,
     _chance,
+    _double,
     _when(COMPRESSION, "compression", "what is sent in place of gradients does not add up to them"),
     _unsynchronised,
     _buffers,
@@ -294,7 +295,6 @@ RULES: Sequence[Rule] = (
         "micro-batches are not weighed by their valid targets: with equal samples the steps agree (a mean of means?)",
     ),
     _rounding,
-    _double,
     _when(
         ONE_EACH, "accumulation", "accumulating over micro-batches gives another sum than one micro-batch a rank"
     ),
