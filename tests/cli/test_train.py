@@ -122,6 +122,7 @@ def test_one_process_without_a_launcher(folder: Path) -> None:
     ended = finish(start(folder, *command, **_ONE_THREAD), folder)
     assert ended.code == 0, ended.err
     assert ended.out.startswith("lockstep: strategy auto, 1 process (on the CPU; --nproc-per-node N starts more)\n")
+    assert "lockstep: strategy auto: single, there is one rank\n" in ended.out
     assert "step 6/6" in ended.out
     assert "step 6/6" in (folder / "runs/alone/logs/rank-0.log").read_text()
 

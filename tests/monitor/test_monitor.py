@@ -63,6 +63,14 @@ def user_module(monkeypatch: pytest.MonkeyPatch, **content: Any) -> None:
     monkeypatch.setitem(sys.modules, "users_own", module)
 
 
+def test_skipped_steps_are_counted(run: RunDirectory) -> None:
+    monitor = Monitor(config(), run, is_main=True, total_steps=30)
+    for step in range(1, 31):
+        monitor.on_step(record(step, skipped=step in (5, 14)))
+    monitor.close()
+    assert [row.get("skipped_steps") for row in run.read_metrics()] == [None, 1, 2, 2]
+
+
 def test_trap_46_numbers_are_read_on_logged_steps_only(run: RunDirectory) -> None:
     """`.item()` on every step makes the host wait for the device on every step."""
     OnDevice.waits = 0
