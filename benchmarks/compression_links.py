@@ -188,7 +188,9 @@ def table_of_losses(found: dict[str, Any], steps: int) -> list[str]:
     plain = losses[KINDS[0]].eval_loss
     for kind, row in losses.items():
         lines.append(f"| {kind} | {row.loss:.4f} | {row.eval_loss:.4f} | {row.eval_loss - plain:+.4f} |")
-    chance = "One run each. fp16 and bf16 differ from none by rounding alone: their differences show how much is chance."
+    chance = (
+        "One run each. fp16 and bf16 differ from none by rounding alone: their differences show how much is chance."
+    )
     return [*lines, "", chance, ""]
 
 
