@@ -231,6 +231,8 @@ def plan(argv: list[str]) -> int:
     parser.add_argument("--chart", metavar="FILE.svg", type=Path, help="draw each layout's memory")
     parser.add_argument("--price", metavar="AMOUNT", type=float, help="of a GPU-hour, for the cost of the run")
     parser.add_argument("--json", action="store_true", help="bytes and seconds, for programs")
+    text = "run each segment here, and cut the model into so many stages of equal time"
+    parser.add_argument("--stages", metavar="N", type=int, help=text)
     parser.add_argument(
         "--params", metavar="N", type=float, help="without a config: a transformer of so many parameters"
     )
@@ -252,7 +254,13 @@ def plan(argv: list[str]) -> int:
         from lockstep.config import load_config
 
         assert path is not None
-        print(command.plan(load_config(path, overrides), asked))
+        config = load_config(path, overrides)
+        if given.stages is not None:
+            from lockstep.plan import segments
+
+            print(segments.command(config, given.stages))
+        else:
+            print(command.plan(config, asked))
     return EXIT_DONE
 
 
