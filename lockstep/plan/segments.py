@@ -56,8 +56,8 @@ def measure(work: Workload, config: Config, device: torch.device, rounds: int = 
     torch.manual_seed(config.training.seed)
     with device:
         model = work.make()
-    if hasattr(model, "init_weights"):
-        model.init_weights()  # numbers that happened to lie in memory may be slow ones
+    if init_weights := getattr(model, "init_weights", None):
+        init_weights()  # numbers that happened to lie in memory may be slow ones
     segments = segments_of(model)
     if segments is None:
         raise UsageError(
