@@ -174,7 +174,7 @@ def table_of_link(link: str, found: dict[str, Any]) -> list[str]:
             f"{row.seconds:.3f} | {row.seconds / plain.seconds:.2f} | "
             f"{row.fastest:.3f} | {row.fastest / plain.fastest:.2f} |"
         )
-    return [*lines, "", f"`compression.kind: auto` says: {found['advice']}", ""]
+    return [*lines, "", f"`compression.kind: auto` says at start: {found['advice']}", ""]
 
 
 def table_of_losses(found: dict[str, Any], steps: int) -> list[str]:

@@ -102,7 +102,7 @@ def _placed(placement: Placement) -> Placed:
     p, model = placement, placement.model
     alone = p.mesh is None and p.layout.strategy != "dp"
     laid = single.lay(p) if alone else STRATEGIES[p.layout.strategy](p)
-    micro_step, said_later = laid.micro_step, list[str]()
+    micro_step, said_later = laid.micro_step, laid.compression.said_later
     if p.config.training.compile:
         micro_step = ColdStart(len(p.blocks) or 1, said_later).over(micro_step)
     if laid.tree is not None:

@@ -5,7 +5,8 @@ element; fp16 also loses elements below 6e-8 and turns those above 65504 into in
 though gloo reduces bf16; the one here does not.
 
 Half the bytes is not half the time: gloo reduces on the CPU, where a byte of fp16 takes 2.6 times as long as one of
-fp32. `auto` therefore measures both on the ranks' own link, once, before the first step.
+fp32. `auto` therefore measures both on the ranks' own link, before the first step; where that promises something, it
+tries both in the first steps (`lockstep.parallel.trial`), because what backward hides costs nothing.
 """
 
 import time
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.config import Config
 from lockstep.parallel.placed import Ledger, MicroStep, Share
 from lockstep.parallel.powersgd import PowerSGD, matrix_of
+from lockstep.parallel.trial import TURNS, WARM, Trial
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -41,11 +43,15 @@ class Compression:
         hook: DDP's communication hook; None: DDP reduces by itself.
         notices: lines to be said at start.
         powersgd: the memory of PowerSGD, where that is the kind.
+        trial: of a compression that may pay.
+        said_later: lines that become known in the first steps.
     """
 
     hook: Hook | None = None
     notices: list[str] = field(default_factory=list)
     powersgd: PowerSGD | None = None
+    trial: Trial | None = None
+    said_later: list[str] = field(default_factory=list)
 
     @property
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -56,6 +62,8 @@ class Compression:
         """After each update; `skipped`: it was not made."""
         if self.powersgd is not None:
             self.powersgd.settle(skipped)
+        if self.trial is not None:
+            self.trial.settle()
 
     def over(self, micro_step: MicroStep) -> MicroStep:
         """`micro_step`, told to the hook what its gradients are multiplied by."""
@@ -83,9 +91,11 @@ def compress(model: nn.Module, replicas: DeviceMesh, config: Config, *, undoable
     kind: str = asked.kind
     notices: list[str] = []
     if kind == "auto":
-        link = measure_link(replicas.get_group(), next(iter(parameters.values())).device)
-        kind, line = choose(sum(p.numel() for p in parameters.values()), link)
+        device = next(iter(parameters.values())).device
+        kind, line = choose(sum(p.numel() for p in parameters.values()), measure_link(replicas.get_group(), device))
         notices.append(line)
+        if kind != "none":
+            return _tried(kind, replicas.get_group(), device, notices)
     if kind in HALF:
         return Compression(half_precision_hook(HALF[kind], replicas.get_group()), notices)
     if kind == "none":
@@ -100,8 +110,18 @@ def compress(model: nn.Module, replicas: DeviceMesh, config: Config, *, undoable
     return Compression(powersgd.hook, notices, powersgd)
 
 
+def _tried(kind: str, group: dist.ProcessGroup, device: torch.device, notices: list[str]) -> Compression:
+    said_later: list[str] = []
+    small = half_precision_hook(HALF[kind], group)
+    trial = Trial(kind, half_precision_hook(torch.float32, group), small, group, device, said_later)
+    return Compression(trial.hook, notices, trial=trial, said_later=said_later)
+
+
 def half_precision_hook(dtype: torch.dtype, group: dist.ProcessGroup) -> Hook:
-    """A hook that sends a bucket in `dtype` and gives back its mean over `group` in the bucket's own type."""
+    """A hook that sends a bucket in `dtype` and gives back its mean over `group` in the bucket's own type.
+
+    With the bucket's own type it does what DDP does without a hook.
+    """
     ranks = dist.get_world_size(group)
 
     def hook(_state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -173,10 +193,13 @@ def _seconds(action: Callable[[], None], device: torch.device) -> float:
 
 
 def choose(numbers: int, link: Link) -> tuple[str, str]:
-    """What `compression: auto` means: (kind, the line that says why)."""
+    """What `compression: auto` tries: (kind, the line that says why)."""
     if worth_compressing(numbers, link):
-        saved = numbers * (link.plain - link.half)
-        return "bf16", f"compression auto: bf16, which saves {saved:.2f} s a step ({link.text})"
+        saved, tried = numbers * (link.plain - link.half), 1 + WARM + 2 * TURNS
+        return "bf16", (
+            f"compression auto: bf16 may save {saved:.2f} s a step ({link.text}); the first {tried} steps take turns "
+            "with and without it"
+        )
     return "none", f"compression auto: none, as it would not pay here ({link.text})"
 
 

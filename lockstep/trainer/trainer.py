@@ -157,6 +157,8 @@ class Trainer:
             last = step == total or self.step.stopping
             if record is not None:
                 monitor.on_step(record)
+                monitor.say(*self.placed.said_later)
+                self.placed.said_later.clear()
                 self.metrics |= {"loss": record.loss, "grad_norm": record.grad_norm}
             if self.step.bad is not None:
                 self._rollback.report(monitor, source, self.step.bad)

@@ -11,6 +11,7 @@ from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.parallel.compression import Link, choose, measure_link, sent_numbers, worth_compressing
 from lockstep.parallel.powersgd import matrix_of
+from lockstep.parallel.trial import TURNS, WARM, Trial
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, gathered, language_model, losses, worst
 from tests.ranks import run_ranks
@@ -186,6 +187,30 @@ def test_trap_62_auto_compresses_only_where_it_pays(found: dict[str, Any]) -> No
     plain, half = found["link"][0]
     assert found["link"] == [(plain, half)] * 2
     assert 0 < plain < 1e-6
+
+
+@pytest.mark.parametrize(("gain", "chosen"), [(0.5, "bf16"), (0.05, "none"), (-0.3, "none")])
+def test_trap_62_a_compression_that_backward_hides_is_dropped_after_its_trial(
+    gain: float, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the link alone bf16 would pay; steps that are no shorter say otherwise. One rank, a clock by hand."""
+    import lockstep.parallel.trial as trial_module
+
+    now, said = 0.0, list[str]()
+    monkeypatch.setattr(trial_module.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(trial_module.dist, "all_reduce", lambda *_, **__: None)
+    group: Any = None
+    trial = Trial("bf16", lambda *_: "plain", lambda *_: "small", group, torch.device("cpu"), said)  # type: ignore[arg-type,return-value]
+    used = []
+    bucket: Any = None
+    for step in range(1 + WARM + 2 * TURNS):
+        used.append(str(trial.hook(None, bucket)))
+        now += 9.0 if step < WARM else 1.0 if used[-1] == "plain" else 1.0 - gain
+        trial.settle()
+    assert used == ["plain", "small"] * ((1 + WARM + 2 * TURNS) // 2) + ["plain"]
+    assert trial.hook(None, bucket) == ("small" if chosen == "bf16" else "plain")
+    assert len(said) == 1
+    assert f"compression auto: {chosen}, as a step takes" in said[0]
 
 
 def test_what_is_sent() -> None:

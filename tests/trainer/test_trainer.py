@@ -52,6 +52,14 @@ def test_a_dataloader_keeps_its_batch_size_and_the_learning_rate_follows() -> No
     assert record.lr == pytest.approx(0.02)
 
 
+def test_what_becomes_known_in_the_first_steps_is_said_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """How long compiling took; whether a compression paid."""
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=5, max_steps=3, output_dir=tmp_path)
+    trainer.placed.said_later.append("known by now")
+    trainer.train(regression())
+    assert capsys.readouterr().out.count("lockstep: known by now\n") == 1
+
+
 def test_the_scaling_rule_is_said_at_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trainer = Trainer(
         linear(), loss_fn=nn.MSELoss(), max_steps=1, lr_scaling="sqrt", base_batch_size=5, learning_rate=0.01,
