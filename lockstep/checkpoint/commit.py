@@ -9,7 +9,7 @@ overwritten.
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,18 +73,18 @@ def commit(path: Path, step: int, staged: Staged, config_yaml: str, ranks: Ranks
         RunError: the disk refused; the same error on every rank, and nothing of the attempt stays.
     """
     with ExitStack() as stack:
-        main: _MainRank | None = None
+        main: MainRank | None = None
         if ranks.is_main:
-            main = _MainRank(path, stack.enter_context(unfinished(path)), step, staged.state, config_yaml)
+            main = MainRank(path, stack.enter_context(unfinished(path)), step, staged.state, config_yaml)
         share = ranks.exchange(
             not_written(step),
             lambda: ({part: (local_plan(p), p.aliases) for part, p in staged.parts.items()}, staged.groups),
-            lambda plans: _of(main).open(plans),
+            lambda plans: of(main).open(plans),
         )
         ranks.judge(
             not_written(step),
             lambda: _write_share(path.with_name(share.folder), share, staged.parts),
-            lambda written: _of(main).close(written),
+            lambda written: of(main).close(written),
         )
     return path
 
@@ -93,7 +93,7 @@ def not_written(step: int) -> str:
     return f"the checkpoint of step {step} was not written"
 
 
-def _of(main: "_MainRank | None") -> "_MainRank":
+def of(main: "MainRank | None") -> "MainRank":
     assert main is not None, "only rank 0 decides"
     return main
 
@@ -114,7 +114,7 @@ def _write_share(folder: Path, share: _Share, parts: Mapping[str, Part]) -> _Wri
     return _Written(results, files)
 
 
-class _MainRank:
+class MainRank:
     """Rank 0's side: opens the unfinished folder, shares out the work, and commits."""
 
     def __init__(self, path: Path, folder: Path, step: int, state: dict[str, Any], config_yaml: str) -> None:
@@ -135,14 +135,19 @@ class _MainRank:
             shared, self.metadata[part] = global_plan(plans, self.folder / part)
             for share, plan in zip(shares, shared, strict=True):
                 share[part] = plan
-        self.aliases = _merge_aliases([parts[MODEL][1] for parts, _ in ranks if MODEL in parts], self.metadata[MODEL])
+        known = self.metadata[MODEL].state_dict_metadata
+        self.aliases = merge_aliases([parts[MODEL][1] for parts, _ in ranks if MODEL in parts], known)
         self.groups = merge_groups([groups for _, groups in ranks])
+        self.make_folders(names)
+        return [_Share(self.folder.name, plans) for plans in shares]
+
+    def make_folders(self, parts: list[str]) -> None:
+        """The unfinished folder, and one in it for each part."""
         self._make_way()
         make_directories(self.path.parent)
         self.folder.mkdir()
-        for part in names:
+        for part in parts:
             (self.folder / part).mkdir(parents=True)
-        return [_Share(self.folder.name, plans) for plans in shares]
 
     def _make_way(self) -> None:
         if not os.path.lexists(self.path):
@@ -161,11 +166,18 @@ class _MainRank:
             writer = PartWriter(self.folder / part)
             writer.finish(metadata, [rank.results[part] for rank in written])
             files |= {f"{part}/{name}": facts for name, facts in writer.facts.items()}
+        self.seal(files, self._parameters(), list(self.metadata))
+
+    def seal(
+        self, files: dict[str, FileFacts], parameters: dict[str, ParameterFacts], parts: list[str],
+        ranks: int | None = None,
+    ) -> None:  # fmt: skip
+        """Add state, config and manifest, and give the folder its name, once all that is in it is on disk."""
         files[STATE] = write_file(self.folder / STATE, dump_state(self.state, self.groups))
         files[CONFIG] = write_file(self.folder / CONFIG, self.config_yaml.encode())
-        manifest = Manifest(self.step, files, self._parameters(), tuple(self.metadata), _versions())
+        manifest = Manifest(self.step, files, parameters, tuple(parts), _versions(), ranks)
         write_file(self.folder / MANIFEST, manifest.to_bytes())
-        inside = {self.folder / part for part in self.metadata}
+        inside = {self.folder / part for part in parts}
         for folder in sorted(inside | {path.parent for path in inside} | {self.folder}, reverse=True):
             sync_directory(folder)
         self.folder.rename(self.path)
@@ -208,13 +220,13 @@ def _say(facts: tuple[tuple[int, ...], torch.dtype]) -> str:
     return f"{dtype_name(facts[1])}{list(facts[0])}"
 
 
-def _merge_aliases(ranks: list[dict[str, tuple[str, ...]]], model: Metadata) -> dict[str, tuple[str, ...]]:
+def merge_aliases(ranks: list[dict[str, tuple[str, ...]]], names: Collection[str]) -> dict[str, tuple[str, ...]]:
     merged: dict[str, tuple[str, ...]] = {}
     for aliases in ranks:
         for name, others in aliases.items():
             merged[name] = tuple(dict.fromkeys((*merged.get(name, ()), *others)))
     for name, others in merged.items():
-        if both := [other for other in others if other in model.state_dict_metadata]:
+        if both := [other for other in others if other in names]:
             raise UsageError(
                 f"{name} and {both[0]} are one parameter on one rank and two on another",
                 fix="tell the snapshot: aliases={canonical name: (further names,)} on every rank",

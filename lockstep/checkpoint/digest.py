@@ -8,17 +8,16 @@ count once, under the canonical one.
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.local import open_part
 from lockstep.checkpoint.manifest import Manifest, proved_manifest
 from lockstep.checkpoint.names import MODEL
-from lockstep.checkpoint.pieces import Piece, dtype_name
-from lockstep.checkpoint.storage import PartReader
+from lockstep.checkpoint.pieces import Piece, dtype_name, tensor_bytes
 
 
 def digest(path: str | os.PathLike[str]) -> str:
@@ -43,15 +42,8 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 def whole_tensors(folder: Path, manifest: Manifest, part: str = MODEL) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of a part, whole, on CPU, in the order of the names; one at a time."""
-    reader = PartReader(folder, manifest, part)
+    reader = open_part(folder, manifest, part)
     for name, stored in sorted(reader.stored.tensors.items()):
         tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
         reader.read_into({name: Piece(tensor, tuple(stored.size), (0,) * tensor.ndim)})
         yield name, tensor
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The elements of a tensor, row by row, as bytes; no copy if it is contiguous on CPU."""
-    assert sys.byteorder == "little"
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.commit import commit
-from lockstep.checkpoint.digest import tensor_bytes, whole_tensors
+from lockstep.checkpoint.digest import whole_tensors
 from lockstep.checkpoint.disk import open_inside, sync_directory
+from lockstep.checkpoint.local import Reader, open_part
 from lockstep.checkpoint.manifest import Manifest, proved_manifest
 from lockstep.checkpoint.names import CONFIG, MODEL
-from lockstep.checkpoint.pieces import Part, Piece, dtype_of
+from lockstep.checkpoint.pieces import Part, Piece, dtype_of, tensor_bytes
 from lockstep.checkpoint.restore import read_state
 from lockstep.checkpoint.snapshot import GROUPS_KEY, Staged
-from lockstep.checkpoint.storage import PartReader
 from lockstep.checkpoint.together import Ranks
 from lockstep.errors import UsageError
 
@@ -79,8 +79,7 @@ def rewrite_full(checkpoint: str | Path, output: str | Path) -> Path:
     manifest = proved_manifest(folder)
     aliases = {name: facts.aliases for name, facts in manifest.parameters.items() if facts.aliases}
     parts = {
-        part: _lazy_part(PartReader(folder, manifest, part), aliases if part == MODEL else {})
-        for part in manifest.parts
+        part: _lazy_part(open_part(folder, manifest, part), aliases if part == MODEL else {}) for part in manifest.parts
     }
     state = read_state(folder)
     groups = state.pop(GROUPS_KEY)
@@ -90,7 +89,7 @@ def rewrite_full(checkpoint: str | Path, output: str | Path) -> Path:
     return commit(Path(output), manifest.step, staged, config_yaml, Ranks.alone())
 
 
-def _lazy_part(reader: PartReader, aliases: dict[str, tuple[str, ...]]) -> Part:
+def _lazy_part(reader: Reader, aliases: dict[str, tuple[str, ...]]) -> Part:
     """A part of whole tensors that are read when they are written."""
     pieces = {
         name: Piece(torch.empty(t.size, dtype=t.properties.dtype, device="meta"), tuple(t.size), (0,) * len(t.size))

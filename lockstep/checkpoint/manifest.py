@@ -40,6 +40,7 @@ class Manifest:
     files: path inside the checkpoint, with `/`, → size and checksum.
     parameters: canonical name → facts, in the order of the names.
     parts: the folders of tensors: `model`, `optimizer/NAME`, `extra/NAME`.
+    ranks: of how many ranks it holds the raw shards (`format: local`); None: the parts are DCP's.
     """
 
     step: int
@@ -47,6 +48,7 @@ class Manifest:
     parameters: Mapping[str, ParameterFacts]
     parts: tuple[str, ...] = (MODEL,)
     written_by: Mapping[str, str] = field(default_factory=dict)
+    ranks: int | None = None
 
     def to_bytes(self) -> bytes:
         files = {path: {"size": f.size, "crc32": f"{f.crc32:08x}"} for path, f in sorted(self.files.items())}
@@ -56,6 +58,7 @@ class Manifest:
         }
         lines = ["{", f'"format_version": {FORMAT_VERSION},', f'"step": {self.step},']
         lines += [f'"written_by": {json.dumps(dict(self.written_by))},', f'"parts": {json.dumps(list(self.parts))},']
+        lines += [f'"ranks": {self.ranks},'] if self.ranks is not None else []
         lines += _entries("files", files) + _entries("parameters", parameters)
         body = "".join(line + "\n" for line in lines).encode()
         return body + _checksum_line(body)
@@ -80,6 +83,7 @@ class Manifest:
             parameters={name: _parameter(p) for name, p in content["parameters"].items()},
             parts=tuple(content["parts"]),
             written_by=content["written_by"],
+            ranks=None if content.get("ranks") is None else int(content["ranks"]),
         )
         manifest._check_names()
         return manifest
@@ -89,7 +93,7 @@ class Manifest:
         stray += [part for part in self.parts if not is_part(part)]
         if stray:
             raise ValueError(f"it lists {stray[0]!r}, which no checkpoint holds")
-        needed = [STATE, CONFIG, *(f"{part}/{_METADATA}" for part in self.parts)]
+        needed = [STATE, CONFIG, *(f"{part}/{_METADATA}" for part in self.parts if self.ranks is None)]
         if missing := [path for path in needed if path not in self.files]:
             raise ValueError(f"it does not list {missing[0]}")
 

@@ -24,7 +24,7 @@ MODEL = "model"
 _STEP = re.compile(r"step-([0-9]{8,})")
 _UNFINISHED = re.compile(r"step-[0-9]{8,}\.tmp-([A-Za-z0-9._-]+)-([0-9]+)-([0-9a-f]{8})")
 _PART = re.compile(r"model|(?:optimizer|extra)/[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_TENSOR_FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp")
+_TENSOR_FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp|rank-[0-9]{5,}\.raw")
 
 
 def step_name(step: int) -> str:
@@ -81,6 +81,11 @@ class Writer:
 
 def aside_name(step: int) -> str:
     return f"{step_name(step)}.aside-{secrets.token_hex(4)}"
+
+
+def raw_file(part: str, rank: int) -> str:
+    """What one rank writes of a part under `format: local`, inside the checkpoint."""
+    return f"{part}/rank-{rank:05d}.raw"
 
 
 def optimizer_part(name: str) -> str:

@@ -4,6 +4,7 @@ A plain tensor is one piece, the whole. A DTensor is the block that this rank ho
 rank that holds nothing of a tensor (dimension 0 shorter than the mesh) has an empty piece, and still knows its shape.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -121,3 +122,10 @@ def _piece(name: str, tensor: Tensor) -> Piece:
             chunk = chunks_of(tensor)
             return Piece(tensor.to_local().detach(), tuple(tensor.shape), tuple(chunk.offsets))
         return Piece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.ndim)
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The elements of a tensor, row by row, as bytes; no copy if it is contiguous on CPU."""
+    assert sys.byteorder == "little"
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

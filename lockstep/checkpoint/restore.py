@@ -9,11 +9,11 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.checkpoint.disk import open_inside
+from lockstep.checkpoint.local import Reader, check_topology, open_part
 from lockstep.checkpoint.manifest import DamagedError, Manifest, problems_of_files, read_manifest
 from lockstep.checkpoint.names import MODEL, STATE, extra_part, optimizer_part
 from lockstep.checkpoint.pieces import Piece, dtype_name, pieces_of
 from lockstep.checkpoint.snapshot import Snapshot
-from lockstep.checkpoint.storage import PartReader
 from lockstep.checkpoint.together import Ranks
 from lockstep.errors import UsageError
 
@@ -50,6 +50,8 @@ def load(
 
     def describe() -> dict[str, _Facts]:
         targets.update(_targets(folder, manifest, snapshot, only))
+        for target in targets.values():
+            check_topology(folder, manifest, target.reader, target.pieces, target.owner, ranks)
         return {part: target.facts() for part, target in targets.items()}
 
     def compare(described: list[dict[str, _Facts]]) -> None:
@@ -98,7 +100,7 @@ class _Target:
         owner: alias → canonical name, as stored.
     """
 
-    reader: PartReader
+    reader: Reader
     pieces: dict[str, Piece]
     owner: dict[str, str] = field(default_factory=dict)
 
@@ -122,7 +124,7 @@ def _targets(folder: Path, manifest: Manifest, snapshot: Snapshot, only: Collect
     stray += [f"{part}: only in the checkpoint" for part in sorted(wanted & set(manifest.parts) - tensors.keys())]
     if stray:
         raise UsageError(f"{folder} holds other parts than were to be loaded", why=_some(stray))
-    targets = {part: _Target(PartReader(folder, manifest, part), pieces_of(tensors[part])) for part in sorted(wanted)}
+    targets = {part: _Target(open_part(folder, manifest, part), pieces_of(tensors[part])) for part in sorted(wanted)}
     if MODEL in targets:
         ties = {alias: name for name, facts in manifest.parameters.items() for alias in facts.aliases}
         targets[MODEL].owner = ties

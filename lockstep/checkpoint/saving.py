@@ -11,12 +11,13 @@ import torch.distributed as dist
 from lockstep.checkpoint.commit import commit, not_written, unfinished
 from lockstep.checkpoint.export import rewrite_full
 from lockstep.checkpoint.gathered import commit_gathered
+from lockstep.checkpoint.local import commit_local
 from lockstep.checkpoint.names import step_name
 from lockstep.checkpoint.snapshot import Snapshot, Staged, stage
 from lockstep.checkpoint.together import Ranks
 from lockstep.errors import RunError
 
-Format = Literal["sharded", "full"]
+Format = Literal["sharded", "full", "local"]
 _FIRST_PAUSE = 0.5  # seconds before the second try; doubled for each further one
 
 
@@ -54,6 +55,7 @@ def save(
         config_yaml: the resolved config of the run, kept beside the state.
         format: `sharded`: each rank writes a file of its own blocks; `full`: one file of whole tensors a part, which
             rank 0 makes of the sharded ones, one tensor in memory at a time. Any number of ranks loads either.
+            `local`: each rank's shards as they lie in its memory, replicas too; only the same ranks load it again.
         group: the ranks that hold the state; the default group if None. Gloo or NCCL.
 
     Returns:
@@ -104,7 +106,9 @@ def _write_once(path: Path, step: int, staged: Staged, config_yaml: str, manner:
     if not manner.shared:
         assert manner.format == "full", "the sharded format needs one folder that all ranks share"
         return commit_gathered(path, step, staged, config_yaml, ranks)
-    if manner.format == "sharded" or ranks.size == 1:  # one rank's blocks are whole tensors
+    if manner.format == "local" and ranks.size > 1:
+        return commit_local(path, step, staged, config_yaml, ranks)
+    if manner.format != "full" or ranks.size == 1:  # one rank's blocks are whole tensors
         return commit(path, step, staged, config_yaml, ranks)
     with unfinished(path) as mine:
         scattered = path.with_name(ranks.same(not_written(step), lambda: mine.name))

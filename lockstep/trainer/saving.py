@@ -5,10 +5,9 @@ import logging
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
-from lockstep.checkpoint.saving import Format
 from lockstep.errors import RunError, UsageError
 from lockstep.monitor import Monitor
 
@@ -46,7 +45,7 @@ class Saving:
                 fix=f"one of {', '.join(METRICS)}",
             )
         self._manner = checkpoint.Manner(
-            cast(Format, self._config.format), trainer.storage_is_shared, self._config.retries, self._told_of_retry
+            self._config.format, trainer.storage_is_shared, self._config.retries, self._told_of_retry
         )
         if self._config.async_:
             self._saver = checkpoint.AsyncSaver(then=self._committed)

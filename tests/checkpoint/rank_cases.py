@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from lockstep import checkpoint
-from lockstep.checkpoint import AsyncSaver, Snapshot, commit, storage
+from lockstep.checkpoint import AsyncSaver, Manner, Snapshot, commit, storage
 from lockstep.errors import LockstepError, RunError
 from tests.checkpoint.shared import CONFIG, files_of, flip, known, known_model
 
@@ -105,6 +105,33 @@ def full_format_is_one_file_of_whole_tensors(directory: Path) -> None:
     assert "never overwritten" in assert_same_everywhere(again)
     dist.barrier()
     assert len(list(directory.iterdir())) == 2
+
+
+def local_format_is_for_the_ranks_that_wrote_it(directory: Path) -> None:
+    """Every rank writes what it holds, replicas too; other blocks are refused, naming the command that converts."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, size // 2))
+    placements: dict[str, list[Placement]] = {
+        "blocks.0.weight": [Replicate(), Shard(0)], "blocks.0.bias": [Shard(0), Shard(0)],
+        "blocks.1.weight": [Shard(0), Shard(1)],
+    }  # fmt: skip
+    adam = {"main": {"head.weight//exp_avg": known("exp_avg", (5, 7))}}
+    laid = spread(mesh, placements)
+    saver = AsyncSaver()
+    saver.save(directory, 1, Snapshot(laid, adam, {"step": 1}), config_yaml=CONFIG, manner=Manner("local"))
+    saver.wait()
+    path = directory / "step-00000001"
+    assert checkpoint.verify(path) == []
+    assert [file.name for file in files_of(path / "model")] == [f"rank-{rank:05}.raw" for rank in range(size)]
+    assert checkpoint.digest(path) == checkpoint.digest_tensors(sorted(known_model().items()))
+    target = Snapshot(spread(mesh, placements, zeros=True), {"main": {"head.weight//exp_avg": torch.zeros(5, 7)}})
+    assert checkpoint.load(path, target)["step"] == 1
+    assert_known(target.model)
+    assert torch.equal(target.optimizers["main"]["head.weight//exp_avg"], known("exp_avg", (5, 7)))
+    other = Snapshot(spread(mesh, placements | {"blocks.0.weight": [Shard(0), Replicate()]}, zeros=True), adam)
+    said = assert_same_everywhere(raised(lambda: checkpoint.load(path, other)))
+    assert "laid blocks.0.weight over its ranks otherwise" in said
+    assert f"lockstep checkpoint convert {path} --to full" in said
 
 
 class Network(nn.Module):
@@ -374,6 +401,7 @@ def saving_beside_training(directory: Path) -> None:
 
 CASES = (
     full_format_is_one_file_of_whole_tensors,
+    local_format_is_for_the_ranks_that_wrote_it,
     fsdp_goes_on_in_the_same_bits,
     one_rank_fails,
     mistakes_are_the_same_everywhere,
@@ -424,6 +452,10 @@ def killed_in_pairs(directory: Path) -> None:
 def on_two(directory: Path) -> None:
     """What four ranks saved, on two."""
     load_on_all(directory / "layouts")
+    raw = directory / "local_format_is_for_the_ranks_that_wrote_it" / "step-00000001"
+    target = Snapshot(known_model(), {"main": {"head.weight//exp_avg": torch.zeros(5, 7)}})
+    said = assert_same_everywhere(raised(lambda: checkpoint.load(raw, target)))
+    assert "holds the raw shards of 4 ranks (checkpoint.format: local); this run has 2" in said
     single, its_optimizer = network(None)
     train(single, its_optimizer, range(2))
     for step in (1, 2):

@@ -28,7 +28,7 @@ def reseal(path: Path, **changes: Any) -> None:
     old = read_manifest(path)
     files = {name: facts_inside(path, name) for name in old.files}
     parameters = {**old.parameters, **changes.get("parameters", {})}
-    manifest = Manifest(old.step, changes.get("files", files), parameters, old.parts, old.written_by)
+    manifest = Manifest(old.step, changes.get("files", files), parameters, old.parts, old.written_by, old.ranks)
     (path / "manifest.json").write_bytes(manifest.to_bytes())
 
 

@@ -1,13 +1,17 @@
 """Saving on several ranks and loading on others; the cases are in rank_cases.py, and share two launches."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from lockstep import checkpoint
+from lockstep.checkpoint import DamagedError, commands
 from tests.checkpoint import rank_cases
-from tests.checkpoint.shared import Snapshot, blank, known_model
+from tests.checkpoint.shared import Snapshot, blank, flip, known, known_model
+from tests.checkpoint.test_hostile import reseal
 from tests.ranks import run_ranks
 
 Saved = tuple[Path, list[dict[str, str]]]
@@ -46,6 +50,51 @@ def test_one_process_loads_what_four_ranks_saved(saved: Saved) -> None:
         for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
             assert torch.allclose(mine, theirs)
         assert optimizer.state[model.embedding.weight]["step"] == 2
+
+
+def test_raw_shards_of_four_ranks_are_converted_by_one_process(saved: Saved, tmp_path: Path) -> None:
+    raw = saved[0] / "local_format_is_for_the_ranks_that_wrote_it" / "step-00000001"
+    commands.run("convert", raw, to="full", output=tmp_path / "whole")
+    assert checkpoint.digest(tmp_path / "whole") == checkpoint.digest(raw)
+    target = blank(Snapshot(known_model(), {"main": {"head.weight//exp_avg": torch.zeros(5, 7)}}))
+    checkpoint.load(tmp_path / "whole", target)
+    assert all(torch.equal(target.model[name], tensor) for name, tensor in known_model().items())
+    assert torch.equal(target.optimizers["main"]["head.weight//exp_avg"], known("exp_avg", (5, 7)))
+    commands.run("export", raw, output=tmp_path / "model.safetensors")
+
+
+@pytest.mark.fault(
+    "hostile: raw shards that claim what is not there",
+    "`format: local`: sizes beyond the file, blocks that leave a hole, other dtypes",
+    "refused with one message before anything is allocated",
+)
+def test_raw_shards_that_claim_what_is_not_there_are_refused(saved: Saved, tmp_path: Path) -> None:
+    """The attacker computes checksums too."""
+    raw = saved[0] / "local_format_is_for_the_ranks_that_wrote_it" / "step-00000001"
+    for number, (facts, said) in enumerate((
+        ({"shape": [1 << 40], "offset": [0], "block": [1 << 40]}, "claims more bytes"),
+        ({"shape": [9], "offset": [4], "block": [9]}, "lies outside it"),
+        ({"shape": [9], "offset": [0], "block": [5]}, "do not make up the whole"),
+        ({"dtype": "load"}, "is not a dtype"),
+        ({"at": -4}, "where counts are needed"),
+        ({"block": "9"}, "where counts are needed"),
+    )):  # fmt: skip
+        path = tmp_path / f"{number}" / raw.name
+        shutil.copytree(raw, path)
+        for file in (path / "model").iterdir():
+            data = file.read_bytes()
+            length = int.from_bytes(data[:8], "little")
+            header = json.loads(data[8 : 8 + length])
+            header["norm"] |= facts
+            text = json.dumps(header).encode()
+            file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+        reseal(path)
+        with pytest.raises(DamagedError, match=said):
+            checkpoint.digest(path)
+    path = tmp_path / "flipped" / raw.name
+    shutil.copytree(raw, path)
+    flip(path / "model/rank-00002.raw", -1)
+    assert checkpoint.verify(path) == ["model/rank-00002.raw: its checksum is not that of what was written"]
 
 
 @pytest.mark.fault(
