@@ -35,7 +35,7 @@ def main() -> int:
         plain, exact = (sum(rank["bytes"][side] for rank in found) for side in (0, 1))
         seconds = [max(rank["seconds"][side] for rank in found) for side in (0, 1)]
         ratio = max(rank["time ratio"] for rank in found)
-        good &= abs(exact / plain - 1) <= 0.03 and ratio <= 1.10
+        good &= exact / plain - 1 <= 0.03 and ratio <= 1.10
         rows.append(
             f"| {topology} | {plain / 1e6:.3f} | {exact / 1e6:.3f} | {exact / plain - 1:+.2%} "
             f"| {seconds[0]:.3f} | {seconds[1]:.3f} | {ratio - 1:+.1%} |"
@@ -56,7 +56,8 @@ def _text(rows: list[str], rate: str, rounds: int) -> str:
             "",
             f"Transformer of {SIZE['n_layer']} layers, width {SIZE['n_embd']}, four micro-batches a step. Megabytes",
             f"that both hosts send per step, seconds per step; medians of {rounds} rounds of two steps, both modes in",
-            "turn; the last column is the median of the rounds' ratios.",
+            "turn; the last column is the median of the rounds' ratios. Plain shards send more: gloo's reduce-scatter is",
+            "an all-reduce of which a part is kept.",
             "",
             "| topology | MB, plain | MB, reproducible | difference | s, plain | s, reproducible | difference |",
             "|---|---|---|---|---|---|---|",

@@ -86,7 +86,7 @@ def _prepared(
     notices = transform_blocks(model, config.training, cursor, blocks)
     if config.distributed.reproducible:
         reproducible.require(config, layout)
-        notices += reproducible.switch_on(device)
+        notices += reproducible.switch_on(device) + reproducible.extra_traffic(config, layout)
     if first is None and shared and not agree(model):
         notices.append("the model's values differed between ranks: all took rank 0's")
     if shared:

@@ -82,6 +82,15 @@ def tree_assignment(leaves: int, ranks: int) -> tuple[tuple[Node, ...], ...]:
     return tuple(sorted((tuple(sorted(held)) for held in mine), key=lambda held: held[:1] or ((leaves, leaves),)))
 
 
+def traffic(leaves: int, ranks: int) -> float:
+    """Bytes that the busiest of `ranks` ranks sends which reduce once a step, against a plain all-reduce.
+
+    Half of an all-reduce brings together partial sums, of which a rank has one for each of its nodes; the other half
+    hands out the result. So 1 on 2ⁿ ranks.
+    """
+    return (max(map(len, tree_assignment(leaves, ranks))) + 1) / 2
+
+
 def leaves_of(nodes: Iterable[Node]) -> list[int]:
     """The micro-batches in `nodes`, in order."""
     return sorted(index for lo, hi in nodes for index in range(lo, hi))

@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lockstep.config import config_from
+from lockstep.mesh import Layout
+from lockstep.parallel.reproducible import extra_traffic
 from lockstep.parallel.tree import (
     Node,
     Partials,
@@ -15,6 +18,7 @@ from lockstep.parallel.tree import (
     finish,
     hybrid_shares,
     leaves_of,
+    traffic,
     tree_assignment,
     tree_shares,
 )
@@ -167,3 +171,14 @@ def test_stages_hand_on_the_gradient_of_a_shared_weight(cut: int) -> None:
         weight.grad = None
         layers(x, cut).backward(middle.grad)
         assert not torch.equal(later + weight.grad, whole)  # type: ignore[operator]
+
+
+def test_odd_numbers_of_replicas_say_what_they_send_more() -> None:
+    """As measured between hosts: tests/parallel/test_traffic.py."""
+    assert [traffic(8, ranks) for ranks in (1, 2, 4, 8)] == [1.0] * 4
+    assert traffic(8, 3) == 1.5
+    config = config_from({"training.batch_size": 2, "training.global_batch_size": 16})
+    [line] = extra_traffic(config, Layout("ddp", 1, 3))
+    assert "on 3 replicas gradients take 50% more traffic" in line
+    assert not extra_traffic(config, Layout("ddp", 1, 4))
+    assert not extra_traffic(config, Layout("fsdp", 1, 1, 3))
