@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lockstep.config import config_from
 from lockstep.parallel.compression import sent_numbers
-from lockstep.parallel.trial import TURNS, WARM
 from lockstep.parallel.tree import traffic
+from lockstep.parallel.trial import TURNS, WARM
 from lockstep.trainer import Trainer
 from tests.hosts import hosts, require_root, sent_bytes
 from tests.parity.link import all_of
