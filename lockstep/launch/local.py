@@ -10,7 +10,6 @@ one that the others can't know. Several machines meet at `--rdzv-endpoint`, or a
 
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import uuid
@@ -23,10 +22,10 @@ from lockstep import heartbeat
 from lockstep.errors import EXIT_FAILED, LockstepError, RunError, UsageError
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
+from lockstep.launch.meeting import endpoint, explained, is_host, meeting_host, meeting_point
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, environment_with, print_error
 from lockstep.records import RunDirectory
 
-DEFAULT_PORT = 29500
 _OTHERS_SECONDS = 2.0  # how long to wait for another machine's account of a failure
 
 
@@ -177,7 +176,7 @@ def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path,
 
     quiet_library()
     if options.several_nodes:
-        _say(f"waiting for {options.nnodes} machines at {_endpoint(options)}; start this command on each of them")
+        _say(f"waiting for {options.nnodes} machines at {endpoint(options)}; start this command on each of them")
 
     def on_restart(cause: Failure | None, left: int) -> None:
         reason = "machines joined or left" if cause is None else str(cause.error()).replace("\n", "\n  ")
@@ -186,8 +185,9 @@ def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path,
             RunDirectory(job.logs.parent).append_event("restart", reason=reason, left=left)
 
     handlers = {number: signal.getsignal(number) for number in PASSED_ON}
-    agent = None
+    agent = held = None
     try:
+        held = meeting_point(options, _say)  # the others find it as long as it is held
         spec = _worker_spec(job, options, processes)
         agent = Agent(
             spec, failures=failures, logs=job.logs, on_restart=on_restart, watch=watch,
@@ -209,10 +209,11 @@ def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path,
         print_error(RunError(f"stopped by {stopped.name}", why="the ranks did not save and leave by themselves"))
         return EXIT_FAILED
     except Exception as error:
-        raise _explained(error, options) from error
+        raise explained(error, options) from error
     finally:
         if agent is not None:
             agent._rdzv_handler.shutdown()
+        del held
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -232,19 +233,20 @@ def _worker_spec(job: Job, options: LaunchOptions, processes: int) -> Any:
         conf["rank"] = options.node_rank or 0
     else:
         # The ranks meet at an address of the machine with rank 0; its host's name may not resolve elsewhere, or here.
-        local_address = address_towards(_endpoint(options).rsplit(":", 1)[0])
-        if "is_host" not in conf and _is_host(options):
-            conf["is_host"] = "true"
+        local_address = address_towards(meeting_host(options))
+        hosting = is_host(options)
+        if "is_host" not in conf and hosting is not None:
+            conf["is_host"] = str(hosting).lower()
     parameters = RendezvousParameters(
         backend="static" if numbered else "c10d",
-        endpoint=_endpoint(options),
+        endpoint=endpoint(options),
         run_id=options.rdzv_id or ("lockstep" if most > 1 else uuid.uuid4().hex),
         min_nodes=fewest,
         max_nodes=most,
         local_addr=local_address,
         **conf,
     )
-    host, port = (_endpoint(options).rsplit(":", 1)) if numbered else (None, None)
+    host, port = (meeting_host(options), endpoint(options).rsplit(":", 1)[1]) if numbered else (None, None)
     return WorkerSpec(
         role="rank",
         local_world_size=processes,
@@ -257,37 +259,6 @@ def _worker_spec(job: Job, options: LaunchOptions, processes: int) -> Any:
         master_port=None if port is None else int(port),
         local_addr=local_address,
     )
-
-
-def _endpoint(options: LaunchOptions) -> str:
-    if options.rdzv_endpoint is not None:
-        _, colon, port = options.rdzv_endpoint.rpartition(":")
-        return options.rdzv_endpoint if colon and port.isdigit() else f"{options.rdzv_endpoint}:{DEFAULT_PORT}"
-    if options.several_nodes or options.master_port is not None:
-        return f"{options.master_addr or '127.0.0.1'}:{options.master_port or DEFAULT_PORT}"
-    return "localhost:0"
-
-
-def _is_host(options: LaunchOptions) -> bool:
-    """Whether this machine must be told that it hosts the meeting point.
-
-    In a network namespace or a container the library may not recognise the endpoint's address as its own: it compares
-    with what the host's name resolves to. An address that a socket can be bound to is this machine's.
-    """
-    if options.node_rank is not None:
-        return options.node_rank == 0
-    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
-
-    host = _endpoint(options).rsplit(":", 1)[0]
-    if _matches_machine_hostname(host):
-        return False  # the library will find out, and copes with several agents on one machine
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
 
 
 def _failures_folder(logs: Path, options: LaunchOptions) -> Path:
@@ -304,38 +275,13 @@ def _environment(job: Job, options: LaunchOptions, failures: Path, processes: in
 
     added = {LAUNCHER_PID: str(os.getpid()), FAILURES: str(failures.absolute())}
     if options.several_nodes:
-        added |= gloo_interface(_endpoint(options).rsplit(":", 1)[0])
+        added |= gloo_interface(meeting_host(options))
     added |= job.environment
     if "TORCH_FR_BUFFER_SIZE" not in os.environ:
         added.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch's flight recorder remembers
     if "OMP_NUM_THREADS" not in os.environ:
         added.setdefault("OMP_NUM_THREADS", str(threads_per_rank(processes)))
     return added
-
-
-def _explained(error: Exception, options: LaunchOptions) -> LockstepError:
-    """What the library raises when machines don't meet, in words."""
-    if isinstance(error, LockstepError):
-        return error
-    text = f"{type(error).__name__}: {error}".splitlines()[0]
-    cause = error.__cause__
-    text = text if cause is None else f"{text} ({str(cause).splitlines()[0]})"
-    where = _endpoint(options)
-    if "EADDRINUSE" in text:
-        return UsageError(
-            f"port {where.rsplit(':', 1)[1]} is in use on this machine",
-            where=where,
-            why="another run is there, or an earlier one has not gone yet",
-            fix="choose another --master-port; on one machine leave it out, and a free one is found",
-        )
-    if "Rendezvous" in text or "Dist" in text or "Timeout" in text:
-        return RunError(
-            f"the machines did not meet at {where}",
-            why=text,
-            fix=f"start the same command on all {options.nnodes} machines, check that {where} can be reached from each,"
-            " and in a container or a network namespace pass --rdzv-conf is_host=1 on the one that hosts it",
-        )
-    return RunError(f"the launcher failed: {text}")
 
 
 def _positive(name: str, value: str | None, wanted: str) -> int:

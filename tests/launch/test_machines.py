@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.local import LaunchOptions, _is_host
+from lockstep.launch.local import LaunchOptions
+from lockstep.launch.meeting import is_host
 from tests.launch.conftest import Launch
 from tests.launch.shared import Ended, environment, finish, script, start
 from tests.ranks import free_port
@@ -74,7 +75,7 @@ def test_trap_35_a_machine_that_waits_for_another_says_so_and_ends(tmp_path: Pat
     )  # fmt: skip
     assert ended.code == 1
     assert f"waiting for 2 machines at 127.0.0.1:{port}; start this command on each of them" in ended.err
-    assert f"lockstep: the machines did not meet at 127.0.0.1:{port}" in ended.err
+    assert f"lockstep: machine 1 of 2 did not come to 127.0.0.1:{port} within 2 s" in ended.err
     assert "Traceback" not in ended.err
 
 
@@ -132,6 +133,6 @@ say(world=os.environ["WORLD_SIZE"], gloo=os.environ["GLOO_SOCKET_IFNAME"])
 def test_trap_37_the_user_has_the_last_word() -> None:
     """With numbered machines the first one hosts, whatever names resolve to."""
     endpoint = "203.0.113.7:29500"
-    assert _is_host(LaunchOptions(nnodes="2", rdzv_endpoint=endpoint, node_rank=0))
-    assert not _is_host(LaunchOptions(nnodes="2", rdzv_endpoint=endpoint, node_rank=1))
-    assert not _is_host(LaunchOptions(nnodes="2", rdzv_endpoint=endpoint))
+    assert is_host(LaunchOptions(nnodes="2", rdzv_endpoint=endpoint, node_rank=0))
+    assert not is_host(LaunchOptions(nnodes="2", rdzv_endpoint=endpoint, node_rank=1))
+    assert not is_host(LaunchOptions(nnodes="2", rdzv_endpoint=endpoint))
