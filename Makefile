@@ -29,10 +29,12 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Tests of several hosts need `ip` and `tc`; without them (or without root) they are skipped, and the run says so.
+# Tests of several hosts need `ip` and `tc`, that of Slurm needs Slurm; without them (or without root) they are skipped,
+# and the run says so.
 .PHONY: system
+SLURM := slurmctld slurmd slurm-client munge
 system: $(READY)
-	@command -v ip >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq iproute2; } || true
+	@{ command -v ip && command -v slurmctld && command -v munged; } >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends iproute2 $(SLURM) >/dev/null; } || true
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
