@@ -98,6 +98,21 @@ def against_double(gradients: dict[str, Tensor], stored: Stored, in_float32: Sto
     return found, ""
 
 
+def against_nudged(gradients: dict[str, Tensor], nudged: Stored, reference: Stored) -> dict[str, Piece]:
+    """These ranks' gradients against the reference's: up to four times as far as last bits of parameters move those."""
+    found = {}
+    for name, mine in gradients.items():
+        moved, single = nudged.get(GRADIENT, name), reference.get(GRADIENT, name)
+        if moved is None or single is None:
+            found[name] = Piece(missing=True)
+            continue
+        own, size = float((moved.double() - single.double()).norm()), float(single.double().norm())
+        piece = compared(mine, single, 0.0)
+        piece.excess = math.sqrt(piece.square) / max(4 * own + 8 * unit_roundoff(torch.float32) * size, 1e-300)
+        found[name] = piece
+    return found
+
+
 def _bound_of_value(value: Tensor, gradient: Tensor, bound: Tensor, rate: float) -> Tensor:
     """How far an updated value may be off whose gradient may be off by `bound`.
 

@@ -18,7 +18,8 @@ SEEDS = "one seed"  # every segment draws from the same seed
 DRAWS = "no draws"  # evaluation mode: dropout draws nothing
 SAME = "same data"  # every sample is the first one
 OUTPUTS = "outputs"  # changes nothing; writes down what each module returns
-DOUBLE = "float64"  # the model computes in float64
+DOUBLE = "float64"  # the reference computes in float64
+NUDGE = "last bits"  # the reference starts from parameters whose last bits are others
 
 
 def apply(trainer: "Trainer", switches: frozenset[str]) -> None:
@@ -33,6 +34,16 @@ def apply(trainer: "Trainer", switches: frozenset[str]) -> None:
     if DRAWS in switches:
         for part in trainer.placed.parts:
             part.eval()
+
+
+@torch.no_grad()
+def nudge(trainer: "Trainer") -> None:
+    """Move each parameter up or down by its last bit, at random."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in trainer.placed.parameters.values():
+        if parameter.is_floating_point():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) * 2 - 1
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * signs)
 
 
 class SameData(Dataset[Any]):

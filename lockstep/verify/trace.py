@@ -7,7 +7,7 @@
 
 In plain mode, gradients have bounds: what a sum of the same micro-batches in another order may differ by. Two sums of M
 terms differ by 2·(M−1)·u·Σ|term| at most, element by element, with u the unit roundoff of the sum's dtype (Higham 2002,
-section 4.2).
+section 4.2). To that is added a little of the largest element, for weights that are used several times.
 """
 
 import json

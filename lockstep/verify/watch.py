@@ -65,10 +65,11 @@ class Watch:
         for name, gradient in self.gradients.items():
             bounds[name] = 32 * roundoff * gradient.abs()  # the scaling to the mean, clipping, and their own rounding
             if name in self._sizes:
-                # A pipeline adds up the uses of a shared weight in another order, too. Their sizes are not seen: the
-                # largest element stands for them.
+                # A pipeline adds up the uses of a shared weight in another order, too; and kernels round otherwise
+                # where parameters lie otherwise in memory (FSDP). These sizes are not seen: the largest element
+                # stands for them.
                 largest = self._sizes[name].max() if gradient.numel() else 0.0
-                bounds[name] += additions * self._sizes[name] + 16 * roundoff * self._scale(done) * largest
+                bounds[name] += additions * self._sizes[name] + 64 * roundoff * self._scale(done) * largest
         return bounds
 
     def _scale(self, done: StepRecord) -> float:

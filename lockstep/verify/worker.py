@@ -17,7 +17,7 @@ from lockstep.mesh import parse_topology
 from lockstep.step import Progress
 from lockstep.trainer import Trainer
 from lockstep.verify import switches
-from lockstep.verify.bounds import against, against_double, limit_of_norm, wire_of
+from lockstep.verify.bounds import against, against_double, against_nudged, limit_of_norm, wire_of
 from lockstep.verify.differences import Expected, Piece, Report, StepResult, put_together
 from lockstep.verify.subject import MAIN, Case, Job, Results, Spec, Subject
 from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, Trace
@@ -124,7 +124,7 @@ def _compare(trainer: Trainer, data: Any, case: Case, folder: Path, exact: bool)
     wire = wire_of(trainer)
     watch = Watch(trainer)
     at_start: dict[str, Piece] = {}
-    if case.start == 0 and not double:
+    if case.start == 0 and not case.switches & {switches.DOUBLE, switches.NUDGE}:
         with trace.tensors(None) as stored:
             at_start = against(trainer, stored)[VALUE]
     for step, done in enumerate(islice(trainer.steps(data), case.steps), start=case.start):
@@ -134,6 +134,8 @@ def _compare(trainer: Trainer, data: Any, case: Case, folder: Path, exact: bool)
             if double:
                 pieces, useless = against_double(watch.gradients, stored, in_float32)
                 found = {GRADIENT: pieces}
+            elif switches.NUDGE in case.switches:
+                found = {GRADIENT: against_nudged(watch.gradients, stored, in_float32)}
             else:
                 found = against(
                     trainer, stored, watch, rate=None if exact else max(facts.learning_rate, reference.learning_rate),
@@ -209,6 +211,8 @@ def _trainer(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tu
             _take_up_values(trainer, Trace(folder / MAIN), case.start)
         elif case.start:
             trainer.load_checkpoint(Trace(folder / MAIN).state(case.start))
+        if switches.NUDGE in case.switches and topology == "single":
+            switches.nudge(trainer)
         yield trainer, _data(subject, case.switches, double=double)
 
 

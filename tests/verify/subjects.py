@@ -170,6 +170,27 @@ def random_numbers_lost_in_recomputation() -> Subject:
     return with_patch(activation, "checkpoint", forgetful)
 
 
+def a_sound_model_that_rounds(*, noise: bool) -> Subject:
+    """Sines of large numbers magnify the last bits of what they get, and ranks get them in another order."""
+    model = language_model("transformer")
+
+    def magnified(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        seen = output + 0.01 * torch.randn_like(output) if noise else output
+        large = (seen * 30.0) * 700.0 if on_ranks() else seen * 21000.0
+        return torch.sin(large)
+
+    model.get_submodule("embed").register_forward_hook(magnified)
+    return subject(model)
+
+
+def rounds() -> Subject:
+    return a_sound_model_that_rounds(noise=False)
+
+
+def rounds_and_draws_other_numbers_in_float64() -> Subject:
+    return a_sound_model_that_rounds(noise=True)
+
+
 class Faulty(nn.Module):
     """For a config: a model whose loss is a mean of means, where it finds itself on several ranks."""
 
