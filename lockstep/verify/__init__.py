@@ -166,9 +166,14 @@ def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int)
         size = training.batch_size * training.gradient_accumulation_steps * max(ranks, default=1)
         config = config_from({"training.global_batch_size": size, "training.gradient_accumulation_steps": 1}, config)
         notices.append(f"global batch: {size} samples for every topology (training.global_batch_size sets it)")
-    if config.distributed.ddp.compression.kind == "powersgd":
+    why_not = {
+        "powersgd": "without PowerSGD: what it leaves out of a step can't be told from an error",
+        "auto": "without compression: auto decides by the link; name one to verify it",
+    }
+    kind = config.distributed.ddp.compression.kind
+    if kind in why_not:
         config = config_from({"distributed.ddp.compression.kind": "none"}, config)
-        notices.append("without PowerSGD: what it leaves out of a step can't be told from an error")
+        notices.append(why_not[kind])
     if config.precision.param_dtype != "fp32":
         notices.append(f"param_dtype fp32 instead of {config.precision.param_dtype}, which one process does not have")
         config = config_from({"precision.param_dtype": "fp32"}, config)

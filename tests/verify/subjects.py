@@ -53,13 +53,17 @@ def another_seed_on_a_rank() -> Subject:
 
 def reduced_in_the_wrong_backward_pass() -> Subject:
     """In the first one of a step instead of the last."""
-    first = True
 
-    def set_sync(model: DistributedDataParallel, last: bool) -> None:
-        nonlocal first
-        model.require_backward_grad_sync, first = first, last
+    def sync_switch(model: DistributedDataParallel) -> Callable[[bool], None]:
+        first = True
 
-    return with_patch(ddp, "set_sync", set_sync)
+        def switch(last: bool) -> None:
+            nonlocal first
+            model.require_backward_grad_sync, first = first, last
+
+        return switch
+
+    return with_patch(ddp, "sync_switch", sync_switch)
 
 
 def mean_of_means() -> Subject:
