@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -65,6 +66,9 @@ class Agent(LocalElasticAgent):
         self.stop_signal: int | None = None
         self._met_before = False
         self._watch, self._loop = watch, CrashLoop(checkpoints)
+        handler: Any = spec.rdzv_handler
+        self._membership = Membership(handler.num_nodes_waiting)
+        handler.num_nodes_waiting = self._membership
 
     def failed(self, result: RunResult) -> list[Failure]:
         """What went wrong with this machine's ranks, files first, exit codes where a rank left none."""
@@ -92,8 +96,15 @@ class Agent(LocalElasticAgent):
         return list(self._pcontext.pids().values()) if self._pcontext else []
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        super()._rendezvous(worker_group)
         group: Any = worker_group  # whose fields the library declares as None
+        # The dynamic rendezvous says only once where the ranks meet: a machine that comes later would wait in vain.
+        if hasattr(group.spec.rdzv_handler, "_bootstrap_store_info"):
+            group.spec.rdzv_handler._bootstrap_store_info = None
+        self._membership.check()
+        super()._rendezvous(worker_group)
+        self._membership.begin()
+        if group.spec.rdzv_handler.get_backend() != "static":
+            self._count_alike(group)
         attempt = group.spec.max_restarts - self._remaining_restarts
         # The dynamic rendezvous has a store of its own for each round; the static one has one for all.
         round_name = f"lockstep/{attempt}" if group.spec.rdzv_handler.get_backend() == "static" else "lockstep"
@@ -105,6 +116,15 @@ class Agent(LocalElasticAgent):
         address, port = group.store.get(round_name).decode().split()
         group.master_addr, group.master_port = address, int(port)
         self._met_before = True
+
+    def _count_alike(self, group: Any) -> None:
+        """Agree on the number of restarts: ranks meet under it, and a machine that comes later has counted none."""
+        attempts = []
+        mine = group.spec.max_restarts - self._remaining_restarts
+        group.store.set(f"lockstep/attempt/{group.group_rank}", str(mine))
+        for rank in range(group.group_world_size):
+            attempts.append(int(group.store.get(f"lockstep/attempt/{rank}")))
+        self._remaining_restarts = group.spec.max_restarts - max(attempts)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for worker in worker_group.workers:
@@ -169,6 +189,61 @@ class Agent(LocalElasticAgent):
         yield
         for number in PASSED_ON:
             signal.signal(number, self.on_signal)
+
+
+class Membership:
+    """How many machines wait to join, asked for in the background, once a second.
+
+    The library asks within the loop that watches the ranks; where the link to the meeting point is cut, its store never
+    answers, and nobody would watch any more.
+
+    Args:
+        ask: the library's own question.
+    """
+
+    def __init__(self, ask: Callable[[], int]) -> None:
+        self._ask = ask
+        self.begin()
+
+    def begin(self) -> None:
+        """The machines have just met."""
+        self._found: list[int | Exception] = [0]
+        self._thread: threading.Thread | None = None
+        self._asked = time.monotonic()
+
+    def __call__(self) -> int:
+        newest = self._found[-1]
+        if isinstance(newest, Exception):
+            raise newest
+        if not self._is_asking() and time.monotonic() - self._asked > 1.0:
+            self._asked = time.monotonic()
+            self._thread = threading.Thread(target=self._run, args=(self._found,), daemon=True)
+            self._thread.start()
+        return newest
+
+    def check(self, seconds: float = 30.0) -> None:
+        """Before the machines meet again.
+
+        Raises:
+            RunError: the meeting point has not answered for so long.
+        """
+        if self._thread is not None:
+            self._thread.join(max(0.0, self._asked + seconds - time.monotonic()))
+        if self._is_asking():
+            raise RunError(
+                f"the meeting point of the machines has not answered for {time.monotonic() - self._asked:.0f} s",
+                why="the link to it is cut, or the machine that hosts it is gone",
+                fix="start the command again on all machines; the run goes on from its newest checkpoint",
+            )
+
+    def _is_asking(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _run(self, found: list[int | Exception]) -> None:
+        try:
+            found.append(self._ask())
+        except Exception as error:  # told by the loop that watches the ranks
+            found.append(error)
 
 
 class CrashLoop:

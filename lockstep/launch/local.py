@@ -26,6 +26,7 @@ from lockstep.launch.meeting import endpoint, explained, is_host, meeting_host, 
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, environment_with, print_error
 from lockstep.records import RunDirectory
 
+_CLOSING_SECONDS = 5.0  # for a farewell; a link that is cut would hold it for a minute
 _OTHERS_SECONDS = 2.0  # how long to wait for another machine's account of a failure
 
 
@@ -212,10 +213,19 @@ def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path,
         raise explained(error, options) from error
     finally:
         if agent is not None:
-            agent._rdzv_handler.shutdown()
+            _leave_the_others(agent)
         del held
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _leave_the_others(agent: Any) -> None:
+    """Tell the other machines that this one is done, where they can be reached."""
+    import threading
+
+    closing = threading.Thread(target=agent._rdzv_handler.shutdown, daemon=True)
+    closing.start()
+    closing.join(_CLOSING_SECONDS)
 
 
 def _worker_spec(job: Job, options: LaunchOptions, processes: int) -> Any:

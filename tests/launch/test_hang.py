@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.errors import RunError
 from lockstep.heartbeat import DUMP, read_beats
+from lockstep.launch.agent import Membership
 from lockstep.launch.failures import Failure
 from lockstep.launch.hang import HangWatch
 from tests.launch.shared import environment, wait_for
@@ -99,3 +101,32 @@ def test_one_that_goes_on_does_not_excuse_the_other(ranks: Callable[..., Ranks])
     assert failure is not None
     assert failure.rank == 1
     assert failure.where is not None
+
+
+def test_a_meeting_point_that_never_answers_stops_no_watch() -> None:
+    """Behind a link that is cut the library's question waits for ever, and so would the loop that watches the ranks."""
+    cut = threading.Event()
+    membership = Membership(lambda: int(cut.wait(60)))
+    time.sleep(1.1)
+    since = time.monotonic()
+    assert [membership() for _ in range(3)] == [0, 0, 0]
+    assert time.monotonic() - since < 1
+    with pytest.raises(RunError, match="the meeting point of the machines has not answered"):
+        membership.check(seconds=0.1)
+    cut.set()
+    membership.check()
+    assert membership() == 1
+    membership.begin()
+    assert membership() == 0, "what was heard before the machines met is old"
+
+
+def test_a_meeting_point_that_is_gone_is_told() -> None:
+    def ask() -> int:
+        raise ConnectionError("gone")
+
+    membership = Membership(ask)
+    time.sleep(1.1)
+    membership()
+    membership.check()
+    with pytest.raises(ConnectionError):
+        membership()
