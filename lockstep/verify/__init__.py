@@ -21,9 +21,9 @@ from lockstep.config import Config, config_from
 from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, UsageError
 from lockstep.mesh import parse_topology
-from lockstep.verify import causes
 from lockstep.verify.causes import Cause, Evidence, cause_of
 from lockstep.verify.differences import ASPECTS, Difference, StepResult
+from lockstep.verify.experiments import experiments
 from lockstep.verify.subject import MAIN, Case, Job, Make, Results, Spec, Subject
 
 __all__ = ["Cause", "Difference", "Outcome", "Subject", "Verdict", "verify"]
@@ -236,7 +236,7 @@ def _find_causes(different: Sequence[tuple[Job, Outcome, StepResult]], start: St
     wanted = []
     for job, _, found in different:
         _, subject = job.spec.build({})
-        wanted.append((job.spec, causes.experiments(job.spec, job.topology, found, subject.data), job.folder))
+        wanted.append((job.spec, experiments(job.spec, job.topology, found, subject.data), job.folder))
         subject.close()
     start(_record, (wanted,), 1)
     jobs, left_out = [], []
@@ -257,6 +257,7 @@ def _find_causes(different: Sequence[tuple[Job, Outcome, StepResult]], start: St
         if ended:
             missing |= {case.name: ended for case in job.cases if case.name not in tried}
         outcome.cause = cause_of(Evidence(found, tried, missing, job.folder, job.spec.config))
+        outcome.cause.is_error |= job.spec.exact  # every bit has to be equal: rounding is no excuse
 
 
 def _record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]]) -> None:

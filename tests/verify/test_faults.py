@@ -76,8 +76,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     ]
     jobs += [job(subjects.sound, *case, folder / f"sound-{i}") for i, case in enumerate(SOUND)]
     jobs += [job(getattr(subjects, name), "ddp:2", {}, folder / name, steps=1) for name in ROUNDING]
+    jobs.append(job(subjects.rounds, "ddp:2", {"distributed.reproducible": True}, folder / "exact", steps=1))
     found = package.compare(jobs, package._spawn, print)
-    names: Sequence[str] = [*FAULTS, *(f"sound-{i}" for i in range(len(SOUND))), *ROUNDING]
+    names: Sequence[str] = [*FAULTS, *(f"sound-{i}" for i in range(len(SOUND))), *ROUNDING, "exact"]
     return dict(zip(names, found, strict=True))
 
 
@@ -109,3 +110,11 @@ def test_rounding_is_told_from_an_error(name: str, experiment: str, outcomes: di
     assert outcome.passed, (outcome.failed, outcome.first, outcome.cause)
     assert outcome.cause is not None, "farther off than the bounds allow"
     assert (outcome.cause.kind, outcome.cause.found_by) == ("rounding", [experiment])
+
+
+def test_rounding_is_no_excuse_where_every_bit_counts(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["exact"]
+    assert outcome.failed is None, outcome.failed
+    assert not outcome.passed
+    assert outcome.cause is not None
+    assert outcome.cause.kind == "rounding", outcome.cause
