@@ -49,11 +49,11 @@ def sequential() -> nn.Module:
     """A user's own: built whole, one weight in three of its modules, one activation and one dropout for all layers."""
     torch.manual_seed(3)
     act, drop = nn.Tanh(), nn.Dropout(0.1)
-    linears = [nn.Linear(16, 16) for _ in range(4)]
+    linears = [nn.Linear(16, 16) for _ in range(8)]
     linears[1].weight = linears[3].weight = linears[0].weight
     return nn.Sequential(
         linears[0], act, drop, nn.LayerNorm(16), linears[1], act, drop, linears[2], nn.LayerNorm(16), act, drop,
-        linears[3],
+        linears[3], act, linears[4], nn.LayerNorm(16), linears[5], act, drop, linears[6], nn.LayerNorm(16), linears[7],
     )  # fmt: skip
 
 

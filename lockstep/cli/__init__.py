@@ -1,0 +1,67 @@
+"""The command line: finds the verb, reads its arguments, and hands over at once.
+
+    verbs.py        one function a verb
+    arguments.py    what they share
+
+Whatever goes wrong for a user's reason is one message on stderr; LOCKSTEP_TRACEBACK=1 shows the traceback.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from lockstep.cli.arguments import EPILOG
+from lockstep.cli.verbs import VERBS
+from lockstep.errors import EXIT_DONE, LockstepError, UsageError
+
+_DESCRIPTION = "Distributed training for PyTorch in which every strategy takes the same step."
+_LEGACY = ("--local-rank",)  # the legacy launcher adds it; the environment says the same
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        the exit code: 0 done; 1 the run failed; 2 the command or config is wrong; 75 preempted and saved.
+    """
+    arguments = without_legacy(sys.argv[1:] if argv is None else argv)
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())  # the user's own `package.module:Name`, as under `python -m lockstep`
+    try:
+        return _dispatch(arguments)
+    except LockstepError as error:
+        from lockstep.launch.worker import first_to_fail, print_error
+
+        if first_to_fail():  # under another's launcher every rank is told the same
+            print_error(error, traceback.format_exc())
+        return error.exit_code
+
+
+def _dispatch(argv: list[str]) -> int:
+    verb = argv[0] if argv else "--help"
+    if verb in ("-h", "--help"):
+        print(_overview())
+        return EXIT_DONE
+    if verb == "--version":
+        from importlib.metadata import version
+
+        print(f"lockstep {version('lockstep-train')}")
+        return EXIT_DONE
+    if verb not in VERBS:
+        raise UsageError(f"there is no verb {verb!r}", fix=f"one of {', '.join(VERBS)}; `lockstep --help` says more")
+    return VERBS[verb][0](argv[1:])
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
+    return f"usage: lockstep VERB …\n\n{_DESCRIPTION}\n\n{verbs}\n\n`lockstep VERB --help` says more.\n{EPILOG}"
+
+
+def without_legacy(argv: Sequence[str]) -> list[str]:
+    """Without `--local-rank=N` and `--local_rank N` before the verb, where `torch.distributed.launch` puts it."""
+    rest = list(argv)
+    while rest and rest[0].partition("=")[0].replace("_", "-") in _LEGACY:
+        rest = rest[1 if "=" in rest[0] else 2 :]
+    return rest

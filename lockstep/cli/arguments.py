@@ -1,0 +1,136 @@
+"""Arguments that verbs share: a config and its overrides, processes and machines."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.launch.local import LaunchOptions
+
+EPILOG = "Exit codes: 0 done; 1 the run failed; 2 the command or config is wrong; 75 preempted and saved."
+FLAG = "flag:"  # marks the short names of keys among the parsed arguments
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one message instead of a usage wall, options and positionals in any order."""
+
+    def __init__(self, verb: str, description: str) -> None:
+        super().__init__(f"lockstep {verb}", description=description, allow_abbrev=False, epilog=EPILOG)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, where=f"the command {self.prog!r}", fix=f"`{self.prog} --help` says what there is")
+
+    def parse(self, argv: list[str], *, until_script: bool = False) -> argparse.Namespace:
+        """Read the arguments; underscores in flags equal dashes.
+
+        Args:
+            until_script: what follows the first positional belongs to a script, and is left as it is.
+        """
+        dashed = self._dashed(argv, until_script)
+        given, unknown = self.parse_known_args(dashed) if until_script else self.parse_known_intermixed_args(dashed)
+        if unknown:
+            self._refuse(argv[dashed.index(unknown[0])])
+        return given
+
+    def _dashed(self, argv: list[str], until_script: bool) -> list[str]:
+        takes_value = {name for action in self._actions for name in action.option_strings if action.nargs != 0}
+        result: list[str] = []
+        for index, token in enumerate(argv):
+            value_of_flag = bool(result) and result[-1] in takes_value
+            if until_script and not token.startswith("-") and not value_of_flag:
+                return result + argv[index:]
+            name, equals, value = token.partition("=")
+            result.append(name.replace("_", "-") + equals + value if token.startswith("--") else token)
+        return result
+
+    def _refuse(self, token: str) -> NoReturn:
+        from lockstep.config.names import advice_for_flag
+
+        advice = advice_for_flag(token) if token.startswith("-") else None
+        where = f"the command {self.prog!r}"
+        raise UsageError(f"there is no argument {token}", where=where, fix=advice or self._nearest(token))
+
+    def _nearest(self, token: str) -> str:
+        from difflib import get_close_matches
+
+        near = get_close_matches(token.partition("=")[0], self._option_string_actions, n=1)
+        return f"write {near[0]}" if near else f"`{self.prog} --help` says what there is"
+
+
+def add_config(parser: Parser) -> None:
+    parser.add_argument("words", metavar="CONFIG KEY=VALUE", nargs="*", help="a YAML file, and keys to override")
+    parser.add_argument("--config", metavar="FILE", type=Path, help="the same as CONFIG")
+    from lockstep.config.flags import FLAGS
+
+    group = parser.add_argument_group("short names of keys")
+    for flag in FLAGS:
+        text = f"{flag.help} ({flag.key})"
+        if flag.switch:
+            group.add_argument(flag.option, dest=FLAG + flag.name, action="store_const", const="true", help=text)
+        else:
+            group.add_argument(flag.option, dest=FLAG + flag.name, metavar=flag.metavar, help=text)
+
+
+def config_and_overrides(given: argparse.Namespace, *, required: bool = True) -> tuple[Path | None, list[str]]:
+    """The config file, and the overrides: short names first, then KEY=VALUE in the order given."""
+    from lockstep.config.flags import apply_flags, as_overrides
+
+    said = {name.removeprefix(FLAG): value for name, value in vars(given).items() if name.startswith(FLAG)}
+    short = as_overrides(apply_flags({name: value for name, value in said.items() if value is not None}))
+    overrides = [word for word in given.words if re.match(r"[A-Za-z_][\w.]*=", word)]
+    files = [Path(word) for word in given.words if word not in overrides]
+    files += [given.config] if given.config is not None else []
+    if len(files) > 1:
+        raise UsageError(
+            f"one config, please, not {len(files)}: {', '.join(map(str, files))}",
+            fix="a key is overridden as KEY=VALUE, without spaces; files are composed with `extends:`",
+        )
+    if not files and required:
+        raise UsageError(
+            "which config?", fix="lockstep train CONFIG.yaml; `lockstep config list` names those that ship"
+        )
+    return (files[0] if files else None), short + overrides
+
+
+def add_launch_options(parser: Parser) -> None:
+    group = parser.add_argument_group("processes and machines, by torchrun's names")
+    group.add_argument(
+        "--nproc-per-node", metavar="N|auto", help="ranks on this machine (default: all visible GPUs, else 1)"
+    )
+    group.add_argument("--nnodes", metavar="N|MIN:MAX", default="1", help="machines (default: 1)")
+    group.add_argument("--node-rank", metavar="N", type=int, help="this machine's number, from 0")
+    group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where machines meet, when they need no number")
+    group.add_argument("--rdzv-id", metavar="NAME", help="tells jobs that meet at one endpoint apart")
+    group.add_argument("--rdzv-backend", choices=("c10d", "static"), help=argparse.SUPPRESS)
+    group.add_argument("--rdzv-conf", metavar="KEY=VALUE,…", default="", help="for the meeting: timeout=900, is_host=1")
+    group.add_argument("--standalone", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--master-addr", metavar="HOST", help="the machine with --node-rank 0")
+    group.add_argument("--master-port", metavar="PORT", type=int, help="a free port there (default: 29500)")
+    group.add_argument(
+        "--max-restarts", metavar="N", type=int, default=0, help="start the ranks anew so often (default: 0)"
+    )
+    group.add_argument("--local-rank", help=argparse.SUPPRESS)
+
+
+def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "LaunchOptions":
+    """What was said about processes and machines; checked as a whole where ranks are to be started at once."""
+    from lockstep.launch.local import LaunchOptions
+
+    conf = dict(pair.partition("=")[::2] for pair in given.rdzv_conf.split(",") if pair)
+    options = LaunchOptions(
+        nproc_per_node=given.nproc_per_node,
+        nnodes=given.nnodes,
+        node_rank=given.node_rank,
+        rdzv_endpoint=given.rdzv_endpoint,
+        rdzv_id=given.rdzv_id,
+        rdzv_conf=conf,
+        master_addr=given.master_addr,
+        master_port=given.master_port,
+        max_restarts=given.max_restarts,
+    )
+    if at_once:
+        options.check()
+    return options
