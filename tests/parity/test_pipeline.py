@@ -42,6 +42,7 @@ def test_no_rank_holds_another_stages_parameters(case: Case) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_whole_grid(ranks: int) -> None:
     cases = list(grid(ranks, whole=True))

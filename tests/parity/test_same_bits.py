@@ -50,6 +50,7 @@ def test_one_digest(ranks: int) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_one_digest_after_50_steps(ranks: int) -> None:
     check(ranks, grid(ranks, steps=50), timeout=1800)
