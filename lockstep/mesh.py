@@ -59,7 +59,10 @@ class Layout:
         """The device mesh with the axes `pipeline`, `replicate`, `shard`; needs an initialised process group."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        return init_device_mesh(device_type, (self.pipeline, self.replicate, self.shard), mesh_dim_names=AXES)
+        from lockstep.groups import once
+
+        sizes = (self.pipeline, self.replicate, self.shard)
+        return once(("mesh", device_type, sizes), lambda: init_device_mesh(device_type, sizes, mesh_dim_names=AXES))
 
 
 def parse_topology(text: str) -> tuple[dict[str, Any], int]:

@@ -7,6 +7,7 @@ background is raised on every rank by the same later call: `poll`, `wait` or `sa
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,12 +19,13 @@ from lockstep.checkpoint.pieces import Part, Piece
 from lockstep.checkpoint.saving import Format, Manner, write
 from lockstep.checkpoint.snapshot import Snapshot, Staged, stage
 from lockstep.checkpoint.together import Ranks
+from lockstep.groups import once
 
 
 class AsyncSaver:
     """Writes checkpoints in the background; every rank makes one, and calls each of its methods at the same points.
 
-    Call `wait` before the process group is destroyed: its own groups go with it.
+    Call `wait` before another is made, and before the process group is destroyed: they share groups, which go with it.
 
     Args:
         then: run on rank 0, in the background, after each commit (`rotate`); its error counts as the save's.
@@ -32,8 +34,8 @@ class AsyncSaver:
     def __init__(self, then: Callable[[Path], object] | None = None) -> None:
         connected = dist.is_available() and dist.is_initialized()
         # Two groups: `poll` may run beside the thread's own collectives. Gloo: they send objects, not tensors on a GPU.
-        self._control = Ranks(dist.new_group(backend="gloo") if connected else None)
-        self._writing = Ranks(dist.new_group(backend="gloo") if connected else None)
+        self._control = Ranks(_gloo("control") if connected else None)
+        self._writing = Ranks(_gloo("writing") if connected else None)
         self._then = then
         self._save: _Save | None = None
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
@@ -128,6 +130,11 @@ class AsyncSaver:
             self._buffers[key] = buffer  # kept for the next save: to pin memory anew each time is slow
         buffer.copy_(source, non_blocking=True)
         return piece.with_tensor(buffer)
+
+
+def _gloo(use: str) -> dist.ProcessGroup | None:
+    group: dist.ProcessGroup | None = once(f"checkpoint: {use}", partial(dist.new_group, backend="gloo"))
+    return group
 
 
 class _Save:

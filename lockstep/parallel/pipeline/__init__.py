@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep.groups import once
 from lockstep.mesh import Layout
 from lockstep.parallel import fsdp, reproducible
 from lockstep.parallel.buffers import RunningBuffers
@@ -162,7 +163,7 @@ def _data_parallel(layout: Layout, mesh: DeviceMesh) -> tuple[int, dist.ProcessG
     column = mesh["replicate"].get_local_rank() * layout.shard + mesh["shard"].get_local_rank()
     mine = None
     for ranks in mesh.mesh.flatten(1).tolist():  # every rank makes every group
-        made = dist.new_group(ranks) if layout.data_parallel_size > 1 else None
+        made = once(("columns", *ranks), partial(dist.new_group, ranks)) if layout.data_parallel_size > 1 else None
         if dist.get_rank() in ranks:
             mine = made
     return column, mine

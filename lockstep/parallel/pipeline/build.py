@@ -31,7 +31,7 @@ def part_of(plan: Plan, stage: int, holding: Holding, blocks: Blocks, work: Work
     return Part(
         stage, len(plan.parts.stages), segments, borrowed=borrowed,
         blocks=[(name, block) for name, block in blocks if id(block) in inside],
-        earlier=earlier, work=work, precision=precision,
+        earlier=earlier, work=work, precision=precision, owns=holding.of_stage.get(stage),
     )  # fmt: skip
 
 

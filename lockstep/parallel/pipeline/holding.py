@@ -101,7 +101,8 @@ class Holding:
         parameters, buffers: canonical name → the places on this rank where it is registered.
         across: names of those parameters that stages of several ranks use → these pipeline ranks, ascending.
         doubled: names of those that several stages use, of this rank or of others.
-        extra: owns what the rank's segments only borrow.
+        extra: owns what segments of several stages only borrow.
+        of_stage: owns what the segments of one stage only borrow.
     """
 
     parameters: dict[str, list[Spot]]
@@ -109,6 +110,7 @@ class Holding:
     across: dict[str, list[int]] = field(default_factory=dict)
     doubled: set[str] = field(default_factory=set)
     extra: Borrowed = field(default_factory=Borrowed)
+    of_stage: dict[int, Borrowed] = field(default_factory=dict)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """As they are registered now."""
@@ -143,7 +145,10 @@ def holding_of(
         if len(ranks) > 1:
             holding.across[name] = ranks
         here = [spot for spot in spots if id(spot.module) in mine]
-        holding.parameters[name] = here or [holding.extra.add(spots[0].tensor())]
+        if not here:
+            owner = holding.extra if len(stages) > 1 else holding.of_stage.setdefault(min(stages), Borrowed())
+            here = [owner.add(spots[0].tensor())]
+        holding.parameters[name] = here
     owners = {id(m): rank_of[stage_of[name]] for name, s in segments for m in s.modules()}
     for name, spots in model.buffers.items():
         here = [spot for spot in spots if owners.get(id(spot.module), rank_of[0]) == rank]

@@ -56,17 +56,19 @@ class Part(nn.Module):
         borrowed: segment name → {keyword: where the parameter is}.
         blocks: the model's repeated blocks among the segments.
         earlier: segment name → how often a module that draws under this name ran in earlier stages.
+        owns: registers parameters that only segments of this stage borrow.
     """
 
     def __init__(
         self, index: int, count: int, segments: Sequence[tuple[str, nn.Module]], *,
         borrowed: Mapping[str, Mapping[str, Spot]], blocks: Sequence[tuple[str, nn.Module]],
-        earlier: Mapping[str, int], work: Work, precision: Precision,
+        earlier: Mapping[str, int], work: Work, precision: Precision, owns: nn.Module | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.index = index
         self.is_first, self.is_last = index == 0, index == count - 1
         self.segments_here = nn.ModuleList(module for _, module in segments)
+        self.owns = owns
         self._links = [Link(name, borrowed.get(name, {})) for name, _ in segments]
         self._blocks = list(blocks)
         self._earlier = dict(earlier)

@@ -5,10 +5,13 @@ the copies stay equal, bit for bit. Norms count it on the first of its ranks alo
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from lockstep.groups import once
 
 
 class SharedSums:
@@ -30,7 +33,7 @@ class SharedSums:
         for ranks in sorted({tuple(ranks) for ranks in ranks_of.values()}):
             for pipeline in pipelines:
                 members = [pipeline[rank] for rank in ranks]
-                group = dist.new_group(members)
+                group = once(("shared", *members), partial(dist.new_group, members))
                 if me in members:
                     assert group is not None
                     groups[ranks] = group
