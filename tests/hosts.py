@@ -8,6 +8,7 @@ process on the host reads by `sent_bytes()`. The namespaces are gone in the end;
 the next one begins.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 
 INTERFACE = "eth0"
+_numbers = itertools.count()  # of the calls in this process: a namespace may take its time to go
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def require_root() -> None:
 def hosts(count: int = 2, rate: str | None = None) -> Iterator[list[Host]]:
     """Hosts 10.99.0.1 … on one switch; each sends and receives at `rate` (as `tc` writes it: 100mbit), or unlimited."""
     _remove_what_the_killed_left()
-    tag = f"lk{os.getpid()}"
+    tag = f"lk{os.getpid()}-{next(_numbers)}"
     switch = f"{tag}-sw"
     with ExitStack() as undo:
         _namespace(switch, undo)
