@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from lockstep import groups
 from lockstep.config import DistributedConfig
 from lockstep.environment import RankFacts, parent_identity, rank_facts
 from lockstep.errors import RunError, UsageError
@@ -90,6 +91,7 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
 def cleanup() -> None:
     """Leave the process group that `setup` made; harmless where there is none."""
     global _current, _group_is_ours
+    groups.forget()  # those that live on into the interpreter's own end take it down with them
     if _group_is_ours and dist.is_initialized():
         dist.destroy_process_group()
     _current, _group_is_ours = None, False

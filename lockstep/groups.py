@@ -5,6 +5,7 @@ what used the group. A process that places one model after the other (a test, a 
 do little else.
 """
 
+import atexit
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -30,3 +31,11 @@ def once(purpose: Hashable, make: Callable[[], T]) -> T:
     if purpose not in _made:
         _made[purpose] = make()
     return _made[purpose]  # type: ignore[no-any-return]
+
+
+@atexit.register
+def forget() -> None:
+    """Let go of all groups: before the world is left, and before the interpreter ends."""
+    global _world
+    _made.clear()
+    _world = None
