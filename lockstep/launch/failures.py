@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from lockstep.diagnose.known_errors import recognise, tail
 from lockstep.environment import RankFacts
@@ -93,7 +94,7 @@ def preempted(facts: RankFacts) -> Failure:
 
 def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> Failure:
     """What `error`, caught at the top of a worker, says to people."""
-    common = {
+    common: dict[str, Any] = {
         "rank": facts.rank,
         "world_size": facts.world_size,
         "host": socket.gethostname(),
@@ -102,24 +103,24 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
         "log": None if log is None else str(log),
     }
     if isinstance(error, LockstepError):
-        told = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
+        told: dict[str, Any] = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
         kind = "usage" if error.exit_code == EXIT_USAGE else "error"
         gone = kind == "error" and bool(_PEER_IS_GONE.search(str(error)))
-        return Failure(**common, **told, kind=kind, exit_code=error.exit_code, consequence=gone)  # type: ignore[arg-type]
+        return Failure(**common, **told, kind=kind, exit_code=error.exit_code, consequence=gone)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else EXIT_FAILED
         said = "" if isinstance(error.code, int) else f": {error.code}"
         passed_on = code if code in (EXIT_USAGE, EXIT_PREEMPTED) else EXIT_FAILED
         kind = "preempted" if code == EXIT_PREEMPTED else "exit"
-        return Failure(**common, kind=kind, what=f"the program left with code {code}{said}", exit_code=passed_on)  # type: ignore[arg-type]
+        return Failure(**common, kind=kind, what=f"the program left with code {code}{said}", exit_code=passed_on)
     if isinstance(error, KeyboardInterrupt):
-        return Failure(**common, kind="signal", what="interrupted", consequence=True)  # type: ignore[arg-type]
+        return Failure(**common, kind="signal", what="interrupted", consequence=True)
     first_line, _, rest = str(error).strip().partition("\n")
     where, frames = users_frames(error.__traceback__)
     known = recognise(f"{type(error).__name__}: {error}", log)
     why = ([known.cause] if known else []) + [*rest.splitlines()[:3], *frames]
     return Failure(
-        **common,  # type: ignore[arg-type]
+        **common,
         kind="error",
         what=f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__,
         where=where,
@@ -159,11 +160,11 @@ def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path
         code: as `subprocess` has it, negative for a signal.
         seen: when the launcher saw it, seconds since the Unix epoch.
     """
-    common = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "time": seen}
+    common: dict[str, Any] = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "time": seen}
     path = None if log is None else str(log)
     if code == 0:
         what = "the program ended with code 0 before its work was done"
-        return Failure(**common, kind="exit", what=what, log=path)  # type: ignore[arg-type]
+        return Failure(**common, kind="exit", what=what, log=path)
     if code > 0:
         kind, what, ours = "exit", f"the program left with code {code}", False
     else:
@@ -171,8 +172,8 @@ def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path
         ours = -code == signal.SIGTERM  # with which the launcher stops the peers of a failed rank
     # SIGABRT says nothing by itself: the library that called abort() has written why.
     known = recognise(what) or (None if log is None or ours else recognise(tail(log)))
-    told = {"why": known.cause, "fix": known.mend} if known else {}
-    return Failure(**common, **told, kind=kind, what=what, log=path, consequence=ours)  # type: ignore[arg-type]
+    told: dict[str, Any] = {"why": known.cause, "fix": known.mend} if known else {}
+    return Failure(**common, **told, kind=kind, what=what, log=path, consequence=ours)
 
 
 def _signal_name(number: int) -> str:

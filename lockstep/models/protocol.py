@@ -101,6 +101,24 @@ def segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
     return None
 
 
+def require_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The forward pass of `model` as a chain of modules.
+
+    Raises:
+        UsageError: the model does not say; with what it may offer.
+    """
+    segments = segments_of(model)
+    if segments is None:
+        raise UsageError(
+            f"{type(model).__name__} can't be cut into stages",
+            where="distributed.strategy: pipeline",
+            why="a pipeline needs the forward pass as a chain of modules",
+            fix="give the model a method segments() -> [(name, module)], each taking what the one before it returns; "
+            "or make it an nn.Sequential; or let torch trace it: lockstep.models.traced.trace(model, example inputs)",
+        )
+    return segments
+
+
 def num_samples(batch: Any) -> int:
     """The size of the first dim of the first tensor in `batch`."""
     if isinstance(batch, Tensor):

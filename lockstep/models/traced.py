@@ -38,8 +38,10 @@ def trace(model: nn.Module, *example: Tensor) -> "Chain":
         raise UsageError("there are no repeated blocks to cut between", fix="give the model segments() of its own")
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     was_training = model.training
-    cuts = [_Cutter(_exported(model.train(mode), example), blocks, parameters).cut() for mode in (True, False)]
-    model.train(was_training)
+    try:
+        cuts = [_Cutter(_exported(model.train(mode), example), blocks, parameters).cut() for mode in (True, False)]
+    finally:
+        model.train(was_training)
     names = ["inputs", *blocks, "outputs"]
     pieces = {name: Piece(one, other, model) for name, one, other in zip(names, *cuts, strict=True)}
     return Chain(model, {name: piece for name, piece in pieces.items() if piece.computes}, len(example))
@@ -58,6 +60,7 @@ class Chain(nn.Module):
         for name, child in model.named_children():
             self.add_module(name, child)
         self._names, self._pieces = list(pieces), nn.ModuleList(pieces.values())
+        self._borrows = {name: piece.borrows for name, piece in pieces.items()}
         self._arguments = list(inspect.signature(model.forward).parameters)[:num_inputs]
         for key in ("inputs", "loss", "count", "loss_reduction"):
             if hasattr(model, key):
@@ -79,7 +82,7 @@ class Chain(nn.Module):
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
         """What pieces borrow: all that they use."""
-        return {name: dict(piece.borrows) for name, piece in zip(self._names, self._pieces, strict=True)}  # type: ignore[arg-type]
+        return self._borrows
 
     def forward(self, *inputs: Any) -> Any:
         """The whole pass."""

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import Config
 from lockstep.errors import UsageError
-from lockstep.parallel.compression import compress
 from lockstep.parallel.placed import contiguous_shares
 from lockstep.parallel.placement import Laid, Placement, shared_out
 
@@ -34,11 +33,9 @@ _OTHER_ENGINES = {
 
 def lay(placement: Placement) -> Laid:
     """A replica on every rank, wrapped by Accelerate."""
-    p, mesh = placement, placement.mesh
-    assert mesh is not None
+    p = placement
     p.materialise()
-    compression = compress(p.model, mesh["replicate"], p.config, undoable=p.precision.mode == "fp16")
-    p.notices += compression.notices
+    compression = p.compress()
     prepared = prepare(p.model, p.config, p.device, compression.hook)
     micro_step = p.loop(
         prepared.model,

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import DDPConfig
 from lockstep.errors import RunError
 from lockstep.monitor.phases import watch_ddp
-from lockstep.parallel.compression import Hook, compress
+from lockstep.parallel.compression import Hook
 from lockstep.parallel.placed import Share, contiguous_shares
 from lockstep.parallel.placement import Laid, Placement, shared_out
 from lockstep.parallel.tree import tree_shares
@@ -34,8 +34,7 @@ def lay(placement: Placement) -> Laid:
     p, mesh = placement, placement.mesh
     assert mesh is not None
     p.materialise()
-    compression = compress(p.model, mesh["replicate"], p.config, undoable=p.precision.mode == "fp16")
-    p.notices += compression.notices
+    compression = p.compress()
     wrapped = apply_ddp(p.model, mesh, p.config.distributed.ddp, compression.hook)
     micro_step = p.loop(
         wrapped,

@@ -14,7 +14,7 @@ from lockstep.config import Config
 from lockstep.mesh import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
-from lockstep.parallel.compression import Compression
+from lockstep.parallel.compression import Compression, compress
 from lockstep.parallel.initial import FirstValues, materialise
 from lockstep.parallel.loop import looped
 from lockstep.parallel.placed import MicroStep
@@ -76,6 +76,14 @@ class Placement:
         else:
             self.model.to_empty(device=self.device)
             materialise(self.model, self.first, self.model.named_parameters())
+
+    def compress(self) -> Compression:
+        """What replicas send in place of their gradients, as the config says; the model is whole, and on its device."""
+        assert self.mesh is not None
+        undoable = self.precision.mode == "fp16"
+        compression = compress(self.model, self.mesh["replicate"], self.config, undoable=undoable)
+        self.notices += compression.notices
+        return compression
 
     def loop(self, runs: nn.Module, *, objective: Objective | None = None, **synchronise: Any) -> MicroStep:
         """The loop's micro-step.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lockstep.config import Config
 from lockstep.errors import UsageError
 from lockstep.models.chain import lent, shared_parameters_of
-from lockstep.models.protocol import segments_of
+from lockstep.models.protocol import require_segments
 from lockstep.parallel.pipeline.partition import KEY, Partition, balanced_cuts, table
 from lockstep.plan.workload import Workload, workload_of
 
@@ -58,13 +58,7 @@ def measure(work: Workload, config: Config, device: torch.device, rounds: int = 
         model = work.make()
     if init_weights := getattr(model, "init_weights", None):
         init_weights()  # numbers that happened to lie in memory may be slow ones
-    segments = segments_of(model)
-    if segments is None:
-        raise UsageError(
-            f"{type(model).__name__} is no chain of segments",
-            where="model.name",
-            fix="give it a method segments() -> [(name, module)]",
-        )
+    segments = require_segments(model)
     objective = work.objective(model)
     batch = work.batch(config.training.batch_size, device)
     borrowed = shared_parameters_of(model)

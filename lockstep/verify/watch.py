@@ -1,6 +1,7 @@
 """Sees what a trainer's steps see: samples, gradients as the optimizer gets them, outputs of modules."""
 
 import hashlib
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.parallel.divergence import fingerprint
-from lockstep.parallel.placed import Share, local
+from lockstep.parallel.placed import Ledger, Share, local
 from lockstep.records import StepRecord, plain
 from lockstep.trainer import Trainer
 from lockstep.verify import switches
@@ -35,9 +36,10 @@ class Watch:
         self._sizes: dict[str, Tensor] = {}
         self._outputs: list[tuple[str, int]] = []
         self._slots, self._factor = 1, 1.0
-        self._run = trainer.step.run
-        trainer.step.run = self._watched  # type: ignore[method-assign]
         self._opened = ExitStack()
+        self._run = trainer.placed.forward_backward
+        trainer.placed.forward_backward = self._watched
+        self._opened.callback(setattr, trainer.placed, "forward_backward", self._run)
         self._opened.callback(trainer.optimizer.register_step_pre_hook(self._before_update).remove)
         if outputs:
             self._opened.enter_context(switches.outputs_of(trainer.placed.parts, self._outputs))
@@ -79,13 +81,13 @@ class Watch:
             scale *= min(1.0, clip.value / (float(plain(done.grad_norm)) + 1e-6))
         return scale
 
-    def _watched(self, shares: list[Share], slots: int, samples: int) -> StepRecord:
+    def _watched(self, shares: Sequence[Share], ledger: Ledger, factor: float) -> None:
         self._samples = {share.index: _hash(share.batch) for share in shares if share.real and share.batch is not None}
-        self._slots, self._factor = slots, self._trainer.step.factor
+        self._slots, self._factor = ledger.slots, factor
         self.gradients, self.prints = {}, {}
         self._outputs.clear()
         self._sizes.clear()
-        return self._run(shares, slots, samples)
+        self._run(shares, ledger, factor)
 
     def _before_update(self, *_: object) -> None:
         for name, parameter in self._trainer.placed.parameters.items():

@@ -8,7 +8,7 @@ from torch import nn
 from lockstep.config import Config
 from lockstep.errors import UsageError
 from lockstep.mesh import Layout
-from lockstep.models.protocol import segments_of
+from lockstep.models.protocol import require_segments
 from lockstep.parallel.pipeline.holding import Segments, Survey, survey
 from lockstep.parallel.pipeline.partition import Partition, partition, table
 from lockstep.parallel.pipeline.schedules import ScheduleFacts, facts_of
@@ -60,15 +60,7 @@ def plan_of(model: nn.Module, ranks: int, config: Config) -> Plan:
         UsageError: the model is no chain of segments, or stages, ranks and cuts do not agree.
     """
     pipeline = config.distributed.pipeline
-    segments = segments_of(model)
-    if segments is None:
-        raise UsageError(
-            f"{type(model).__name__} can't be cut into stages",
-            where="distributed.strategy: pipeline",
-            why="a pipeline needs the forward pass as a chain of modules",
-            fix="give the model a method segments() -> [(name, module)], each taking what the one before it returns; "
-            "or make it an nn.Sequential; or let torch trace it: lockstep.models.traced.trace(model, example inputs)",
-        )
+    segments = require_segments(model)
     facts = facts_of(pipeline.schedule, pipeline.stages_per_rank)
     if facts.splits_backward and config.training.compile:
         raise UsageError(
