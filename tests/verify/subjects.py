@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from lockstep.environment import rank_facts
-from lockstep.parallel import activation, compression, ddp
+from lockstep.parallel import activation, compression, ddp, placement
 from lockstep.trainer import Trainer
 from lockstep.verify import Subject
 from tests.parity.toy import Tokens, language_model
@@ -97,7 +97,7 @@ def a_broken_compression_hook() -> Subject:
             return found
         return replace(found, hook=lambda state, bucket: hook(state, bucket).then(lambda done: done.value() * 2.0))
 
-    return with_patch(ddp, "compress", broken)
+    return with_patch(placement, "compress", broken)
 
 
 class Drifting(nn.Module):
