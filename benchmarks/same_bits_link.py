@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tests.hosts import hosts
-from tests.parity.link import SIZE, all_of
+from tests.parity.link import LENGTH, SIZE, all_of
 from tests.ranks import run_ranks
 
 RESULT = Path(__file__).parent / "results" / "same_bits_link.md"
@@ -54,7 +54,7 @@ def _text(rows: list[str], rate: str, rounds: int) -> str:
             f"`python -m benchmarks.same_bits_link --write --rate {rate}`; torch {torch.__version__}, "
             f"{platform.machine()}, {os.cpu_count()} cores; two hosts, one rank each, {rate} each way.",
             "",
-            f"Transformer of {SIZE['n_layer']} layers, width {SIZE['n_embd']}, four micro-batches a step. Megabytes",
+            f"Transformer of {SIZE['n_layer']} layers, width {SIZE['n_embd']}, four micro-batches of two samples of {LENGTH} tokens a step. Megabytes",
             f"that both hosts send per step, seconds per step; medians of {rounds} rounds of two steps, both modes in",
             "turn; the last column is the median of the rounds' ratios. Plain shards send more: gloo's reduce-scatter",
             "is an all-reduce of which a part is kept.",

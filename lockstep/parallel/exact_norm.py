@@ -9,13 +9,14 @@ Source: the idea of pre-rounding, Demmel and Nguyen 2013, "Fast Reproducible Flo
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_AT_ONCE = {"cpu": 1 << 16}  # elements of which float64 copies exist at a time: what fits a CPU's cache
+_AT_ONCE = {"cpu": 1 << 15}  # elements of which float64 copies exist at a time: what fits a CPU's cache
+_SMALL = 1 << 12  # gradients of fewer elements are put together: each operation on one has a price of its own
 
 
 @torch.no_grad()
@@ -29,29 +30,51 @@ def exact_norm(
         groups: over which the others are spread.
         elements: in all gradients of all ranks, or an upper bound that does not depend on the layout.
     """
-    largest = torch.zeros((), device=device)
     gradients = [gradient for gradient in gradients if gradient.numel()]  # a shard may be empty
-    if gradients:
-        largest = torch.nn.utils.get_total_norm(gradients, float("inf")).float()
-    largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose a nan
+    largest = _largest(gradients, device).nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum may lose a nan
     for group in groups:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    bits = 62 - math.ceil(math.log2(max(2, elements)))
+    bits = min(36, 62 - math.ceil(math.log2(max(2, elements))))
     exponent = torch.frexp(largest.nan_to_num(posinf=0.0))[1].long()
-    coarse, fine = _power_of_two(bits - 2 * exponent), _power_of_two(2 * bits - 2 * exponent)
+    coarse, finer = _power_of_two(bits - 2 * exponent), float(2**bits)
     totals = torch.zeros(2, dtype=torch.int64, device=device)
-    at_once = _AT_ONCE.get(device.type, 1 << 24)
-    for gradient in gradients:
-        for piece in torch.split(gradient.reshape(-1), at_once):
-            square = piece.double().square_()
-            high = (square * coarse).round_()
-            rest = square.sub_(high / coarse).mul_(fine).round_()
-            totals[0] += high.long().sum()
-            totals[1] += rest.long().sum()
+    for squares, high in _squares(gradients, device):
+        torch.round(squares.mul_(coarse), out=high)
+        totals[0] += _whole(high)
+        totals[1] += _whole(squares.sub_(high).mul_(finer).round_())
     for group in groups:
         dist.all_reduce(totals, group=group)
-    squares = totals[0].double() / coarse + totals[1].double() / fine
-    return torch.where(torch.isinf(largest), largest, squares.sqrt().float())
+    square = (totals[0].double() + totals[1].double() / finer) / coarse
+    return torch.where(torch.isinf(largest), largest, square.sqrt().float())
+
+
+def _largest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The largest absolute value, or nan where one is; 0-dim float32."""
+    if not gradients:
+        return torch.zeros((), device=device)
+    if device.type != "cpu":
+        return torch.nn.utils.get_total_norm(gradients, float("inf")).float()
+    extremes = [extreme for gradient in gradients for extreme in torch.aminmax(gradient)]  # ten times as fast there
+    return torch.stack(extremes).float().abs().max()
+
+
+def _squares(gradients: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """The squares of all elements, in float64, some at a time; and room for as many. The caller may write to both."""
+    small = [gradient.reshape(-1) for gradient in gradients if gradient.numel() < _SMALL]
+    large = [gradient.reshape(-1) for gradient in gradients if gradient.numel() >= _SMALL]
+    flats = [*large, *([torch.cat(small)] if small else [])]
+    at_once = min(_AT_ONCE.get(device.type, 1 << 24), max((flat.numel() for flat in flats), default=0))
+    work = torch.empty(2, at_once, dtype=torch.float64, device=device)  # once: fresh memory costs page faults
+    for flat in flats:
+        for piece in torch.split(flat, at_once):
+            values, room = work[:, : piece.numel()]
+            yield values.copy_(piece).square_(), room
+
+
+def _whole(values: Tensor) -> Tensor:
+    """The sum of float64 values that are whole numbers, exactly, in int64."""
+    # On a CPU there are 2^16 of at most 36 bits, whose sum float64 holds, in whichever order it is made.
+    return values.sum().long() if values.device.type == "cpu" else values.long().sum()
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

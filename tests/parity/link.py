@@ -12,6 +12,7 @@ from tests.parity.same_bits import trainer_for
 from tests.parity.toy import Tokens
 
 SIZE = {"n_embd": 192, "n_layer": 6, "mlp_hidden": 768}
+LENGTH = 64  # tokens a sample
 WARM_UP = 2  # steps; DDP cuts its buckets anew in the second
 SIDES = (False, True)
 
@@ -39,7 +40,7 @@ def plain_and_reproducible(topology: str, rounds: int, steps: int) -> dict[str, 
         }
         trainer = trainer_for(topology, "transformer", settings, **SIZE)
         assert isinstance(trainer, Trainer)
-        sides.append(iter(trainer.steps(Tokens())))
+        sides.append(iter(trainer.steps(Tokens(LENGTH))))
         for _ in range(WARM_UP):
             next(sides[-1])
     sent: list[list[float]] = [[], []]

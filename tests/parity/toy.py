@@ -19,12 +19,15 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 
     deterministic = True
 
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
-        ids = torch.randint(0, VOCAB, (LENGTH + 1,), generator=generator)
+        ids = torch.randint(0, VOCAB, (self.length + 1,), generator=generator)
         targets = ids[1:].clone()
         targets[: index % 7] = -100
         return {"input_ids": ids[:-1], "targets": targets}

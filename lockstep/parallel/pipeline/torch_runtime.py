@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleDualPipeV, get_schedule_class
 
 from lockstep.errors import RunError
 
@@ -360,9 +360,22 @@ class Schedule:
         self._schedule.step(**targets, return_outputs=False)
 
 
+class _Unpaired(ScheduleDualPipeV):
+    """DualPipeV with each forward pass that it pairs with a backward pass in its own place.
+
+    torch's runtime computes the two of a pair one after the other, and sends what the first one put out when the second
+    one is done too: the next stage would wait for nothing.
+    """
+
+    def _calculate_single_rank_operations(self, rank: int) -> list[Any]:
+        paired = super()._calculate_single_rank_operations(rank)
+        return [part for action in paired for part in (action and action.sub_actions) or (action,)]
+
+
 def build(name: str, stages: Sequence[Any], count: int) -> Any:
     """The schedule object of torch's; `stages` may be stand-ins where it is not to be run."""
     kind: Any = get_schedule_class(name)
+    kind = _Unpaired if kind is ScheduleDualPipeV else kind
     several = issubclass(kind, PipelineScheduleMulti)
     schedule = kind(
         list(stages) if several else stages[0],
@@ -401,7 +414,7 @@ def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[lis
         for _ in range(stages_per_rank)
     ]  # fmt: skip
     order = build(name, stand_ins, count).pipeline_order
-    return [[a for entry in order[rank] if entry is not None for a in _computations(entry)] for rank in range(ranks)]
+    return [[_action(entry) for entry in order[rank] if _computes(entry)] for rank in range(ranks)]
 
 
 def _one_forward_one_backward(rank: int, ranks: int, count: int) -> list[Action]:
@@ -412,10 +425,9 @@ def _one_forward_one_backward(rank: int, ranks: int, count: int) -> list[Action]
     return forward[:ahead] + pairs + backward[count - ahead :]
 
 
-def _computations(entry: Any) -> list[Action]:
-    if entry.sub_actions:
-        return [action for part in entry.sub_actions for action in _computations(part)]
-    kind = entry.computation_type.value
-    if kind not in ("F", "B", "I", "W"):
-        return []
-    return [Action(kind, entry.stage_index, entry.microbatch_index)]
+def _computes(entry: Any) -> bool:
+    return entry is not None and entry.computation_type.value in ("F", "B", "I", "W")
+
+
+def _action(entry: Any) -> Action:
+    return Action(entry.computation_type.value, entry.stage_index, entry.microbatch_index)
