@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.cluster import all_reduce, barrier, cleanup, is_main_process, local_rank, rank, setup, world_size
+    from lockstep.cluster import cleanup, setup
+    from lockstep.collectives import all_reduce, barrier, is_main_process, local_rank, rank, world_size
     from lockstep.config import Config
     from lockstep.data.sampler import DistributedSampler
     from lockstep.errors import LockstepError, RunError, UsageError
@@ -24,9 +25,10 @@ _HOME = {
     "LockstepError": "lockstep.errors",
     "RunError": "lockstep.errors",
     "UsageError": "lockstep.errors",
+    "setup": "lockstep.cluster",
+    "cleanup": "lockstep.cluster",
     **dict.fromkeys(
-        ("setup", "cleanup", "rank", "world_size", "local_rank", "is_main_process", "barrier", "all_reduce"),
-        "lockstep.cluster",
+        ("rank", "world_size", "local_rank", "is_main_process", "barrier", "all_reduce"), "lockstep.collectives"
     ),
 }
 

@@ -1,39 +1,27 @@
 """Who am I, who else is there: the device of this rank, and the process group that joins the ranks.
 
 `setup()` does, in this order: environment variables, the device from the *local* rank, the number of CPU threads, the
-rendezvous, the process group. The rendezvous is built here rather than by `init_process_group(init_method=…)`, so that
-one machine needs no MASTER_ADDR, a restarted run never reads the keys of the attempt before it, and a port in use is
-one clear message.
-
-Source: torch.distributed's `env://` and `tcp://` conventions (docs.pytorch.org/docs/stable/distributed.html).
+rendezvous, the process group. The rendezvous is Lockstep's rather than that of `init_process_group(init_method=…)`, so
+that one machine needs no MASTER_ADDR, a restarted run never reads the keys of the attempt before it, and a port in use
+is one clear message.
 """
 
 import atexit
 import datetime
-import hashlib
-import ipaddress
 import logging
 import os
-import socket
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, overload
-from urllib.parse import urlparse
 
-import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from lockstep import groups
 from lockstep.config import DistributedConfig
-from lockstep.environment import RankFacts, parent_identity, rank_facts
-from lockstep.errors import RunError, UsageError
-
-DEFAULT_PORT = 29500  # torchrun's
-ReduceOp = Literal["mean", "sum", "max", "min"]
+from lockstep.cores import threads_per_rank
+from lockstep.environment import RankFacts, rank_facts
+from lockstep.errors import UsageError
+from lockstep.rendezvous import rendezvous
 
 _log = logging.getLogger("lockstep")
 
@@ -107,82 +95,6 @@ def environment(config: DistributedConfig) -> dict[str, str]:
     return switches[config.debug] | {name: str(value) for name, value in config.env.items()}
 
 
-def rank() -> int:
-    """This process's rank, 0 when it runs alone."""
-    return dist.get_rank() if dist.is_initialized() else rank_facts().rank
-
-
-def world_size() -> int:
-    """The number of ranks, 1 when this process runs alone."""
-    return dist.get_world_size() if dist.is_initialized() else rank_facts().world_size
-
-
-def local_rank() -> int:
-    """This process's index on its machine."""
-    return rank_facts().local_rank
-
-
-def is_main_process() -> bool:
-    """Whether this is rank 0."""
-    return rank() == 0
-
-
-def barrier() -> None:
-    """Wait until every rank is here. All ranks must call it."""
-    if _joined():
-        dist.barrier()
-
-
-@overload
-def all_reduce(value: torch.Tensor, op: ReduceOp = ...) -> torch.Tensor: ...
-@overload
-def all_reduce(value: float, op: ReduceOp = ...) -> float: ...
-def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tensor | float:
-    """`value` reduced over all ranks; every rank gets the result. All ranks must call it.
-
-    Args:
-        value: a number, or a tensor of the same shape and dtype on every rank (left as it is).
-        op: "mean", "sum", "max" or "min".
-
-    Returns:
-        a float for "mean" of numbers, a number of the same kind for the others; for a tensor a new tensor of its
-        shape, on its device.
-
-    Raises:
-        UsageError: `op` is none of these, or the mean of an integer tensor is asked for.
-    """
-    operations = {
-        "mean": dist.ReduceOp.SUM,
-        "sum": dist.ReduceOp.SUM,
-        "max": dist.ReduceOp.MAX,
-        "min": dist.ReduceOp.MIN,
-    }
-    if op not in operations:
-        raise UsageError(f"all_reduce can't do {op!r}", fix=f"choose one of {', '.join(operations)}")
-    if not isinstance(value, torch.Tensor):
-        whole = isinstance(value, int) and op != "mean"
-        number = torch.tensor(value, dtype=torch.int64 if whole else torch.float64)
-        return all_reduce(number, op).item()
-    if op == "mean" and not (value.is_floating_point() or value.is_complex()):
-        raise UsageError(
-            f"the mean of a tensor of {value.dtype} isn't of that dtype", where="all_reduce", fix="pass value.float()"
-        )
-    result = value.detach().clone(memory_format=torch.contiguous_format)
-    if _joined():
-        dist.all_reduce(result, operations[op])
-        if op == "mean":
-            result /= dist.get_world_size()
-    return result
-
-
-def _joined() -> bool:
-    if dist.is_initialized():
-        return True
-    if rank_facts().world_size > 1:
-        raise UsageError("this rank has not joined the others yet", fix="call lockstep.setup() first")
-    return False
-
-
 # ---- device, threads, backend ----
 
 
@@ -214,12 +126,6 @@ def _share_out_threads(facts: RankFacts) -> None:
         torch.set_num_threads(threads_per_rank(facts.local_world_size))
 
 
-def threads_per_rank(local_world_size: int) -> int:
-    """Cores that this process may use, over the ranks on this machine; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(1, local_world_size))
-
-
 def _choose_backend(wanted: str, device: torch.device) -> str:
     if wanted == "mpi" and not dist.is_mpi_available():
         raise UsageError(
@@ -243,44 +149,7 @@ def _warn_of_nccl_timeout(facts: RankFacts) -> None:
         )
 
 
-# ---- addresses ----
-
-
-def address_towards(host: str) -> str | None:
-    """This machine's address on the way to `host`; None where the name doesn't resolve or there is no way."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing: it only looks up the route
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
-
-
-def gloo_interface(host: str) -> dict[str, str]:
-    """GLOO_SOCKET_IFNAME, where gloo has to be told.
-
-    gloo offers its peers the address that the host's own name resolves to. Where that is the loopback, as on Debian and
-    in containers, other machines can't reach it; the interface towards `host`, the machine of rank 0, is the right one.
-    """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return {}
-    own, towards = address_towards(socket.gethostname()), address_towards(host)
-    if towards is None or _is_loopback(towards) or (own is not None and not _is_loopback(own)):
-        return {}
-    names = [
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(address.address.partition("%")[0] == towards for address in addresses)
-    ]
-    return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-# ---- rendezvous ----
+# ---- the process group ----
 
 
 def _join(config: DistributedConfig, facts: RankFacts, device: torch.device, backend: str) -> None:
@@ -306,77 +175,3 @@ def _join(config: DistributedConfig, facts: RankFacts, device: torch.device, bac
 def _leave_at_exit() -> None:
     with suppress(Exception):  # the interpreter is going down and peers may be gone: nobody can be told any more
         cleanup()
-
-
-def rendezvous(config: DistributedConfig, facts: RankFacts, timeout: datetime.timedelta) -> Store:
-    """The key-value store where the ranks find each other, its keys apart from those of an earlier attempt."""
-    store: Store
-    method = urlparse(config.init_method)
-    if method.scheme == "tcp" and method.hostname and method.port:
-        store = _tcp_store(method.hostname, method.port, facts, timeout, hosted_elsewhere=False)
-    elif method.scheme == "env" and "MASTER_ADDR" in os.environ:
-        port = int(os.environ.get("MASTER_PORT", DEFAULT_PORT))
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process hosts it
-        store = _tcp_store(os.environ["MASTER_ADDR"], port, facts, timeout, hosted_elsewhere=agent)
-    elif method.scheme == "env":
-        store = _file_store(facts)
-    else:
-        raise UsageError(
-            f"distributed.init_method {config.init_method!r} is neither env:// nor tcp://HOST:PORT",
-            fix="leave it out: the launcher knows the address",
-        )
-    if facts.num_nodes > 1:
-        os.environ.update(gloo_interface(method.hostname or os.environ["MASTER_ADDR"]))
-    store.set_timeout(timeout)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"lockstep/attempt-{attempt}", store)
-
-
-def _tcp_store(host: str, port: int, facts: RankFacts, timeout: datetime.timedelta, *, hosted_elsewhere: bool) -> Store:
-    hosting = facts.rank == 0 and not hosted_elsewhere
-    try:
-        return TCPStore(host, port, facts.world_size, is_master=hosting, timeout=timeout, multi_tenant=True)
-    except dist.DistNetworkError as error:
-        if hosting and "EADDRINUSE" in str(error):
-            raise UsageError(
-                f"port {port} is in use on this machine",
-                where=f"rank 0, which hosts the meeting point of the {facts.world_size} ranks at {host}:{port}",
-                why="another run is there, or an earlier one has not gone yet",
-                fix="choose another --master-port (MASTER_PORT); on one machine `lockstep train` finds a free one",
-            ) from error
-        raise _nobody_there(host, port, facts, timeout, error) from error
-    except dist.DistStoreError as error:
-        raise _nobody_there(host, port, facts, timeout, error) from error
-
-
-def _nobody_there(host: str, port: int, facts: RankFacts, timeout: datetime.timedelta, error: Exception) -> RunError:
-    return RunError(
-        f"rank {facts.rank} did not meet the other ranks at {host}:{port} within {timeout.total_seconds():g} s",
-        why=str(error).splitlines()[0],
-        fix=f"check that all {facts.world_size} ranks were started, that {host} is the machine of rank 0 and that it"
-        " can be reached from here: on that port for meeting, on any port for the traffic between ranks",
-    )
-
-
-def _file_store(facts: RankFacts) -> Store:
-    """No address was given: ranks of one machine meet in a file whose name all of them can work out."""
-    if facts.num_nodes > 1:
-        raise UsageError(
-            f"{facts.world_size} ranks on {facts.num_nodes} machines need an address to meet at",
-            where="the environment: MASTER_ADDR is not set",
-            fix="set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there; under Slurm:"
-            ' export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500',
-        )
-    name = f"lockstep-{os.getuid()}-{_job_name(facts)}"
-    path = Path(tempfile.gettempdir(), name)
-    if facts.rank == 0:
-        atexit.register(path.unlink, missing_ok=True)
-    return FileStore(str(path), facts.world_size)
-
-
-def _job_name(facts: RankFacts) -> str:
-    """Something that the ranks of this job share and no other job has: the scheduler's job, or the common parent."""
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "TORCHELASTIC_RUN_ID")
-    known = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return hashlib.sha256(f"{known or parent_identity()} {attempt} {facts.world_size}".encode()).hexdigest()[:16]

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep import cluster
+from lockstep import cluster, collectives, rendezvous
 from lockstep.config import DistributedConfig
-from lockstep.environment import RankFacts
+from lockstep.environment import RankFacts, rank_facts
 from lockstep.errors import LockstepError, RunError, UsageError
 from tests.ranks import REPOSITORY, free_port
 
@@ -159,10 +159,10 @@ def test_alone_no_group_is_needed() -> None:
     here = cluster.setup()
     assert here.backend == "none"
     assert not dist.is_initialized()
-    assert (cluster.rank(), cluster.world_size(), cluster.is_main_process()) == (0, 1, True)
-    assert cluster.all_reduce(3.0, "sum") == 3.0
-    assert cluster.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
-    cluster.barrier()
+    assert (collectives.rank(), collectives.world_size(), collectives.is_main_process()) == (0, 1, True)
+    assert collectives.all_reduce(3.0, "sum") == 3.0
+    assert collectives.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
+    collectives.barrier()
 
 
 def test_a_group_that_exists_is_used_and_left_alone() -> None:
@@ -177,9 +177,9 @@ def test_a_group_that_exists_is_used_and_left_alone() -> None:
 
 def test_all_reduce_refuses_what_it_cannot_do() -> None:
     with pytest.raises(UsageError, match="mean, sum, max, min"):
-        cluster.all_reduce(1.0, "product")  # type: ignore[call-overload]
+        collectives.all_reduce(1.0, "product")  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="int64"):
-        cluster.all_reduce(torch.ones(2, dtype=torch.int64))
+        collectives.all_reduce(torch.ones(2, dtype=torch.int64))
 
 
 def test_trap_34_nccl_timeout_variables_are_said_to_do_nothing(
@@ -278,7 +278,7 @@ def test_a_restarted_rank_does_not_read_what_the_attempt_before_it_wrote(monkeyp
     seen = []
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        meeting = cluster.rendezvous(DistributedConfig(), cluster.rank_facts(), datetime.timedelta(seconds=5))
+        meeting = rendezvous.rendezvous(DistributedConfig(), rank_facts(), datetime.timedelta(seconds=5))
         seen.append(meeting.check(["rank0"]))
         meeting.set("rank0", "an address")
     assert seen == [False, False]
@@ -315,27 +315,13 @@ def test_errors_of_setup_can_be_told_between_ranks() -> None:
     assert str(again) == str(error)
 
 
-def test_a_host_whose_name_is_the_loopback_offers_gloo_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Debian, where the host's own name is 127.0.1.1: its peers would connect to themselves."""
-    routes = {socket.gethostname(): "127.0.1.1", "first": "10.1.2.3", "self": "127.0.0.1"}
-    monkeypatch.setattr(cluster, "address_towards", routes.get)
-    card = type("Address", (), {"address": "10.1.2.3"})
-    monkeypatch.setattr(cluster.psutil, "net_if_addrs", lambda: {"lo": [], "eth7": [card]})
-    assert cluster.gloo_interface("first") == {"GLOO_SOCKET_IFNAME": "eth7"}
-    assert cluster.gloo_interface("self") == {}
-    routes[socket.gethostname()] = "10.1.2.3"
-    assert cluster.gloo_interface("first") == {}
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    assert cluster.gloo_interface("first") == {}
-
-
 def test_the_meeting_file_is_this_jobs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs of one user on one machine must not meet; nor a restarted one with its own past."""
     facts = RankFacts(world_size=2, local_world_size=2)
-    names = {cluster._job_name(facts)}
+    names = {rendezvous._job_name(facts)}
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    names.add(cluster._job_name(facts))
+    names.add(rendezvous._job_name(facts))
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    names.add(cluster._job_name(facts))
+    names.add(rendezvous._job_name(facts))
     assert len(names) == 3
     assert Path(f"/proc/{os.getppid()}").exists()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.launch.local import LaunchOptions
+    from lockstep.launch.options import LaunchOptions
 
 EPILOG = "Exit codes: 0 done; 1 the run failed; 2 the command or config is wrong; 75 preempted and saved."
 FLAG = "flag:"  # marks the short names of keys among the parsed arguments
@@ -117,7 +117,7 @@ def add_launch_options(parser: Parser) -> None:
 
 def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "LaunchOptions":
     """What was said about processes and machines; checked as a whole where ranks are to be started at once."""
-    from lockstep.launch.local import LaunchOptions
+    from lockstep.launch.options import LaunchOptions
 
     conf = dict(pair.partition("=")[::2] for pair in given.rdzv_conf.split(",") if pair)
     options = LaunchOptions(

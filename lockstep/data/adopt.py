@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
-from lockstep import cluster
+from lockstep import collectives
 from lockstep.config import DataConfig
 from lockstep.data.batches import Assign, StepSource
 from lockstep.data.iterable import IterableSteps
@@ -192,4 +192,4 @@ def _hugging_face_stream(data: Any) -> bool:
 
 
 def _on_any_rank(mine: bool) -> bool:
-    return bool(cluster.all_reduce(float(mine), op="max"))
+    return bool(collectives.all_reduce(float(mine), op="max"))

@@ -15,6 +15,7 @@ from lockstep.diagnose.facts import machine_facts, own_facts
 from lockstep.diagnose.verdicts import ALL, BAD, CHEAP, Line
 from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, UsageError
+from lockstep.network import address_towards, interface_of
 
 _SECONDS = 60.0  # that ranks wait for one another
 
@@ -112,18 +113,16 @@ def _of(config: Any) -> tuple[str | None, list[str]]:
 def _store(settings: Any) -> Any:
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-    from lockstep import cluster
+    from lockstep.rendezvous import rendezvous
 
     facts = rank_facts()
     if facts.launcher == "none":
         return HashStore()
-    return cluster.rendezvous(settings, facts, datetime.timedelta(seconds=_SECONDS))
+    return rendezvous(settings, facts, datetime.timedelta(seconds=_SECONDS))
 
 
 def _way(exchange: measure.Exchange, everybody: list[Any]) -> tuple[list[Line], str | None]:
     """Each machine's name and way to rank 0's address; rank 0's lines, and others' that are not good."""
-    from lockstep.cluster import address_towards
-
     target = exchange.all(network.meeting_host())[0]
     own = network.own_name() + ([] if target is None else network.way_to(target))
     told: list[Line] = []
@@ -145,4 +144,4 @@ def _join(cluster: Any, settings: Any) -> tuple[Any, str | None]:
 def _link(everybody: list[Any], address: str | None) -> float | None:
     if len({one["machine"] for one in everybody}) == 1 or address is None:
         return None
-    return network.link_rate(network.interface_of(address))
+    return network.link_rate(interface_of(address))

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lockstep import cores
 from lockstep.environment import rank_facts
 
 VARIABLES = re.compile(r"^(NCCL|TORCH|GLOO|CUDA|OMP|MKL|PYTORCH|UCX|FI)_")
@@ -53,8 +54,9 @@ def machine_facts(run_directory: Path) -> dict[str, Any]:
         "limits": {name: resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0] for name in ("NOFILE", "MEMLOCK")},
         "shared_memory": _space(Path("/dev/shm")),
         "disk": _space(run_directory),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
+        "cores": len(cores.allowed()),
+        "numa_nodes": len(cores.numa_nodes()) or 1,
+        "numa_node": cores.bound_node(),
         "infiniband": infiniband(),
         "topology": _output("nvidia-smi", "topo", "-m") if gpus() else "",
     }

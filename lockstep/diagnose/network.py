@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 
 from lockstep.diagnose.verdicts import BAD, GOOD, WARN, Line
+from lockstep.network import address_towards, interface_of
 
 
 def own_name() -> list[Line]:
@@ -20,8 +21,6 @@ def own_name() -> list[Line]:
 
 def way_to(host: str) -> list[Line]:
     """Whether `host`, the meeting point, has an address, and which way leads there."""
-    from lockstep.cluster import address_towards
-
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
     except OSError as error:
@@ -35,16 +34,6 @@ def way_to(host: str) -> list[Line]:
     rate = link_rate(name)
     speed = f", {rate * 8 / 1e6:,.0f} Mbit/s" if rate else ""
     return [Line(GOOD, "meeting point", f"{host} is {', '.join(addresses)}; the way is {own} on {name or '?'}{speed}")]
-
-
-def interface_of(address: str) -> str | None:
-    """The interface that has this address."""
-    import psutil
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
-            return str(name)
-    return None
 
 
 def link_rate(interface: str | None) -> float | None:

@@ -156,7 +156,9 @@ def limits(facts: Facts) -> Iterator[Line]:
             found = f"{one['local_world_size']} ranks × {threads} threads on {one['cores']} cores{_at(one, facts)}"
             yield Line(WARN, "CPU", found, "fewer ranks, or OMP_NUM_THREADS lower")
     cores = ", ".join(dict.fromkeys(f"{one['cores']} cores, {one['numa_nodes']} NUMA node(s)" for one in machines))
-    yield Line(GOOD, "CPU", f"{cores} for {machines[0]['local_world_size']} rank(s) a machine")
+    bound = [one["numa_node"] for one in facts if one["machine"] == machines[0]["machine"]]
+    where = "" if None in bound else f", bound to NUMA nodes {', '.join(map(str, bound))}"
+    yield Line(GOOD, "CPU", f"{cores} for {len(bound)} rank(s) a machine{where}")
 
 
 def disk(facts: Facts) -> Iterator[Line]:

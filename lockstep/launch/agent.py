@@ -2,17 +2,14 @@
 
 `LocalElasticAgent` starts the ranks of one machine, watches them and starts them anew. Changed here: a signal to the
 launcher goes to the ranks, which may then take the time they need to save (the agent alone gives them 30 s); a
-second one ends them at once; a run that was told to stop, or whose config is wrong, is not restarted; ranks that are
-started anew meet in a new store, or they would read the addresses that dead ranks left in the old one.
+second one ends them at once; a run that was told to stop, or whose config is wrong, is not restarted.
 
 Source: docs.pytorch.org/docs/stable/elastic/agent.html, "Extending the agent". Loads torch.
 """
 
 import logging
 import os
-import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,15 +17,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from lockstep.errors import RunError
 from lockstep.heartbeat import forget_beats
 from lockstep.launch.failures import Failure, done_mark, first_cause, from_exit_code, read_all
 from lockstep.launch.hang import HangWatch
+from lockstep.launch.membership import Membership
+from lockstep.launch.restarts import CrashLoop
 
 PASSED_ON = {
     signal.SIGTERM: signal.SIGTERM,
@@ -64,7 +61,6 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
         self._failures, self._logs, self._on_restart = failures, logs, on_restart
         self.stop_signal: int | None = None
-        self._met_before = False
         self._watch, self._loop = watch, CrashLoop(checkpoints)
         handler: Any = spec.rdzv_handler
         self._membership = Membership(handler.num_nodes_waiting)
@@ -97,25 +93,11 @@ class Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         group: Any = worker_group  # whose fields the library declares as None
-        # The dynamic rendezvous says only once where the ranks meet: a machine that comes later would wait in vain.
-        if hasattr(group.spec.rdzv_handler, "_bootstrap_store_info"):
-            group.spec.rdzv_handler._bootstrap_store_info = None
         self._membership.check()
         super()._rendezvous(worker_group)
         self._membership.begin()
         if group.spec.rdzv_handler.get_backend() != "static":
             self._count_alike(group)
-        attempt = group.spec.max_restarts - self._remaining_restarts
-        # The dynamic rendezvous has a store of its own for each round; the static one has one for all.
-        round_name = f"lockstep/{attempt}" if group.spec.rdzv_handler.get_backend() == "static" else "lockstep"
-        if group.group_rank == 0:
-            if self._met_before:
-                self._fresh = TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)
-                group.master_port = self._fresh.port
-            group.store.set(round_name, f"{group.master_addr} {group.master_port}")
-        address, port = group.store.get(round_name).decode().split()
-        group.master_addr, group.master_port = address, int(port)
-        self._met_before = True
 
     def _count_alike(self, group: Any) -> None:
         """Agree on the number of restarts: ranks meet under it, and a machine that comes later has counted none."""
@@ -189,97 +171,6 @@ class Agent(LocalElasticAgent):
         yield
         for number in PASSED_ON:
             signal.signal(number, self.on_signal)
-
-
-class Membership:
-    """How many machines wait to join, asked for in the background, once a second.
-
-    The library asks within the loop that watches the ranks; where the link to the meeting point is cut, its store never
-    answers, and nobody would watch any more.
-
-    Args:
-        ask: the library's own question.
-    """
-
-    def __init__(self, ask: Callable[[], int]) -> None:
-        self._ask = ask
-        self.begin()
-
-    def begin(self) -> None:
-        """The machines have just met."""
-        self._found: list[int | Exception] = [0]
-        self._thread: threading.Thread | None = None
-        self._asked = time.monotonic()
-
-    def __call__(self) -> int:
-        newest = self._found[-1]
-        if isinstance(newest, Exception):
-            raise newest
-        if not self._is_asking() and time.monotonic() - self._asked > 1.0:
-            self._asked = time.monotonic()
-            self._thread = threading.Thread(target=self._run, args=(self._found,), daemon=True)
-            self._thread.start()
-        return newest
-
-    def check(self, seconds: float = 30.0) -> None:
-        """Before the machines meet again.
-
-        Raises:
-            RunError: the meeting point has not answered for so long.
-        """
-        if self._thread is not None:
-            self._thread.join(max(0.0, self._asked + seconds - time.monotonic()))
-        if self._is_asking():
-            raise RunError(
-                f"the meeting point of the machines has not answered for {time.monotonic() - self._asked:.0f} s",
-                why="the link to it is cut, or the machine that hosts it is gone",
-                fix="start the command again on all machines; the run goes on from its newest checkpoint",
-            )
-
-    def _is_asking(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def _run(self, found: list[int | Exception]) -> None:
-        try:
-            found.append(self._ask())
-        except Exception as error:  # told by the loop that watches the ranks
-            found.append(error)
-
-
-class CrashLoop:
-    """Notices that ranks fail in the same way again and again, with no checkpoint in between.
-
-    Args:
-        checkpoints: the run's folder of checkpoints; it need not be there.
-    """
-
-    LIMIT = 3  # equal failures in order
-
-    def __init__(self, checkpoints: Path) -> None:
-        self._checkpoints = checkpoints
-        self._seen: tuple[str, int] | None = None
-        self._times = 0
-
-    def check(self, cause: Failure | None) -> None:
-        """Take one failure.
-
-        Raises:
-            LockstepError: it is the third of its kind; says what was seen.
-        """
-        if cause is None:
-            return
-        steps = [int(p.name[5:]) for p in self._checkpoints.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name)]
-        seen = (re.sub(r"[\d.]+", "#", cause.what), max(steps, default=0))
-        self._times = self._times + 1 if seen == self._seen else 1
-        self._seen = seen
-        if self._times >= self.LIMIT:
-            error = cause.error()
-            raise RunError(
-                error.what, where=error.where,
-                why=f"{self._times} times in order, with no checkpoint after step {seen[1]} in between: starting again "
-                f"does not help{'; ' + error.why if error.why else ''}",
-                fix=error.fix,
-            )  # fmt: skip
 
 
 def _send(pid: int, number: int, *, group: bool = False) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from lockstep.diagnose.verdicts import BAD, WARN, Line
 from lockstep.errors import EXIT_DONE, EXIT_FAILED
-from lockstep.launch.local import Job, LaunchOptions, how_many, launch
+from lockstep.launch.local import Job, launch
+from lockstep.launch.options import LaunchOptions, how_many
 from lockstep.launch.train import in_this_process, is_rank
 from lockstep.launch.worker import run_as_worker
 

@@ -1,99 +1,34 @@
 """`lockstep train` and `lockstep launch` on this machine, as one of one or of several.
 
-    launch(Job(…), options)      N ranks through torch's elastic agent
-    how_many(options, …)         how many processes, and why
+    launch(Job(…), options, processes)      N ranks through torch's elastic agent
 
-One machine needs no address and no port: the agent's store takes a free one and hands it to the ranks, so no rank picks
-one that the others can't know. Several machines meet at `--rdzv-endpoint`, or at `--master-addr:--master-port`, where
-`--node-rank` numbers the machines. Loads torch inside functions only.
+One machine needs no address and no port: the launcher's store takes a free one and hands it to the ranks, so no rank
+picks one that the others can't know. Several machines meet at `--rdzv-endpoint`, or at `--master-addr:--master-port`,
+where `--node-rank` numbers the machines. Loads torch inside functions only.
 """
 
 import os
 import shutil
 import sys
 import tempfile
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lockstep import heartbeat
-from lockstep.errors import EXIT_FAILED, LockstepError, RunError, UsageError
+from lockstep.cores import threads_per_rank
+from lockstep.errors import EXIT_FAILED, LockstepError, RunError
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
-from lockstep.launch.meeting import endpoint, explained, is_host, meeting_host, meeting_point
+from lockstep.launch.meeting import endpoint, explained, meeting_host
+from lockstep.launch.options import LaunchOptions
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, environment_with, print_error
+from lockstep.network import interface_variables
 from lockstep.records import RunDirectory
 
 _CLOSING_SECONDS = 5.0  # for a farewell; a link that is cut would hold it for a minute
 _OTHERS_SECONDS = 2.0  # how long to wait for another machine's account of a failure
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """What people say about processes and machines, by torchrun's names."""
-
-    nproc_per_node: str | None = None
-    nnodes: str = "1"
-    node_rank: int | None = None
-    rdzv_endpoint: str | None = None
-    rdzv_id: str | None = None
-    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
-    master_addr: str | None = None
-    master_port: int | None = None
-    max_restarts: int = 0
-
-    @property
-    def nodes(self) -> tuple[int, int]:
-        """Fewest and most machines.
-
-        Raises:
-            UsageError: neither `N` nor `MIN:MAX`.
-        """
-        low, _, high = self.nnodes.partition(":")
-        try:
-            fewest, most = int(low), int(high or low)
-        except ValueError:
-            fewest, most = 0, 0
-        if not 1 <= fewest <= most:
-            raise UsageError(f"--nnodes {self.nnodes} is neither a number from 1 on nor MIN:MAX", where="--nnodes")
-        return fewest, most
-
-    @property
-    def several_nodes(self) -> bool:
-        return self.nodes[1] > 1
-
-    def check(self) -> None:
-        """Refuse what can't be started, before anything is.
-
-        Raises:
-            UsageError: naming the option.
-        """
-        fewest, most = self.nodes
-        if self.max_restarts < 0:
-            raise UsageError(f"--max-restarts {self.max_restarts} is below 0", where="--max-restarts")
-        if self.nproc_per_node not in (None, "auto", "gpu"):
-            _positive("--nproc-per-node", self.nproc_per_node, "a number from 1 on, or auto")
-        if self.master_port is not None and not 0 < self.master_port < 65536:
-            raise UsageError(f"--master-port {self.master_port} is no port", where="--master-port")
-        if self.node_rank is not None and not 0 <= self.node_rank < most:
-            raise UsageError(
-                f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}",
-                where="--node-rank",
-                why="machines are numbered from 0",
-            )
-        if most > 1 and self.rdzv_endpoint is None and self.master_addr is None:
-            raise UsageError(
-                f"--nnodes {self.nnodes} needs the address where the machines meet",
-                fix="on every machine: --rdzv-endpoint HOST:PORT, or --master-addr HOST [--master-port PORT] with"
-                " --node-rank 0, 1, …; HOST is the first machine",
-            )
-        if most > 1 and self.rdzv_endpoint is None and (self.node_rank is None or fewest != most):
-            raise UsageError(
-                "--master-addr needs --node-rank and a fixed --nnodes",
-                fix="number the machines from 0 with --node-rank, or use --rdzv-endpoint HOST:PORT, which numbers them",
-            )
 
 
 @dataclass(frozen=True)
@@ -111,38 +46,6 @@ class Job:
     logs: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     hang: tuple[float | None, float, float] = (None, 60.0, 1800.0)
-
-
-def how_many(options: LaunchOptions, *, use_gpus: bool = True, alone: str | None = None) -> tuple[int, str]:
-    """Processes on this machine, and why so many.
-
-    Args:
-        use_gpus: False where the config keeps to the CPU.
-        alone: why one process is right whatever there is, unless the user gave a number.
-    """
-    asked = options.nproc_per_node
-    if asked not in (None, "auto", "gpu"):
-        return _positive("--nproc-per-node", asked, ""), "as asked"
-    if alone is not None and asked is None:
-        return 1, alone
-    gpus = count_gpus() if use_gpus else 0
-    if gpus:
-        return gpus, "one for each visible GPU"
-    if asked == "gpu":
-        raise UsageError("--nproc-per-node gpu, but no GPU is visible here")
-    return (
-        1,
-        "no GPU is visible; --nproc-per-node N starts more"
-        if use_gpus
-        else "on the CPU; --nproc-per-node N starts more",
-    )
-
-
-def count_gpus() -> int:
-    """GPUs that torch sees."""
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def launch(job: Job, options: LaunchOptions, processes: int) -> int:
@@ -174,6 +77,7 @@ def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path,
     import signal
 
     from lockstep.launch.agent import PASSED_ON, Agent, StoppedBySignalError, quiet_library, wait_for_files
+    from lockstep.launch.handlers import open_store
 
     quiet_library()
     if options.several_nodes:
@@ -186,12 +90,13 @@ def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path,
             RunDirectory(job.logs.parent).append_event("restart", reason=reason, left=left)
 
     handlers = {number: signal.getsignal(number) for number in PASSED_ON}
-    agent = held = None
+    agent = store = None
     try:
-        held = meeting_point(options, _say)  # the others find it as long as it is held
-        spec = _worker_spec(job, options, processes)
+        store = open_store(options, _say)  # the others find it as long as it is held
+        _say_interface(options)
         agent = Agent(
-            spec, failures=failures, logs=job.logs, on_restart=on_restart, watch=watch,
+            _worker_spec(job, options, processes, store),
+            failures=failures, logs=job.logs, on_restart=on_restart, watch=watch,
             checkpoints=RunDirectory(job.logs.parent).checkpoints,
         )  # fmt: skip
         with agent.signals_kept():
@@ -214,7 +119,7 @@ def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path,
     finally:
         if agent is not None:
             _leave_the_others(agent)
-        del held
+        del store
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -228,46 +133,20 @@ def _leave_the_others(agent: Any) -> None:
     closing.join(_CLOSING_SECONDS)
 
 
-def _worker_spec(job: Job, options: LaunchOptions, processes: int) -> Any:
-    import torch.distributed.elastic.rendezvous.registry as registry
+def _worker_spec(job: Job, options: LaunchOptions, processes: int, store: Any) -> Any:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-    from lockstep.cluster import address_towards
+    from lockstep.launch.handlers import handler, own_address
 
-    fewest, most = options.nodes
-    numbered = options.rdzv_endpoint is None and (most > 1 or options.master_port is not None)
-    conf: dict[str, Any] = {"timeout": 900, **options.rdzv_conf}
-    local_address = None
-    if numbered:
-        conf["rank"] = options.node_rank or 0
-    else:
-        # The ranks meet at an address of the machine with rank 0; its host's name may not resolve elsewhere, or here.
-        local_address = address_towards(meeting_host(options))
-        hosting = is_host(options)
-        if "is_host" not in conf and hosting is not None:
-            conf["is_host"] = str(hosting).lower()
-    parameters = RendezvousParameters(
-        backend="static" if numbered else "c10d",
-        endpoint=endpoint(options),
-        run_id=options.rdzv_id or ("lockstep" if most > 1 else uuid.uuid4().hex),
-        min_nodes=fewest,
-        max_nodes=most,
-        local_addr=local_address,
-        **conf,
-    )
-    host, port = (meeting_host(options), endpoint(options).rsplit(":", 1)[1]) if numbered else (None, None)
     return WorkerSpec(
         role="rank",
         local_world_size=processes,
         entrypoint=sys.executable,
         args=tuple(job.arguments),
-        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        rdzv_handler=handler(options, store),
         max_restarts=options.max_restarts,
         monitor_interval=0.1,
-        master_addr=host,
-        master_port=None if port is None else int(port),
-        local_addr=local_address,
+        local_addr=own_address(options),
     )
 
 
@@ -281,11 +160,9 @@ def _failures_folder(logs: Path, options: LaunchOptions) -> Path:
 
 
 def _environment(job: Job, options: LaunchOptions, failures: Path, processes: int) -> dict[str, str]:
-    from lockstep.cluster import gloo_interface, threads_per_rank
-
     added = {LAUNCHER_PID: str(os.getpid()), FAILURES: str(failures.absolute())}
     if options.several_nodes:
-        added |= gloo_interface(meeting_host(options))
+        added |= interface_variables(meeting_host(options))
     added |= job.environment
     if "TORCH_FR_BUFFER_SIZE" not in os.environ:
         added.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch's flight recorder remembers
@@ -294,14 +171,14 @@ def _environment(job: Job, options: LaunchOptions, failures: Path, processes: in
     return added
 
 
-def _positive(name: str, value: str | None, wanted: str) -> int:
-    try:
-        number = int(value or "")
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise UsageError(f"{name} {value} is not {wanted}", where=name)
-    return number
+def _say_interface(options: LaunchOptions) -> None:
+    """Which interface gloo and NCCL use between machines, as the ranks' environment says."""
+    if not options.several_nodes:
+        return
+    gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME", "") for name in ("GLOO", "NCCL"))
+    if gloo or nccl:
+        which = gloo if gloo == nccl.removeprefix("=") else f"{gloo or '?'} (gloo), {nccl or '?'} (NCCL)"
+        _say(f"traffic between machines: {which}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another")
 
 
 def _say(text: str) -> None:

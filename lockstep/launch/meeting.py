@@ -4,56 +4,45 @@ Machines that are numbered (`--node-rank`) call the roll before torch's rendezvo
 does not come and two that claim one number are named. Loads torch inside functions only.
 """
 
-import datetime
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.errors import LockstepError, RunError, UsageError
+from lockstep.launch.options import LaunchOptions
+from lockstep.network import DEFAULT_PORT
 
-if TYPE_CHECKING:
-    from lockstep.launch.local import LaunchOptions
-
-DEFAULT_PORT = 29500
 _NAME_SECONDS = 30.0  # a name may come later than the machine that asks for it, as in Kubernetes
 _LOOK_SECONDS = 0.2
 
 
-def endpoint(options: "LaunchOptions") -> str:
+def endpoint(options: LaunchOptions) -> str:
     """HOST:PORT where the machines meet."""
     if options.rdzv_endpoint is not None:
         _, colon, port = options.rdzv_endpoint.rpartition(":")
         return options.rdzv_endpoint if colon and port.isdigit() else f"{options.rdzv_endpoint}:{DEFAULT_PORT}"
-    if options.several_nodes or options.master_port is not None:
-        return f"{options.master_addr or '127.0.0.1'}:{options.master_port or DEFAULT_PORT}"
-    return "localhost:0"
+    default = DEFAULT_PORT if options.several_nodes else 0
+    return f"{options.master_addr or '127.0.0.1'}:{options.master_port or default}"
 
 
-def meeting_host(options: "LaunchOptions") -> str:
+def meeting_host(options: LaunchOptions) -> str:
     """HOST of it; an IPv6 address without its brackets."""
     return endpoint(options).rsplit(":", 1)[0].strip("[]")
 
 
-def meeting_point(options: "LaunchOptions", say: Callable[[str], None]) -> Any:
-    """Wait until the machines can meet: the name resolves, and all that are numbered are there.
+def run_id(options: LaunchOptions) -> str:
+    """What this job is called where machines meet."""
+    return options.rdzv_id or "lockstep"
 
-    Returns:
-        what must be held while they meet; None where nothing was opened.
+
+def wait_for_name(host: str, patience: float, say: Callable[[str], None]) -> None:
+    """Wait until the name resolves on this machine.
 
     Raises:
-        UsageError: the name does not resolve; two machines claim one number.
-        RunError: a machine did not come.
+        UsageError: it does not.
     """
-    if not options.several_nodes:
-        return None
-    patience = float(options.rdzv_conf.get("timeout", 900))
-    _wait_for_name(meeting_host(options), min(patience, _NAME_SECONDS), say)
-    return None if options.rdzv_endpoint is not None else _call_the_roll(options, patience, say)
-
-
-def _wait_for_name(host: str, seconds: float, say: Callable[[str], None]) -> None:
-    deadline, told = time.monotonic() + seconds, False
+    deadline, told = time.monotonic() + min(patience, _NAME_SECONDS), False
     while True:
         try:
             socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -71,24 +60,25 @@ def _wait_for_name(host: str, seconds: float, say: Callable[[str], None]) -> Non
         time.sleep(min(1.0, max(0.0, deadline - time.monotonic()) + 0.01))
 
 
-def _call_the_roll(options: "LaunchOptions", patience: float, say: Callable[[str], None]) -> Any:
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+def call_the_roll(roll: Any, options: LaunchOptions, say: Callable[[str], None]) -> None:
+    """Wait until all machines that are numbered are there.
 
-    number, port = options.node_rank or 0, int(endpoint(options).rsplit(":", 1)[1])
-    server = TCPStore(
-        meeting_host(options), port, None, number == 0, datetime.timedelta(seconds=patience),
-        wait_for_workers=False, multi_tenant=True,
-    )  # fmt: skip
-    roll = PrefixStore(f"lockstep/roll/{options.rdzv_id}", server)
+    Args:
+        roll: a store for this alone.
+
+    Raises:
+        UsageError: two machines claim one number.
+        RunError: a machine did not come.
+    """
+    number = options.node_rank or 0
     try:
         _answer(roll, number, socket.gethostname())
-        _wait_for_all(roll, options, patience, say)
+        _wait_for_all(roll, options, say)
     except LockstepError as error:
         if number == 0:
             roll.set("failed", f"{error.what}\n{error.fix}")
             time.sleep(5 * _LOOK_SECONDS)  # the others read it here, and this process takes it along
         raise
-    return server
 
 
 def _answer(roll: Any, number: int, name: str) -> None:
@@ -101,7 +91,8 @@ def _answer(roll: Any, number: int, name: str) -> None:
     roll.set(f"machine/{number}", name)
 
 
-def _wait_for_all(roll: Any, options: "LaunchOptions", patience: float, say: Callable[[str], None]) -> None:
+def _wait_for_all(roll: Any, options: LaunchOptions, say: Callable[[str], None]) -> None:
+    patience = options.patience
     deadline, told = time.monotonic() + patience, None
     while True:
         if roll.check(["failed"]):
@@ -124,34 +115,36 @@ def _wait_for_all(roll: Any, options: "LaunchOptions", patience: float, say: Cal
         time.sleep(_LOOK_SECONDS)
 
 
-def is_host(options: "LaunchOptions") -> bool | None:
-    """Whether this machine hosts the meeting point; None: the library will find out by itself.
+def is_host(options: LaunchOptions) -> bool:
+    """Whether this machine hosts the meeting point.
 
-    It compares the endpoint with what the host's name resolves to. In a network namespace or a container that may be
-    nothing of the kind, or the name may not resolve, for which the library dies. An address that a socket can be bound
-    to is this machine's.
+    The user says so, or its number does; else an address that a socket can be bound to is this machine's. What its name
+    resolves to does not count: in a network namespace or a container that may be nothing of the kind.
     """
-    if options.node_rank is not None:
-        return options.node_rank == 0
-    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
-
+    if options.is_host is not None:
+        return options.is_host
+    if options.node_rank is not None or not options.several_nodes:
+        return (options.node_rank or 0) == 0
     host = meeting_host(options)
+    if host in (socket.gethostname(), socket.getfqdn()):
+        return True
     try:
-        if _matches_machine_hostname(host):
-            return None  # the library finds the same, and copes with several agents on one machine
-        own_name_resolves = True
+        places = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
-        own_name_resolves = False
+        return False
+    return any(_is_ours(family, address) for family, _, _, _, address in places)
+
+
+def _is_ours(family: int, address: Any) -> bool:
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind(address)
     except OSError:
-        return None if own_name_resolves else False
+        return False
     return True
 
 
-def explained(error: Exception, options: "LaunchOptions") -> LockstepError:
+def explained(error: Exception, options: LaunchOptions) -> LockstepError:
     """What the library raises when machines don't meet, in words."""
     if isinstance(error, LockstepError):
         return error

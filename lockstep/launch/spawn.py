@@ -4,6 +4,7 @@ From a script, or for a function that lives in a module, ranks are fresh process
 no file that a fresh process could import, so ranks are forks, which CUDA forbids once it is in use: that is said.
 """
 
+import datetime
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -15,10 +16,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from lockstep import cores
 from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_USAGE, UsageError
 from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
+from lockstep.network import DEFAULT_PORT
 
 _CAUSE_SECONDS = 5.0  # how long to wait for the cause where only its consequences are known
 
@@ -49,7 +52,7 @@ def spawn(
     """
     _refuse_import_of_main()
     if nprocs is None:
-        from lockstep.launch.local import count_gpus
+        from lockstep.launch.options import count_gpus
 
         nprocs = max(1, count_gpus())
     _check(nprocs, nnodes, node_rank, master_addr)
@@ -93,8 +96,6 @@ def _meeting_point(
     nprocs: int, nnodes: int, node_rank: int, master_addr: str | None, master_port: int | None
 ) -> tuple[dict[str, str], Any]:
     """The variables that all ranks share, and the store that must live as long as they do."""
-    from lockstep.cluster import DEFAULT_PORT, threads_per_rank
-
     common = {
         "WORLD_SIZE": str(nprocs * nnodes),
         "LOCAL_WORLD_SIZE": str(nprocs),
@@ -103,13 +104,13 @@ def _meeting_point(
         "MASTER_PORT": str(master_port or DEFAULT_PORT),
     }
     if "OMP_NUM_THREADS" not in os.environ:
-        common["OMP_NUM_THREADS"] = str(threads_per_rank(nprocs))
+        common["OMP_NUM_THREADS"] = str(cores.threads_per_rank(nprocs))
     if nnodes > 1 or master_port is not None:
         return common, None
     # On one machine this process holds the store, at a port that the system picks: nobody else can take it meanwhile.
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from lockstep.rendezvous import host_store
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = host_store("127.0.0.1", 0, datetime.timedelta(minutes=5))
     return common | {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}, store
 
 
@@ -153,6 +154,7 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, s
 
         torch.set_num_threads(1)  # OpenMP's threads don't come along into a fork, and waiting for them never ends
     facts = rank_facts()
+    cores.bind(facts.local_rank, facts.local_world_size)
     try:
         fn(*args)
     except BaseException as error:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_PREEMPTED, UsageError
-from lockstep.launch.local import Job, LaunchOptions, count_gpus, how_many, launch
+from lockstep.launch.local import Job, launch
+from lockstep.launch.options import LaunchOptions, count_gpus, how_many
 from lockstep.launch.script import run_script
 from lockstep.launch.worker import environment_with, run_as_worker
 from lockstep.mesh import resolve

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep import heartbeat
+from lockstep import cores, heartbeat
 from lockstep.environment import parent_identity, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError, UsageError
 from lockstep.launch.failures import Failure, done_mark, from_exception, preempted
@@ -41,6 +41,7 @@ def run_as_worker(work: Callable[[], int | None], *, logs: Path, launched: bool 
     facts = rank_facts()
     if launched:
         die_with_parent()
+        cores.bind(facts.local_rank, facts.local_world_size)  # before torch makes threads
     # Taken out of the environment: processes that this one starts are no ranks.
     os.environ.pop(LAUNCHER_PID, None)
     folder = os.environ.pop(FAILURES, None)

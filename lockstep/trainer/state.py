@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep import checkpoint, cluster
+from lockstep import checkpoint, collectives
 from lockstep.errors import UsageError
 from lockstep.records import plain
 from lockstep.step import Progress
@@ -121,7 +121,7 @@ def go_back(trainer: "Trainer", how: str) -> tuple[Path | None, int]:
         for path in checkpoint.set_aside(directory.checkpoints, after=step):
             directory.append_event("set_aside", step=step, checkpoint=path.name)
     if trainer.layout.world_size > 1:
-        cluster.barrier()  # nobody looks into the folder before it is in order
+        collectives.barrier()  # nobody looks into the folder before it is in order
     return found, step
 
 

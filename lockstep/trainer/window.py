@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep import cluster
+from lockstep import collectives
 from lockstep.data import batch_length, move
 from lockstep.errors import UsageError
 from lockstep.parallel import Ledger, Share
@@ -78,5 +78,5 @@ class Window:
         assert ledger is not None
         self._ledger = None
         if trainer.layout.world_size > 1:
-            samples = int(cluster.all_reduce(samples, op="sum"))
+            samples = int(collectives.all_reduce(samples, op="sum"))
         trainer.last_record = trainer.step.update(ledger, samples)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.cluster import threads_per_rank
 from lockstep.config import Config, config_from
+from lockstep.cores import threads_per_rank
 from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, UsageError
 from lockstep.mesh import parse_topology

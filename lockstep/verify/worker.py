@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from lockstep import cluster
+from lockstep import cluster, collectives
 from lockstep.errors import LockstepError, RunError
 from lockstep.mesh import parse_topology
 from lockstep.step import Progress
@@ -98,7 +98,7 @@ def compare(jobs: Sequence[Job]) -> None:
     for job in jobs:
         with _threads(job.spec.threads):
             for results in _results(job):
-                if cluster.is_main_process():
+                if collectives.is_main_process():
                     job.results.write_bytes(pickle.dumps(results))
     if dist.is_initialized():
         dist.barrier()
@@ -142,7 +142,7 @@ def _compare(trainer: Trainer, data: Any, case: Case, folder: Path, exact: bool)
                     exact=exact, factor=wire.factor, floor=wire.floor * facts.scale,
                 )  # fmt: skip
         report = Report(
-            cluster.rank(), _replica(trainer), facts.samples, facts.loss, facts.norm, facts.skipped,
+            collectives.rank(), _replica(trainer), facts.samples, facts.loss, facts.norm, facts.skipped,
             {**found, "start": at_start}, watch.prints, trainer.placed.cursor.seed, useless,
         )  # fmt: skip
         expected = Expected(
@@ -163,7 +163,7 @@ def _compare(trainer: Trainer, data: Any, case: Case, folder: Path, exact: bool)
 
 def _replica(trainer: Trainer) -> tuple[int, ...]:
     """Ranks with the same number hold the same pieces."""
-    layout, rank = trainer.layout, cluster.rank()
+    layout, rank = trainer.layout, collectives.rank()
     return rank // layout.data_parallel_size, rank % layout.shard
 
 

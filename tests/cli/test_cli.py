@@ -12,7 +12,7 @@ import pytest
 
 import lockstep.launch.train
 from lockstep import cli
-from lockstep.launch.local import LaunchOptions
+from lockstep.launch.options import LaunchOptions
 from tests.launch.shared import environment
 
 VERBS = {"train", "launch", "config", "checkpoint", "data"}

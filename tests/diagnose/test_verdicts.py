@@ -22,7 +22,8 @@ def rank(number: int, **changes: Any) -> dict[str, Any]:
         "versions": {"python": "3.11.7", "torch": "2.13.0", "nccl": "2.27.3"}, "variables": {"OMP_NUM_THREADS": "4"},
         "gpus": [H100, H100], "limits": {"NOFILE": 65536, "MEMLOCK": -1}, "infiniband": {"mlx5_0:1": "4: ACTIVE"},
         "shared_memory": {"total": 64 * GIB, "free": 60 * GIB}, "disk": {"total": 900 * GIB, "free": 800 * GIB},
-        "disk_speed": 2 * GIB, "sees_run_directory": True, "cores": 64, "numa_nodes": 2, "topology": "",
+        "disk_speed": 2 * GIB, "sees_run_directory": True, "cores": 64, "numa_nodes": 2,
+        "numa_node": number % 2, "topology": "",
     } | changes  # fmt: skip
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from lockstep.errors import RunError
 from lockstep.heartbeat import DUMP, read_beats
-from lockstep.launch.agent import Membership
 from lockstep.launch.failures import Failure
 from lockstep.launch.hang import HangWatch
+from lockstep.launch.membership import Membership
 from tests.launch.shared import environment, wait_for
 
 _RANK = """

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launch import local
-from lockstep.launch.local import LaunchOptions, how_many
+from lockstep.launch import options
+from lockstep.launch.options import LaunchOptions, how_many
 from tests.launch.conftest import Launch
 from tests.launch.shared import Ended, alive, environment, finish, lockstep, script, start, wait_for
 from tests.ranks import free_port
@@ -33,7 +33,9 @@ print("err of rank", RANK, file=sys.stderr)
 os.system("echo a subprocess of rank $RANK")
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
          "OMP_NUM_THREADS")
-say(arguments=sys.argv[1:], main=__name__, **{name: os.environ.get(name) for name in names})
+import psutil
+ports = [c.laddr.ip for c in psutil.Process(os.getppid()).net_connections("tcp") if c.status == "LISTEN"]
+say(arguments=sys.argv[1:], main=__name__, listening=ports, **{name: os.environ.get(name) for name in names})
 """,
     )
     return lockstep(folder, "launch", "--nproc_per_node", "2", "script.py", "--nproc-per-node=9", "x_y", "--a_b")
@@ -57,6 +59,13 @@ def test_trap_32_one_port_for_all_ranks_chosen_by_the_launcher(went_well: Ended)
     assert went_well.said(0)["MASTER_PORT"] == went_well.said(1)["MASTER_PORT"] != "29500"
 
 
+def test_trap_57_on_one_machine_the_launcher_answers_nobody_from_outside(went_well: Ended) -> None:
+    """Whoever reaches the store where ranks meet can run code in them; torchrun's listens on all interfaces."""
+    listening = went_well.said(0)["listening"]
+    assert isinstance(listening, list)
+    assert set(listening) == {"127.0.0.1"}
+
+
 def test_every_rank_writes_its_log_and_rank_0_the_console(went_well: Ended) -> None:
     assert "out of rank 0" in went_well.out
     assert "err of rank 0" in went_well.err
@@ -76,12 +85,12 @@ def test_trap_33_the_number_of_processes_is_said_and_is_never_the_number_of_core
 ) -> None:
     """`--nproc-per-node=auto` without a GPU means the number of cores to torchrun. Here it is one, and it is said."""
     assert went_well.out.startswith("lockstep: script.py: 2 processes (as asked)\n")
-    monkeypatch.setattr(local, "count_gpus", lambda: 0)
+    monkeypatch.setattr(options, "count_gpus", lambda: 0)
     for asked in (None, "auto"):
         number, why = how_many(LaunchOptions(nproc_per_node=asked))
         assert number == 1
         assert "no GPU" in why
-    monkeypatch.setattr(local, "count_gpus", lambda: 8)
+    monkeypatch.setattr(options, "count_gpus", lambda: 8)
     assert how_many(LaunchOptions())[0] == 8
     assert how_many(LaunchOptions(), use_gpus=False)[0] == 1
     assert how_many(LaunchOptions(), alone="strategy single is one process") == (1, "strategy single is one process")

@@ -1,0 +1,87 @@
+"""Who am I, and sums over all ranks: what a loop of one's own needs, and Lockstep's own parts."""
+
+from typing import Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from lockstep.environment import rank_facts
+from lockstep.errors import UsageError
+
+ReduceOp = Literal["mean", "sum", "max", "min"]
+
+
+def rank() -> int:
+    """This process's rank, 0 when it runs alone."""
+    return dist.get_rank() if dist.is_initialized() else rank_facts().rank
+
+
+def world_size() -> int:
+    """The number of ranks, 1 when this process runs alone."""
+    return dist.get_world_size() if dist.is_initialized() else rank_facts().world_size
+
+
+def local_rank() -> int:
+    """This process's index on its machine."""
+    return rank_facts().local_rank
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait until every rank is here. All ranks must call it."""
+    if _joined():
+        dist.barrier()
+
+
+@overload
+def all_reduce(value: torch.Tensor, op: ReduceOp = ...) -> torch.Tensor: ...
+@overload
+def all_reduce(value: float, op: ReduceOp = ...) -> float: ...
+def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tensor | float:
+    """`value` reduced over all ranks; every rank gets the result. All ranks must call it.
+
+    Args:
+        value: a number, or a tensor of the same shape and dtype on every rank (left as it is).
+        op: "mean", "sum", "max" or "min".
+
+    Returns:
+        a float for "mean" of numbers, a number of the same kind for the others; for a tensor a new tensor of its
+        shape, on its device.
+
+    Raises:
+        UsageError: `op` is none of these, or the mean of an integer tensor is asked for.
+    """
+    operations = {
+        "mean": dist.ReduceOp.SUM,
+        "sum": dist.ReduceOp.SUM,
+        "max": dist.ReduceOp.MAX,
+        "min": dist.ReduceOp.MIN,
+    }
+    if op not in operations:
+        raise UsageError(f"all_reduce can't do {op!r}", fix=f"choose one of {', '.join(operations)}")
+    if not isinstance(value, torch.Tensor):
+        whole = isinstance(value, int) and op != "mean"
+        number = torch.tensor(value, dtype=torch.int64 if whole else torch.float64)
+        return all_reduce(number, op).item()
+    if op == "mean" and not (value.is_floating_point() or value.is_complex()):
+        raise UsageError(
+            f"the mean of a tensor of {value.dtype} isn't of that dtype", where="all_reduce", fix="pass value.float()"
+        )
+    result = value.detach().clone(memory_format=torch.contiguous_format)
+    if _joined():
+        dist.all_reduce(result, operations[op])
+        if op == "mean":
+            result /= dist.get_world_size()
+    return result
+
+
+def _joined() -> bool:
+    if dist.is_initialized():
+        return True
+    if rank_facts().world_size > 1:
+        raise UsageError("this rank has not joined the others yet", fix="call lockstep.setup() first")
+    return False

@@ -1,0 +1,135 @@
+"""Which cores a rank uses: its share of them, and those next to its GPU.
+
+On a machine with several NUMA nodes a rank that wanders between them reads its memory, and feeds its GPU, across the
+link of the sockets. Each rank is bound to the node of its GPU, or, without GPUs, ranks are dealt out to the nodes in
+order. What was allowed before (taskset, a container, Slurm's binding) is never widened. Where the machine does not say,
+nothing is bound.
+
+Source: /sys/devices/system/node, /sys/bus/pci (kernel.org/doc/Documentation/ABI); /proc/driver/nvidia/gpus has one
+folder for each GPU that this container may use. Nothing here imports torch; where threads are made later, they follow.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+_before: set[int] | None = None  # what was allowed before `bind`
+_node: int | None = None
+
+
+def allowed() -> set[int]:
+    """The cores that this process might use before it was bound."""
+    if _before is not None:
+        return _before
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def threads_per_rank(local_world_size: int) -> int:
+    """Cores that this process may use, over the ranks on this machine; at least 1."""
+    return max(1, len(allowed()) // max(1, local_world_size))
+
+
+def bound_node() -> int | None:
+    """The NUMA node that `bind` has bound this process to."""
+    return _node
+
+
+def bind(local_rank: int, local_world_size: int, root: Path = Path("/")) -> int | None:
+    """Bind this process to the cores of its NUMA node, where the machine has several and says which.
+
+    Call it before libraries make threads.
+
+    Args:
+        root: where /sys and /proc are.
+
+    Returns:
+        the node; None where nothing was bound.
+    """
+    global _before, _node
+    if not hasattr(os, "sched_setaffinity") or local_world_size < 2:
+        return None
+    free = allowed()
+    nodes = {node: cores & free for node, cores in numa_nodes(root).items() if cores & free}
+    node = choose_node(local_rank, local_world_size, nodes, gpu_nodes(os.environ, root))
+    if node is None:
+        return None
+    os.sched_setaffinity(0, nodes[node])
+    _before, _node = free, node
+    return node
+
+
+def choose_node(
+    local_rank: int, local_world_size: int, nodes: Mapping[int, set[int]], gpus: list[int] | None
+) -> int | None:
+    """The NUMA node for a rank; None where there is nothing to choose, or the machine does not say.
+
+    Args:
+        nodes: NUMA node → its cores that may be used.
+        gpus: the NUMA node of each visible GPU, in their order; None: not known.
+    """
+    if len(nodes) < 2 or gpus is None:
+        return None
+    if not gpus:
+        return sorted(nodes)[local_rank * len(nodes) // local_world_size]
+    if local_rank >= len(gpus) or gpus[local_rank] not in nodes:
+        return None
+    return gpus[local_rank]
+
+
+def numa_nodes(root: Path = Path("/")) -> dict[int, set[int]]:
+    """NUMA node → its cores; nodes without cores (memory alone) left out."""
+    found = {}
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        try:
+            cores = _ranges((folder / "cpulist").read_text())
+        except (OSError, ValueError):
+            continue
+        if cores:
+            found[int(folder.name.removeprefix("node"))] = cores
+    return found
+
+
+def gpu_nodes(environ: Mapping[str, str], root: Path = Path("/")) -> list[int] | None:
+    """The NUMA node of each GPU, as this process will number them; empty: there are none.
+
+    Returns:
+        None where that is not known: GPUs of several models (CUDA numbers the fastest first), GPUs that are named by
+        their serial number, or a virtual machine that tells no node.
+    """
+    folders = sorted((root / "proc/driver/nvidia/gpus").glob("*:*"))
+    models = {_line(folder / "information", "Model:") for folder in folders}
+    if len(models) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        return None
+    found = []
+    for folder in folders:
+        try:
+            found.append(int((root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node").read_text()))
+        except (OSError, ValueError):
+            return None
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        try:
+            found = [found[int(index)] for index in visible.split(",") if index.strip()]
+        except (ValueError, IndexError):
+            return None
+    return None if -1 in found else found
+
+
+def _line(path: Path, name: str) -> str:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.removeprefix(name).strip() for line in lines if line.startswith(name)), "")
+
+
+def _ranges(text: str) -> set[int]:
+    """The numbers of `0-3,8,10-11`."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        low, _, high = part.partition("-")
+        if low:
+            found.update(range(int(low), int(high or low) + 1))
+    return found

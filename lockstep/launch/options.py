@@ -1,0 +1,171 @@
+"""What people say about processes and machines, and how many processes that is. Loads torch inside functions only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from lockstep.errors import UsageError
+
+# Of --rdzv-conf: seconds, but for the last two.
+RDZV_CONF = (
+    "timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout",
+    "keep_alive_interval", "keep_alive_max_attempt", "is_host",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What people say about processes and machines, by torchrun's names."""
+
+    nproc_per_node: str | None = None
+    nnodes: str = "1"
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
+    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
+    master_addr: str | None = None
+    master_port: int | None = None
+    max_restarts: int = 0
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """Fewest and most machines.
+
+        Raises:
+            UsageError: neither `N` nor `MIN:MAX`.
+        """
+        low, _, high = self.nnodes.partition(":")
+        try:
+            fewest, most = int(low), int(high or low)
+        except ValueError:
+            fewest, most = 0, 0
+        if not 1 <= fewest <= most:
+            raise UsageError(f"--nnodes {self.nnodes} is neither a number from 1 on nor MIN:MAX", where="--nnodes")
+        return fewest, most
+
+    @property
+    def several_nodes(self) -> bool:
+        return self.nodes[1] > 1
+
+    @property
+    def numbered(self) -> bool:
+        """Whether machines have the numbers that `--node-rank` gives them."""
+        return self.several_nodes and self.rdzv_endpoint is None
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which machines wait for one another."""
+        return self.seconds("timeout", 900.0)
+
+    def seconds(self, name: str, default: float) -> float:
+        """A number of `--rdzv-conf`.
+
+        Raises:
+            UsageError: it is none.
+        """
+        text = self.rdzv_conf.get(name)
+        try:
+            return default if text is None else float(text)
+        except ValueError:
+            raise UsageError(f"--rdzv-conf {name}={text} is no number", where="--rdzv-conf") from None
+
+    @property
+    def is_host(self) -> bool | None:
+        """What the user says of this machine: it hosts the meeting point, or not, or nothing."""
+        said = self.rdzv_conf.get("is_host")
+        if said is None:
+            return None
+        if said.lower() not in ("1", "true", "yes", "0", "false", "no"):
+            raise UsageError(f"--rdzv-conf is_host={said} is neither 1 nor 0", where="--rdzv-conf")
+        return said.lower() in ("1", "true", "yes")
+
+    def check(self) -> None:
+        """Refuse what can't be started, before anything is.
+
+        Raises:
+            UsageError: naming the option.
+        """
+        fewest, most = self.nodes
+        if self.max_restarts < 0:
+            raise UsageError(f"--max-restarts {self.max_restarts} is below 0", where="--max-restarts")
+        if self.nproc_per_node not in (None, "auto", "gpu"):
+            positive("--nproc-per-node", self.nproc_per_node, "a number from 1 on, or auto")
+        if self.master_port is not None and not 0 < self.master_port < 65536:
+            raise UsageError(f"--master-port {self.master_port} is no port", where="--master-port")
+        if self.node_rank is not None and not 0 <= self.node_rank < most:
+            raise UsageError(
+                f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}",
+                where="--node-rank",
+                why="machines are numbered from 0",
+            )
+        if most > 1 and self.rdzv_endpoint is None and self.master_addr is None:
+            raise UsageError(
+                f"--nnodes {self.nnodes} needs the address where the machines meet",
+                fix="on every machine: --rdzv-endpoint HOST:PORT, or --master-addr HOST [--master-port PORT] with"
+                " --node-rank 0, 1, …; HOST is the first machine",
+            )
+        if most > 1 and self.rdzv_endpoint is None and (self.node_rank is None or fewest != most):
+            raise UsageError(
+                "--master-addr needs --node-rank and a fixed --nnodes",
+                fix="number the machines from 0 with --node-rank, or use --rdzv-endpoint HOST:PORT, which numbers them",
+            )
+        self._check_conf()
+
+    def _check_conf(self) -> None:
+        for name in self.rdzv_conf:
+            if name not in RDZV_CONF:
+                near = get_close_matches(name, RDZV_CONF, 1)
+                raise UsageError(
+                    f"--rdzv-conf knows no {name}", where="--rdzv-conf",
+                    fix=f"write {near[0]}" if near else f"known are {', '.join(RDZV_CONF)}",
+                )  # fmt: skip
+            if name != "is_host":
+                self.seconds(name, 0.0)
+        _ = self.is_host
+
+
+def how_many(options: LaunchOptions, *, use_gpus: bool = True, alone: str | None = None) -> tuple[int, str]:
+    """Processes on this machine, and why so many.
+
+    Args:
+        use_gpus: False where the config keeps to the CPU.
+        alone: why one process is right whatever there is, unless the user gave a number.
+    """
+    asked = options.nproc_per_node
+    if asked not in (None, "auto", "gpu"):
+        return positive("--nproc-per-node", asked, ""), "as asked"
+    if alone is not None and asked is None:
+        return 1, alone
+    gpus = count_gpus() if use_gpus else 0
+    if gpus:
+        return gpus, "one for each visible GPU"
+    if asked == "gpu":
+        raise UsageError("--nproc-per-node gpu, but no GPU is visible here")
+    return (
+        1,
+        "no GPU is visible; --nproc-per-node N starts more"
+        if use_gpus
+        else "on the CPU; --nproc-per-node N starts more",
+    )
+
+
+def count_gpus() -> int:
+    """GPUs that torch sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def positive(name: str, value: str | None, wanted: str) -> int:
+    """The number from 1 on that an option says.
+
+    Raises:
+        UsageError: it is not `wanted`.
+    """
+    try:
+        number = int(value or "")
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise UsageError(f"{name} {value} is not {wanted}", where=name)
+    return number

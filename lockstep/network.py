@@ -1,0 +1,114 @@
+"""This machine's addresses and interfaces: the way to another machine, and where a port is opened.
+
+The interface for the traffic between machines is the one on the route to the machine where the ranks meet. Nothing is
+sent to find it. Nothing here imports torch.
+"""
+
+import errno
+import ipaddress
+import os
+import socket
+
+from lockstep.errors import UsageError
+
+DEFAULT_PORT = 29500  # torchrun's, where ranks meet
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # addresses of documentation: the way there is the default route
+
+
+def address_towards(host: str) -> str | None:
+    """This machine's address on the way to `host`; None where the name doesn't resolve or there is no way."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing: it only looks up the route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has this address."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return str(name)
+    return None
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface on the way to `host`; None where there is no way, or none that leaves this machine.
+
+    The host's own name may mean its loopback (127.0.1.1 on Debian), which others can't reach: then it is the interface
+    of the default route.
+    """
+    address = address_towards(host)
+    if address is not None and is_loopback(address) and not is_address(host) and host != "localhost":
+        address = next((found for found in map(address_towards, _ANYWHERE) if found is not None), None)
+    return None if address is None or is_loopback(address) else interface_of(address)
+
+
+def interface_variables(host: str) -> dict[str, str]:
+    """What tells gloo and NCCL to use the interface on the way to `host`; not where the environment names one.
+
+    Left alone, gloo offers its peers the address that this host's own name resolves to, and NCCL takes the first
+    interface that is up: either may lead nowhere.
+    """
+    interface = interface_towards(host)
+    if interface is None:
+        return {}
+    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # "=": this name, no prefix
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def is_address(host: str) -> bool:
+    """Whether it is an address rather than a name."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def listener(host: str, port: int) -> socket.socket | None:
+    """A socket that listens at `host` alone, where that is an address of this machine.
+
+    A name may mean different addresses here and elsewhere, and behind address translation a machine does not have the
+    address that others know it by.
+
+    Returns:
+        the socket, which its user closes; None where nothing narrower than all interfaces will do.
+
+    Raises:
+        UsageError: the port is in use.
+    """
+    address = "127.0.0.1" if host == "localhost" else host
+    if not is_address(address):
+        return None
+    family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    opened = socket.socket(family, kind)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(place)
+        opened.listen(2048)
+    except OSError as error:
+        opened.close()
+        if error.errno == errno.EADDRINUSE:
+            raise port_in_use(host, port) from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise
+    return opened
+
+
+def port_in_use(host: str, port: int) -> UsageError:
+    return UsageError(
+        f"port {port} is in use on this machine",
+        where=f"{host}:{port}, where the ranks meet",
+        why="another run is there, or an earlier one has not gone yet",
+        fix="choose another --master-port (MASTER_PORT); on one machine leave it out, and a free one is found",
+    )
