@@ -14,6 +14,7 @@
 from lockstep.checkpoint.background import AsyncSaver
 from lockstep.checkpoint.describe import inspect
 from lockstep.checkpoint.digest import digest, digest_tensors
+from lockstep.checkpoint.export import export_safetensors, export_torch, weights
 from lockstep.checkpoint.gathered import hand_out, is_shared
 from lockstep.checkpoint.keep import newest, resume_point, rotate, set_aside
 from lockstep.checkpoint.manifest import DamagedError, verify
@@ -30,6 +31,8 @@ __all__ = [
     "Snapshot",
     "digest",
     "digest_tensors",
+    "export_safetensors",
+    "export_torch",
     "hand_out",
     "has_optimizer",
     "inspect",
@@ -46,4 +49,5 @@ __all__ = [
     "save_as",
     "set_aside",
     "verify",
+    "weights",
 ]

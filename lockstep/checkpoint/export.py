@@ -18,7 +18,7 @@ from lockstep.checkpoint.commit import commit
 from lockstep.checkpoint.digest import whole_tensors
 from lockstep.checkpoint.disk import open_inside, sync_directory
 from lockstep.checkpoint.local import Reader, open_part
-from lockstep.checkpoint.manifest import Manifest, proved_manifest
+from lockstep.checkpoint.manifest import Manifest, proved_manifest, read_manifest
 from lockstep.checkpoint.names import CONFIG, MODEL
 from lockstep.checkpoint.pieces import Part, Piece, dtype_of, tensor_bytes
 from lockstep.checkpoint.restore import read_state
@@ -56,16 +56,25 @@ def export_safetensors(checkpoint: str | Path, output: str | Path) -> Path:
     return _write_whole(target, write)
 
 
-def export_torch(checkpoint: str | Path, output: str | Path) -> Path:
-    """`{"model": {name: tensor}, "step": …}` for `torch.load(…, weights_only=True)`; tied names appear, and share
-    memory.
+def weights(checkpoint: str | Path) -> dict[str, Tensor]:
+    """The model's tensors, whole, on the CPU, for `model.load_state_dict`; tied names appear, and share memory.
+
+    Raises:
+        UsageError: there is no checkpoint here.
+        DamagedError: the checkpoint is not what was written; every byte of the model was compared.
     """
     folder = Path(checkpoint)
     manifest = proved_manifest(folder, MODEL)
     model: dict[str, Tensor] = {}
     for name, tensor in whole_tensors(folder, manifest):
         model |= dict.fromkeys((name, *manifest.parameters[name].aliases), tensor)
-    return _write_whole(Path(output), lambda file: torch.save({"model": model, "step": manifest.step}, file))
+    return model
+
+
+def export_torch(checkpoint: str | Path, output: str | Path) -> Path:
+    """`{"model": weights(checkpoint), "step": …}` for `torch.load(…, weights_only=True)`."""
+    step = read_manifest(Path(checkpoint)).step
+    return _write_whole(Path(output), lambda file: torch.save({"model": weights(checkpoint), "step": step}, file))
 
 
 def rewrite_full(checkpoint: str | Path, output: str | Path) -> Path:

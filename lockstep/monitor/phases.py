@@ -11,6 +11,7 @@ pipeline exchanges, the step's own sums), and DDP's own account of its last back
 is no waiting and costs nothing. Loads torch inside functions only.
 """
 
+import functools
 import sys
 import threading
 import time
@@ -106,33 +107,44 @@ class PhaseClock:
 # ---- waiting for other ranks ----
 
 
+_counting: list[PhaseClock] = []  # of the loops that are open; of several models they end in any order
+
+
 @contextmanager
 def waits_counted(clock: PhaseClock) -> Iterator[None]:
     """Count what this thread spends in `Work.wait` as communication, while the block runs.
 
-    torch offers no hook for it, so the method is wrapped, on the class, for that long.
+    torch offers no hook for it, so the method is wrapped, on the class, as long as any such block runs.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available():
         yield
         return
     work = torch.distributed.Work
-    original = work.wait
-
-    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not clock.waits_here():
-            return original(self, *args, **kwargs)
-        before = clock.enter("communication")
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            clock.enter(before)
-
-    work.wait = wait
+    if not _counting:
+        work.wait = _counted(work.wait)
+    _counting.append(clock)
     try:
         yield
     finally:
-        work.wait = original
+        _counting.remove(clock)
+        if not _counting:
+            work.wait = work.wait.__wrapped__
+
+
+def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        clock = next((clock for clock in _counting if clock.waits_here()), None)
+        if clock is None:
+            return original(*args, **kwargs)
+        before = clock.enter("communication")
+        try:
+            return original(*args, **kwargs)
+        finally:
+            clock.enter(before)
+
+    return wait
 
 
 _ddp_modules: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -54,6 +54,18 @@ def test_waiting_for_other_ranks_is_told_apart_within_a_step_only() -> None:
     assert torch.distributed.Work.wait is original
 
 
+def test_of_two_loops_that_are_open_either_may_end_first() -> None:
+    """As generators of two trainers do, one of which is dropped later."""
+    original = torch.distributed.Work.wait
+    first, second = waits_counted(PhaseClock()), waits_counted(PhaseClock())
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.distributed.Work.wait is not original
+    second.__exit__(None, None, None)
+    assert torch.distributed.Work.wait is original
+
+
 def test_figures_are_gathered_about_once_a_second() -> None:
     now = [0.0]
     clock = PhaseClock(clock=lambda: now[0])
