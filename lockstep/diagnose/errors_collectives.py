@@ -52,8 +52,6 @@ COLLECTIVES = (
         "the tensor is on a device that the process group's backend does not serve: a CPU tensor with NCCL, or a CUDA "
         "tensor with MPI",
         "move it to this rank's device, or set distributed.backend: auto, which serves both",
-        example="RuntimeError: No backend type associated with device type cpu",
-        needs="GPUs",
     ),
     KnownError(
         "bf16 compression on gloo",

@@ -145,8 +145,6 @@ MACHINE = (
         r"stale file handle|input/output error|transport endpoint is not connected",
         "a network disk went away for a moment, or for good",
         "look at the mount; the run goes on from the newest checkpoint with --resume auto",
-        example="OSError: [Errno 116] Stale file handle",
-        needs="a network disk",
     ),
     KnownError(
         "a library is missing",

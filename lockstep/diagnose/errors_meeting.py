@@ -30,8 +30,6 @@ MEETING = (
         "this machine has no route to the other one: another network, an interface that is down, or IPv6 where only "
         "IPv4 is routed",
         "check `ip route get ADDRESS`; name the interface with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
-        example="OSError: [Errno 101] Network is unreachable",
-        needs="a host without a route",
     ),
     KnownError(
         "ranks are missing",

@@ -175,8 +175,5 @@ TRAINING = (
         r"couldn't connect to 'https://huggingface|offline mode|Max retries exceeded with url|LocalEntryNotFoundError",
         "a dataset or model was to be fetched, and this machine can't reach the hub",
         "fetch it once where there is a network (`lockstep data prepare`), and point to the folder",
-        example="OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in "
-        "the cached files.",
-        needs="a network that is cut",
     ),
 )

@@ -8,7 +8,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -91,36 +91,47 @@ def _reaches(place: list[Any] | None) -> bool:
 
 def disk(run_directory: Path, exchange: Exchange, rank_of_machine: bool) -> dict[str, Any]:
     """Bytes a second that this machine writes and syncs there, and whether it sees what rank 0 wrote."""
+    found: dict[str, Any] = {}
+
+    def attempt(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError as error:
+            found.setdefault("disk_error", f"{error.strerror}: {error.filename or run_directory}")
+
     made = not run_directory.exists()
-    run_directory.mkdir(parents=True, exist_ok=True)
     mark = run_directory / ".doctor-was-here"
     token = exchange.all(os.urandom(8).hex())[0]
+    attempt(lambda: run_directory.mkdir(parents=True, exist_ok=True))
     if exchange.rank == 0:
-        mark.write_text(token)
+        attempt(lambda: mark.write_text(token))
     exchange.all(None)
-    found: dict[str, Any] = {"sees_run_directory": mark.exists() and mark.read_text() == token}
+    found["sees_run_directory"] = mark.is_file() and mark.read_text() == token
     exchange.all(None)
     if exchange.rank == 0:
-        mark.unlink()
+        attempt(lambda: mark.unlink(missing_ok=True))
     if rank_of_machine:
-        probe = run_directory / f".doctor-{exchange.rank}"
-        try:
-            data = os.urandom(2**20) * (_DISK_BYTES // 2**20)
-            began = time.monotonic()
-            with probe.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            found["disk_speed"] = _DISK_BYTES / (time.monotonic() - began)
-        except OSError as error:
-            found["disk_error"] = str(error)
-        finally:
-            probe.unlink(missing_ok=True)
+        attempt(lambda: found.update(disk_speed=_disk_speed(run_directory / f".doctor-{exchange.rank}")))
     exchange.all(None)
     if made:
         with suppress(OSError):  # another rank was faster, or there is something in it
             run_directory.rmdir()
     return found
+
+
+def _disk_speed(probe: Path) -> float:
+    """Bytes a second, of a file that is written, synced and deleted."""
+    data = os.urandom(2**20) * (_DISK_BYTES // 2**20)
+    try:
+        began = time.monotonic()
+        with probe.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return _DISK_BYTES / (time.monotonic() - began)
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
 
 
 def clocks(facts: Sequence[dict[str, Any]]) -> list[Line]:

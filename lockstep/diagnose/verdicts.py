@@ -100,9 +100,24 @@ def gpus(facts: Facts) -> Iterator[Line]:
         if gpu.get("free", gpu["memory"]) < 0.9 * gpu["memory"]:
             found = f"rank {one['rank']}: {_size(gpu['free'])} of {_size(gpu['memory'])} is free"
             yield Line(WARN, "GPU memory", found, "another process holds the rest: `nvidia-smi` names it")
-        if gpu.get("pcie_width", 0) < gpu.get("pcie_width_max", 0):
-            found = f"rank {one['rank']}: PCIe width {gpu['pcie_width']} of {gpu['pcie_width_max']}"
+    yield from _pcie(facts)
+
+
+def _pcie(facts: Facts) -> Iterator[Line]:
+    """Generation and width of each rank's own GPU; the highest generation, for an idle GPU goes down to the first."""
+    own = {
+        one["rank"]: one["gpus"][one["local_rank"]] for one in facts if one["local_rank"] < len(one["gpus"])
+    }  # fmt: skip
+    known = {rank: gpu for rank, gpu in own.items() if "pcie_width" in gpu}
+    for rank, gpu in known.items():
+        if gpu["pcie_width"] < gpu.get("pcie_width_max", 0):
+            found = f"rank {rank}: PCIe width {gpu['pcie_width']} of {gpu['pcie_width_max']}"
             yield Line(WARN, "PCIe", found, "reseat the card, or move it to a slot of full width")
+    groups = differing({r: f"generation {g.get('pcie_gen_max', '?')} × {g['pcie_width']}" for r, g in known.items()})
+    if groups:
+        same = len(groups) == 1
+        text = next(iter(groups)) + _on_all(facts) if same else _who(groups, facts)
+        yield Line(GOOD if same else WARN, "PCIe", text, "" if same else "the slowest slot sets the pace")
 
 
 def topology(facts: Facts) -> Iterator[Line]:
@@ -165,6 +180,11 @@ def disk(facts: Facts) -> Iterator[Line]:
     """Room, speed, and whether machines share the run directory."""
     machines = [one for one in facts if one["local_rank"] == 0]
     for one in machines:
+        if "disk_error" in one:
+            yield Line(
+                BAD, "disk", f"the run directory can't be written: {one['disk_error']}{_at(one, facts)}",
+                "--output-dir somewhere that is yours and is there; see the mount and its rights",
+            )  # fmt: skip
         free = (one["disk"] or {"free": 0})["free"]
         status = BAD if free < _GIB else WARN if free < 10 * _GIB else GOOD
         speed = one.get("disk_speed")

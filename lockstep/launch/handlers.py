@@ -9,6 +9,7 @@ Source: docs.pytorch.org/docs/stable/elastic/rendezvous.html. Loads torch; priva
 import datetime
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from lockstep.network import address_towards, is_address, is_loopback
 from lockstep.rendezvous import host_store
 
 _STORE_SECONDS = 60.0  # for which an answer of the store is waited
+_GIVING_UP_SECONDS = 3.0  # in which those that wait hear of it: they look once a second
 
 
 def open_store(options: LaunchOptions, say: Callable[[str], None]) -> TCPStore:
@@ -129,8 +131,9 @@ class Elastic(DynamicRendezvousHandler):
 
         fewest, most = options.nodes
         own = own_address(options)
+        came = Arrivals(store, options, f"{socket.gethostname()} ({own or os.getpid()})")
         made: Elastic = cls.from_backend(
-            run_id(options), store, C10dRendezvousBackend(store, run_id(options)), fewest, most, own,
+            run_id(options), store, _Backend(store, run_id(options), came), fewest, most, own,
             RendezvousTimeout(
                 seconds("join_timeout", options.patience), seconds("last_call_timeout", 30),
                 seconds("close_timeout", 30), seconds("heartbeat_timeout", 5),
@@ -138,7 +141,7 @@ class Elastic(DynamicRendezvousHandler):
             keep_alive_interval=int(options.seconds("keep_alive_interval", 5)),
             keep_alive_max_attempt=int(options.seconds("keep_alive_max_attempt", 3)),
         )  # fmt: skip
-        made._came = Arrivals(store, options, f"{socket.gethostname()} ({own or os.getpid()})")
+        made._came = came
         return made
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -157,6 +160,18 @@ class Elastic(DynamicRendezvousHandler):
         return host_store(master_addr, master_port, datetime.timedelta(seconds=_STORE_SECONDS))
 
 
+class _Backend(C10dRendezvousBackend):
+    """Tells a machine that waits when the one that hosts the store has given up."""
+
+    def __init__(self, store: Store, name: str, came: "Arrivals") -> None:
+        super().__init__(store, name)
+        self._came = came
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        self._came.raise_if_given_up()
+        return super().get_state()
+
+
 class Arrivals:
     """Who waits for the others, written where all can read it.
 
@@ -168,17 +183,37 @@ class Arrivals:
         self._store = PrefixStore(f"lockstep/arrivals/{run_id(options)}", store)
         self._options, self._name = options, name
         self._number = self._store.add("count", 1)
+        self._waits = False
 
     def wait(self) -> None:
+        self._waits = True
         self._store.set(str(self._number), f"waits {self._name}")
 
     def met(self) -> None:
+        self._waits = False
         self._store.set(str(self._number), f"met {self._name}")
 
     def missing(self) -> RunError:
-        """When the time is up."""
+        """When the time is up. The machine that hosts the store takes all with it that wait."""
         said = [self._store.get(str(number)).decode() for number in range(1, self._store.add("count", 0) + 1)]
         here = [name for state, _, name in (one.partition(" ") for one in said) if state == "waits"]
+        self._waits = False
+        self._store.set(str(self._number), f"left {self._name}")
+        if is_host(self._options):
+            self._store.set("given up", "\n".join(here))
+            time.sleep(_GIVING_UP_SECONDS)
+        return self._error(here)
+
+    def raise_if_given_up(self) -> None:
+        """
+        Raises:
+            RunError: the machine that hosts the store waits no longer.
+        """
+        if self._waits and self._store.check(["given up"]):
+            self._waits = False  # the library asks again on leaving
+            raise self._error(self._store.get("given up").decode().split("\n"))
+
+    def _error(self, here: list[str]) -> RunError:
         return RunError(
             f"{len(here)} of {self._options.nnodes} machines came to {endpoint(self._options)} within "
             f"{self._options.patience:g} s",

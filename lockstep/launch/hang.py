@@ -53,10 +53,13 @@ class HangWatch:
     patience: float
     _last: dict[int, Beat] = field(default_factory=dict)
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    _stopped_since: float | None = None
+    _looked: float = 0.0
 
     def restart(self) -> None:
         """Ranks are started anew."""
         self._last.clear()
+        self._stopped_since = None
 
     def look(self, pids: Mapping[int, int], world_size: int) -> Failure | None:
         """Whether the ranks hang; the failure of the one that is behind, once all have written what they know.
@@ -65,6 +68,8 @@ class HangWatch:
             pids: global rank → process, of this machine.
         """
         beats = [beat for beat in read_beats(self.folder) if pids.get(beat.rank) == beat.process]
+        if not beats:
+            return self._look_without_beats(pids, world_size)
         for beat in beats:
             before = self._last.get(beat.rank)
             if before is not None and before.phase == beat.phase == "step" and beat.step > before.step:
@@ -82,6 +87,28 @@ class HangWatch:
         if not stopped and self._all_moved(running):
             return None
         return self._tell(running, pids, world_size, stood, silent, stopped)
+
+    def _look_without_beats(self, pids: Mapping[int, int], world_size: int) -> Failure | None:
+        """Of a script that tells no steps, one thing can be seen: some of its ranks are stopped, and others wait."""
+        now = time.monotonic()
+        if now - self._looked < 1.0:
+            return None
+        self._looked = now
+        stopped = _stopped(pids)
+        if not stopped or len(stopped) == len(pids):  # all: somebody has suspended the job
+            self._stopped_since = None
+            return None
+        self._stopped_since = self._stopped_since or now
+        if now - self._stopped_since < self.seconds:
+            return None
+        self._ask(pids)
+        rank = min(stopped)
+        return Failure(
+            rank, world_size, "hang", f"it hangs: a signal stopped it {now - self._stopped_since:.0f} s ago",
+            where=_place(_newest_stack(stacks_file(self.logs, rank))), why="SIGSTOP, or a debugger that holds it",
+            host=socket.gethostname(), time=time.time(),
+            fix=f"every rank's stacks are in {self.logs}/rank-*.stacks.txt",
+        )  # fmt: skip
 
     def _all_moved(self, before: list[Beat]) -> bool:
         newest = {beat.rank: beat.time for beat in read_beats(self.folder)}

@@ -4,7 +4,6 @@ import ctypes
 import datetime
 import io
 import json
-import multiprocessing
 import os
 import pickle
 import resource
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -283,6 +281,18 @@ def _print_in_graph(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _wrong_device() -> None:
+    _group_of(0, 1, "cuda:gloo")
+    dist.all_reduce(torch.ones(1))
+
+
+def _hub() -> None:
+    with tempfile.TemporaryDirectory() as empty, mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", HF_HOME=empty):
+        from huggingface_hub import hf_hub_download
+
+        hf_hub_download("no/such", "config.json")
+
+
 def _client(host: str, port: int) -> None:
     dist.TCPStore(host, port, 2, is_master=False, timeout=SECOND)
 
@@ -295,6 +305,7 @@ ALONE: tuple[Case, ...] = (
     ("address in use", _port_in_use),
     ("no way to rank 0", lambda: _client("127.0.0.1", 1)),
     ("no way to rank 0", lambda: socket.create_connection(("127.0.0.1", 1))),
+    ("network unreachable", lambda: socket.create_connection(("255.255.255.255", 1))),
     ("name does not resolve", lambda: socket.create_connection(("no-such-host.invalid", 1))),
     ("ranks are missing", lambda: _server(2)),
     ("ranks are missing", lambda: _meet(closed=False)),
@@ -313,6 +324,7 @@ ALONE: tuple[Case, ...] = (
     ("unknown backend", lambda: _group_of(0, 1, "smoke")),
     ("unknown init method", lambda: dist.init_process_group("gloo", init_method="smoke://x", rank=0, world_size=1)),
     ("no such interface", _no_interface),
+    ("no backend for the device", _wrong_device),
     ("wrong root", _in_group(lambda: dist.scatter(torch.ones(2), None, src=0))),
     ("mean of whole numbers", _in_group(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG))),
     ("bf16 compression on gloo", _in_group(_bf16_hook)),
@@ -323,6 +335,7 @@ ALONE: tuple[Case, ...] = (
     ("too many processes", _threads),
     ("CUDA is not there", lambda: torch.ones(1).cuda()),
     ("no space on the disk", lambda: Path("/dev/full").write_text("x")),
+    ("the shared disk failed", lambda: Path("/proc/self/mem").read_bytes()),
     ("no right", lambda: subprocess.run([tempfile.gettempdir()], check=False)),
     ("a library is missing", lambda: ctypes.CDLL("libno-such-library.so")),
     ("a module is missing", lambda: __import__("no_such_module")),
@@ -361,6 +374,7 @@ ALONE: tuple[Case, ...] = (
     ("can't be sent to a process", lambda: pickle.dumps(lambda: 0)),
     ("can't be sent to a process", lambda: pickle.dumps(threading.Lock())),
     ("no main guard", _no_main_guard),
+    ("no way to the hub", _hub),
 )
 
 
@@ -377,73 +391,6 @@ def errors_of(cases: tuple[Case, ...]) -> list[tuple[str, str]]:
         if dist.is_initialized():
             dist.destroy_process_group()
     return found
-
-
-# ---- two ranks ----
-
-_ANY = "any"  # this rank may see one error or another
-
-
-def on_two_ranks(folder: str) -> list[tuple[str, str]]:
-    """Name and text of what this rank saw in each case."""
-    rank = dist.get_rank()
-    found: list[tuple[str, str]] = []
-
-    def case(names: tuple[str | None, str | None], provoke: Callable[[Any], Any], seconds: float = 20) -> None:
-        group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
-        try:
-            provoke(group)
-        except Exception as error:
-            if names[rank] != _ANY:
-                found.append((str(names[rank]), f"{type(error).__name__}: {error}"))
-        else:
-            assert names[rank] in (None, _ANY), f"{names[rank]}: no error"
-        dist.barrier()
-
-    late = time.sleep
-    case(("a collective timed out", None), lambda g: late(1.3) if rank else dist.all_reduce(torch.ones(2), group=g), 1)
-    case(("a rank misses the barrier", None), lambda g: late(1.3) if rank else dist.monitored_barrier(g, SECOND))
-    case(
-        (_ANY, "models differ in shape"),
-        lambda g: DistributedDataParallel(nn.Linear(2 + rank, 2), process_group=g),
-        3,
-    )
-    both = "models differ in parameters"
-    case((both, both), lambda g: DistributedDataParallel(nn.Linear(2, 2, bias=rank == 0), process_group=g))
-    case(
-        (_ANY, "sizes differ in a collective"), lambda g: dist.all_gather([torch.ones(2)] * 2, _ones(rank), group=g), 3
-    )
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    dist.set_debug_level_from_env()  # type: ignore[attr-defined]
-    both = "collectives differ between ranks"
-    case((both, both), lambda g: dist.all_reduce(_ones(rank), group=g))
-    case((both, both), lambda g: dist.all_reduce(_ones(0), group=g) if rank else dist.broadcast(_ones(0), 0, group=g))
-    os.environ.pop("TORCH_DISTRIBUTED_DEBUG")
-    dist.set_debug_level_from_env()  # type: ignore[attr-defined]
-    return [*found, _abort(folder, rank)]
-
-
-def _ones(more: int) -> torch.Tensor:
-    return torch.ones(2 + more)
-
-
-def _abort(folder: str, rank: int) -> tuple[str, str]:
-    """gloo aborts a rank whose tensor is the smaller; all that is left of it is its log, and its peer has lost it."""
-    child = multiprocessing.get_context("fork").Process(target=_sizes_differ, args=(folder, rank))
-    child.start()
-    child.join(60)
-    child.kill()
-    child.join()
-    assert rank == 1 or child.exitcode == -6, f"gloo no longer aborts: {child.exitcode}"
-    return "a peer is gone" if rank else "sizes differ in a collective", Path(folder, f"log-{rank}").read_text()
-
-
-def _sizes_differ(folder: str, rank: int) -> None:
-    handle = os.open(f"{folder}/log-{rank}", os.O_CREAT | os.O_WRONLY)
-    os.dup2(handle, 2)
-    store = dist.FileStore(f"{folder}/store", 2)
-    group = dist.ProcessGroupGloo(store, rank, 2, datetime.timedelta(seconds=30))  # type: ignore[attr-defined]
-    group.allreduce([_ones(rank * 100_000)]).wait()
 
 
 if __name__ == "__main__":

@@ -40,6 +40,15 @@ def test_two_ranks_are_looked_at(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_directory_that_cannot_be_written_is_a_line(tmp_path: Path) -> None:
+    """And no traceback."""
+    (tmp_path / "file").touch()
+    ended = lockstep(tmp_path, "doctor", "--output-dir", str(tmp_path / "file" / "runs"))
+    assert ended.code == 1
+    assert "✗ disk             the run directory can't be written: Not a directory" in ended.out, ended.out
+    assert "Traceback" not in ended.err
+
+
 def test_one_process_says_so_and_the_lines_are_for_people(tmp_path: Path) -> None:
     ended = lockstep(tmp_path, "doctor", "--output-dir", str(tmp_path))
     assert ended.code == 0, ended.err

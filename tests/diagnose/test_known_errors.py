@@ -40,9 +40,9 @@ def provoked(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
         [sys.executable, "-m", "tests.diagnose.provoke", str(folder / "alone.json")],
         cwd=REPOSITORY, env=environment(OMP_NUM_THREADS="1"), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    from tests.diagnose import provoke
+    from tests.diagnose import provoke_ranks
 
-    two = run_ranks(provoke.on_two_ranks, 2, str(folder))
+    two = run_ranks(provoke_ranks.on_two_ranks, 2, str(folder))
     _, error = alone.communicate(timeout=120)
     assert alone.returncode == 0, error
     return [*map(tuple, json.loads((folder / "alone.json").read_text())), *two[0], *two[1]]

@@ -10,7 +10,15 @@ from lockstep.diagnose.variables import remarks
 from lockstep.diagnose.verdicts import BAD, GOOD, WARN, Line
 
 GIB = 2**30
-H100 = {"model": "H100", "memory": 80 * GIB, "free": 79 * GIB, "pcie_width": 16, "pcie_width_max": 16, "peers": True}
+H100 = {
+    "model": "H100",
+    "memory": 80 * GIB,
+    "free": 79 * GIB,
+    "pcie_width": 16,
+    "pcie_width_max": 16,
+    "pcie_gen_max": 5,
+    "peers": True,
+}
 Change = Callable[[dict[str, Any]], object]
 
 
@@ -37,8 +45,8 @@ def test_a_sound_cluster_gets_nothing_to_do() -> None:
     assert {line.status for line in found} == {GOOD}
     assert not any(line.do for line in found)
     names = {line.name for line in found}
-    assert names >= {"versions", "code", "config", "variables", "GPUs", "open files", "shared memory", "disk", "CPU",
-                     "shared folder", "InfiniBand"}  # fmt: skip
+    assert names >= {"versions", "code", "config", "variables", "GPUs", "PCIe", "open files", "shared memory", "disk",
+                     "CPU", "shared folder", "InfiniBand"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -55,6 +63,7 @@ def test_a_sound_cluster_gets_nothing_to_do() -> None:
         ({"gpus": [H100, H100 | {"model": "A100"}]}, WARN, "GPUs", "A100"),
         ({"gpus": [H100, H100 | {"free": 9 * GIB}]}, WARN, "GPU memory", "rank 3: 9 GiB of 80 GiB is free"),
         ({"gpus": [H100, H100 | {"pcie_width": 4}]}, WARN, "PCIe", "rank 3: PCIe width 4 of 16"),
+        ({"gpus": [H100, H100 | {"pcie_gen_max": 3}]}, WARN, "PCIe", "generation 3 × 16 on rank 3 (host1)"),
         ({"variables": {"OMP_NUM_THREADS": "4", "NCCL_TIMEOUT": "9"}}, WARN, "variables", "NCCL_TIMEOUT does nothing"),
         ({"variables": {"OMP_NUM_THREADS": "4", "NCCL_IB_HCA": "x"}}, WARN, "variables", "NCCL_IB_HCA differs"),
     ],
@@ -73,6 +82,7 @@ def test_one_rank_that_differs_is_named(changed: dict[str, Any], status: str, na
         ({"infiniband": {"mlx5_0:1": "1: DOWN"}}, WARN, "InfiniBand", "0 of 1 ports are active on host1"),
         ({"shared_memory": {"total": 2**26, "free": 2**26}}, WARN, "shared memory", "64 MiB free in /dev/shm on host1"),
         ({"disk": {"total": GIB, "free": 2**20}}, BAD, "disk", "1 MiB free"),
+        ({"disk_error": "Read-only file system: /runs"}, BAD, "disk", "can't be written: Read-only file system: /runs"),
         ({"sees_run_directory": False}, WARN, "shared folder", "do not share the run directory"),
         ({"cores": 2}, WARN, "CPU", "2 ranks × 4 threads on 2 cores on host1"),
         ({"topology": "GPU0 X SYS 0-31 0\nGPU1 SYS X 32-63 1"}, WARN, "topology", "2 GPUs joined by SYS on host1"),

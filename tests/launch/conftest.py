@@ -1,11 +1,12 @@
 """Launches from within the tests' own process, which has loaded torch once; the ranks are processes all the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from lockstep.cli import main
+from tests.hosts import Host, hosts, require_root
 from tests.launch.shared import CLEAN, Ended, environment
 
 Launch = Callable[..., Ended]
@@ -27,3 +28,10 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
         return Ended(code, out, err, tmp_path)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[list[Host]]:
+    require_root()
+    with hosts(4) as made:
+        yield made

@@ -28,6 +28,8 @@ if how == "deaf":
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 else:
     faulthandler.register(signal.SIGQUIT, file=open(logs / f"rank-{rank}.stacks.txt", "a"), all_threads=True)
+if how == "a script":
+    time.sleep(60)
 beat(19, "step")
 while not (folder / "dump").exists():
     time.sleep(0.01)
@@ -101,6 +103,36 @@ def test_one_that_goes_on_does_not_excuse_the_other(ranks: Callable[..., Ranks])
     assert failure is not None
     assert failure.rank == 1
     assert failure.where is not None
+
+
+@pytest.mark.fault(
+    "hang: a rank of a script is stopped (SIGSTOP)",
+    "under `lockstep launch` a script tells no steps; its other ranks wait in a collective",
+    "after a minute in which it was stopped, and others were not, it is named with its line",
+)
+def test_a_stopped_rank_of_a_script_that_tells_no_steps_is_named(ranks: Callable[..., Ranks]) -> None:
+    both = ranks("a script", "a script")
+    pids = {rank: process.pid for rank, process in enumerate(both.processes)}
+    wait_for(lambda: all((both.watch.logs / f"rank-{rank}.stacks.txt").exists() for rank in pids), 30)
+    found: list[Failure] = []
+
+    def look() -> bool:
+        failure = both.watch.look(pids, 2)
+        found.extend([failure] if failure is not None else [])
+        return bool(found)
+
+    assert not look()
+    os.kill(pids[0], signal.SIGSTOP)
+    wait_for(look, 30)
+    (failure,) = found
+    assert failure.rank == 0
+    assert failure.where is not None
+    assert "a signal stopped it" in failure.what
+    for pid in pids.values():
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(1.2)
+    both.watch.restart()
+    assert not both.watch.look(pids, 2), "a job that is suspended as a whole does not hang"
 
 
 def test_a_meeting_point_that_never_answers_stops_no_watch() -> None:

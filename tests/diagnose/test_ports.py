@@ -1,0 +1,45 @@
+"""Ports both ways, as the doctor tries them."""
+
+import socket
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.diagnose import measure
+from lockstep.diagnose.verdicts import BAD, GOOD
+
+
+def test_trap_36_an_ephemeral_port_that_is_closed_one_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meeting port is open, and the others are not: NCCL and gloo would wait for the whole timeout."""
+    facts = [{"rank": rank, "host": f"host{rank}", "machine": f"m{rank}", "local_rank": 0} for rank in (0, 1)]
+    found: dict[int, list[Any]] = {}
+    store = dist.HashStore()
+    closed = threading.local()
+    real = socket.create_connection
+
+    def connect(place: tuple[str, int], timeout: float) -> socket.socket:
+        if closed.to_others:
+            raise TimeoutError("a firewall drops it")
+        return real(place, timeout)
+
+    monkeypatch.setattr(measure.socket, "create_connection", connect)
+
+    def rank(number: int, *, behind_firewall: bool) -> None:
+        closed.to_others = behind_firewall
+        found[number] = measure.ports(measure.Exchange(store, number, 2), "127.0.0.1", facts)
+
+    for firewall in (False, True):
+        threads = [
+            threading.Thread(target=rank, args=(i,), kwargs={"behind_firewall": firewall and i == 1}) for i in (0, 1)
+        ]
+        store = dist.HashStore()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert found[0] == found[1]
+        (line,) = found[0]
+        assert line.status == (BAD if firewall else GOOD)
+        assert not firewall or "host1 127.0.0.1 does not reach host0 127.0.0.1 on an ephemeral port" in line.found
