@@ -42,8 +42,13 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# The documentation as a site, in site/; a warning is an error. Nothing is fetched to read it.
+.PHONY: docs
+docs: $(READY)
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache runs
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache runs site
 
 # The Free Transformer and its baseline under FSDP, on as many ranks as there are GPUs (else NPROC, 2 on a CPU).
 .PHONY: train-free-fsdp train-baseline-fsdp

@@ -1,0 +1,70 @@
+"""The reference of the config: every key of the schema, and the configs that ship."""
+
+from typing import Any
+
+import yaml
+
+from lockstep.config.files import SHIPPED, shipped_names
+from lockstep.config.keys import KeyFacts, all_keys
+
+_INTRODUCTION = """# Config
+
+A config is YAML with eight sections. Every key is typed, an unknown one is refused with the nearest that exists, and
+the resolved config is saved with the run. `lockstep config check FILE` reads it as a run would; `lockstep config show
+FILE` prints it as it resolves; `lockstep config schema` prints a JSON schema, for editors.
+
+Files are composed with `extends: PARENT` (deep merge); `KEY=VALUE` on the command line comes last. Numbers are YAML
+1.2's: `2e-4` is one. This page is made from the schema.
+"""
+
+
+def page() -> str:
+    facts = list(all_keys().values())
+    parts = [_INTRODUCTION]
+    for section in (one for one in facts if one.is_section):
+        parts.append(f"{'##' if '.' not in section.key else '###'} {section.key} {{ #{section.key} }}\n")
+        parts.append(section.description + "\n")
+        parts.append(_table([one for one in facts if _is_in(one, section.key)]))
+    parts.insert(1, _table([one for one in facts if "." not in one.key]))
+    return "\n".join(parts)
+
+
+def _is_in(facts: KeyFacts, section: str) -> bool:
+    return facts.key.rpartition(".")[0] == section
+
+
+def _table(rows: list[KeyFacts]) -> str:
+    lines = ["| key | takes | default | meaning |", "|---|---|---|---|"]
+    for facts in rows:
+        takes = "a section" if facts.is_section else cell(facts.takes)
+        name = f"[`{facts.name}`](#{facts.key})" if facts.is_section else f"`{facts.name}`{{ #{facts.key} }}"
+        default = "" if facts.is_section else f"`{_written(facts.default)}`"
+        lines.append(f"| {name} | {takes} | {default} | {cell(facts.description)} |")
+    return "\n".join([*lines, ""])
+
+
+def _written(value: Any) -> str:
+    if value is None or value == {} or value == []:
+        return {"None": "null", "{}": "{}", "[]": "[]"}[str(value)]
+    return yaml.safe_dump(_plain(value), default_flow_style=True, width=1000).removesuffix("...\n").strip()
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(mode="json", by_alias=True) if hasattr(value, "model_dump") else value
+
+
+def cell(text: str) -> str:
+    """Text that is safe between the bars of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def shipped_page() -> str:
+    """Each config that ships, as it is."""
+    lines = [
+        "# Configs that ship\n",
+        "Give a name in place of a file (`lockstep train ready/bdh.yaml`), or write `extends: NAME`. This page is made "
+        "from the files.\n",
+    ]
+    for name in shipped_names():
+        lines += [f"## {name}\n", f"```yaml\n{(SHIPPED / name).read_text(encoding='utf-8').rstrip()}\n```\n"]
+    return "\n".join(lines)

@@ -1,0 +1,35 @@
+"""Pages that are made while the site is built: from the config schema, the command line and the table of names.
+
+mkdocs calls `on_files` and `on_page_markdown`. A line `<!-- names: SOURCE -->` of a page becomes the tables of what is
+called otherwise there.
+"""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import command_line
+import config_keys
+import foreign_names
+from mkdocs.structure.files import File, Files
+
+PAGES = {
+    "reference/config.md": config_keys.page,
+    "reference/command_line.md": command_line.page,
+    "reference/configs.md": config_keys.shipped_page,
+    "coming_from/all.md": foreign_names.page_of_all,
+}
+NAMES = re.compile(r"^<!-- names: (\w+) -->$", re.MULTILINE)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for path, make in PAGES.items():
+        files.append(File.generated(config, path, content=make()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    return NAMES.sub(lambda found: foreign_names.tables_of(found[1]), markdown)

@@ -1,0 +1,128 @@
+"""Command lines of the documentation, read by the real parsers without being carried out."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Cheap, and true to run at once.
+RUN = ("config",)
+
+
+def commands_in(script: str) -> Iterator[list[str]]:
+    """The words of each `lockstep …` in a shell script, also behind a launcher (`torchrun … -m lockstep …`).
+
+    A loop's variable stands for its first value, any other variable for 1.
+    """
+    text = re.sub(r"(^|\s)#.*$", "", script.replace("\\\n", " "), flags=re.MULTILINE)
+    for name, first in re.findall(r"for (\w+) in (\S+?)[ ;]", text):
+        text = re.sub(rf"\$\{{?{name}\b\}}?", first, text)
+    text = re.sub(r"\$\(\([^)]*\)\)|\$\{?\w+\}?", "1", text)
+    for words in _simple_commands(text):
+        while words and re.match(r"(do|then|[A-Z_]+=.*)$", words[0]):
+            words = words[1:]
+        if words[:1] == ["lockstep"]:
+            yield words[1:]
+        elif "-m" in words and words[words.index("-m") + 1 :][:1] == ["lockstep"]:
+            yield words[words.index("-m") + 2 :]
+
+
+def _simple_commands(text: str) -> Iterator[list[str]]:
+    """The commands between newlines and operators, without redirections."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="();<>|&\n")
+    lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t", "", True
+    words: list[str] = []
+    redirected = False
+    for token in lexer:
+        if token in ("<", ">", ">>", "<<"):
+            redirected = True
+        elif set(token) <= set("();|&\n"):
+            yield words
+            words, redirected = [], False
+        elif not redirected:
+            words.append(token)
+    yield words
+
+
+def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the arguments, and the config that they name; run it where that is cheap.
+
+    Raises:
+        LockstepError: as the command would.
+    """
+    from lockstep.cli.verbs import VERBS
+
+    if "--help" in words or words[:1] == ["--version"]:
+        return
+    verb, rest = words[0], words[1:]
+    assert verb in VERBS, f"there is no verb {verb}"
+    with monkeypatch.context() as patch:
+        if verb not in RUN and not (verb == "submit" and "--dry-run" in rest):
+            _stop_after_parsing(verb, patch)
+        code = VERBS[verb][0](rest)
+    assert code == 0, f"lockstep {' '.join(words)}: exit code {code}"
+
+
+def _stop_after_parsing(verb: str, patch: pytest.MonkeyPatch) -> None:
+    """The function that a verb hands over to only looks at what it was given."""
+    handed_to = {
+        "train": ("lockstep.launch.train.train", _train),
+        "launch": ("lockstep.launch.train.launch_script", _launch),
+        "verify": ("lockstep.verify.command.run", _config_given),
+        "plan": ("lockstep.plan.command.plan", _nothing),
+        "submit": ("lockstep.submit.command.run", _submit),
+        "checkpoint": ("lockstep.checkpoint.commands.run", _checkpoint),
+        "report": ("lockstep.report.command.run", _nothing),
+        "bench": ("lockstep.report.command.bench", _nothing),
+        "sample": ("lockstep.sample.sample", _nothing),
+        "doctor": ("lockstep.launch.doctor.doctor", _nothing),
+        "data": ("lockstep.data.prepare.prepare", _prepared),
+    }
+    target, stand_in = handed_to[verb]
+    patch.setattr(target, stand_in)
+
+
+def _nothing(*_args: Any, **_options: Any) -> int:
+    return 0
+
+
+def _train(path: Path, overrides: list[str], options: Any, **_rest: Any) -> int:
+    from lockstep.config import load_config
+    from lockstep.config.checks import require_runnable
+
+    require_runnable(load_config(path, overrides))
+    return 0
+
+
+def _config_given(path: Path, overrides: list[str], *, against: str | None, **_rest: Any) -> int:
+    from lockstep.mesh import parse_topology
+
+    for topology in (against or "ddp:2").split(","):
+        parse_topology(topology)
+    return _train(path, overrides, None)
+
+
+def _launch(script: str, *_args: Any, module: bool, **_rest: Any) -> int:
+    assert module or Path(script).is_file(), f"there is no file {script}"
+    return 0
+
+
+def _submit(_scheduler: str, given: Any, path: Path, overrides: list[str], _options: Any) -> int:
+    return _train(path, overrides, None)
+
+
+def _checkpoint(verb: str, _path: Path, **options: Any) -> str:
+    from lockstep.checkpoint.commands import _OPTIONS, VERBS
+
+    assert verb in VERBS
+    assert {name for name, value in options.items() if value is not None} <= set(_OPTIONS.get(verb, ()))
+    return ""
+
+
+def _prepared(*_args: Any, **_options: Any) -> Any:
+    from lockstep.data.prepare import Prepared
+
+    return Prepared(Path("tokens"), 1, 256)
