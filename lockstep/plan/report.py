@@ -141,23 +141,26 @@ def as_dict(candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
 def as_svg(found: Sequence[Candidate]) -> str:
     """Memory by part for each layout, and the line of the GPU's memory."""
     shown = [c for c in found if c.memory is not None]
-    left, height, width = 330, 26, 560
+    height, width = 26, 560
+    left = 20 + max(7 * len(c.name()) for c in shown) if shown else 20
     limit = shown[0].limit if shown else 1.0
     scale = width / max(limit * 1.15, *(min(c.needed, 2 * limit) for c in shown), 1.0)
     bottom = height * len(shown) + 30
+    size = (left + width + 90, bottom + 40)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 90}" height="{bottom + 40}" '
-        'font-family="sans-serif" font-size="12">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" '
+        f'viewBox="0 0 {size[0]} {size[1]}" font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
     ]
     for row, c in enumerate(shown):
         y = 20 + row * height
         x = float(left)
         parts.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{escape(c.name())}</text>')
         assert c.memory is not None
-        for kind, size in c.memory.items():
-            w = min(size * scale, left + width - x)
+        for kind, held in c.memory.items():
+            w = min(held * scale, left + width - x)
             if w > 0:
-                title = f"<title>{kind}: {size / GIB:.2f} GiB</title>"
+                title = f"<title>{kind}: {held / GIB:.2f} GiB</title>"
                 box = f'x="{x:.1f}" y="{y}" width="{w:.1f}" height="18"'
                 parts.append(f'<rect {box} fill="{_COLOURS[kind]}">{title}</rect>')
                 x += w

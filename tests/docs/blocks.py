@@ -1,6 +1,6 @@
 """The code blocks of README.md and docs/, with what is said about each.
 
-A block is ```bash, ```python or ```yaml. An HTML comment in the line above says what is special about it:
+A block is ```bash, ```python, ```yaml or ```diff. An HTML comment in the line above says what is special about it:
 
     <!-- file: NAME -->        it is the file NAME, which the blocks after it may use
     <!-- beside -->            (bash) it runs beside the next block, as in a second terminal
@@ -20,7 +20,7 @@ _FENCE = re.compile(
     r"(?:^<!-- (?P<mark>[a-z ]+)(?:: (?P<text>[^>]*))? -->\n)?^```(?P<language>\w*)\n(?P<body>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-LANGUAGES = ("bash", "python", "yaml")
+LANGUAGES = ("bash", "python", "yaml", "diff")
 MARKS = ("file", "beside", "elsewhere", "run by")
 
 

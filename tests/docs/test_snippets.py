@@ -55,6 +55,8 @@ def _check(block: Block, folder: Path, names: dict[str, Any], monkeypatch: pytes
     if block.mark == "run by":
         test = (REPOSITORY / block.text).read_text()
         assert Path(block.page).name in test, f"{block.text} does not name {block.page}"
+    elif block.language == "diff":
+        raise AssertionError("a diff says which test runs it")
     elif block.language == "python":
         ast.parse(block.body)
         if block.mark == "":

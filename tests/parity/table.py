@@ -1,4 +1,4 @@
-"""The README's table of strategies: what the parity tests run of each, read off their cases.
+"""The table of docs/parity.md: what the parity tests run of each, read off their cases.
 
 python -m tests.parity.table --write
 """
@@ -13,7 +13,7 @@ from tests.parity import pipelines
 from tests.parity.matrix import STRATEGIES, Case
 from tests.parity.parts import Part, parts
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/parity.md"
 BEGIN, END = "<!-- table of strategies: python -m tests.parity.table --write -->", "<!-- end of the table -->"
 NAMES = {
     **{kind: f"`fsdp`, `{kind}`" for kind in STRATEGIES if "shard" in kind},
@@ -101,20 +101,20 @@ def listed(values: Iterable[str]) -> str:
     return ", ".join(sorted(once, key=int) if all(value.isdigit() for value in once) else once)
 
 
-def in_readme(text: str) -> str:
-    """The README with the table as it should be."""
+def in_page(text: str) -> str:
+    """The page with the table as it should be."""
     new, found = re.subn(
         f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n{table()}\n{END}", text, flags=re.DOTALL
     )
-    assert found == 1, f"README.md lacks the lines {BEGIN} and {END}"
+    assert found == 1, f"{PAGE.name} lacks the lines {BEGIN} and {END}"
     return new
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into README.md; else it is printed")
+    parser.add_argument("--write", action="store_true", help="into docs/parity.md; else it is printed")
     if parser.parse_args().write:
-        README.write_text(in_readme(README.read_text()))
+        PAGE.write_text(in_page(PAGE.read_text()))
     else:
         print(table())
 
