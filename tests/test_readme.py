@@ -51,9 +51,9 @@ def test_the_diff_trains_before_and_after() -> None:
             "loss_fn": nn.MSELoss(),
             "train_data": DataLoader(data, batch_size=8, shuffle=True),
         }
-        before = float(nn.MSELoss()(model(data.tensors[0]), data.tensors[1]))
+        before = nn.MSELoss()(model(data.tensors[0]), data.tensors[1]).item()
         exec("\n".join(lines), names)
-        ends.append(float(nn.MSELoss()(model(data.tensors[0]), data.tensors[1])) / before)
+        ends.append(nn.MSELoss()(model(data.tensors[0]), data.tensors[1]).item() / before)
     assert max(ends) < 1
 
 
