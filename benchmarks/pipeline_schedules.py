@@ -27,7 +27,7 @@ from lockstep.models.protocol import Objective
 from lockstep.parallel import Ledger, Share, place
 from lockstep.parallel.pipeline.picture import Timeline, clocked
 from lockstep.parallel.pipeline.schedules import SCHEDULES
-from lockstep.parallel.pipeline.torch_runtime import Action, actions
+from lockstep.parallel.pipeline.torch_schedule import Action, actions
 from lockstep.precision import Precision
 from tests.ranks import run_ranks
 

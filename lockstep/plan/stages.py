@@ -30,7 +30,8 @@ from lockstep.parallel.pipeline.build import part_of, shard_parts
 from lockstep.parallel.pipeline.holding import Holding, holding_of, release
 from lockstep.parallel.pipeline.part import Work as Io
 from lockstep.parallel.pipeline.plan import frees_after_forward
-from lockstep.parallel.pipeline.torch_runtime import Action, Meta, Metas, Stage, actions, reduce_gradients
+from lockstep.parallel.pipeline.torch_schedule import Action, actions
+from lockstep.parallel.pipeline.torch_stage import Meta, Metas, Stage, reduce_gradients
 from lockstep.plan.record import KINDS, Cost, Record, Region, play
 from lockstep.plan.rehearsal import (
     CPU,

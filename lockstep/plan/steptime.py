@@ -6,7 +6,7 @@ from lockstep.config import Config
 from lockstep.mesh import Layout
 from lockstep.parallel.pipeline.partition import rank_of
 from lockstep.parallel.pipeline.schedules import facts_of
-from lockstep.parallel.pipeline.torch_runtime import actions
+from lockstep.parallel.pipeline.torch_schedule import actions
 from lockstep.plan.hardware import Cluster
 from lockstep.plan.network import Group, group_of, send
 from lockstep.plan.timeline import Step, Timeline, pipeline

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.data import Dataset
 
 from lockstep.config import config_from
-from lockstep.parallel.pipeline.torch_runtime import Schedule
+from lockstep.parallel.pipeline.torch_schedule import Schedule
 from lockstep.trainer import Trainer
 from tests.parity import pipelines
 from tests.parity.toy import VOCAB, Tokens, language_model

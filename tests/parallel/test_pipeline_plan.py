@@ -18,7 +18,7 @@ from lockstep.parallel.pipeline.partition import Partition, balanced_cuts, cuts_
 from lockstep.parallel.pipeline.picture import picture, timeline
 from lockstep.parallel.pipeline.runner import cut_into_runs
 from lockstep.parallel.pipeline.schedules import SCHEDULES, facts_of
-from lockstep.parallel.pipeline.torch_runtime import actions
+from lockstep.parallel.pipeline.torch_schedule import actions
 from lockstep.parallel.placed import Share
 
 NAMES = ["embed", *(f"layers.{i}" for i in range(10)), "head"]

@@ -27,7 +27,8 @@ from lockstep.parallel.pipeline.plan import Plan, frees_after_forward, plan_of, 
 from lockstep.parallel.pipeline.runner import Runner
 from lockstep.parallel.pipeline.shapes import Shapes, object_device
 from lockstep.parallel.pipeline.shared import SharedSums
-from lockstep.parallel.pipeline.torch_runtime import Schedule, Stage
+from lockstep.parallel.pipeline.torch_schedule import Schedule
+from lockstep.parallel.pipeline.torch_stage import Stage
 from lockstep.parallel.pipeline.trees import StageTrees, Uses
 from lockstep.parallel.placed import Placed, strided_shares
 from lockstep.parallel.placement import Placement

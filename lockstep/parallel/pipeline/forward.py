@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.parallel.pipeline.part import Part
-from lockstep.parallel.pipeline.torch_runtime import Meta, Metas
+from lockstep.parallel.pipeline.torch_stage import Meta, Metas
 
 Start = Callable[[Part, int], None]
 """(stage, place among the micro-batches): the stage's forward pass of this micro-batch begins."""

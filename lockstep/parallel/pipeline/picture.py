@@ -14,7 +14,7 @@ from lockstep.errors import UsageError
 from lockstep.mesh import resolve
 from lockstep.parallel.pipeline.partition import rank_of
 from lockstep.parallel.pipeline.schedules import ScheduleFacts, facts_of
-from lockstep.parallel.pipeline.torch_runtime import Action, actions
+from lockstep.parallel.pipeline.torch_schedule import Action, actions
 
 UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # a backward pass costs as much as two forward
 _COLUMNS = 240  # of text; a schedule that takes more of them is cut off

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from lockstep.parallel.pipeline.torch_runtime import Metas
+from lockstep.parallel.pipeline.torch_stage import Metas
 from lockstep.randomness import derive_key
 
 

@@ -88,7 +88,7 @@ class StageTrees:
         self._leaves = leaves
         self._partials = {stage: Partials(leaves) for stage in self.stages}
 
-    # ---- what stages hand on: see `torch_runtime.Leaves` ----
+    # ---- what stages hand on: see `torch_stage.Leaves` ----
 
     def buffers(self, stage: int) -> tuple[Tensor, ...]:
         """Where the running sums of shared weights arrive that later stages have used."""

@@ -9,12 +9,8 @@ alone. Against torch's own stage
 - shapes are told to it, never inferred by running the model on uninitialised memory;
 - gradients that are sent are contiguous: gloo refuses others (a `.sum()` makes one), and the peer would wait for ever;
 - gradients are reduced over replicas and shards only when told: once a step, not once a run of the schedule.
-
-All that is private in torch is named in this file.
 """
 
-import logging
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,17 +20,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleDualPipeV, get_schedule_class
 
 from lockstep.errors import RunError
-
-# Its error message is the whole table of actions, on every rank; the exception itself says what went wrong.
-logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-
-# Flags by which a schedule remembers that it has inferred shapes by running the model; ours are told.
-_INITIALIZED = re.compile(r"_stages?(_forward|_backward)?_initialized")
+from lockstep.parallel.pipeline.torch_backward import Backward, Gradients
 
 
 @dataclass(frozen=True)
@@ -54,7 +43,6 @@ class Meta:
 
 
 Metas = tuple[Meta, ...]
-Gradients = tuple[Tensor | None, ...]
 At = Callable[[int, int], AbstractContextManager[None]]  # (stage, place in the run) → what its computation runs inside
 
 
@@ -103,7 +91,7 @@ class Stage(PipelineStage):
         self._output_gradients: dict[int, Gradients] = {}
         self._carried: dict[int, tuple[Tensor, ...]] = {}
         self._input_gradients: dict[int, Gradients] = {}
-        self._half_done: dict[int, _Backward] = {}  # inputs' gradients are there, weights' are still to come
+        self._half_done: dict[int, Backward] = {}  # inputs' gradients are there, weights' are still to come
 
     def begin(self, inputs: Sequence[Metas], outputs: Sequence[Metas], *, reduces: bool) -> None:
         """Before a run of a schedule.
@@ -202,7 +190,7 @@ class Stage(PipelineStage):
         else:
             sent_back = self._output_gradients.pop(bwd_chunk_id)
         carried = self._carried.pop(bwd_chunk_id, ())
-        call = _Backward(outputs, sent_back, inputs)
+        call = Backward(outputs, sent_back, inputs)
         whole = full_backward or not self._halves
         with self._backward_at(self.stage_index, bwd_chunk_id):
             gradients = self._whole(call, carried) if whole else self._first_half(bwd_chunk_id, call)
@@ -212,7 +200,7 @@ class Stage(PipelineStage):
     def _done(self, chunk: int, carried: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         return () if self._leaves is None else self._leaves.done(self.stage_index, chunk, carried)
 
-    def _whole(self, call: "_Backward", carried: tuple[Tensor, ...] = ()) -> Gradients:
+    def _whole(self, call: Backward, carried: tuple[Tensor, ...] = ()) -> Gradients:
         if not call.differentiable:
             return call.nothing
         arguments = call.arguments(full=True)
@@ -225,7 +213,7 @@ class Stage(PipelineStage):
             call.outputs[0].detach_()  # or the schedule keeps the loss's graph until the end of the run
         return gradients
 
-    def _first_half(self, chunk: int, call: "_Backward") -> Gradients:
+    def _first_half(self, chunk: int, call: Backward) -> Gradients:
         """Gradients of the inputs; those of the weights wait for `backward_weight_one_chunk`."""
         self._half_done[chunk] = call
         if self.is_first or not call.differentiable:
@@ -243,7 +231,7 @@ class Stage(PipelineStage):
             self._second_half(bwd_chunk_id, call)
         self._done(bwd_chunk_id)
 
-    def _second_half(self, bwd_chunk_id: int, call: "_Backward") -> None:
+    def _second_half(self, bwd_chunk_id: int, call: Backward) -> None:
         with self._backward_at(self.stage_index, bwd_chunk_id):
             if self.is_first:  # it has no inputs whose gradients come first
                 self.backward_maybe_with_nosync("full", call.arguments(full=True))
@@ -261,68 +249,6 @@ class Stage(PipelineStage):
             super().perform_reduce_grad(grad_scale_factor)
 
 
-@dataclass
-class _Backward:
-    """A backward pass of one micro-batch through one stage, whole or in two halves.
-
-    The first half computes gradients of the inputs, and keeps the gradient that reached each operation with a weight.
-    The second half goes on from there: torch finds, for each weight, these operations. It goes wrong where a weight has
-    several of them in a row (layers that share it): what lies between them is gone through anew, and freed, for each
-    such weight. And a weight that has none, because its gradient does not meet the inputs', is passed over. In these
-    cases the second half starts from the outputs.
-    """
-
-    outputs: tuple[Tensor, ...]
-    sent_back: Gradients | None  # None: the output is the loss
-    inputs: tuple[Tensor, ...]
-    groups: list[dict[str, Any]] | None = None
-
-    def __post_init__(self) -> None:
-        self.differentiable = any(output.requires_grad for output in self.outputs)
-        self.nothing: Gradients = (None,) * len(self.inputs)
-
-    def arguments(self, *, full: bool) -> dict[str, Any]:
-        """As torch takes them; its two kinds of backward pass say differently that the output is the loss."""
-        sent_back = (None,) if self.sent_back is None and full else self.sent_back
-        return {"stage_output": self.outputs, "output_grads": sent_back, "input_values": list(self.inputs)}
-
-    def remember(self) -> None:
-        """Before the first half, which cuts the outputs off."""
-        pairs = zip(self.outputs, self.sent_back or (None,), strict=True)
-        kept = [(get_gradient_edge(output), gradient) for output, gradient in pairs if output.requires_grad]
-        self._edges = [edge for edge, _ in kept]
-        self._gradients = [gradient for _, gradient in kept]
-        inputs = {id(value) for value in self.inputs}
-        self._weights = {node for node in _leaves(self._edges) if id(node.variable) not in inputs}
-
-    def go_on_from(self, groups: list[dict[str, Any]] | None) -> None:
-        """After the first half: keep what it found if torch's second half is right for this graph, else the outputs."""
-        assert groups is not None
-        found = {node for group in groups for node in group["params"]}
-        if found >= self._weights and all(len(group["intermediates"]) == 1 for group in groups):
-            self.groups = groups
-            self._edges.clear()  # what lies behind the weights' operations can go
-
-    def weights_anew(self, weights: list[Tensor]) -> None:
-        """Gradients of the weights from the outputs."""
-        found = torch.autograd.grad(self._edges, weights, self._gradients, allow_unused=True)
-        for weight, gradient in zip(weights, found, strict=True):
-            if gradient is not None:
-                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-
-
-def _leaves(edges: Sequence[Any]) -> set[Any]:
-    """The nodes of a graph that accumulate gradients."""
-    seen: set[Any] = set()
-    open_nodes = [edge.node for edge in edges]
-    while open_nodes:
-        node = open_nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            open_nodes += [following for following, _ in node.next_functions]
-    return {node for node in seen if hasattr(node, "variable")}
-
-
 def _sendable(value: Tensor, gradient: Tensor | None) -> Tensor | None:
     """A gradient as the stage before waits for it; an input that was not used has one of zeros."""
     if not value.requires_grad:
@@ -337,97 +263,3 @@ def _shapes(metas: Metas) -> str:
 def reduce_gradients(unit: nn.Module) -> None:
     """Sum the gradients of an FSDP2 unit, whose backward passes are over, over its replicas and shards."""
     PipelineStage.perform_reduce_grad(SimpleNamespace(submod=unit), 1)  # type: ignore[arg-type]
-
-
-class Schedule:
-    """A schedule of torch's over this rank's stages, for a fixed number of micro-batches.
-
-    Args:
-        name: of the schedule, without `Schedule`.
-        stages: of this rank, ascending.
-        count: micro-batches in a run.
-    """
-
-    def __init__(self, name: str, stages: Sequence[Stage], count: int) -> None:
-        self._schedule = build(name, stages, count)
-        self._has_last = any(stage.is_last for stage in stages)
-        self._count = count
-
-    def run(self) -> None:
-        """Forward and backward of `count` micro-batches on this rank's stages, which were told to `begin`."""
-        # The last stage returns its loss, made from a micro-batch that it knows: what is passed here is only counted.
-        targets = {"target": torch.arange(self._count)} if self._has_last else {}
-        self._schedule.step(**targets, return_outputs=False)
-
-
-class _Unpaired(ScheduleDualPipeV):
-    """DualPipeV with each forward pass that it pairs with a backward pass in its own place.
-
-    torch's runtime computes the two of a pair one after the other, and sends what the first one put out when the second
-    one is done too: the next stage would wait for nothing.
-    """
-
-    def _calculate_single_rank_operations(self, rank: int) -> list[Any]:
-        paired = super()._calculate_single_rank_operations(rank)
-        return [part for action in paired for part in (action and action.sub_actions) or (action,)]
-
-
-def build(name: str, stages: Sequence[Any], count: int) -> Any:
-    """The schedule object of torch's; `stages` may be stand-ins where it is not to be run."""
-    kind: Any = get_schedule_class(name)
-    kind = _Unpaired if kind is ScheduleDualPipeV else kind
-    several = issubclass(kind, PipelineScheduleMulti)
-    schedule = kind(
-        list(stages) if several else stages[0],
-        n_microbatches=count,
-        loss_fn=lambda output, _target: output,
-        scale_grads=False,  # the loss is a sum over the step: nothing is divided by the number of micro-batches
-    )
-    for flag in [name for name in vars(schedule) if _INITIALIZED.fullmatch(name)]:
-        setattr(schedule, flag, True)
-    return schedule
-
-
-@dataclass(frozen=True)
-class Action:
-    """One entry of a rank's list of computations.
-
-    Attributes:
-        kind: F forward, B backward, I gradients of inputs alone, W of weights alone.
-    """
-
-    kind: str
-    stage: int
-    micro_batch: int
-
-
-def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[list[Action]]:
-    """What each rank computes in a run, in order. Needs no process group."""
-    if name == "1F1B":  # torch runs it without a list of actions; the list that it draws is another one
-        return [_one_forward_one_backward(rank, ranks, count) for rank in range(ranks)]
-    stages = ranks * stages_per_rank
-    stand_ins = [
-        SimpleNamespace(
-            num_stages=stages, group_size=ranks, group_rank=0, stage_index=0, submod=nn.Module(), is_first=True,
-            is_last=False,
-        )
-        for _ in range(stages_per_rank)
-    ]  # fmt: skip
-    order = build(name, stand_ins, count).pipeline_order
-    return [[_action(entry) for entry in order[rank] if _computes(entry)] for rank in range(ranks)]
-
-
-def _one_forward_one_backward(rank: int, ranks: int, count: int) -> list[Action]:
-    ahead = min(count, ranks - rank)
-    forward = [Action("F", rank, i) for i in range(count)]
-    backward = [Action("B", rank, i) for i in range(count)]
-    pairs = [action for pair in zip(backward, forward[ahead:], strict=False) for action in pair]
-    return forward[:ahead] + pairs + backward[count - ahead :]
-
-
-def _computes(entry: Any) -> bool:
-    return entry is not None and entry.computation_type.value in ("F", "B", "I", "W")
-
-
-def _action(entry: Any) -> Action:
-    return Action(entry.computation_type.value, entry.stage_index, entry.microbatch_index)

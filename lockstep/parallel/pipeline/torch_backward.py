@@ -1,0 +1,73 @@
+"""A stage's backward pass, whole or in the two halves of schedules that split it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass
+class Backward:
+    """A backward pass of one micro-batch through one stage, whole or in two halves.
+
+    The first half computes gradients of the inputs, and keeps the gradient that reached each operation with a weight.
+    The second half goes on from there: torch finds, for each weight, these operations. It goes wrong where a weight has
+    several of them in a row (layers that share it): what lies between them is gone through anew, and freed, for each
+    such weight. And a weight that has none, because its gradient does not meet the inputs', is passed over. In these
+    cases the second half starts from the outputs.
+    """
+
+    outputs: tuple[Tensor, ...]
+    sent_back: Gradients | None  # None: the output is the loss
+    inputs: tuple[Tensor, ...]
+    groups: list[dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        self.differentiable = any(output.requires_grad for output in self.outputs)
+        self.nothing: Gradients = (None,) * len(self.inputs)
+
+    def arguments(self, *, full: bool) -> dict[str, Any]:
+        """As torch takes them; its two kinds of backward pass say differently that the output is the loss."""
+        sent_back = (None,) if self.sent_back is None and full else self.sent_back
+        return {"stage_output": self.outputs, "output_grads": sent_back, "input_values": list(self.inputs)}
+
+    def remember(self) -> None:
+        """Before the first half, which cuts the outputs off."""
+        pairs = zip(self.outputs, self.sent_back or (None,), strict=True)
+        kept = [(get_gradient_edge(output), gradient) for output, gradient in pairs if output.requires_grad]
+        self._edges = [edge for edge, _ in kept]
+        self._gradients = [gradient for _, gradient in kept]
+        inputs = {id(value) for value in self.inputs}
+        self._weights = {node for node in _leaves(self._edges) if id(node.variable) not in inputs}
+
+    def go_on_from(self, groups: list[dict[str, Any]] | None) -> None:
+        """After the first half: keep what it found if torch's second half is right for this graph, else the outputs."""
+        assert groups is not None
+        found = {node for group in groups for node in group["params"]}
+        if found >= self._weights and all(len(group["intermediates"]) == 1 for group in groups):
+            self.groups = groups
+            self._edges.clear()  # what lies behind the weights' operations can go
+
+    def weights_anew(self, weights: list[Tensor]) -> None:
+        """Gradients of the weights from the outputs."""
+        found = torch.autograd.grad(self._edges, weights, self._gradients, allow_unused=True)
+        for weight, gradient in zip(weights, found, strict=True):
+            if gradient is not None:
+                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+
+def _leaves(edges: Sequence[Any]) -> set[Any]:
+    """The nodes of a graph that accumulate gradients."""
+    seen: set[Any] = set()
+    open_nodes = [edge.node for edge in edges]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            open_nodes += [following for following, _ in node.next_functions]
+    return {node for node in seen if hasattr(node, "variable")}
