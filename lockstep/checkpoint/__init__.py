@@ -16,6 +16,7 @@ from lockstep.checkpoint.describe import inspect
 from lockstep.checkpoint.digest import digest, digest_tensors
 from lockstep.checkpoint.export import export_safetensors, export_torch, weights
 from lockstep.checkpoint.gathered import hand_out, is_shared
+from lockstep.checkpoint.importing import import_weights
 from lockstep.checkpoint.keep import newest, resume_point, rotate, set_aside
 from lockstep.checkpoint.manifest import DamagedError, verify
 from lockstep.checkpoint.names import list_checkpoints
@@ -35,6 +36,7 @@ __all__ = [
     "export_torch",
     "hand_out",
     "has_optimizer",
+    "import_weights",
     "inspect",
     "is_shared",
     "list_checkpoints",

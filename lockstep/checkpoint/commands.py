@@ -1,4 +1,4 @@
-"""`lockstep checkpoint list|inspect|verify|digest|export|convert PATH`: text out, errors raised."""
+"""`lockstep checkpoint list|inspect|verify|digest|export|convert|import PATH`: text out, errors raised."""
 
 import json
 from collections.abc import Callable
@@ -9,12 +9,17 @@ from typing import Any
 from lockstep.checkpoint.describe import checkpoints_at, inspect, newest_at
 from lockstep.checkpoint.digest import digest
 from lockstep.checkpoint.export import export_safetensors, export_torch, rewrite_full
+from lockstep.checkpoint.importing import import_weights
 from lockstep.checkpoint.manifest import DamagedError, read_manifest, verify
 from lockstep.checkpoint.names import MANIFEST
 from lockstep.errors import UsageError
 
-VERBS = ("list", "inspect", "verify", "digest", "export", "convert")
+VERBS = ("list", "inspect", "verify", "digest", "export", "convert", "import")
 FORMATS = ("full", "torch")
+_BY_RANKS = {
+    "sharded": "shards are written by ranks, each its own; `full` is loaded by as many ranks as `sharded` is: by any",
+    "local": "raw shards lie as a run lays them over its ranks (strategy, mesh, blocks), which files alone don't tell",
+}
 
 
 def run(verb: str, path: str | Path, **options: Any) -> str:
@@ -23,7 +28,8 @@ def run(verb: str, path: str | Path, **options: Any) -> str:
     Args:
         verb: one of VERBS.
         path: a run directory, a folder of checkpoints, or one checkpoint; where one is needed, the newest whole one.
-        options: `output` (export, convert): the file or folder to write; `to` (convert): one of FORMATS.
+        options: `output` (export, convert, import): the file or folder to write; `to` (convert): one of FORMATS;
+            `prefix` (import): what to take off the names.
 
     Returns:
         what to print.
@@ -91,12 +97,28 @@ def _export(path: Path, output: str | Path = "model.safetensors") -> str:
 
 
 def _convert(path: Path, to: str = "full", output: str | Path | None = None) -> str:
+    if to in _BY_RANKS:
+        raise UsageError(
+            f"a checkpoint can't be converted to {to!r}: a run writes it",
+            where=str(path),
+            why=_BY_RANKS[to],
+            fix=f"lockstep train CONFIG --resume {path} checkpoint.format={to}, with the ranks that are to hold it, or "
+            "--to full",
+        )
     if to not in FORMATS:
         raise UsageError(f"there is no format {to!r} to convert to", fix="one of: " + ", ".join(FORMATS))
     checkpoint = newest_at(path)
     target = Path(output) if output else Path(f"{checkpoint.resolve().name}-full" if to == "full" else "model.pt")
     written = rewrite_full(checkpoint, target) if to == "full" else export_torch(checkpoint, target)
     return f"{checkpoint} → {written}"
+
+
+def _import(path: Path, output: str | Path = "imported", prefix: str = "") -> str:
+    written, taken, left_out = import_weights(path, output, prefix=prefix)
+    rest = f", {left_out} without the prefix left out" if left_out else ""
+    return (
+        f"{path} → {written}: {taken} tensors in float32{rest}; `lockstep train CONFIG --resume {written}` begins there"
+    )
 
 
 _ACTIONS: dict[str, Callable[..., str]] = {
@@ -106,8 +128,13 @@ _ACTIONS: dict[str, Callable[..., str]] = {
     "digest": _digest,
     "export": _export,
     "convert": _convert,
+    "import": _import,
 }
-_OPTIONS: dict[str, tuple[str, ...]] = {"export": ("output",), "convert": ("output", "to")}
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "export": ("output",),
+    "convert": ("output", "to"),
+    "import": ("output", "prefix"),
+}
 
 
 def _size(num_bytes: int) -> str:

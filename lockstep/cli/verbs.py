@@ -89,17 +89,21 @@ def config(argv: list[str]) -> int:
 
 
 def checkpoint(argv: list[str]) -> int:
-    """lockstep checkpoint list|inspect|verify|digest|export|convert PATH"""
-    parser = Parser("checkpoint", "Look at checkpoints, prove them, take weights out of them.")
-    parser.add_argument("verb", metavar="list|inspect|verify|digest|export|convert")
-    parser.add_argument("path", metavar="PATH", type=Path, help="a run directory, its checkpoints, or one of them")
-    parser.add_argument("--output", metavar="PATH", type=Path, help="export, convert: the file or folder to write")
+    """lockstep checkpoint list|inspect|verify|digest|export|convert|import PATH"""
+    parser = Parser("checkpoint", "Look at checkpoints, prove them, take weights out of them or into one.")
+    parser.add_argument("verb", metavar="list|inspect|verify|digest|export|convert|import")
+    text = "a run directory, its checkpoints, or one of them; import: another trainer's file or folder"
+    parser.add_argument("path", metavar="PATH", type=Path, help=text)
+    text = "export, convert, import: the file or folder to write"
+    parser.add_argument("--output", metavar="PATH", type=Path, help=text)
     parser.add_argument("--to", metavar="full|torch", help="convert: one file of whole tensors, or torch.load's format")
+    text = "import: what names there begin with and the model's do not, as model. in a LightningModule"
+    parser.add_argument("--prefix", metavar="TEXT", help=text)
     given = parser.parse(argv)
 
     from lockstep.checkpoint import commands
 
-    print(commands.run(given.verb, given.path, output=given.output, to=given.to))
+    print(commands.run(given.verb, given.path, output=given.output, to=given.to, prefix=given.prefix))
     return EXIT_DONE
 
 
@@ -279,7 +283,7 @@ VERBS: dict[str, Verb] = {
     "doctor": (doctor, "look at machines, network and ranks before a run"),
     "submit": (submit, "make a job of Slurm or Kubernetes of a run"),
     "config": (config, "show, check or list configs"),
-    "checkpoint": (checkpoint, "list, inspect, verify, digest, export or convert checkpoints"),
+    "checkpoint": (checkpoint, "list, inspect, verify, digest, export, convert or import checkpoints"),
     "sample": (sample, "let a trained language model write"),
     "report": (report, "draw what runs did, and say what to do next"),
     "bench": (bench, "measure how a config scales over ranks"),

@@ -74,7 +74,8 @@ def restore(trainer: "Trainer", path: Path) -> tuple[int, dict[str, Any]]:
             trainer.optimizer, names, target.optimizers[OPTIMIZER], state["optimizer_groups"][OPTIMIZER]
         )
     step.progress = Progress(state["step"], state["updates"], list(state["skipped"]), state["epoch"], state["samples"])
-    trainer.learn_nominal(state["nominal"])
+    if state["nominal"] is not None:  # weights that were imported know none
+        trainer.learn_nominal(state["nominal"])
     if step.loss_scale is not None and state["loss_scale"] is not None:
         step.loss_scale.load_state_dict(state["loss_scale"])
     trainer.source_state, trainer.best = state["source"], state["best"]

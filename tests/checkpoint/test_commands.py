@@ -108,6 +108,8 @@ def test_convert_to_torch(run_directory: Path, tmp_path: Path) -> None:
         ("show", {}, "there is no `lockstep checkpoint show`"),
         ("digest", {"output": "x"}, "takes no output"),
         ("convert", {"to": "onnx"}, "no format 'onnx'"),
+        ("convert", {"to": "local"}, "to 'local': a run writes it(.|\\n)*--resume .* checkpoint.format=local"),
+        ("convert", {"to": "sharded"}, "to 'sharded': a run writes it"),
     ],
 )
 def test_mistakes_are_told(run_directory: Path, verb: str, options: dict[str, str], message: str) -> None:

@@ -1,0 +1,160 @@
+"""Weights from elsewhere as a checkpoint of ours: what Accelerate, Lightning, Hugging Face and plain torch leave.
+
+    FOLDER/model.safetensors, or parts with model.safetensors.index.json    Accelerate, Hugging Face
+    FOLDER/pytorch_model.bin                                                 the same, older
+    FILE.safetensors                                                         ours by `export` too
+    FILE.ckpt | .pt | .pth | .bin: {"state_dict": …}, {"model": …} or the weights themselves    Lightning, torch.save
+
+Only weights are taken: optimizers, schedules and random states are stored in each trainer's own way, by position. The
+run that goes on from an import therefore begins at step 0. Pickles are read by torch's restricted unpickler.
+"""
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lockstep.checkpoint.saving import save_as
+from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.errors import UsageError
+
+_DDP = "module."
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_INDEX = "model.safetensors.index.json"
+_IN_FOLDERS = (_INDEX, "model.safetensors", "pytorch_model.bin")
+_INSIDE = ("state_dict", "model")  # under which the weights may lie
+
+Weights = dict[str, Tensor]
+
+
+def import_weights(source: str | Path, output: str | Path, *, prefix: str = "") -> tuple[Path, int, int]:
+    """Write the weights of a checkpoint of another trainer as a checkpoint of step 0.
+
+    Args:
+        source: a file or a folder, see above.
+        output: the folder of the new checkpoint; must not exist.
+        prefix: what names begin with there and not in the model, as `model.` in a LightningModule; other names are
+            left out.
+
+    Returns:
+        (the checkpoint, how many tensors it has, how many were left out).
+
+    Raises:
+        UsageError: there are no weights at `source`, or none by that prefix; or they can't be read safely.
+    """
+    found, aliases = read_weights(Path(source))
+    ddp = _DDP if all(canonical(name).startswith(_DDP) for name in found) else ""
+    named = {canonical(name).removeprefix(ddp): tensor for name, tensor in found.items()}
+    kept = {name.removeprefix(prefix): _full_precision(t) for name, t in named.items() if name.startswith(prefix)}
+    if not kept:
+        names = ", ".join(list(named)[:3])
+        raise UsageError(f"no name in {source} begins with {prefix!r}", where="--prefix", why=f"it holds {names} …")
+    ties = {_stripped(alias, ddp + prefix): _stripped(name, ddp + prefix) for alias, name in aliases.items()}
+    declared: dict[str, tuple[str, ...]] = {}
+    for alias, name in ties.items():
+        if name in kept and alias not in kept:
+            declared[name] = (*declared.get(name, ()), alias)
+    state = {
+        "step": 0, "updates": 0, "skipped": [], "epoch": 0, "samples": 0, "nominal": None, "loss_scale": None,
+        "source": {}, "best": {}, "metadata": {"imported_from": str(source)},
+    }  # fmt: skip
+    snapshot = Snapshot(_ties_kept(named, kept, prefix), state=state, aliases=declared)
+    path = save_as(Path(output), 0, snapshot, config_yaml=f"# weights imported from {source}\n")
+    return path, len(kept), len(named) - len(kept)
+
+
+def read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
+    """(name → tensor, alias → the name under which the tensor is).
+
+    Raises:
+        UsageError: there are none, or they can't be read safely.
+    """
+    file = _file_of(source)
+    if file.name == _INDEX:
+        try:
+            parts = sorted(set(json.loads(file.read_text())["weight_map"].values()))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UsageError(f"{file} is no index of weights", why=str(error)) from None
+        if any(Path(part).name != part for part in parts):
+            raise UsageError(f"{file} names files outside of its folder")
+        read = [_safetensors(file.with_name(part)) for part in parts]
+        weights = {name: tensor for found, _ in read for name, tensor in found.items()}
+        return weights, {alias: name for _, ties in read for alias, name in ties.items()}
+    return _safetensors(file) if file.suffix == ".safetensors" else (_pickled(file), {})
+
+
+def canonical(name: str) -> str:
+    """A name without what FSDP, torch.compile and activation checkpointing put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _stripped(name: str, prefix: str) -> str:
+    return canonical(name).removeprefix(prefix)
+
+
+def _file_of(source: Path) -> Path:
+    if source.is_file():
+        return source
+    for name in _IN_FOLDERS:
+        if (source / name).is_file():
+            return source / name
+    if not source.exists():
+        raise UsageError(f"there is no file or folder {str(source)!r}")
+    raise UsageError(
+        f"there are no weights in {source}",
+        why=f"none of {', '.join(_IN_FOLDERS)} is there",
+        fix="give the file with the weights; shards of Accelerate's FSDP become one by `accelerate merge-weights`",
+    )
+
+
+def _safetensors(file: Path) -> tuple[Weights, dict[str, str]]:
+    try:
+        with safe_open(file, "pt") as opened:
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            metadata: dict[str, str] = opened.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{file} is no safetensors file", why=str(error)) from None
+    ties = {alias: name for alias, name in metadata.items() if name in weights and alias not in weights}
+    for name, others in json.loads(metadata.get("aliases", "{}")).items():  # as ours are exported
+        ties |= dict.fromkeys(others, name)
+    return weights, ties
+
+
+def _pickled(file: Path) -> Weights:
+    try:
+        found: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise UsageError(
+            f"{file} can't be read as weights",
+            why=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            fix="save the weights alone, torch.save(model.state_dict(), FILE), or as safetensors; objects of other "
+            "classes in a pickle could run code",
+        ) from None
+    for key in _INSIDE:
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping) or not found:
+        raise UsageError(f"{file} holds a {type(found).__name__}, where weights by name are needed")
+    if strange := [name for name, value in found.items() if not isinstance(value, Tensor)]:
+        raise UsageError(f"{file} holds {strange[0]!r}, which is no tensor, among {len(found)} entries")
+    return dict(found)
+
+
+def _full_precision(tensor: Tensor) -> Tensor:
+    """Parameters are float32; autocast does the rest."""
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _ties_kept(named: Weights, kept: Weights, prefix: str) -> Weights:
+    """Names that shared memory before they were converted share it after."""
+    first: dict[tuple[object, ...], str] = {}
+    for name in kept:
+        t = named[prefix + name]
+        if t.numel():
+            kept[name] = kept[first.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype), name)]
+    return kept

@@ -1,0 +1,142 @@
+"""Weights of other trainers: files as they leave them become a checkpoint that a model of ours takes up."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from lockstep import checkpoint
+from lockstep.checkpoint.commands import run
+from lockstep.errors import UsageError
+
+
+class Tied(nn.Module):
+    """Two names for one matrix, and a buffer of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(3)
+
+
+@pytest.fixture
+def model() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.state_dict())
+
+
+def lightning(folder: Path, model: nn.Module) -> Path:
+    """What `Trainer.save_checkpoint` of Lightning writes: the module's weights below the name of its attribute."""
+    state = {f"model.{name}": tensor for name, tensor in weights(model).items()} | {"metric.total": torch.ones(1)}
+    whole = {"epoch": 2, "global_step": 60, "pytorch-lightning_version": "2.5.0", "state_dict": state}
+    torch.save(whole | {"optimizer_states": [{"state": {}, "param_groups": []}], "callbacks": {}}, folder / "last.ckpt")
+    return folder / "last.ckpt"
+
+
+def accelerate(folder: Path, model: nn.Module) -> Path:
+    """What `Accelerator.save_state` writes: one of two tied names, the other in the metadata."""
+    state = weights(model)
+    del state["head.weight"]
+    save_file(state, folder / "model.safetensors", {"format": "pt", "head.weight": "embed.weight"})
+    (folder / "optimizer.bin").write_bytes(b"")
+    return folder
+
+
+def in_parts(folder: Path, model: nn.Module) -> Path:
+    names = [name for name in weights(model) if name != "head.weight"]
+    where = {name: f"model-{i % 2 + 1}-of-2.safetensors" for i, name in enumerate(names)}
+    for file in set(where.values()):
+        save_file({name: weights(model)[name] for name in names if where[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return folder
+
+
+def compiled_ddp(folder: Path, model: nn.Module) -> Path:
+    half = {name: t.bfloat16() if t.is_floating_point() else t for name, t in weights(model).items()}
+    torch.save({f"_orig_mod.module.{name}": tensor for name, tensor in half.items()}, folder / "model.pt")
+    return folder / "model.pt"
+
+
+@pytest.mark.parametrize("write", [lightning, accelerate, in_parts, compiled_ddp], ids=lambda f: f.__name__)
+def test_weights_of_others_are_taken_up(tmp_path: Path, model: Tied, write: Any) -> None:
+    prefix = {"prefix": "model."} if write is lightning else {}
+    said = run("import", write(tmp_path, model), output=tmp_path / "imported", **prefix)
+    assert ("1 without the prefix left out" in said) == (write is lightning)
+    whole = checkpoint.weights(tmp_path / "imported")
+    assert ("head.weight" in whole) == (write is not in_parts), "nothing there says that they are tied"
+    for name, tensor in whole.items():
+        expected = weights(model)[name]
+        assert tensor.dtype == expected.dtype
+        torch.testing.assert_close(tensor, expected, rtol=0.01 if write is compiled_ddp else 0, atol=0)
+
+
+def test_a_trainer_begins_with_them_at_step_0(tmp_path: Path) -> None:
+    from lockstep import Trainer
+
+    torch.manual_seed(1)
+    elsewhere = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    torch.save(elsewhere.state_dict(), tmp_path / "model.pt")
+    imported = checkpoint.import_weights(tmp_path / "model.pt", tmp_path / "imported")[0]
+    mine = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    trainer = Trainer(mine, loss_fn=nn.MSELoss(), batch_size=4, max_steps=2)
+    step, metadata = trainer.load_checkpoint(imported)
+    assert (step, metadata) == (0, {"imported_from": str(tmp_path / "model.pt")})
+    for name, tensor in mine.state_dict().items():
+        assert torch.equal(tensor, elsewhere.state_dict()[name]), name
+    records = list(trainer.steps(torch.utils.data.TensorDataset(torch.randn(8, 3), torch.randn(8, 1))))
+    assert [record.step for record in records] == [1, 2]
+
+
+def test_exported_weights_come_back(tmp_path: Path, model: Tied) -> None:
+    checkpoint.import_weights(accelerate(tmp_path, model), tmp_path / "one")
+    checkpoint.export_safetensors(tmp_path / "one", tmp_path / "out.safetensors")
+    checkpoint.import_weights(tmp_path / "out.safetensors", tmp_path / "two")
+    assert checkpoint.digest(tmp_path / "one") == checkpoint.digest(tmp_path / "two")
+    assert checkpoint.inspect(tmp_path / "two").manifest.parameters["embed.weight"].aliases == ("head.weight",)
+
+
+class NoWeights:
+    """What a restricted unpickler refuses."""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no file or folder"),
+        ({}, "there are no weights in"),
+        ({"w.pt": NoWeights()}, "can't be read as weights"),
+        ({"w.pt": {"state_dict": {"a": torch.ones(1), "lr": 0.1}}}, "'lr', which is no tensor, among 2"),
+        ({"w.pt": [torch.ones(1)]}, "holds a list, where weights by name are needed"),
+        ({"w.safetensors": b"no"}, "is no safetensors file"),
+        ({"model.safetensors.index.json": b"[]"}, "is no index of weights"),
+        ({"model.safetensors.index.json": b'{"weight_map": {"a": "../a"}}'}, "outside of its folder"),
+    ],
+)
+def test_mistakes_are_told(tmp_path: Path, content: dict[str, Any] | None, message: str) -> None:
+    source = tmp_path / "source"
+    for name, value in (content or {}).items():
+        source.mkdir(exist_ok=True)
+        if isinstance(value, bytes):
+            (source / name).write_bytes(value)
+        else:
+            torch.save(value, source / name)
+    if content == {}:
+        source.mkdir()
+    (file,) = [source / name for name in content or {} if name.startswith("w.")] or [source]
+    with pytest.raises(UsageError, match=message):
+        run("import", file, output=tmp_path / "imported")
+    assert not (tmp_path / "imported").exists()
+
+
+def test_a_prefix_that_nothing_has_is_told(tmp_path: Path, model: Tied) -> None:
+    with pytest.raises(UsageError, match=r"no name in .* begins with 'net\.'(.|\n)*it holds model\.embed\.weight"):
+        run("import", lightning(tmp_path, model), output=tmp_path / "imported", prefix="net.")
