@@ -98,7 +98,7 @@ LIGHTNING_VALUES: Rows = (
 )
 FABRIC_PYTHON: Rows = (
     ("fabric.launch()", "lockstep.setup()"),
-    ("fabric.setup(model, optimizer)", "lockstep.place(model, strategy=…)"),
+    ("fabric.setup(model, optimizer)", "lockstep.Trainer(model, optimizer, strategy=…)"),
     ("fabric.setup_dataloaders(loader)", "lockstep.Trainer(…).steps(loader)"),
     ("fabric.backward(loss)", "trainer.training_step(batch)"),
     ("fabric.no_backward_sync(model)", ACCUMULATION),

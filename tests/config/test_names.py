@@ -1,12 +1,16 @@
 """The table of foreign names: every target exists, every name of the five guides is answered."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+import lockstep
+from lockstep.config.files import shipped_names
 from lockstep.config.keys import all_keys
 from lockstep.config.names import SECTIONS, SOURCES, advice_for, advice_for_flag, advice_for_value, table
 from tests.config.shared import refusal
+from tests.docs.commands import commands_in, parse
 
 OPTIONS = (
     *("--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--master-addr", "--master-port"),
@@ -25,6 +29,29 @@ def test_every_target_exists() -> None:
             assert row.ours in OPTIONS or (not row.ours and row.note), row
         else:
             assert row.ours or row.note, row
+
+
+def test_every_python_name_exists() -> None:
+    """`lockstep.X` and what it is called with; `trainer.X` is the Trainer's."""
+    for row in table():
+        for name in re.findall(r"lockstep\.(\w+)\(", row.ours) if row.kind == "python" else ():
+            assert hasattr(lockstep, name), row
+        for name in re.findall(r"trainer\.(\w+)", row.ours) if row.kind == "python" else ():
+            assert hasattr(lockstep.Trainer, name), row
+
+
+def test_every_command_is_read_and_every_template_ships(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placeholders = {"CONFIG": "ready/bdh.yaml", "C": "ready/bdh.yaml", "my_config.yaml": "ready/bdh.yaml"}
+    commands = [row.ours for row in table() if row.kind == "command"]
+    for command in [*commands, *(row.ours for row in table() if row.ours.startswith("lockstep "))]:
+        if command.startswith("-- extends"):
+            assert command.split("'")[1] in shipped_names()
+            continue
+        [words] = commands_in(command)
+        numbers = {"R": "0", "HOST": "10.0.0.1"}
+        parse([{**placeholders, **numbers}.get(word, word) for word in words], monkeypatch)
 
 
 def test_every_value_to_write_is_one_that_the_key_takes() -> None:

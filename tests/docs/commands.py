@@ -26,8 +26,9 @@ def commands_in(script: str) -> Iterator[list[str]]:
             words = words[1:]
         if words[:1] == ["lockstep"]:
             yield words[1:]
-        elif "-m" in words and words[words.index("-m") + 1 :][:1] == ["lockstep"]:
-            yield words[words.index("-m") + 2 :]
+        for place in range(len(words) - 1):
+            if words[place : place + 2] == ["-m", "lockstep"]:
+                yield words[place + 2 :]
 
 
 def _simple_commands(text: str) -> Iterator[list[str]]:

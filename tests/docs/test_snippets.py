@@ -82,6 +82,7 @@ def _check_config(block: Block, folder: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_runs(page: Page, folder: Path) -> None:
     page.prepare(folder)
@@ -102,7 +103,7 @@ def test_every_block_runs(page: Page, folder: Path) -> None:
                 beside.append((block, started))
                 continue
             for what, process in ((block, started), *beside):
-                assert process.wait(timeout=570) == 0, what
+                assert process.wait(timeout=1700) == 0, what
             beside.clear()
     assert not beside
     shutil.rmtree(folder / "runs", ignore_errors=True)
