@@ -132,7 +132,7 @@ def test_a_link_cut_for_ever(hosts: Hosts) -> None:
     ended = [finish(process, hosts.folder, timeout=240) for process in hosts.processes]
     assert [e.code for e in ended] == [1, 1], ended
     assert all("Traceback" not in e.err for e in ended), ended
-    assert all(len([line for line in e.err.splitlines() if line.startswith("lockstep: ")]) == 2 for e in ended), ended
+    assert all(len([line for line in e.err.splitlines() if line.startswith("lockstep: ")]) == 3 for e in ended), ended
     assert not any(alive(process) for process in ranks)
     found = checkpoint.list_checkpoints(hosts.folder / "run/checkpoints")
     assert found
