@@ -53,10 +53,11 @@ def unfuse(optimizer: Optimizer) -> bool:
     """Let an optimizer use its plain kernels, in place; returns whether it had asked for fused ones.
 
     The fused CPU kernels round the tail of a tensor differently, and shards have other tails than whole parameters.
+    On a CPU the foreach kernels take a third longer than going from tensor to tensor.
     """
     fused = [group for group in optimizer.param_groups if group.get("fused")]
     for group in fused:
-        group.update(fused=False, foreach=True)
+        group.update(fused=False, foreach=any(parameter.device.type != "cpu" for parameter in group["params"]))
     return bool(fused)
 
 
@@ -66,7 +67,7 @@ def build_optimizer(
 ) -> Optimizer:  # fmt: skip
     """The optimizer that the config names (`adamw`, `adam`, `sgd` or `package.module:Name`).
 
-    Kernels are fused where the optimizer has them; `reproducible` takes the foreach kernels (see `unfuse`).
+    Kernels are fused where the optimizer has them; `reproducible` takes the plain ones (see `unfuse`).
 
     Raises:
         UsageError: no such optimizer, or arguments that it does not take.
@@ -85,7 +86,7 @@ def build_optimizer(
     if "weight_decay" in accepted:
         settings["weight_decay"] = weight_decay
     if reproducible and "foreach" in accepted:
-        settings["foreach"] = True
+        settings["foreach"] = device.type != "cpu"
     elif "fused" in accepted and device.type in ("cuda", "cpu") and (kind in _FUSED_ON_SHARDS or not sharded):
         settings["fused"] = True
     try:

@@ -90,7 +90,7 @@ def test_optimizer_arguments_are_checked() -> None:
     common = {"learning_rate": 0.1, "weight_decay": 0.0, "device": torch.device("cpu"), "reproducible": False}
     assert build_optimizer("adamw", parameters, args={"betas": (0.8, 0.9)}, **common).defaults["fused"] is True
     reproducible = build_optimizer("adamw", parameters, args={}, **{**common, "reproducible": True})
-    assert reproducible.defaults["foreach"] is True
+    assert reproducible.defaults["foreach"] is False  # on a CPU the plain loop is faster
     assert not reproducible.defaults["fused"]
     with pytest.raises(UsageError, match="does not accept"):
         build_optimizer("adamw", parameters, args={"bettas": 1}, **common)
