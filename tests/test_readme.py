@@ -35,6 +35,16 @@ def test_the_table_of_cases_is_what_the_parity_tests_run() -> None:
     assert text == in_page(text), "python -m tests.parity.table --write"
 
 
+def test_the_links_in_the_readme_lead_somewhere() -> None:
+    """Also to the heading, where one is named."""
+    for target in re.findall(r"\]\(([^)]+)\)", (REPOSITORY / "README.md").read_text()):
+        name, _, anchor = target.partition("#")
+        assert (REPOSITORY / name).is_file(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", (REPOSITORY / name).read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings], target
+
+
 def test_the_diff_trains_before_and_after() -> None:
     """Both sides of it, on a model and data as a script has them."""
     block = re.search(r"```diff\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)

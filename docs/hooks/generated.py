@@ -14,12 +14,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import command_line
 import config_keys
 import foreign_names
+import measured
 from mkdocs.structure.files import File, Files
 
 PAGES = {
     "reference/config.md": config_keys.page,
     "reference/command_line.md": command_line.page,
     "reference/configs.md": config_keys.shipped_page,
+    "reference/measured.md": measured.page,
     "coming_from/all.md": foreign_names.page_of_all,
 }
 NAMES = re.compile(r"^<!-- names: (\w+) -->$", re.MULTILINE)

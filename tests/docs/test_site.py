@@ -1,5 +1,6 @@
 """The site builds with warnings as errors, and is read without a network."""
 
+import html
 import os
 import re
 import subprocess
@@ -7,19 +8,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from lockstep.config.names import SOURCES, table
 from tests.docs.blocks import REPOSITORY
 
 LOADED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=\"(https?:)?//[^\"]*\"[^>]*>")
+
+
+def build(where: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `make docs` builds it: a broken link, a missing anchor or a page that is nowhere in the menu is an error."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    done = build(REPOSITORY, folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -43,8 +50,20 @@ def test_what_is_made_at_build_time_is_there(site: Path) -> None:
         assert "<!-- names" not in page.read_text(encoding="utf-8")
 
 
-def test_a_broken_anchor_is_refused(tmp_path: Path) -> None:
-    """The setting that makes this an error is on."""
-    text = (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8")
-    assert "anchors: warn" in text
-    assert "not_found: warn" in text
+def test_each_source_of_names_has_a_page_with_all_of_them(site: Path) -> None:
+    for source in SOURCES:
+        page = html.unescape((site / "coming_from" / f"{source}.html").read_text(encoding="utf-8"))
+        for row in table():
+            assert row.source != source or f"<code>{row.theirs}</code>" in page, row
+
+
+def test_a_broken_anchor_or_link_is_refused(tmp_path: Path) -> None:
+    """The settings of the site make an error of both."""
+    settings = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# Here\n\n[sound](#here), [broken](#nowhere), [broken](other.md)\n")
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump({"site_name": "x", "validation": settings["validation"]}))
+    done = build(tmp_path, tmp_path / "site")
+    assert done.returncode == 1
+    assert "'#nowhere', but there is no such anchor" in done.stderr
+    assert "'other.md', but the target is not found" in done.stderr
