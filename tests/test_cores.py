@@ -83,7 +83,7 @@ rank, world, root, start = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 if start:
     os.sched_setaffinity(0, {int(core) for core in start.split(",")})
 node = cores.bind(rank, world, root)
-print(json.dumps([node, sorted(os.sched_getaffinity(0)), cores.threads_per_rank(world), cores.bound_node()]))
+print(json.dumps([node, sorted(os.sched_getaffinity(0)), cores.threads_per_rank(1), cores.bound_node()]))
 """
 
 
@@ -104,9 +104,10 @@ def test_processes_are_bound_and_never_to_more_than_they_had(tmp_path: Path) -> 
         found: list[object] = json.loads(done.stdout)
         return found
 
-    share = max(1, len(own) // 2)
-    assert bound(0, 2, two) == [0, low, share, 0]
-    assert bound(1, 2, two) == [1, high, share, 1], "the share is of the whole machine, not of the node"
-    assert bound(1, 2, one) == [None, own, share, None]
+    assert bound(0, 2, two) == [0, low, len(own), 0]
+    assert bound(1, 2, two) == [1, high, len(own), 1], "threads are shared out over the machine, not over the node"
+    assert bound(1, 2, one) == [None, own, len(own), None]
     assert bound(0, 1, two) == [None, own, len(own), None], "one rank has the machine for itself"
-    assert bound(1, 2, two, start=str(own[0])) == [None, low, 1, None], "what taskset allowed is not widened"
+    assert bound(1, 2, two, start=str(own[0])) == [None, low, 1, None]
+    both = machine(tmp_path / "both", {0: ",".join(map(str, own)), 1: ",".join(map(str, own))})
+    assert bound(0, 2, both, start=str(own[0])) == [0, low, 1, 0], "what taskset allowed is not widened"

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.launch.options import LaunchOptions
-from lockstep.network import DEFAULT_PORT
+from lockstep.network import DEFAULT_PORT, interface_of, is_loopback
 
 _NAME_SECONDS = 30.0  # a name may come later than the machine that asks for it, as in Kubernetes
 _LOOK_SECONDS = 0.2
@@ -118,8 +118,8 @@ def _wait_for_all(roll: Any, options: LaunchOptions, say: Callable[[str], None])
 def is_host(options: LaunchOptions) -> bool:
     """Whether this machine hosts the meeting point.
 
-    The user says so, or its number does; else an address that a socket can be bound to is this machine's. What its name
-    resolves to does not count: in a network namespace or a container that may be nothing of the kind.
+    The user says so, or its number does; else an address that one of its interfaces has is this machine's. What its own
+    name resolves to does not count: in a network namespace or a container that may be nothing of the kind.
     """
     if options.is_host is not None:
         return options.is_host
@@ -132,16 +132,8 @@ def is_host(options: LaunchOptions) -> bool:
         places = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    return any(_is_ours(family, address) for family, _, _, _, address in places)
-
-
-def _is_ours(family: int, address: Any) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
+    addresses = {str(place[4][0]).partition("%")[0] for place in places}
+    return any(is_loopback(address) or interface_of(address) is not None for address in addresses)
 
 
 def explained(error: Exception, options: LaunchOptions) -> LockstepError:
