@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import UsageError
 from lockstep.launch import options
 from lockstep.launch.options import LaunchOptions, how_many
 from tests.launch.conftest import Launch
@@ -98,31 +97,6 @@ def test_trap_33_the_number_of_processes_is_said_and_is_never_the_number_of_core
 
 
 @pytest.mark.fault(
-    "configuration: launch options that make no sense",
-    "--nnodes 4:2, --nproc-per-node 0 …",
-    "refused before anything starts, naming the option",
-)
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"nproc_per_node": "0"}, "--nproc-per-node"),
-        ({"nproc_per_node": "two"}, "--nproc-per-node"),
-        ({"nnodes": "0"}, "--nnodes"),
-        ({"nnodes": "4:2"}, "--nnodes"),
-        ({"nnodes": "2"}, "--rdzv-endpoint"),
-        ({"nnodes": "2", "master_addr": "h"}, "--node-rank"),
-        ({"nnodes": "1:2", "master_addr": "h", "node_rank": 0}, "--rdzv-endpoint"),
-        ({"nnodes": "2", "master_addr": "h", "node_rank": 2}, "--node-rank"),
-        ({"max_restarts": -1}, "--max-restarts"),
-        ({"master_port": 70000}, "--master-port"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused_by_name(options: dict[str, object], word: str) -> None:
-    with pytest.raises(UsageError, match=word):
-        LaunchOptions(**options).check()  # type: ignore[arg-type]
-
-
-@pytest.mark.fault(
     "process: one failure, many consequences",
     "a rank raises, and its peers lose their connections",
     "one message, about the first cause",
@@ -165,7 +139,6 @@ def test_a_users_error_is_one_message_and_2_and_never_restarted(tmp_path: Path, 
     script(
         tmp_path,
         """
-from lockstep.errors import UsageError
 open("attempts", "a").write("x")
 raise UsageError("the mesh is 3 × 2, but there are 2 ranks", where="distributed", fix="set shard_size: 2")
 """,
