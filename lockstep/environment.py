@@ -124,7 +124,11 @@ def _per_node(env: Mapping[str, str], name: str) -> list[int]:
 
 
 def _no_number(name: str, text: str) -> UsageError:
-    return UsageError(f"{name} should be a whole number, but is {text!r}", where="the environment")
+    return UsageError(
+        f"{name} should be a whole number, but is {text!r}",
+        where="the environment",
+        fix="the launcher sets it; unset it, or start the ranks by one launcher",
+    )
 
 
 def parent_identity() -> str:

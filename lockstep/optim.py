@@ -4,9 +4,11 @@ The schedule is driven by the number of optimizer updates made, so it stands sti
 Warm-up is (update + 1) / warmup_steps: the first update never has a learning rate of 0.
 """
 
+import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.errors import UsageError
 
@@ -174,6 +177,55 @@ class Schedule:
         progress = min(1.0, max(0.0, (updates - start) / max(1, self.total - start)))
         shape = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
         return self.min_ratio + (1 - self.min_ratio) * shape
+
+    def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[float]:
+        """The learning rate of each parameter group."""
+        factor = self.factor(updates)
+        return [group["initial_lr"] * factor for group in groups]
+
+
+class TorchSchedule:
+    """A scheduler of torch's as a function of the updates made: it is run forward to them.
+
+    So a checkpoint needs nothing of it. After a step back it begins anew.
+
+    Args:
+        scheduler: just made; its `step()` counts updates.
+
+    Raises:
+        UsageError: it follows a metric, which is no function of the updates.
+    """
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UsageError(
+                "ReduceLROnPlateau follows a metric, so the learning rate is no function of the updates made",
+                where="Trainer(scheduler=…)",
+                why="a run that resumes, or goes back, could not know it",
+                fix="take another scheduler, or set optimizer.param_groups[…]['initial_lr'] in a loop of your own",
+            )
+        self._scheduler, self._made = scheduler, 0
+        self._first = copy.deepcopy(scheduler.state_dict())
+        self._first_groups, self._groups = self._options(), self._options()
+
+    def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[float]:
+        """The learning rate of each parameter group; momenta that the scheduler moves are set."""
+        if updates < self._made:
+            self._scheduler.load_state_dict(copy.deepcopy(self._first))
+            self._made, self._groups = 0, self._first_groups
+        for group, options in zip(groups, self._groups, strict=True):
+            group.update(options)  # as the scheduler left them: a checkpoint that was loaded has its own
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # no update need come between
+            while self._made < updates:
+                self._scheduler.step()
+                self._made += 1
+        self._groups = self._options()
+        return [group["lr"] for group in groups]
+
+    def _options(self) -> list[dict[str, Any]]:
+        moved = ("lr", "initial_lr", "momentum", "betas")
+        return [{key: group[key] for key in moved if key in group} for group in self._scheduler.optimizer.param_groups]
 
 
 def scaled_learning_rate(rate: float, rule: str, global_batch: int, base_batch: int | None) -> tuple[float, str]:

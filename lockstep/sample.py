@@ -34,11 +34,18 @@ def sample(
         raise UsageError(f"{run} is no run directory", why="there is no config.yaml in it")
     found = checkpoint.newest(directory.checkpoints)
     if found is None:
-        raise UsageError(f"there is no checkpoint in {directory.checkpoints}")
+        raise UsageError(
+            f"there is no checkpoint in {directory.checkpoints}",
+            fix="train it first; a run saves every checkpoint.save_steps and at its end",
+        )
     config = load_config(directory.config)
     data = build_data(config.data, seed=config.training.seed)
     if data.encode is None or data.decode is None:
-        raise UsageError(f"the data {config.data.name} are no text", where=str(directory.config))
+        raise UsageError(
+            f"the data {config.data.name} are no text",
+            where=str(directory.config),
+            fix="only language models write: data whose samples are tokens of a text",
+        )
     model = restored(config, found)
     block_size = int(data.facts.get("block_size", 512))
     ids = torch.tensor([data.encode(prompt)], dtype=torch.int64)

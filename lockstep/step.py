@@ -20,7 +20,7 @@ from lockstep.bad_numbers import Bad, BadNumbersError, Judge
 from lockstep.clipping import clip_adaptively, clip_by_value
 from lockstep.config import GradientClipConfig
 from lockstep.monitor import PhaseClock
-from lockstep.optim import Schedule, unfuse
+from lockstep.optim import Schedule, TorchSchedule, unfuse
 from lockstep.parallel.exact_norm import exact_norm
 from lockstep.parallel.layer_norms import layer_norms
 from lockstep.parallel.placed import Ledger, Placed, Share
@@ -62,7 +62,7 @@ class Step:
 
     placed: Placed
     optimizer: Optimizer
-    schedule: Schedule
+    schedule: Schedule | TorchSchedule
     clip: GradientClipConfig
     loss_scale: LossScale | None = None
     nominal: float = 1.0
@@ -182,10 +182,10 @@ class Step:
         return gradient_norm(gradients, self.placed.norm_groups, device)
 
     def _set_learning_rate(self) -> float:
-        factor = self.schedule.factor(self.progress.updates)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-        return float(self.optimizer.param_groups[0]["lr"])
+        groups = self.optimizer.param_groups
+        for group, rate in zip(groups, self.schedule.rates(groups, self.progress.updates), strict=True):
+            group["lr"] = rate
+        return float(groups[0]["lr"])
 
     def _clip_and_scale(self, gradients: list[Tensor], to_mean: Tensor, norm: Tensor) -> Tensor | None:
         """Bring the gradients to the mean loss, clipped; one pass over them for a norm.

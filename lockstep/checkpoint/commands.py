@@ -43,7 +43,10 @@ def run(verb: str, path: str | Path, **options: Any) -> str:
     chosen = {key: value for key, value in options.items() if value is not None}
     accepted = _OPTIONS.get(verb, ())
     if stray := [key for key in chosen if key not in accepted]:
-        raise UsageError(f"`lockstep checkpoint {verb}` takes no {stray[0]}")
+        raise UsageError(
+            f"`lockstep checkpoint {verb}` takes no {stray[0]}",
+            fix=f"`lockstep checkpoint {verb}` takes {', '.join(accepted) or 'a path alone'}",
+        )
     return _ACTIONS[verb](Path(path), **chosen)
 
 

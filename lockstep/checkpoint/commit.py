@@ -245,7 +245,10 @@ def merge_groups(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, 
                 if i == len(whole["groups"]):
                     whole["groups"].append({"params": [], "options": group["options"]})
                 if whole["groups"][i]["options"] != group["options"]:
-                    raise UsageError(f"group {i} of optimizer {name!r} has different options on different ranks")
+                    raise UsageError(
+                        f"group {i} of optimizer {name!r} has different options on different ranks",
+                        fix="make the optimizer alike on every rank: options must not depend on the rank",
+                    )
                 known = whole["groups"][i]["params"]
                 known += [param for param in group["params"] if param not in set(known)]
     return merged

@@ -119,7 +119,10 @@ def _safetensors_header(manifest: Manifest) -> bytes:
     position = 0
     for name, facts in sorted(manifest.parameters.items()):
         if facts.dtype not in _SAFETENSORS_DTYPES:
-            raise UsageError(f"{name} is {facts.dtype}, which safetensors can't hold")
+            raise UsageError(
+                f"{name} is {facts.dtype}, which safetensors can't hold",
+                fix="lockstep checkpoint convert --to torch, or change its dtype before saving",
+            )
         size = torch.Size(facts.shape).numel() * dtype_of(facts.dtype).itemsize
         header[name] = {
             "dtype": _SAFETENSORS_DTYPES[facts.dtype],

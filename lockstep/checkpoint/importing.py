@@ -81,7 +81,10 @@ def read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise UsageError(f"{file} is no index of weights", why=str(error)) from None
         if any(Path(part).name != part for part in parts):
-            raise UsageError(f"{file} names files outside of its folder")
+            raise UsageError(
+                f"{file} names files outside of its folder",
+                why="an index that reaches elsewhere is not one that a trainer wrote",
+            )
         read = [_safetensors(file.with_name(part)) for part in parts]
         weights = {name: tensor for found, _ in read for name, tensor in found.items()}
         return weights, {alias: name for _, ties in read for alias, name in ties.items()}
@@ -104,7 +107,10 @@ def _file_of(source: Path) -> Path:
         if (source / name).is_file():
             return source / name
     if not source.exists():
-        raise UsageError(f"there is no file or folder {str(source)!r}")
+        raise UsageError(
+            f"there is no file or folder {str(source)!r}",
+            fix="give the file with the weights, or the folder that the other trainer wrote",
+        )
     raise UsageError(
         f"there are no weights in {source}",
         why=f"none of {', '.join(_IN_FOLDERS)} is there",
@@ -139,9 +145,15 @@ def _pickled(file: Path) -> Weights:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     if not isinstance(found, Mapping) or not found:
-        raise UsageError(f"{file} holds a {type(found).__name__}, where weights by name are needed")
+        raise UsageError(
+            f"{file} holds a {type(found).__name__}, where weights by name are needed",
+            fix="save the weights alone: torch.save(model.state_dict(), FILE)",
+        )
     if strange := [name for name, value in found.items() if not isinstance(value, Tensor)]:
-        raise UsageError(f"{file} holds {strange[0]!r}, which is no tensor, among {len(found)} entries")
+        raise UsageError(
+            f"{file} holds {strange[0]!r}, which is no tensor, among {len(found)} entries",
+            fix="save the weights alone: torch.save(model.state_dict(), FILE)",
+        )
     return dict(found)
 
 

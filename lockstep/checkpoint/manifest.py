@@ -111,7 +111,10 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise UsageError(f"there is no checkpoint at {folder}")
+        raise UsageError(
+            f"there is no checkpoint at {folder}",
+            fix="give a folder checkpoints/step-…; `lockstep checkpoint list RUN_DIR` names them",
+        )
     try:
         with open_inside(folder, MANIFEST) as file:
             manifest = Manifest.from_bytes(file.read())

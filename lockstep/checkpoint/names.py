@@ -30,7 +30,7 @@ _TENSOR_FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp|rank-[0-9]{5,}\.r
 def step_name(step: int) -> str:
     """`step-00000100` for 100: at least eight digits, so that names sort as steps do."""
     if step < 0:
-        raise UsageError(f"a step is not negative, but {step} was to be saved")
+        raise UsageError(f"a step is not negative, but {step} was to be saved", fix="count steps from 0")
     return f"step-{step:08d}"
 
 

@@ -115,7 +115,8 @@ def _piece(name: str, tensor: Tensor) -> Piece:
         )
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
         raise UsageError(
-            f"{name} can't be in a checkpoint: it is on device {tensor.device} with layout {tensor.layout}"
+            f"{name} can't be in a checkpoint: it is on device {tensor.device} with layout {tensor.layout}",
+            why="only dense tensors with values are stored",
         )
     with torch.no_grad():
         if isinstance(tensor, DTensor):

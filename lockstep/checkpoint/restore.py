@@ -142,7 +142,10 @@ def _check_ties(folder: Path, model: _Target, declared: Collection[str]) -> None
         kept = model.owner.get(name, name)
         first = in_memory.setdefault(piece.memory, name)
         if model.owner.get(first, first) != kept:
-            raise UsageError(f"{first} and {name} are tied in the model, but two parameters in {folder}")
+            raise UsageError(
+                f"{first} and {name} are tied in the model, but two parameters in {folder}",
+                fix="untie them before loading, or build the model as it was built for the run that saved",
+            )
         other = stored.setdefault(kept, name)
         if model.pieces[other].memory != piece.memory and not {name, other} & set(declared):
             raise UsageError(

@@ -73,7 +73,9 @@ def as_json(value: Any, place: str) -> Any:
     """
     if isinstance(value, Mapping):
         if stray := [key for key in value if type(key) is not str]:
-            raise UsageError(f"{place} has the key {stray[0]!r}; JSON knows only strings as keys")
+            raise UsageError(
+                f"{place} has the key {stray[0]!r}; JSON knows only strings as keys", fix="write the key as text"
+            )
         return {key: as_json(item, f"{place}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_json(item, f"{place}[{i}]") for i, item in enumerate(value)]

@@ -274,6 +274,18 @@ def submit(argv: list[str]) -> int:
     return EXIT_DONE
 
 
+def completion(argv: list[str]) -> int:
+    """lockstep completion bash|zsh"""
+    parser = Parser("completion", "Print a script that lets the shell complete: source <(lockstep completion bash).")
+    parser.add_argument("shell", metavar="bash|zsh")
+    given = parser.parse(argv)
+
+    from lockstep.cli.completion import script
+
+    print(script(given.shell, VERBS), end="")
+    return EXIT_DONE
+
+
 Verb = tuple[Callable[[list[str]], int], str]
 VERBS: dict[str, Verb] = {
     "train": (train, "train what a config says, on one rank or many"),
@@ -288,4 +300,5 @@ VERBS: dict[str, Verb] = {
     "report": (report, "draw what runs did, and say what to do next"),
     "bench": (bench, "measure how a config scales over ranks"),
     "data": (data, "prepare data"),
+    "completion": (completion, "print a script that lets bash or zsh complete"),
 }

@@ -122,12 +122,20 @@ class _Resolver:
         if not isinstance(node.value, Calc):
             return _number(node.value)
         if path in self.busy:
-            raise UsageError(f'!calc "{node.value.expression}" refers to itself', where=str(node.origin))
+            raise UsageError(
+                f'!calc "{node.value.expression}" refers to itself',
+                where=str(node.origin),
+                fix="give one of its names a number",
+            )
         self.busy.append(path)
         try:
             return evaluate(node.value.expression, lambda name: self.lookup(name, path))
         except ValueError as error:
-            raise UsageError(f'!calc "{node.value.expression}": {error}', where=str(node.origin)) from None
+            raise UsageError(
+                f'!calc "{node.value.expression}": {error}',
+                where=str(node.origin),
+                fix="names, numbers and + - * / // % ** with parentheses make an expression",
+            ) from None
         finally:
             self.busy.pop()
 

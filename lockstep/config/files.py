@@ -79,12 +79,17 @@ def read(file: ResolvedFile) -> str:
         )
     try:
         if file.path.stat().st_size > MAX_BYTES:
-            raise UsageError(f"{name} has more than {MAX_BYTES // 10**6} MB: it is not a config")
+            raise UsageError(
+                f"{name} has more than {MAX_BYTES // 10**6} MB: it is not a config",
+                fix="give the YAML file of a config",
+            )
         data = file.path.read_bytes()
     except FileNotFoundError:
         raise UsageError(f"there is no file {name}", fix=_near_file(file.path)) from None
     except OSError as error:
-        raise UsageError(f"{name} can't be read: {error.strerror}") from None
+        raise UsageError(
+            f"{name} can't be read: {error.strerror}", fix="let the file be readable, or name another"
+        ) from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -56,7 +56,9 @@ def load_tree(file: ResolvedFile, chain: tuple[Path, ...]) -> Node:
     """The merged tree of a file and what it extends; `chain`: the files that led here."""
     if file.path in chain:
         names = " → ".join(p.name for p in (*chain[chain.index(file.path) :], file.path))
-        raise UsageError(f"`extends` goes round in a circle: {names}", where=str(file.shown))
+        raise UsageError(
+            f"`extends` goes round in a circle: {names}", where=str(file.shown), fix="take one `extends` out"
+        )
     tree = _document(file)
     if "extends" not in tree.value:
         return tree
@@ -87,6 +89,7 @@ def _document(file: ResolvedFile) -> Node:
         raise UsageError(
             f"a config is a mapping with sections, and this is {'a list' if isinstance(tree.value, list) else 'text'}",
             where=str(tree.origin),
+            fix="write sections: model, data, training …; `lockstep config show` prints them all",
         )
     return tree
 

@@ -49,7 +49,9 @@ def build_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
     positional = [_built(value, where) for value in spec.positional]
     keywords = {key: _built(value, where) for key, value in spec.args.items()} | further
     if not callable(target):
-        raise UsageError(f"{spec.name} can't be called", where=where)
+        raise UsageError(
+            f"{spec.name} can't be called", where=where, fix="name a class or a function, as package.module:Name"
+        )
     try:
         inspect.signature(target).bind(*positional, **keywords)
     except TypeError as error:

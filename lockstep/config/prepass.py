@@ -128,7 +128,9 @@ def _blocks(lines: list[str], shown: str) -> list[Block]:
         elif word == "endblock":
             if not open_blocks:
                 raise UsageError(
-                    f"`-- endblock {rest}` ends a block that was not begun".replace(" `", "`"), where=where
+                    f"`-- endblock {rest}` ends a block that was not begun".replace(" `", "`"),
+                    where=where,
+                    fix="begin it with `-- block NAME`, or take the line out",
                 )
             block = open_blocks.pop()
             if rest and rest != block.name:

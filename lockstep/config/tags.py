@@ -60,6 +60,7 @@ def _singleton(name: str, content: Node, origin: Origin) -> Node:
         raise UsageError(
             f"!singleton:{name} takes arguments as a mapping or a list under it, not {content.value!r}",
             where=str(origin),
+            fix="write them under it, indented: `key: value` lines or `- value` lines",
         )
     inside = {"name": Node(name, origin), "args": Node(keywords, origin)}
     if positional:

@@ -101,7 +101,9 @@ class _Library:
         while following is not None:
             if following.path in [member.path for member in chain]:
                 names = " → ".join(member.path.name for member in [*chain, following])
-                raise UsageError(f"`-- extends` goes round in a circle: {names}", where=file.shown)
+                raise UsageError(
+                    f"`-- extends` goes round in a circle: {names}", where=file.shown, fix="take one `-- extends` out"
+                )
             chain.append(following)
             following = self._parent(following)
         return chain
@@ -139,12 +141,20 @@ def _run(library: _Library, work: Any, file: ResolvedFile | None = None) -> Any:
         return work()
     except jinja2.TemplateSyntaxError as error:
         shown = _shown(library, error.filename or error.name, file)
-        raise UsageError(f"the template can't be read: {error.message}", where=f"{shown}:{error.lineno}") from None
+        raise UsageError(
+            f"the template can't be read: {error.message}",
+            where=f"{shown}:{error.lineno}",
+            fix="mend the statement, or write {% raw %} around text that is none",
+        ) from None
     except (jinja2.TemplateError, ArithmeticError, TypeError, ValueError, LookupError, RecursionError) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in library.by_path]
         where = f"{library.by_path[frames[-1].filename].shown}:{frames[-1].lineno}" if frames else None
         shown = where or (file or library.files[0]).shown
-        raise UsageError(f"the template can't be filled in: {error}", where=shown) from None
+        raise UsageError(
+            f"the template can't be filled in: {error}",
+            where=shown,
+            fix="define what it uses with `-- set NAME = VALUE`, or mend the expression",
+        ) from None
 
 
 def _shown(library: _Library, path: str | None, file: ResolvedFile | None) -> str:
@@ -179,7 +189,9 @@ def _unwrapped(name: str, node: Node) -> Node:
 
 def _trainer_args(node: Node) -> Node:
     if not isinstance(node.value, dict):
-        raise UsageError("the block trainer_args holds keys and values", where=str(node.origin))
+        raise UsageError(
+            "the block trainer_args holds keys and values", where=str(node.origin), fix="write lines `key: value` in it"
+        )
     placed = Node({}, node.origin)
     for name, child in node.value.items():
         shallow = shallowest(name, [facts.key for facts in all_keys().values() if facts.name == name])

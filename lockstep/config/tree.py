@@ -135,7 +135,11 @@ def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False)
     except yaml.YAMLError as error:
         raise _not_yaml(error, origins) from None
     except RecursionError:
-        raise UsageError("the YAML is nested too deeply", where=str(origins(0).file)) from None
+        raise UsageError(
+            "the YAML is nested too deeply",
+            where=str(origins(0).file),
+            fix="a config is a few levels deep; mend the brackets",
+        ) from None
     if document is None:
         return Node(None, origins(0))
     return _Builder(origins, overlay).build(document)
@@ -157,7 +161,7 @@ def _not_yaml(error: yaml.YAMLError, origins: Callable[[int], Origin]) -> UsageE
         )
     if "\\t" in problem or "'\t'" in problem:
         return UsageError("not YAML: a tab where spaces should be", where=str(origin), fix="indent with spaces")
-    fix = None
+    fix = "look for a bracket or a quote that is not closed, and for uneven indentation"
     if "undefined alias" in problem:
         fix = "give a value the anchor first, `&name`, and refer to it by `*name` after that"
     elif "mapping values are not allowed" in problem:
@@ -178,9 +182,17 @@ class _Builder:
         origin = self.origins(node.start_mark.line)
         self.count += 1
         if self.count > MAX_VALUES:
-            raise UsageError(f"more than {MAX_VALUES:,} values, aliases followed", where=str(origin))
+            raise UsageError(
+                f"more than {MAX_VALUES:,} values, aliases followed",
+                where=str(origin),
+                fix="write fewer aliases (*name)",
+            )
         if id(node) in self.open:
-            raise UsageError("an alias refers to the value that it is part of", where=str(origin))
+            raise UsageError(
+                "an alias refers to the value that it is part of",
+                where=str(origin),
+                fix="let the alias (*name) stand outside of the value that it names (&name)",
+            )
         self.open.add(id(node))
         try:
             return self._build(node, origin)
@@ -213,7 +225,7 @@ class _Builder:
                 merged += self._merge_sources(value_node, where)
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
-                raise UsageError("a key should be text", where=str(where))
+                raise UsageError("a key should be text", where=str(where), fix="write the key as a plain word")
             key, value = str(key_node.value), replace(self.build(value_node), origin=where)  # it is where its key is
             if key in built:
                 value = self._again(key, built[key], value, lines[key], where)
@@ -236,7 +248,11 @@ class _Builder:
         built = self.build(node)
         sources = built.value if isinstance(built.value, list) else [built]
         if not all(isinstance(source.value, dict) for source in sources):
-            raise UsageError("`<<` takes a mapping, or a list of them", where=str(where))
+            raise UsageError(
+                "`<<` takes a mapping, or a list of them",
+                where=str(where),
+                fix="write `<<: *name` with an anchor on a mapping",
+            )
         return list(sources)
 
 
@@ -252,7 +268,13 @@ def _scalar(tag: str, text: str, origin: Origin) -> Any:
         if kind == "float":
             return float(re.sub(r"^([-+]?)\.(inf|nan)$", r"\1\2", text.lower()))
     except (ValueError, KeyError):
-        raise UsageError(f"{text!r} is not of the type that its tag says, {kind}", where=str(origin)) from None
+        raise UsageError(
+            f"{text!r} is not of the type that its tag says, {kind}", where=str(origin), fix="leave the tag out"
+        ) from None
     if kind in ("str", "merge"):
         return text
-    raise UsageError(f"the tag !!{kind} is not known here", where=str(origin))
+    raise UsageError(
+        f"the tag !!{kind} is not known here",
+        where=str(origin),
+        fix="leave the tag out, or write !singleton, !list or !calc",
+    )

@@ -126,7 +126,10 @@ class IterableSteps:
     def _begin_at(self, state: dict[str, Any]) -> dict[str, Any]:
         begin = {"step": 0, "epoch": 0, "position": 0, "iterable": None, **state}
         if begin["step"] > self._start:
-            raise UsageError(f"the state of the data is that of step {begin['step']}, after step {self._start}")
+            raise UsageError(
+                f"the state of the data is that of step {begin['step']}, after step {self._start}",
+                why="the data have gone further than the run; they are restored together, from one checkpoint",
+            )
         return begin
 
     def _all_steps(self) -> Iterator[StepBatches]:
@@ -137,7 +140,10 @@ class IterableSteps:
             self._stream = Stream(self._iterable, self._seed, epoch, position, inner, self._key())
             if not self._any(self._stream.more):
                 if step == 0:
-                    raise UsageError(f"the {type(self._iterable).__name__} is empty: there is nothing to train on")
+                    raise UsageError(
+                        f"the {type(self._iterable).__name__} is empty: there is nothing to train on",
+                        fix="give it batches, or check what it reads",
+                    )
                 return
             last = False
             while not last and (self._stop is None or step < self._stop):

@@ -69,6 +69,7 @@ def check_fraction(fraction: Any) -> None:
         raise UsageError(
             f"validation_fraction should be from 0 to below 1, but is {fraction!r}",
             where="data.args.validation_fraction",
+            fix="0.1 keeps a tenth of the text for validation",
         )
 
 

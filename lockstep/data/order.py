@@ -47,7 +47,9 @@ def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
     """
     for name, value in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
         if value < 1:
-            raise UsageError(f"{name} should be at least 1, but is {value}", where=f"training.{name}")
+            raise UsageError(
+                f"{name} should be at least 1, but is {value}", where=f"training.{name}", why="a step needs samples"
+            )
     whole, rest = divmod(global_batch_size, batch_size)
     if rest:
         near = sorted({max(1, whole) * batch_size, (whole + 1) * batch_size})
@@ -92,7 +94,11 @@ class SampleOrder:
     ) -> None:
         check_batch_sizes(batch_size, global_batch_size)
         if num_samples < 1:
-            raise UsageError("the dataset is empty: there is nothing to train on", where="data")
+            raise UsageError(
+                "the dataset is empty: there is nothing to train on",
+                where="data",
+                fix="check what it reads: its __len__ is 0",
+            )
         self.dropped_per_epoch = num_samples % global_batch_size if drop_last else 0
         if self.dropped_per_epoch == num_samples:
             raise UsageError(

@@ -73,7 +73,11 @@ def called(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> A
         )
     missing = [key for key in _required(builder) if key not in args]
     if missing:
-        raise UsageError(f"{name} needs the argument {missing[0]!r}", where=f"data.args.{missing[0]}")
+        raise UsageError(
+            f"{name} needs the argument {missing[0]!r}",
+            where=f"data.args.{missing[0]}",
+            fix=f"set data.args.{missing[0]}",
+        )
     return builder(**args)
 
 
@@ -101,7 +105,11 @@ def _users(name: str, args: dict[str, Any], seed: int) -> Data:
     """A dataset, or a pair (training, validation), or a `Data`, made by a class or function of the user's."""
     builder = load_object(name, "data.name")
     if not callable(builder):
-        raise UsageError(f"{name} is no class or function", where="data.name")
+        raise UsageError(
+            f"{name} is no class or function",
+            where="data.name",
+            fix="name a class or a function, as package.module:Name",
+        )
     accepted = accepted_arguments(builder)
     if accepted is not None and "seed" in accepted:
         args.setdefault("seed", seed)

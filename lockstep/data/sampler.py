@@ -49,10 +49,16 @@ class DistributedSampler(Sampler[int]):
         self.drop_last = drop_last
         self.epoch = 0  # of the next iteration
         if not 0 <= self.rank < self.num_replicas:
-            raise UsageError(f"rank {self.rank} is not below num_replicas {self.num_replicas}")
+            raise UsageError(
+                f"rank {self.rank} is not below num_replicas {self.num_replicas}",
+                fix="ranks count from 0; leave both out, and they are those of the process group",
+            )
         self.dropped_per_epoch = self.num_samples % self.num_replicas if drop_last else 0
         if self.num_samples - self.dropped_per_epoch < 1:
-            raise UsageError(f"{self.num_samples} samples leave nothing for {self.num_replicas} ranks to share")
+            raise UsageError(
+                f"{self.num_samples} samples leave nothing for {self.num_replicas} ranks to share",
+                fix="use fewer ranks, more samples, or drop_last=False",
+            )
 
     def __len__(self) -> int:
         return len(range(self.rank, self.num_samples - self.dropped_per_epoch, self.num_replicas))

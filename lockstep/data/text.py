@@ -48,11 +48,17 @@ def text_files(path: Path) -> list[Path]:
         UsageError: there is nothing there, or nothing in it.
     """
     if not path.exists():
-        raise UsageError(f"there is no file or folder {str(path)!r}", where="data.args.path")
+        raise UsageError(
+            f"there is no file or folder {str(path)!r}",
+            where="data.args.path",
+            fix="give the path of a text file, or of a folder of them",
+        )
     files = [path] if path.is_file() else sorted(_inside(path), key=lambda file: file.relative_to(path).as_posix())
     if not any(file.stat().st_size for file in files):
         what = "is empty" if path.is_file() else "holds no text: no file in it, or only empty ones"
-        raise UsageError(f"{path} {what}", where="data.args.path")
+        raise UsageError(
+            f"{path} {what}", where="data.args.path", fix="give the path of a text file, or of a folder of them"
+        )
     return files
 
 

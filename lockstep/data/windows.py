@@ -116,5 +116,9 @@ def at_least_one(name: str, value: Any) -> int:
         UsageError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} should be a whole number of at least 1, but is {value!r}", where=f"data.args.{name}")
+        raise UsageError(
+            f"{name} should be a whole number of at least 1, but is {value!r}",
+            where=f"data.args.{name}",
+            fix="write a whole number: 256",
+        )
     return value

@@ -98,7 +98,11 @@ def _constructor(name: str) -> Callable[..., "nn.Module"]:
             fix="write package.module:Class, importable from where the run starts (PYTHONPATH)",
         ) from error
     if not callable(found):
-        raise UsageError(f"{name!r} is a {type(found).__name__}, not a class or a function", where="model.name")
+        raise UsageError(
+            f"{name!r} is a {type(found).__name__}, not a class or a function",
+            where="model.name",
+            fix="name a class or a function, as package.module:Name",
+        )
     return found  # type: ignore[no-any-return]
 
 
@@ -121,10 +125,16 @@ def _construct(
     filled = {**{key: value for key, value in facts.items() if key in accepted}, **args}
     missing = [key for key in accepted if parameters[key].default is inspect.Parameter.empty and key not in filled]
     if missing:
-        raise UsageError(f"the model {name} needs {', '.join(missing)}", where="model.args")
+        raise UsageError(
+            f"the model {name} needs {', '.join(missing)}", where="model.args", fix="set them under model.args"
+        )
     model = constructor(**filled)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{name} made a {type(model).__name__}, not an nn.Module", where="model.name")
+        raise UsageError(
+            f"{name} made a {type(model).__name__}, not an nn.Module",
+            where="model.name",
+            fix="let it return a torch.nn.Module",
+        )
     return model
 
 

@@ -37,7 +37,7 @@ def generate(
         UsageError: the prompt is empty, or a setting makes no sense.
     """
     if ids.numel() == 0:
-        raise UsageError("nothing to continue: the prompt is empty")
+        raise UsageError("nothing to continue: the prompt is empty", fix="give it at least one token")
     generator = torch.Generator(ids.device).manual_seed(seed)
     for _ in range(num_tokens):
         logits = logits_in(logits_of(ids[:, -block_size:]))

@@ -194,6 +194,7 @@ class PositionAdder(nn.Embedding):
             raise UsageError(
                 f"a text of {length} tokens, and the model has {self.num_embeddings} positions",
                 where="model.args.max_position_embeddings",
+                fix="raise model.args.max_position_embeddings, or shorten data.args.block_size",
             )
         return input + self.weight[:length]
 

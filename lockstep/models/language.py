@@ -61,4 +61,6 @@ def require_positive(**sizes: int) -> None:
     """Refuse sizes below 1."""
     for name, value in sizes.items():
         if value < 1:
-            raise UsageError(f"{name}={value}: at least 1 is needed", where="model.args")
+            raise UsageError(
+                f"{name}={value}: at least 1 is needed", where="model.args", fix=f"set model.args.{name} to 1 or more"
+            )

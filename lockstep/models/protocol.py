@@ -143,11 +143,13 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Callable[[Any], tuple[
         return lambda batch: (tuple(own(batch)), {})
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    # `forward(*args, **kwargs)` names nothing: it hands on to a model that does, as PEFT's does.
+    hands_on = takes_any and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
 
     def inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(batch, Mapping):
             accepted = {k: v for k, v in batch.items() if k in parameters}
-            if takes_any and accepted:
+            if hands_on or (takes_any and accepted):
                 accepted = dict(batch)
             return ((), accepted) if accepted else ((batch,), {})
         if isinstance(batch, tuple | list):

@@ -283,7 +283,10 @@ def _same_size(node: fx.Node, live: Sequence[fx.Node], copies: dict[fx.Node, fx.
         for dim, size in enumerate(tensor.meta["val"].shape):
             if str(size) == wanted:
                 return copies[tensor], dim
-    raise UsageError(f"a segment needs the size {wanted}, and no tensor that it gets has it")
+    raise UsageError(
+        f"a segment needs the size {wanted}, and no tensor that it gets has it",
+        fix="give the model segments(), or sizes that do not depend on the batch",
+    )
 
 
 def _attribute(module: nn.Module, name: str) -> Tensor:

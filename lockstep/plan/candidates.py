@@ -202,7 +202,10 @@ def micro_batches(config: Config, layout: Layout) -> int:
         return training.gradient_accumulation_steps
     count, rest = divmod(training.global_batch_size, training.batch_size)
     if rest:
-        raise UsageError(f"global_batch_size {training.global_batch_size} is not a multiple of {training.batch_size}")
+        raise UsageError(
+            f"global_batch_size {training.global_batch_size} is not a multiple of {training.batch_size}",
+            fix="choose a batch_size that divides it",
+        )
     return -(-count // layout.data_parallel_size)
 
 

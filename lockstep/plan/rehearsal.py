@@ -132,7 +132,10 @@ def pretended_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
         RunError: a real one is there.
     """
     if dist.is_initialized():
-        raise RunError("planning needs a process that has joined no process group yet")
+        raise RunError(
+            "planning needs a process that has joined no process group yet",
+            fix="plan before lockstep.setup(), or in a process of its own",
+        )
     if world_size == 1:
         yield
         return

@@ -97,7 +97,9 @@ def calculate_resources(
     sizes = {"model_params": model_params, "sequence_length": float(sequence_length), "batch_size": float(batch_size)}
     for name, value in sizes.items():
         if value < 1:
-            raise UsageError(f"{name}={value:g}: at least 1 is needed")
+            raise UsageError(
+                f"{name}={value:g}: at least 1 is needed", fix="count parameters, tokens and samples from 1"
+            )
     shape = shape or typical_shape(model_params)
     s, b, h = sequence_length, batch_size, shape.width
     n = gpus if sharding != "none" else 1

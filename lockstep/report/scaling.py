@@ -72,7 +72,10 @@ def study(
     per_rank = training.batch_size * training.gradient_accumulation_steps
     whole = training.global_batch_size or per_rank * max((*ranks, 1))
     if whole % training.batch_size:
-        raise UsageError(f"global_batch_size {whole} is no multiple of batch_size {training.batch_size}")
+        raise UsageError(
+            f"global_batch_size {whole} is no multiple of batch_size {training.batch_size}",
+            fix="choose a batch_size that divides it",
+        )
     points: list[Point] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-scaling-") as folder:
         for kind, counts, batch, more in (

@@ -60,7 +60,9 @@ def run(scheduler: str, given: argparse.Namespace, path: Path, overrides: Sequen
 def _job(given: argparse.Namespace, path: Path, overrides: Sequence[str], options: Any, config: "Config") -> Submission:
     fewest, most = options.nodes
     if fewest != most:
-        raise UsageError(f"--nnodes {options.nnodes}: a job has a fixed number of machines", where="--nnodes")
+        raise UsageError(
+            f"--nnodes {options.nnodes}: a job has a fixed number of machines", where="--nnodes", fix="write one number"
+        )
     if options.nproc_per_node in (None, "auto", "gpu") and given.gpus_per_node is None:
         raise UsageError(
             "how many ranks a machine?", fix="--nproc-per-node N, or --gpus-per-node N: the job runs elsewhere"

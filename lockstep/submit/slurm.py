@@ -44,7 +44,11 @@ def script(job: Submission, slurm: SlurmOptions) -> str:
 
     for text in (*slurm.options.values(), *slurm.extra, str(job.output_dir)):
         if "\n" in text:
-            raise UsageError(f"an option of sbatch is one line, not {text!r}", where="lockstep submit slurm")
+            raise UsageError(
+                f"an option of sbatch is one line, not {text!r}",
+                where="lockstep submit slurm",
+                fix="give each option on its own",
+            )
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )

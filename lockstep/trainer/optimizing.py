@@ -4,14 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lockstep.config import Config, TrainingConfig
 from lockstep.errors import UsageError
-from lockstep.optim import Schedule, build_optimizer, check_shardable, rebind, scaled_learning_rate
+from lockstep.optim import Schedule, TorchSchedule, build_optimizer, check_shardable, rebind, scaled_learning_rate
 from lockstep.parallel import Placed
 
 MakeOptimizer = Callable[[Any], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 
 def make_optimizer(
@@ -56,6 +58,32 @@ def with_batch_size_of(data: Any, config: Config) -> Config:
     if own is None or own == config.training.batch_size or "batch_size" in config.training.model_fields_set:
         return config
     return config.replaced({"training.batch_size": own})
+
+
+def user_schedule(
+    given: LRScheduler | MakeScheduler | None, optimizer: Optimizer, training: TrainingConfig
+) -> TorchSchedule | None:
+    """The scheduler that the user gave, if any.
+
+    Raises:
+        UsageError: it is another optimizer's, it follows a metric, or the config names a schedule too.
+    """
+    if given is None:
+        return None
+    scheduler = given if isinstance(given, LRScheduler) else given(optimizer)
+    if scheduler.optimizer is not optimizer:
+        raise UsageError(
+            f"the {type(scheduler).__name__} is over another optimizer than the trainer's",
+            where="Trainer(scheduler=…)",
+            fix="pass its optimizer to the trainer too, or a function `optimizer -> scheduler`",
+        )
+    if both := sorted({"lr_schedule", "warmup_steps"} & training.model_fields_set):
+        raise UsageError(
+            f"the learning rate follows {type(scheduler).__name__} or training.{both[0]}, not both",
+            where="Trainer(scheduler=…)",
+            fix=f"leave {both[0]} out",
+        )
+    return TorchSchedule(scheduler)
 
 
 def schedule_over(training: TrainingConfig, total: int | None) -> Schedule:

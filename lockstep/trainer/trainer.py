@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep import checkpoint, cluster
 from lockstep.bad_numbers import BadNumbersError, Judge
@@ -37,7 +38,15 @@ from lockstep.trainer import state
 from lockstep.trainer.evaluation import WINDOW, evaluate, sample_from
 from lockstep.trainer.flight import answer_in_background
 from lockstep.trainer.opening import open_monitor
-from lockstep.trainer.optimizing import MakeOptimizer, make_optimizer, scaled_rate, schedule_over, with_batch_size_of
+from lockstep.trainer.optimizing import (
+    MakeOptimizer,
+    MakeScheduler,
+    make_optimizer,
+    scaled_rate,
+    schedule_over,
+    user_schedule,
+    with_batch_size_of,
+)
 from lockstep.trainer.rollback import Rollback
 from lockstep.trainer.saving import Saving
 from lockstep.trainer.settings import with_settings
@@ -52,6 +61,8 @@ class Trainer:
         optimizer: made over `model.parameters()` and not yet used, a function `parameters -> optimizer`, or a name;
             unset: as `config.training` says (AdamW).
         loss_fn: `(outputs, targets) -> loss`; unset: the model's own loss.
+        scheduler: one of torch's over `optimizer`, or a function `optimizer -> scheduler`; its steps are updates.
+            Unset: as the config says (`lr_schedule`, `warmup_steps`).
         config: the whole config; unset: defaults.
         output_dir: the run directory; unset: nothing is written, except where a path is given.
         settings: single keys by their short names: strategy, precision, gradient_accumulation_steps, batch_size,
@@ -63,8 +74,8 @@ class Trainer:
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | MakeOptimizer | str | None = None,
-        loss_fn: Callable[..., Tensor] | None = None, *, config: Config | None = None,
-        output_dir: str | Path | None = None, **settings: Any,
+        loss_fn: Callable[..., Tensor] | None = None, *, scheduler: LRScheduler | MakeScheduler | None = None,
+        config: Config | None = None, output_dir: str | Path | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         if isinstance(optimizer, str):
             settings, optimizer = {**settings, "optimizer": optimizer}, None
@@ -89,10 +100,12 @@ class Trainer:
         if not self._scales_rate:
             rate = self.optimizer.param_groups[0]["lr"]
             self.rate_line = f"learning rate {rate:g}, as {type(self.optimizer).__name__} says"
+        self._user_schedule = user_schedule(scheduler, self.optimizer, training)
         self.step = Step(
             self.placed,
             self.optimizer,
-            Schedule("constant", 0, training.warmup_steps),  # until `train` knows the number of steps
+            # Until `train` knows the number of steps:
+            self._user_schedule or Schedule("constant", 0, training.warmup_steps),
             training.gradient_clip,
             loss_scale_for(self.config.precision, self.mode),
             judge=Judge(training.bad_numbers),
@@ -270,7 +283,9 @@ class Trainer:
         """
         found = state.find(self, str(path))
         if found is None:
-            raise UsageError(f"there is no checkpoint in {path}")
+            raise UsageError(
+                f"there is no checkpoint in {path}", fix="give a checkpoint, a run directory or its folder checkpoints/"
+            )
         return state.restore(self, found)
 
     def resume(self, how: str) -> Path | None:
@@ -352,7 +367,7 @@ class Trainer:
         )  # fmt: skip
         per_epoch = source.steps_per_epoch
         total = training.max_steps or (per_epoch * epochs if per_epoch and epochs else None)
-        self.step.schedule = schedule_over(training, total)
+        self.step.schedule = self._user_schedule or schedule_over(training, total)
         if source.notice:
             self.later_lines.append(source.notice)
         return source, total

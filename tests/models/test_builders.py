@@ -10,6 +10,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.models import build_model, get_model
+from lockstep.models.protocol import objective_of
 from tests.models.samples import SMALL
 
 
@@ -93,3 +94,18 @@ def test_only_the_family_asked_for_is_imported() -> None:
     )
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=120)
+
+
+def test_a_wrapper_that_names_no_argument_gets_a_dict_by_keyword() -> None:
+    """`forward(*args, **kwargs)` hands on to a model that names them; `forward(batch)` takes the dict itself."""
+
+    class HandsOn(nn.Module):
+        def forward(self, *args: object, **kwargs: object) -> object:
+            return kwargs["x"]
+
+    class Whole(nn.Module):
+        def forward(self, batch: dict[str, object]) -> object:
+            return batch["x"]
+
+    assert objective_of(HandsOn()).inputs({"x": 1, "y": 2}) == ((), {"x": 1, "y": 2})
+    assert objective_of(Whole()).inputs({"x": 1}) == (({"x": 1},), {})

@@ -1,0 +1,97 @@
+"""Every error that a user may meet, read off the source: what it says, how it is built, and which test provokes it.
+
+    python -m tests.errors [--untested]
+
+A test counts as provoking an error if it holds a piece of its message of ten characters or more.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.ranks import REPOSITORY
+
+KINDS = ("UsageError", "RunError", "DamagedError", "BadNumbersError")
+_SHORTEST = 10
+
+
+@dataclass
+class Site:
+    """A place where an error is made.
+
+    Attributes:
+        pieces: the constant pieces of what it says; empty where another part of the code words it.
+        parts: which of where, why and fix it has.
+        tests: files of tests that hold a piece of it.
+    """
+
+    file: str
+    line: int
+    kind: str
+    pieces: tuple[str, ...]
+    parts: frozenset[str]
+    tests: list[str] = field(default_factory=list)
+
+    @property
+    def message(self) -> str:
+        return " … ".join(" ".join(piece.split()) for piece in self.pieces)
+
+
+def sites() -> list[Site]:
+    """All of the package, by file and line."""
+    found = []
+    for path in sorted((REPOSITORY / "lockstep").rglob("*.py")):
+        name = str(path.relative_to(REPOSITORY))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in KINDS:
+                parts = frozenset(keyword.arg or "**" for keyword in node.keywords)
+                pieces = tuple(_constants(node.args[0])) if node.args else ()
+                found.append(Site(name, node.lineno, node.func.id, pieces, parts))
+    return sorted(found, key=lambda site: (site.file, site.line))
+
+
+def with_tests() -> list[Site]:
+    """The same, with the tests that provoke them."""
+    found = sites()
+    texts = {str(path.relative_to(REPOSITORY)): _strings(path) for path in sorted((REPOSITORY / "tests").rglob("*.py"))}
+    for site in found:
+        site.tests = [name for name, strings in texts.items() if _meets(site.pieces, strings)]
+    return found
+
+
+def _constants(node: ast.expr) -> Iterator[str]:
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.strip():
+            yield part.value
+
+
+def _strings(path: Path) -> list[str]:
+    """Literal runs of the strings in a file of tests, patterns taken apart at what is no literal text."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            plain = re.sub(r"\\([^\w\s])", r"\1", node.value)
+            found += [run.strip() for run in re.split(r"\.\*|\(\.\|\\n\)\*|\n|\\d\+?|\\S\+?", plain)]
+    return [run for run in found if len(run) >= _SHORTEST]
+
+
+def _meets(pieces: tuple[str, ...], strings: list[str]) -> bool:
+    long = [piece.strip() for piece in pieces if len(piece.strip()) >= _SHORTEST]
+    return any(piece in string or string in piece for piece in long for string in strings)
+
+
+def main(arguments: list[str]) -> int:
+    for site in with_tests():
+        if "--untested" not in arguments or not site.tests:
+            said = ", ".join(sorted(site.parts)) or "what alone"
+            print(
+                f"{site.file}:{site.line}  {site.message or '(worded elsewhere)'}\n    {said}; {', '.join(site.tests)}"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,186 @@
+"""Every error that a user may meet: how it is built, and what provokes it. `python -m tests.errors` lists them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.config import Config, load_config
+from lockstep.errors import LockstepError, UsageError
+from tests.errors import with_tests
+
+# What says all of it by itself, or is worded where it is found out.
+WHAT_IS_ENOUGH = (
+    "has … mistakes",  # each is told below it, with what to do
+    "the launcher failed:",
+    "--nproc-per-node gpu, but no GPU is visible here",
+    "and … : … cut at the same place",
+    "",  # its text comes from elsewhere, with the rest
+)
+REQUIREMENT = ("is not", "is no", "is neither", "is below", "needs", "is outside")  # "--master-port 0 is no port"
+ONLY_A_LAUNCH = ("lockstep/launch/", "lockstep/collectives.py", "lockstep/submit/")  # say what is wanted in the message
+
+# Provoked where no test can match their words: on a GPU, on storage or a machine that fails, or in another process.
+NOT_PROVOKED_HERE = {
+    "lockstep/checkpoint/": 12, "lockstep/cli/": 1, "lockstep/collectives.py": 1, "lockstep/config/": 15,
+    "lockstep/data/": 11, "lockstep/diagnose/": 1, "lockstep/launch/": 18, "lockstep/models/": 6,
+    "lockstep/monitor/": 1, "lockstep/optim.py": 1, "lockstep/parallel/": 12, "lockstep/plan/": 6,
+    "lockstep/report/": 4, "lockstep/sample.py": 1, "lockstep/step.py": 1, "lockstep/submit/": 2,
+    "lockstep/trainer/": 3, "lockstep/verify/": 2,
+}  # fmt: skip
+
+
+def test_each_error_says_why_or_what_to_do() -> None:
+    poor = [
+        f"{site.file}:{site.line} {site.message}"
+        for site in with_tests()
+        if not site.parts & {"why", "fix", "**", "goes_back"}
+        and site.message not in WHAT_IS_ENOUGH
+        and not (site.file.startswith(ONLY_A_LAUNCH) and any(word in site.message for word in REQUIREMENT))
+    ]
+    assert not poor, "\n".join(poor)
+
+
+def test_each_error_is_provoked_by_a_test() -> None:
+    """Those that are not are counted by room; the numbers only go down."""
+    left: dict[str, list[str]] = {}
+    for site in with_tests():
+        if not site.tests:
+            room = "/".join(site.file.split("/")[:2]) + ("/" if site.file.count("/") > 1 else "")
+            left.setdefault(room, []).append(f"{site.file}:{site.line} {site.message}")
+    more = {room: found for room, found in left.items() if len(found) > NOT_PROVOKED_HERE.get(room, 0)}
+    assert not more, "\n".join(line for found in more.values() for line in found)
+
+
+# ---- provoked here: (what it says, what provokes it, in an empty folder) ----
+
+
+def config(text: str, *overrides: str) -> Callable[[], Any]:
+    def load() -> Any:
+        Path("c.yaml").write_text(text)
+        return load_config("c.yaml", overrides)
+
+    return load
+
+
+def data(name: str, **args: Any) -> Callable[[], Any]:
+    def build() -> Any:
+        from lockstep.data import build_data
+
+        return build_data(Config(data={"name": name, "args": args}).data, seed=0)  # type: ignore[arg-type]
+
+    return build
+
+
+def model(name: str, **args: Any) -> Callable[[], Any]:
+    def build() -> Any:
+        from lockstep.models import build_model
+
+        return build_model(Config(model={"name": name, "args": args}).model, {})  # type: ignore[arg-type]
+
+    return build
+
+
+def cli(*arguments: str) -> Callable[[], Any]:
+    """As the command line does, without its last step, which prints the error."""
+
+    def run() -> Any:
+        from lockstep.cli.verbs import VERBS
+
+        return VERBS[arguments[0]][0](list(arguments[1:]))
+
+    return run
+
+
+class Bare(nn.Linear):
+    """Its loss is a sum, over nobody knows how many."""
+
+    def loss(self, outputs: Any, _batch: Any) -> Any:
+        return outputs.sum()
+
+
+def trained(loss_fn: Any = None, batch: Any = None, of: nn.Module | None = None, **settings: Any) -> Callable[[], Any]:
+    def train() -> Any:
+        from lockstep import Trainer
+
+        given = (torch.ones(2, 3), torch.ones(2, 1)) if batch is None else batch
+        trainer = Trainer(of or nn.Linear(3, 1), loss_fn=loss_fn, max_steps=1, lr_schedule="constant", **settings)
+        return list(trainer.steps([given] * 8))
+
+    return train
+
+
+class Unreduced(nn.MSELoss):
+    def forward(self, made: Any, wanted: Any) -> Any:
+        return (made - wanted).square()
+
+
+def strange(reduction: str) -> nn.Module:
+    loss = nn.MSELoss()
+    loss.reduction = reduction
+    return loss
+
+
+def refuse(what: Any) -> Callable[[], Any]:
+    def run() -> Any:
+        from lockstep.parallel.refused import refuse_wrapped
+
+        return refuse_wrapped(what())
+
+    return run
+
+
+PROVOKED: list[tuple[str, Callable[[], Any]]] = [
+    ("c.yaml is empty", config("")),
+    ("not YAML: a tab where spaces should be", config("training:\n\tmax_steps: 1\n")),
+    ("not YAML:", config("training: {max_steps: 1\n")),
+    ("is written twice, first in line", config("training: {seed: 1}\ntraining: {seed: 2}\n")),
+    ("is not of the type that its tag says", config("training: {max_steps: !!int x}\n")),
+    ("an alias refers to the value that it is part of", config("training: &a {x: *a}\n")),
+    ("is neither beside c.yaml nor among the files that ship", config("extends: trainers/none.yaml\n")),
+    ("is not a statement of the template language", config("-- blok x\n-- endblock x\ntraining: {seed: 1}\n")),
+    ("the value of the override", config("training: {seed: 1}\n", "training.seed={")),
+    ("digits has no image_size 9", data("digits", image_size=9)),
+    ("is no class or function", data("math:pi")),
+    ("should be a whole number of at least 1", data("python-docs", block_size=0)),
+    ("there is no file or folder", data("text", path="none.txt")),
+    ("there is no model 'bhd'", model("bhd")),
+    ("is a float, not a class or a function", model("math:pi")),
+    ("the model torch.nn:Linear needs in_features", model("torch.nn:Linear")),
+    ("made a Fraction, not an nn.Module", model("fractions:Fraction")),
+    ("n_layer=0: at least 1 is needed", model("transformer", n_layer=0)),
+    ("is not the config of a Hugging Face model", model("hf:c.json")),
+    ("has loss(), which returns a sum, but no count()", trained(of=Bare(3, 1))),
+    ("holds no tensor to count samples in", trained(nn.MSELoss(), batch=({},))),
+    (
+        "no targets for the loss function in a batch with the keys input",
+        trained(nn.MSELoss(), {"input": torch.ones(2, 3)}),
+    ),
+    ("but a mean is one number", trained(Unreduced())),
+    ("a loss with reduction 'median'", trained(strange("median"))),
+    ("in which there is no loss", trained(batch={"input": torch.ones(2, 3)})),
+    ("the model is already wrapped in DataParallel", refuse(lambda: nn.DataParallel(nn.Linear(1, 1)))),
+    ("to which scheduler?", cli("submit")),
+    ("there is no study 'speed'", cli("bench", "speed", "c.yaml")),
+    ("is no list of numbers from 1 on", cli("bench", "scaling", "c.yaml", "--ranks", "a,b")),
+    ("--live serves the page; it writes no file", cli("report", ".", "--live", "-o", "x.html")),
+    (
+        "can't be cut into stages",
+        lambda: __import__("lockstep.models.protocol").models.protocol.require_segments(nn.Linear(1, 1)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "provoke"), PROVOKED, ids=[message[:40] for message, _ in PROVOKED])
+def test_it_is_said(message: str, provoke: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.json").write_text("{}")
+    (tmp_path / "c.yaml").write_text("model: {name: transformer}\ndata: {name: python-docs}\n")
+    with pytest.raises(LockstepError) as caught:
+        provoke()
+    assert message in caught.value.what
+    assert caught.value.why or caught.value.fix
+    assert isinstance(caught.value, UsageError)
