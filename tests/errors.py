@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from tests.ranks import REPOSITORY
@@ -53,6 +54,7 @@ def sites() -> list[Site]:
     return sorted(found, key=lambda site: (site.file, site.line))
 
 
+@cache
 def with_tests() -> list[Site]:
     """The same, with the tests that provoke them."""
     found = sites()
