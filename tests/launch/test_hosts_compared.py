@@ -69,6 +69,7 @@ def test_the_doctor_on_three_hosts_of_which_one_has_another_torch(four: list[Hos
     assert second.out == third.out == ""
 
 
+@pytest.mark.full
 @pytest.mark.fault(
     "configuration: one host of four has another config",
     "training.learning_rate=1 on the last of four hosts",
