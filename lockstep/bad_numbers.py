@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lockstep.config import BadNumbersConfig
 from lockstep.errors import RunError
+from lockstep.parallel.numbers import Number
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Judge:
         """Whether a bad step makes no update."""
         return self.config.action == "skip"
 
-    def look(self, step: int, loss: Tensor, norm: Tensor, stop_votes: Tensor, astray: Tensor) -> Numbers:
+    def look(self, step: int, loss: Number, norm: Number, stop_votes: Number, astray: Number) -> Numbers:
         """What is known now, after the gradients of `step` and before its update.
 
         Args:
@@ -85,9 +86,11 @@ class Judge:
         Raises:
             RunError: the ranks did not meet in this step.
         """
-        numbers = torch.stack((loss.double(), norm.double(), stop_votes.double(), astray.double()))
-        if numbers.device.type == "cpu" or self.skips:
-            return self._judge(step, *numbers.tolist())  # on a GPU the host waits for the device
+        given = (loss, norm, stop_votes, astray)
+        device = next((value.device for value in given if isinstance(value, Tensor)), None)
+        if device is None or device.type == "cpu" or self.skips:
+            return self._judge(step, *map(float, given))  # on a GPU the host waits for the device
+        numbers = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in given])
         copy = numbers.to("cpu", non_blocking=True)
         arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()

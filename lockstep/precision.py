@@ -6,8 +6,7 @@ no scaler.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,17 +44,17 @@ class Precision:
     mode: Mode
     device_type: str
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
+    def autocast(self) -> AbstractContextManager[Any]:
         """Forward pass and loss run inside.
 
         A weight is cast anew at each use. Autocast's cache would cast one that several layers share once, and add up
         the uses' gradients in low precision before they reach it; the stages of a pipeline each cast it, and add in
         float32: another step. Under FSDP the cache would also keep what a unit has let go of.
         """
-        dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.mode]
-        with nullcontext() if dtype is None else torch.autocast(self.device_type, dtype=dtype, cache_enabled=False):
-            yield
+        if self.mode == "fp32":
+            return nullcontext()
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mode]
+        return torch.autocast(self.device_type, dtype=dtype, cache_enabled=False)
 
 
 class LossScale:

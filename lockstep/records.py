@@ -24,7 +24,8 @@ from lockstep.errors import UsageError
 class StepRecord:
     """One step, as the loop hands it out and as `metrics.jsonl` holds it.
 
-    `loss` and `grad_norm` may be 0-dim tensors until they are read: reading one waits for the device.
+    On a GPU `loss`, `grad_norm`, `tokens` and `clipped` are 0-dim tensors until they are read: reading one
+    (`float(record.loss)`) waits for the device. On the CPU they are plain numbers.
     """
 
     step: int

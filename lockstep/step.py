@@ -23,7 +23,9 @@ from lockstep.monitor import PhaseClock
 from lockstep.optim import Schedule, TorchSchedule, unfuse
 from lockstep.parallel.exact_norm import exact_norm
 from lockstep.parallel.layer_norms import layer_norms
-from lockstep.parallel.placed import Ledger, Placed, Share
+from lockstep.parallel.ledger import Ledger, Share
+from lockstep.parallel.numbers import Number, at_least, at_most, exceeds, number, tensor_of
+from lockstep.parallel.placed import Placed
 from lockstep.precision import LossScale
 from lockstep.records import StepRecord
 
@@ -120,23 +122,24 @@ class Step:
         """
         self.clock.enter("optimizer")
         loss_sum, count = ledger.totals()
-        count = count.clamp(min=1)  # a step without a valid target has a gradient of zero, not of nan
+        count = at_least(count, 1.0)  # a step without a valid target has a gradient of zero, not of nan
+        loss = loss_sum / count
         self.placed.finish_gradients()
         gradients = self.placed.gradients()
-        to_mean = (1.0 / self.factor / count).float()
-        norm = self._norm(self.placed.counted_gradients(), count.device) * to_mean
+        to_mean = 1.0 / self.factor / count
+        norm = self._norm(gradients if self.placed.counted is None else self.placed.counted_gradients()) * to_mean
         rate = self._set_learning_rate()
-        overflow = self.loss_scale is not None and not math.isfinite(norm.item())
+        overflow = self.loss_scale is not None and not math.isfinite(float(norm))  # host waits for the device
         record = StepRecord(
-            step=self.progress.step + 1, loss=loss_sum / count, grad_norm=norm, lr=rate, samples=samples, tokens=count,
+            step=self.progress.step + 1, loss=loss, grad_norm=norm, lr=rate, samples=samples, tokens=count,
             epoch=self.progress.epoch, skipped=overflow, loss_scale=self.loss_scale.scale if self.loss_scale else None,
         )  # fmt: skip
         if self.wants_layer_norms(record.step):
             record.gradient_norms = layer_norms(self.placed, to_mean)
         # Under fp16 a norm that is no number is the scaler's business.
-        seen = torch.zeros_like(norm) if self.loss_scale is not None else norm
+        seen = 0.0 if self.loss_scale is not None else norm
         astray = ledger.stamps - record.step * self.placed.layout.world_size
-        numbers = self.judge.look(record.step, loss_sum / count, seen, ledger.stop_votes, astray)
+        numbers = self.judge.look(record.step, loss, seen, ledger.stop_votes, astray)
         self.stopping = numbers.stop or self.stopping
         self.bad = numbers.bad
         record.skipped = overflow or numbers.bad is not None
@@ -152,7 +155,7 @@ class Step:
         self.placed.settle(record.skipped)
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.placed.clear_gradients()
         self.progress.step += 1
         self.progress.samples += samples
         self.placed.check(self.progress.step)
@@ -176,10 +179,11 @@ class Step:
         goes_back = self.judge.config.action == "rollback"
         raise BadNumbersError(bad, goes_back=goes_back, in_order=self.judge.in_order)
 
-    def _norm(self, gradients: list[Tensor], device: torch.device) -> Tensor:
-        if self.placed.reproducible:
-            return exact_norm(gradients, self.placed.norm_groups, device, self.placed.num_parameters)
-        return gradient_norm(gradients, self.placed.norm_groups, device)
+    def _norm(self, gradients: list[Tensor]) -> Number:
+        placed, device = self.placed, self.placed.cursor.device
+        if placed.reproducible:
+            return number(exact_norm(gradients, placed.norm_groups, device, placed.num_parameters))
+        return number(gradient_norm(gradients, placed.norm_groups, device))
 
     def _set_learning_rate(self) -> float:
         groups = self.optimizer.param_groups
@@ -187,36 +191,42 @@ class Step:
             group["lr"] = rate
         return float(groups[0]["lr"])
 
-    def _clip_and_scale(self, gradients: list[Tensor], to_mean: Tensor, norm: Tensor) -> Tensor | None:
+    def _clip_and_scale(self, gradients: list[Tensor], to_mean: Number, norm: Number) -> Number | None:
         """Bring the gradients to the mean loss, clipped; one pass over them for a norm.
 
         Returns:
             the share of the gradient that clipping changed (see `StepRecord.clipped`).
         """
         kind, limit, groups = self.clip.strategy, self.clip.value, self.placed.norm_groups
-        clipped = None
+        device, clipped = self.placed.cursor.device, None
         if kind == "norm":
-            to_mean = to_mean * torch.clamp(limit / (norm + 1e-6), max=1.0)
-            clipped = (norm > limit).float()
+            to_mean = to_mean * at_most(limit / (norm + 1e-6), 1.0)
+            clipped = exceeds(norm, limit)
         if gradients:
-            torch._foreach_mul_(gradients, to_mean)
+            torch._foreach_mul_(gradients, tensor_of(to_mean))
         if kind == "value":
-            clipped = clip_by_value(gradients, limit, groups, norm.device)
-        elif kind == "adaptive":
+            return clip_by_value(gradients, limit, groups, device)
+        if kind == "adaptive":
             parameters = self.placed.parameters.values()
-            clipped = clip_adaptively(parameters, limit, groups, norm.device, exact=self.placed.reproducible)
+            return clip_adaptively(parameters, limit, groups, device, exact=self.placed.reproducible)
         return clipped
 
 
 def gradient_norm(gradients: list[Tensor], groups: list[dist.ProcessGroup], device: torch.device) -> Tensor:
     """The 2-norm over all gradients of all shards and stages, 0-dim float32, the same number on every rank."""
-    local = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=device)
+    local = _local_norm(gradients) if gradients else torch.zeros((), device=device)
     if not groups:
         return local
     square = local.double().square()
     for group in groups:
         dist.all_reduce(square, group=group)
     return square.sqrt().float()
+
+
+def _local_norm(gradients: list[Tensor]) -> Tensor:
+    """What `torch.nn.utils.get_total_norm` gives, which sorts tensors by device and dtype first: half of its time."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    return norm
 
 
 def nominal_count(count: float, slots: int) -> float:

@@ -77,6 +77,9 @@ class StepLoader:
         self._plans: dict[int, _Plan] = {}  # of steps that are under way
         self._running: Any = None  # the DataLoader's iterator
         self._reader = Reader(dataset, collate_fn, seed, num_workers)
+        pins = pin_memory and self.device.type != "cpu"
+        # Without workers a batch is read where it is wanted: torch's DataLoader would only add to what that takes.
+        self._reads_here = num_workers == 0 and not pins
         if num_workers and prefetch_factor is None:
             prefetch_factor = self._one_step_ahead(num_workers)
         workers: dict[str, Any] = {}
@@ -88,7 +91,7 @@ class StepLoader:
             sampler=_Requests(self),
             collate_fn=_as_it_is,
             num_workers=num_workers,
-            pin_memory=pin_memory and self.device.type != "cpu",
+            pin_memory=pins,
             persistent_workers=self._persistent,
             worker_init_fn=worker_init_fn,
             timeout=timeout,
@@ -109,10 +112,10 @@ class StepLoader:
         return {}
 
     def __iter__(self) -> Iterator[StepBatches]:
-        self._running = iter(self._loader) if self._wanted else None
+        self._running = iter(self._loader) if self._wanted and not self._reads_here else None
         try:
             for window, assigned in self._planned():
-                mine = [MicroBatch(index, self._next(), real) for index, real in assigned]
+                mine = [MicroBatch(index, self._next(window, index), real) for index, real in assigned]
                 self._plans.pop(window.step, None)
                 count = len(window.micro_batches)
                 yield StepBatches(window.step, window.epoch, count, window.num_samples, window.last_of_epoch, mine)
@@ -169,16 +172,22 @@ class StepLoader:
         _, assigned = self._plan(self._start)
         return max(2, -(-len(assigned) // num_workers) + 1)
 
-    def _next(self) -> Any:
+    def _next(self, window: Window, index: int) -> Any:
         if not self._wanted:
             return None
-        try:
-            batch = next(self._running)
-        except RuntimeError as error:
-            raise (self.explain(error) or error) from None
+        if self._reads_here:
+            batch = self._reader[Request(window.step, window.epoch, index, window.micro_batches[index])]
+        else:
+            batch = self._from_workers()
         if isinstance(batch, Failure):
             raise RunError(batch.what, where=batch.where, why=batch.why) from batch.cause
         return batch if self.device.type == "cpu" else move(batch, self.device)
+
+    def _from_workers(self) -> Any:
+        try:
+            return next(self._running)
+        except RuntimeError as error:
+            raise (self.explain(error) or error) from None
 
 
 class _Requests(Sampler[Request]):

@@ -75,8 +75,12 @@ class Reader(Dataset[Any]):
         together = getattr(self.dataset, "__getitems__", None)
         if together is not None and not self._draws:
             samples = self._together(together, request.indices)
-        else:
+        elif self._draws or self._reading is not None:
             samples = [self._sample(request.epoch, index) for index in request.indices]
+        else:
+            samples = []
+            for self._at in request.indices:  # in `_at`, for the message if it fails
+                samples.append(self.dataset[self._at])
         self._at = None
         self._mark(-1)
         return samples

@@ -210,7 +210,10 @@ def _summed(
                     f"the loss has the shape {tuple(mean.shape)}, but a mean is one number",
                     fix='declare it with reduction = "none" (it is summed), or return one number',
                 )
-            n = torch.as_tensor(count(batch), device=mean.device)
+            n = count(batch)
+            if isinstance(n, int) and n > 0:
+                return mean.float() * n
+            n = torch.as_tensor(n, device=mean.device)
             # A batch without a valid target has the mean 0/0: its sum is 0.
             return torch.where(n > 0, mean.float() * n, 0.0)
 

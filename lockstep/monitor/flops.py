@@ -64,9 +64,9 @@ def _measured(device: Any, mode: str) -> float:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mode]
     size = _SIZE if device.type == "cpu" else 8 * _SIZE
     a = torch.ones(size, size, dtype=dtype, device=device)
-    best, until = float("inf"), time.perf_counter() + _SECONDS
     torch.mm(a, a)
-    while time.perf_counter() < until:
+    best, until = float("inf"), time.perf_counter() + _SECONDS
+    while best == float("inf") or time.perf_counter() < until:  # once at least, on a machine that is busy
         since = time.perf_counter()
         torch.mm(a, a)
         if device.type == "cuda":

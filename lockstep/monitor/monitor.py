@@ -80,13 +80,7 @@ class Monitor:
         if self.logs(record.step):
             self._log_step(record, self._over_ranks(record.step))
         else:
-            # A record that is held until the next one must not hold the graph of its step.
-            self._last = replace(
-                record,
-                loss=without_graph(record.loss),
-                grad_norm=without_graph(record.grad_norm),
-                tokens=without_graph(record.tokens),
-            )
+            self._last = _to_be_held(record)
         self._seen_one = True
         if self._profiler is not None:
             self._profiler.on_step(record.step)
@@ -104,7 +98,7 @@ class Monitor:
 
     def say(self, *lines: str) -> None:
         """Lines for the person who started the run: once, by rank 0, where there is a console."""
-        if self._is_main and "console" in self._config.sinks:
+        if lines and self._is_main and "console" in self._config.sinks:
             self.flush()
             for line in lines:
                 print(f"lockstep: {line}", flush=True)
@@ -194,6 +188,14 @@ class Monitor:
             callback.on_step(row)
         if over_ranks:
             self._resources(StepRecord(**row))
+
+
+def _to_be_held(record: StepRecord) -> StepRecord:
+    """A record that is held until the next one must not hold the graph of its step."""
+    numbers = {name: getattr(record, name) for name in ("loss", "grad_norm", "tokens")}
+    if all(getattr(value, "grad_fn", None) is None for value in numbers.values()):
+        return record
+    return replace(record, **{name: without_graph(value) for name, value in numbers.items()})
 
 
 class _Called:

@@ -16,8 +16,9 @@ from lockstep.parallel.blocks import key_model, transform_blocks
 from lockstep.parallel.buffers import refuse_synchronised
 from lockstep.parallel.compiled import ColdStart
 from lockstep.parallel.initial import FirstValues, agree, canonical_names, on_meta
+from lockstep.parallel.ledger import Ledger, Share
 from lockstep.parallel.loop import evaluated, in_order, plain_forward
-from lockstep.parallel.placed import Ledger, Placed, Share
+from lockstep.parallel.placed import Placed
 from lockstep.parallel.placement import Laid, Placement
 from lockstep.parallel.refused import refuse_impossible, refuse_wrapped
 from lockstep.precision import Precision, switch_tf32

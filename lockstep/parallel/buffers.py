@@ -19,7 +19,7 @@ it is said, or refused where the same bits are asked for.
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -91,18 +91,18 @@ class RunningBuffers:
             if buffer is not None and not (path in self._norms and name in _STATISTICS)
         }
 
-    @contextmanager
-    def micro_batch(self, index: int, *, real: bool) -> Iterator["RunningBuffers"]:
+    def micro_batch(self, index: int, *, real: bool) -> AbstractContextManager[None]:
         """The forward and backward pass of a micro-batch run inside; call `forward_done` between them."""
-        if not self._norms and not self._others:
-            yield self
-            return
+        return self._recording(index, real) if self._norms or self._others else nullcontext()
+
+    @contextmanager
+    def _recording(self, index: int, real: bool) -> Iterator[None]:
         kept = {module: {key: module._buffers[key] for key in _STATISTICS} for module in self._active()}
         for module, buffers in kept.items():
             module._buffers.update({key: torch.zeros_like(b) for key, b in buffers.items() if b is not None})
         self._index, self._real, self._versions = index, real, self._versions_now()
         try:
-            yield self
+            yield
         finally:
             for module, buffers in kept.items():
                 module._buffers.update(buffers)

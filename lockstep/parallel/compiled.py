@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.parallel.placed import Ledger, MicroStep, Share
+from lockstep.parallel.ledger import Ledger, Share
+from lockstep.parallel.placed import MicroStep
 
 
 def compile_blocks(blocks: Sequence[tuple[str, nn.Module]]) -> None:

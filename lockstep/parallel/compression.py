@@ -22,7 +22,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch'
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import Config
-from lockstep.parallel.placed import Ledger, MicroStep, Share
+from lockstep.parallel.ledger import Ledger, Share
+from lockstep.parallel.placed import MicroStep
 from lockstep.parallel.powersgd import PowerSGD, matrix_of
 from lockstep.parallel.trial import TURNS, WARM, Trial
 

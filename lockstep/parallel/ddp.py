@@ -17,7 +17,8 @@ from lockstep.config import DDPConfig
 from lockstep.errors import RunError
 from lockstep.monitor.phases import watch_ddp
 from lockstep.parallel.compression import Hook
-from lockstep.parallel.placed import Share, contiguous_shares
+from lockstep.parallel.ledger import Share
+from lockstep.parallel.placed import contiguous_shares
 from lockstep.parallel.placement import Laid, Placement, shared_out
 from lockstep.parallel.tree import tree_shares
 from lockstep.parallel.tree_local import ReplicaTree

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
-from lockstep.parallel.placed import Evaluate, ForwardBackward, Ledger, MicroStep, Share
+from lockstep.parallel.ledger import Ledger, Share
+from lockstep.parallel.placed import Evaluate, ForwardBackward, MicroStep
 from lockstep.precision import Precision
 from lockstep.randomness import Cursor
 
@@ -48,7 +49,8 @@ def looped(
             if last:
                 ledger.close()
             # A dummy has weight zero: its backward pass is there for the collectives inside of it.
-            (loss * (factor * multiplier if share.real else 0.0)).backward()  # type: ignore[no-untyped-call]
+            weight = factor * multiplier if share.real else 0.0
+            loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
             after_backward(share)
         if last:
             buffers.finish_step(ledger.slots)

@@ -8,93 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.mesh import Layout
 from lockstep.models.protocol import Objective
+from lockstep.parallel.ledger import HostLedger, Ledger, Share
 from lockstep.randomness import Cursor
-
-
-@dataclass(frozen=True)
-class Share:
-    """One micro-batch as a rank runs it.
-
-    Attributes:
-        index: its place in the step's global list of micro-batches.
-        batch: the samples on this rank's device; None where this rank needs none of them (middle pipeline stages).
-        real: False for a zero-weight dummy, which keeps a rank in step that is short of a micro-batch.
-    """
-
-    index: int
-    batch: Any
-    real: bool = True
-
-
-class Ledger:
-    """Loss sums and counts of a step's micro-batches, over all ranks.
-
-    Each rank enters what it ran into its own slots; one small all-reduce adds zeros to them, which changes no bit; the
-    slots are then summed in the order of the micro-batches. So the loss of a step is the same number on every topology.
-
-    Args:
-        slots: micro-batches in the step.
-        device: of the losses.
-        shared: whether other ranks hold some of the slots.
-    """
-
-    def __init__(self, slots: int, device: torch.device, *, shared: bool) -> None:
-        # One more column carries the ranks' votes to stop, and the step that each is in: no traffic of their own.
-        self._table = torch.zeros(2, slots + 1, dtype=torch.float64, device=device)
-        self._shared = shared
-        self._work: dist.Work | None = None
-        self._closed = False
-
-    @property
-    def slots(self) -> int:
-        """Micro-batches in the step, over all ranks."""
-        return self._table.shape[1] - 1
-
-    def enter(self, share: Share, loss_sum: Tensor, count: int | Tensor) -> None:
-        """Write down one micro-batch; dummies count for nothing."""
-        if share.real:
-            self._table[0, share.index] = loss_sum.detach()
-            self._table[1, share.index] = count
-
-    def vote_to_stop(self) -> None:
-        """This rank was asked to stop after this step."""
-        self._table[0, -1] = 1.0
-
-    def stamp(self, step: int) -> None:
-        """Write down which step this is, to notice ranks that meet in different ones."""
-        self._table[1, -1] = step
-
-    def close(self) -> None:
-        """All of this rank's micro-batches are entered: start the all-reduce, to run beside the last backward."""
-        if self._shared and not self._closed:
-            self._work = dist.all_reduce(self._table, async_op=True)
-        self._closed = True
-
-    def totals(self) -> tuple[Tensor, Tensor]:
-        """(loss sum, number of valid targets) of the step, 0-dim float64 on the device, equal on all ranks."""
-        self.close()
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        sums = self._table[:, :-1].sum(dim=1)
-        return sums[0], sums[1]
-
-    @property
-    def stop_votes(self) -> Tensor:
-        """How many ranks voted to stop, after `totals`; 0-dim float64, equal on all ranks."""
-        return self._table[0, -1]
-
-    @property
-    def stamps(self) -> Tensor:
-        """The sum of the ranks' stamps, after `totals`; 0-dim float64, equal on all ranks if they met."""
-        return self._table[1, -1]
-
 
 ForwardBackward = Callable[[Sequence[Share], Ledger, float], None]
 """(this rank's shares of a step, the step's ledger, factor).
@@ -170,7 +90,8 @@ class Placed:
 
     def ledger(self, slots: int) -> Ledger:
         """An empty ledger for a step (or a window of evaluation) of `slots` micro-batches."""
-        return Ledger(slots, self.cursor.device, shared=self.layout.world_size > 1)
+        device, shared = self.cursor.device, self.layout.world_size > 1
+        return HostLedger(slots, shared=shared) if device.type == "cpu" else Ledger(slots, device, shared=shared)
 
     def gradients(self) -> list[Tensor]:
         """The local pieces of all gradients that exist, in the parameters' order; writing to them changes `.grad`."""
@@ -178,8 +99,14 @@ class Placed:
 
     def counted_gradients(self) -> list[Tensor]:
         """Those whose squares add up, over the norm groups, to that of the whole gradient: each is counted once."""
-        counted = self.parameters if self.counted is None else self.counted
-        return [local(p.grad) for name, p in self.parameters.items() if name in counted and p.grad is not None]
+        if self.counted is None:
+            return self.gradients()
+        return [local(p.grad) for name, p in self.parameters.items() if name in self.counted and p.grad is not None]
+
+    def clear_gradients(self) -> None:
+        """What `Optimizer.zero_grad` does, for all parameters, without what that tells torch's profiler."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
 
 def local(tensor: Tensor) -> Tensor:

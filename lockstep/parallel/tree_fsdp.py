@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import UsageError
-from lockstep.parallel.placed import Ledger, MicroStep, Share, local
+from lockstep.parallel.ledger import Ledger, Share
+from lockstep.parallel.placed import MicroStep, local
 from lockstep.parallel.tree import Partials, finish, leaves_of, tree_assignment
 from lockstep.parallel.tree_reduce import tree_all_reduce
 

@@ -13,7 +13,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.parallel.placed import Ledger, MicroStep, Share
+from lockstep.parallel.ledger import Ledger, Share
+from lockstep.parallel.placed import MicroStep
 from lockstep.parallel.tree import Partials, finish, tree_assignment
 from lockstep.parallel.tree_reduce import TreeAllReduce
 

@@ -30,8 +30,9 @@ from lockstep.parallel import fsdp
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.blocks import key_model
 from lockstep.parallel.buffers import RunningBuffers
+from lockstep.parallel.ledger import Ledger, Share
 from lockstep.parallel.loop import looped
-from lockstep.parallel.placed import Ledger, MicroStep, Share, local
+from lockstep.parallel.placed import MicroStep, local
 from lockstep.plan.record import KINDS, Cost, Peak, Region, play, repeated
 from lockstep.plan.tracker import Tracker
 from lockstep.plan.workload import REPEATED, Workload, shortened

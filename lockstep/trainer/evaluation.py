@@ -7,6 +7,7 @@ import torch
 
 from lockstep.data import StepSource
 from lockstep.parallel import Placed, Share
+from lockstep.parallel.numbers import Number, at_least
 
 WINDOW = 16  # micro-batches whose losses travel in one all-reduce; fixed, so that the order of the sum is
 
@@ -17,8 +18,8 @@ def evaluate(placed: Placed, source: StepSource) -> float:
     Args:
         source: one epoch, in windows of `WINDOW` micro-batches, shared out by `placed.assign`.
     """
-    loss_sum = torch.zeros((), dtype=torch.float64, device=placed.cursor.device)
-    count = torch.zeros_like(loss_sum)
+    loss_sum: Number = 0.0
+    count: Number = 0.0
     before = [(part, part.training) for part in placed.parts]
     for part in placed.parts:
         part.eval()
@@ -28,13 +29,12 @@ def evaluate(placed: Placed, source: StepSource) -> float:
             with placed.cursor.running("eval", batches.step):
                 placed.evaluate([Share(m.index, m.batch, m.real) for m in batches.mine], ledger)
             some_loss, some_count = ledger.totals()
-            loss_sum += some_loss
-            count += some_count
+            loss_sum, count = loss_sum + some_loss, count + some_count
     finally:
         source.close()
         for part, training in before:
             part.train(training)
-    return float((loss_sum / count.clamp(min=1)).item())
+    return float(loss_sum / at_least(count, 1.0))
 
 
 def sample_from(placed: Placed) -> Callable[[torch.Tensor], Any]:

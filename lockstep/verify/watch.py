@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lockstep.parallel.divergence import fingerprint
-from lockstep.parallel.placed import Ledger, Share, local
+from lockstep.parallel.ledger import Ledger, Share
+from lockstep.parallel.placed import local
 from lockstep.records import StepRecord, plain
 from lockstep.trainer import Trainer
 from lockstep.verify import switches

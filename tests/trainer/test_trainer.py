@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.errors import RunError, UsageError
+from lockstep.parallel import Ledger, Placed
+from lockstep.records import StepRecord
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model
 
@@ -109,8 +111,26 @@ def test_trap_18_a_model_that_is_wrapped_already_is_refused_with_the_line_to_del
 def test_trap_46_records_hold_no_graph() -> None:
     trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=3, lr_schedule="constant")
     for record in trainer.steps(regression()):
+        assert type(record.loss) is type(record.grad_norm) is type(record.tokens) is float
+
+
+def test_a_step_is_the_same_where_its_numbers_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: 0-dim tensors that nothing reads; they hold no graph."""
+
+    def losses() -> list[StepRecord]:
+        trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=4, grad_clip=0.5, seed=3)
+        return list(trainer.steps(regression()))
+
+    on_host = losses()
+    monkeypatch.setattr(Placed, "ledger", lambda _, slots: Ledger(slots, torch.device("cpu"), shared=False))
+    monkeypatch.setattr("lockstep.step.number", lambda tensor: tensor)
+    for plain, record in zip(on_host, losses(), strict=True):
+        assert isinstance(record.loss, torch.Tensor)
+        assert isinstance(record.grad_norm, torch.Tensor)
         assert not record.loss.requires_grad
         assert not record.grad_norm.requires_grad
+        for name in ("loss", "grad_norm", "tokens", "clipped"):
+            assert float(getattr(record, name)) == pytest.approx(float(getattr(plain, name)), rel=1e-6)
 
 
 def test_trap_61_a_gradient_that_is_no_number_stops_the_run_before_the_parameters_are() -> None:

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
+from lockstep.parallel.ledger import Ledger, Share
 from lockstep.parallel.pipeline.forward import Relay
 from lockstep.parallel.pipeline.part import Part, Work
 from lockstep.parallel.pipeline.shapes import Agreement, Shapes
 from lockstep.parallel.pipeline.torch_schedule import Schedule
 from lockstep.parallel.pipeline.torch_stage import Metas, Stage, reduce_gradients
 from lockstep.parallel.pipeline.trees import StageTrees
-from lockstep.parallel.placed import Ledger, Share
 from lockstep.randomness import Cursor
 
 

@@ -24,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.mesh import local_chunk
+from lockstep.parallel.ledger import Share
 from lockstep.parallel.pipeline.holding import Holding
-from lockstep.parallel.placed import Share, local
+from lockstep.parallel.placed import local
 from lockstep.parallel.tree import Partials, finish, tree_assignment
 from lockstep.parallel.tree_reduce import TreeReduceScatter, all_gather_flat
 

@@ -1,0 +1,127 @@
+"""Loss sums and counts of a step's micro-batches, over all ranks.
+
+Each rank enters what it ran into its own slots; one small all-reduce adds zeros to them, which changes no bit; the
+slots are then summed in the order of the micro-batches. So the loss of a step is the same number on every topology.
+One more column carries the ranks' votes to stop, and the step that each is in: no traffic of their own.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.parallel.numbers import Number
+
+
+@dataclass(frozen=True)
+class Share:
+    """One micro-batch as a rank runs it.
+
+    Attributes:
+        index: its place in the step's global list of micro-batches.
+        batch: the samples on this rank's device; None where this rank needs none of them (middle pipeline stages).
+        real: False for a zero-weight dummy, which keeps a rank in step that is short of a micro-batch.
+    """
+
+    index: int
+    batch: Any
+    real: bool = True
+
+
+class Ledger:
+    """One step's, kept on the device: nothing waits for it.
+
+    Args:
+        slots: micro-batches in the step, over all ranks.
+        device: of the losses.
+        shared: whether other ranks hold some of the slots.
+    """
+
+    def __init__(self, slots: int, device: torch.device, *, shared: bool) -> None:
+        self.slots = slots
+        self._table = torch.zeros(2, slots + 1, dtype=torch.float64, device=device)
+        self._shared = shared
+        self._work: dist.Work | None = None
+        self._closed = False
+
+    def enter(self, share: Share, loss_sum: Tensor, count: int | Tensor) -> None:
+        """Write down one micro-batch; dummies count for nothing."""
+        if share.real:
+            self._table[0, share.index] = loss_sum.detach()
+            self._table[1, share.index] = count
+
+    def vote_to_stop(self) -> None:
+        """This rank was asked to stop after this step."""
+        self._table[0, -1] = 1.0
+
+    def stamp(self, step: int) -> None:
+        """Write down which step this is, to notice ranks that meet in different ones."""
+        self._table[1, -1] = step
+
+    def close(self) -> None:
+        """All of this rank's micro-batches are entered: start the all-reduce, to run beside the last backward."""
+        if self._shared and not self._closed:
+            self._work = dist.all_reduce(self._table, async_op=True)
+        self._closed = True
+
+    def totals(self) -> tuple[Number, Number]:
+        """(loss sum, number of valid targets) of the step, float64, equal on all ranks."""
+        self._finish()
+        sums = self._table[:, :-1].sum(dim=1)
+        return sums[0], sums[1]
+
+    @property
+    def stop_votes(self) -> Number:
+        """How many ranks voted to stop, after `totals`; equal on all ranks."""
+        return self._table[0, -1]
+
+    @property
+    def stamps(self) -> Number:
+        """The sum of the ranks' stamps, after `totals`; equal on all ranks if they met."""
+        return self._table[1, -1]
+
+    def _finish(self) -> None:
+        self.close()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class HostLedger(Ledger):
+    """The same where losses are made on the CPU: a few Python numbers, and a tensor for what other ranks must know."""
+
+    def __init__(self, slots: int, *, shared: bool) -> None:
+        super().__init__(slots, torch.device("cpu"), shared=shared)
+        self._losses, self._counts = [0.0] * (slots + 1), [0.0] * (slots + 1)
+
+    def enter(self, share: Share, loss_sum: Tensor, count: int | Tensor) -> None:
+        if share.real:
+            self._losses[share.index] = loss_sum.item()
+            self._counts[share.index] = float(count)
+
+    def vote_to_stop(self) -> None:
+        self._losses[-1] = 1.0
+
+    def stamp(self, step: int) -> None:
+        self._counts[-1] = step
+
+    def close(self) -> None:
+        if self._shared and not self._closed:
+            self._table = torch.tensor([self._losses, self._counts], dtype=torch.float64)
+        super().close()
+
+    def totals(self) -> tuple[Number, Number]:
+        self._finish()
+        if self._shared:
+            self._losses, self._counts = self._table.tolist()
+        return sum(self._losses[:-1]), sum(self._counts[:-1])
+
+    @property
+    def stop_votes(self) -> Number:
+        return self._losses[-1]
+
+    @property
+    def stamps(self) -> Number:
+        return self._counts[-1]
