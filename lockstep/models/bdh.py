@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.models.language import LanguageModel, require_multiple, require_positive
+from lockstep.models.past import sum_over_past
 from lockstep.models.rotary import phases, rotate, without_autocast
 
 THETA = 2.0**16
@@ -112,5 +113,5 @@ def attend_to_past(s: Tensor, x: Tensor) -> Tensor:
     with without_autocast(x.device):
         cos, sin = phases(length, neurons, THETA, x.device)
         q = rotate(s, cos, sin, dtype).view(heads * batch, length, neurons)
-        scores = torch.bmm(q, q.transpose(1, 2)).tril(-1).view(heads, batch, length, length)
-        return scores @ x.to(dtype)
+        values = x.to(dtype).expand(heads, -1, -1, -1).reshape(heads * batch, length, -1)
+        return sum_over_past(q, values).view(heads, batch, length, -1)

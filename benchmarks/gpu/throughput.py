@@ -1,0 +1,172 @@
+"""Tokens a second, MFU and peak memory of Lockstep and of the best loop that one writes by hand, on one GPU.
+
+    python -m benchmarks.gpu.throughput [--models transformer-124m,transformer-1.3b,bdh] [--rounds 9] [--steps 20]
+    python -m benchmarks.gpu.throughput --device cpu --tiny
+
+Both train the same model from the same data in bf16 (autocast over fp32 parameters), compiled, with fused AdamW, flash
+attention and clipping, and log on every tenth step. They take turns in blocks of steps; the median of the rounds'
+ratios is quoted. FLOPs are those of the model's own matrix products, counted eagerly, so that recomputation counts for
+nothing; the peak is the data sheet's. Predicted memory is `lockstep plan`'s rehearsal of the same step, uncompiled.
+"""
+
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from benchmarks.gpu.common import (
+    TINY,
+    WORKLOADS,
+    RandomTokens,
+    Workload,
+    flops_of_a_step,
+    header,
+    parser,
+    require,
+    wait,
+)
+from lockstep.config import Config, config_from
+from lockstep.mesh import resolve
+from lockstep.monitor.flops import peak_flops
+from lockstep.plan.rehearsal import rehearse
+from lockstep.plan.workload import Workload as Planned
+from lockstep.trainer import Trainer
+
+RESULT = Path(__file__).parents[1] / "results" / "gpu_throughput.md"
+RATE, CLIP, EVERY = 3e-4, 1.0, 10
+
+
+def by_hand(work: Workload, device: torch.device, compiled: bool) -> Iterator[None]:
+    """One step for each `next`."""
+    torch.manual_seed(0)
+    model = work.model().to(device)
+    own: Any = model
+    runs: nn.Module = torch.compile(model) if compiled else model  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    data = RandomTokens(work.length, work.args.get("vocab_size", 256))
+    cuda = device.type == "cuda"
+    loader = DataLoader(data, work.batch, shuffle=True, num_workers=2 * cuda, pin_memory=cuda)
+    for step, batch in enumerate(loader, start=1):
+        batch = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = own.loss(runs(batch["input_ids"]), batch) / batch["targets"].numel()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        if step % EVERY == 0:
+            assert loss.item() + norm.item() > 0  # the log reads them
+        yield
+
+
+def config_of(work: Workload, device: torch.device, compiled: bool) -> Config:
+    cuda = device.type == "cuda"
+    return config_from(
+        {
+            "training.batch_size": work.batch,
+            "training.max_steps": 1_000_000,
+            "training.learning_rate": RATE,
+            "training.warmup_steps": 0,
+            "training.lr_schedule": "constant",
+            "training.gradient_clip.value": CLIP,
+            "training.compile": compiled,
+            "precision.mode": "bf16",
+            "data.num_workers": 2 * cuda,
+            "data.pin_memory": cuda,
+            "distributed.backend": "auto",
+        }
+    )
+
+
+def lockstep(work: Workload, device: torch.device, compiled: bool) -> Iterator[None]:
+    """One step for each `next`."""
+    with torch.device("meta"):
+        model = work.model()
+    trainer = Trainer(model, config=config_of(work, device, compiled))
+    for record in trainer.steps(RandomTokens(work.length, work.args.get("vocab_size", 256))):
+        if record.step % EVERY == 0:
+            assert float(record.loss) + float(record.grad_norm) > 0
+        yield
+
+
+def block(steps: Iterator[None], count: int, device: torch.device) -> float:
+    """Seconds a step."""
+    wait(device)
+    begin = time.perf_counter()
+    for _ in range(count):
+        next(steps)
+    wait(device)
+    return (time.perf_counter() - begin) / count
+
+
+def peak_of(steps: Iterator[None], device: torch.device) -> float:
+    """The most that the allocator gave out in three steps, with everything that the contestant holds."""
+    if device.type != "cuda":
+        return float("nan")
+    torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(3):
+        next(steps)
+    return float(torch.cuda.max_memory_allocated(device))
+
+
+def predicted(work: Workload, device: torch.device) -> float:
+    config = config_of(work, device, compiled=False)
+    data = RandomTokens(work.length, work.args.get("vocab_size", 256))
+    return float(rehearse(Planned(work.model, data[0]), config, resolve(config.distributed, 1)).peak.total)
+
+
+def rows(name: str, work: Workload, device: torch.device, asked: Any) -> list[str]:
+    peaks, contestants = {}, {}
+    for title, make in (("by hand", by_hand), ("lockstep", lockstep)):
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        contestants[title] = make(work, device, asked.compile)
+        block(contestants[title], 5, device)
+        peaks[title] = peak_of(contestants[title], device) - held
+    taken = [
+        {title: block(steps, asked.steps, device) for title, steps in contestants.items()} for _ in range(asked.rounds)
+    ]
+    contestants.clear()
+    gc.collect()
+    rate, _ = peak_flops(device, "bf16")
+    flops, plan = flops_of_a_step(work, device), predicted(work, device)
+    lines = []
+    for title in taken[0]:
+        seconds = median(of[title] for of in taken)
+        ratio = median(of["by hand"] / of[title] for of in taken)
+        lines.append(
+            f"| {name} | {title} | {work.batch * work.length / seconds:,.0f} | {ratio:.3f} "
+            f"| {flops / seconds / rate:.1%} | {peaks[title] / 1e9:.2f} | {plan / 1e9:.2f} |"
+        )
+    return lines
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--models", default=",".join(WORKLOADS))
+    arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument("--steps", type=int, default=20, help="in a block")
+    arguments.add_argument("--no-compile", dest="compile", action="store_false")
+    asked = arguments.parse_args()
+    device = require(asked.device)
+    lines = header("Training on one GPU", "python -m benchmarks.gpu.throughput " + " ".join(sys.argv[1:]), device)
+    lines += [
+        "| model | loop | tokens/s | of by hand | MFU | peak, GB | planned, GB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in asked.models.split(","):
+        lines += rows(name, (TINY if asked.tiny else WORKLOADS)[name], device, asked)
+    text = "\n".join([*lines, ""])
+    print(text)
+    if asked.write:
+        RESULT.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Samples a second of the loaders, beside reading the same samples from the raw memory map; and whether a step waits.
+
+    python -m benchmarks.loaders [--samples 20000] [--rounds 5] [--write]
+
+A file of tokens as `lockstep data prepare` makes it; micro-batches of 8 windows of 256 tokens, in the shuffled order of
+an epoch. The raw loop slices the map and stacks, and does nothing else. Contestants take turns, medians are quoted.
+A step that takes no time but 1 ms of sleep waits for its batch as long as `waits` says.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.data.loader import StepLoader
+from lockstep.data.order import SampleOrder, epoch_permutation
+from lockstep.data.tokens import FORMAT, HEADER, TOKENS, tokens
+from lockstep.parallel.placed import contiguous_shares
+
+RESULT = Path(__file__).parent / "results" / "loaders.md"
+BLOCK, BATCH, STEP_SECONDS = 256, 8, 0.001
+
+
+def prepare(folder: Path, samples: int) -> None:
+    count = samples * BLOCK + 1
+    numbers = np.random.default_rng(0).integers(0, 50_000, count, dtype=np.uint16)
+    numbers.tofile(folder / TOKENS)
+    header = {"format": FORMAT, "dtype": "uint16", "num_tokens": count, "vocab_size": 50_000, "tokenizer": "bytes"}
+    (folder / HEADER).write_text(json.dumps({**header, "source": "random"}))
+
+
+def raw(folder: Path, samples: int) -> Iterator[Any]:
+    mapped = np.memmap(folder / TOKENS, dtype="<u2", mode="r")
+    order = epoch_permutation(samples, 1, 0).tolist()
+    for first in range(0, samples, BATCH):
+        rows = [mapped[i * BLOCK : i * BLOCK + BLOCK + 1] for i in order[first : first + BATCH]]
+        windows = torch.from_numpy(np.stack(rows).astype(np.int64))
+        yield {"input_ids": windows[:, :-1], "targets": windows[:, 1:]}
+
+
+def torch_loader(folder: Path, samples: int) -> Iterator[Any]:
+    yield from DataLoader(
+        tokens(path=str(folder), block_size=BLOCK, validation_fraction=0.0).train, BATCH, shuffle=True
+    )
+
+
+def ours(workers: int) -> Callable[[Path, int], Iterator[Any]]:
+    def batches(folder: Path, samples: int) -> Iterator[Any]:
+        data = tokens(path=str(folder), block_size=BLOCK, validation_fraction=0.0).train
+        order = SampleOrder(len(data), BATCH, BATCH, seed=1)
+        loader = StepLoader(
+            data, order, lambda count: contiguous_shares(count, 0, 1), start_step=0, stop_step=order.steps_per_epoch,
+            seed=1, device="cpu", num_workers=workers,
+        )  # fmt: skip
+        for step in loader:
+            yield step.mine[0].batch
+
+    return batches
+
+
+CONTESTANTS = {
+    "raw memory map": raw,
+    "torch's DataLoader": torch_loader,
+    "lockstep": ours(0),
+    "lockstep, 1 worker": ours(1),
+}
+
+
+def rate(batches: Iterator[Any], samples: int) -> float:
+    """Samples a second, after the first batch, which starts workers."""
+    next(batches)
+    begin = time.perf_counter()
+    counted = sum(BATCH for _ in batches)
+    return min(counted, samples) / (time.perf_counter() - begin)
+
+
+def waits(batches: Iterator[Any], steps: int = 1000) -> float:
+    """The share of the time that a step of 1 ms waits for its batch."""
+    next(batches)
+    waited, begin = 0.0, time.perf_counter()
+    for _, since in zip(range(steps), iter(time.perf_counter, None), strict=False):
+        if next(batches, None) is None:
+            break
+        waited += time.perf_counter() - since
+        time.sleep(STEP_SECONDS)
+    return waited / (time.perf_counter() - begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=20_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    rates: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    shares: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder), asked.samples)
+        for _ in range(asked.rounds):
+            for name, make in CONTESTANTS.items():
+                rates[name].append(rate(make(Path(folder), asked.samples), asked.samples))
+                shares[name].append(waits(make(Path(folder), asked.samples)))
+    rows = []
+    for name in CONTESTANTS:
+        ratio = median(a / b for a, b in zip(rates[name], rates["raw memory map"], strict=True))
+        rows.append(f"| {name} | {median(rates[name]):,.0f} | {ratio:.2f} | {median(shares[name]):.1%} |")
+    text = "\n".join(
+        [
+            "# Samples a second of the loaders",
+            "",
+            f"`python -m benchmarks.loaders --samples {asked.samples} --rounds {asked.rounds} --write`; "
+            f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.",
+            "",
+            f"Batches of {BATCH} windows of {BLOCK} tokens from a file of uint16; medians of {asked.rounds} rounds,",
+            "the contestants in turn. The last column: the share of its time that a step of 1 ms waits for its batch.",
+            "",
+            "| loader | samples/s | of the raw map | waits |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+    print(text)
+    if asked.write:
+        RESULT.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
