@@ -55,8 +55,8 @@ def main() -> None:
         [
             "# What a rank holds, against the least that a strategy needs",
             "",
-            f"`python -m benchmarks.memory_floor --ranks {asked.ranks} --write`: a transformer of 8 layers, width 64, fp32,",
-            "AdamW, three micro-batches a step; MiB of live tensors of the rank that holds most.",
+            f"`python -m benchmarks.memory_floor --ranks {asked.ranks} --write`: a transformer of 8 layers, width 64,",
+            "fp32, AdamW, three micro-batches a step; MiB of live tensors of the rank that holds most.",
             "",
             "| strategy | ranks | floor | at the update | of the floor | most between micro-batches | one unit |",
             "|---|---|---|---|---|---|---|",

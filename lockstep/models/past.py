@@ -44,7 +44,7 @@ class _Chunked(torch.autograd.Function):
         ctx.chunk = chunk
         past = _Sum(q.dtype)
         pieces = []
-        for q_here, x_here in zip(q.split(chunk, 1), x.split(chunk, 1), strict=True):
+        for q_here, x_here in zip(torch.split(q, chunk, 1), torch.split(x, chunk, 1), strict=True):
             pieces.append(direct(q_here, x_here) + past.through(q_here))
             past.add(q_here, x_here)
         return torch.cat(pieces, 1)
@@ -54,7 +54,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         """With o = tril(q qᵀ, −1) x + q S and S' = S + qᵀx in each chunk, and g the gradient of o."""
         q, x = ctx.saved_tensors
-        pieces = list(zip(*(whole.split(ctx.chunk, 1) for whole in (q, x, gradients[0])), strict=True))
+        pieces = list(zip(*(torch.split(whole, ctx.chunk, 1) for whole in (q, x, gradients[0])), strict=True))
         to_q, to_x, past, later = [], [], _Sum(q.dtype), _Sum(q.dtype)
         for q_here, x_here, g_here in pieces:
             scores = torch.bmm(g_here, x_here.transpose(1, 2)).tril(-1)
