@@ -13,6 +13,7 @@ from lockstep.checkpoint.importing import import_weights
 from lockstep.checkpoint.manifest import DamagedError, read_manifest, verify
 from lockstep.checkpoint.names import MANIFEST
 from lockstep.errors import UsageError
+from lockstep.progress import progress_of
 
 VERBS = ("list", "inspect", "verify", "digest", "export", "convert", "import")
 FORMATS = ("full", "torch")
@@ -112,8 +113,10 @@ def _convert(path: Path, to: str = "full", output: str | Path | None = None) -> 
         raise UsageError(f"there is no format {to!r} to convert to", fix="one of: " + ", ".join(FORMATS))
     checkpoint = newest_at(path)
     target = Path(output) if output else Path(f"{checkpoint.resolve().name}-full" if to == "full" else "model.pt")
-    written = rewrite_full(checkpoint, target) if to == "full" else export_torch(checkpoint, target)
-    return f"{checkpoint} → {written}"
+    if to == "torch":
+        return f"{checkpoint} → {export_torch(checkpoint, target)}"
+    with progress_of(f"writing {target.name}", read_manifest(checkpoint).num_bytes) as advance:
+        return f"{checkpoint} → {rewrite_full(checkpoint, target, advance)}"
 
 
 def _import(path: Path, output: str | Path = "imported", prefix: str = "") -> str:

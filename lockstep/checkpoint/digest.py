@@ -18,6 +18,7 @@ from lockstep.checkpoint.local import open_part
 from lockstep.checkpoint.manifest import Manifest, proved_manifest
 from lockstep.checkpoint.names import MODEL
 from lockstep.checkpoint.pieces import Piece, dtype_name, tensor_bytes
+from lockstep.progress import progress_of
 
 
 def digest(path: str | os.PathLike[str]) -> str:
@@ -43,7 +44,10 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 def whole_tensors(folder: Path, manifest: Manifest, part: str = MODEL) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of a part, whole, on CPU, in the order of the names; one at a time."""
     reader = open_part(folder, manifest, part)
-    for name, stored in sorted(reader.stored.tensors.items()):
-        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-        reader.read_into({name: Piece(tensor, tuple(stored.size), (0,) * tensor.ndim)})
-        yield name, tensor
+    total = sum(t.size.numel() * t.properties.dtype.itemsize for t in reader.stored.tensors.values())
+    with progress_of(f"reading {folder.name}", total) as advance:
+        for name, stored in sorted(reader.stored.tensors.items()):
+            tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+            reader.read_into({name: Piece(tensor, tuple(stored.size), (0,) * tensor.ndim)})
+            yield name, tensor
+            advance(tensor.nbytes)

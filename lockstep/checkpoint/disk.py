@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.progress import Advance
+
 _CHUNK = 4 << 20  # bytes read at a time for a checksum
 
 
@@ -118,11 +120,12 @@ def size_inside(root: Path, relative: str) -> int:
         return os.fstat(file.fileno()).st_size
 
 
-def facts_inside(root: Path, relative: str) -> FileFacts:
-    """Read a file and say what it holds."""
+def facts_inside(root: Path, relative: str, advance: Advance = lambda _bytes: None) -> FileFacts:
+    """Read a file and say what it holds; `advance` is told of each piece."""
     size, crc = 0, 0
     with open_inside(root, relative) as file:
         while chunk := file.read(_CHUNK):
             size += len(chunk)
             crc = zlib.crc32(chunk, crc)
+            advance(len(chunk))
     return FileFacts(size, crc)

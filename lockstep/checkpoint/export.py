@@ -25,6 +25,7 @@ from lockstep.checkpoint.restore import read_state
 from lockstep.checkpoint.snapshot import GROUPS_KEY, Staged
 from lockstep.checkpoint.together import Ranks
 from lockstep.errors import UsageError
+from lockstep.progress import Advance
 
 _SAFETENSORS_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
@@ -77,8 +78,13 @@ def export_torch(checkpoint: str | Path, output: str | Path) -> Path:
     return _write_whole(Path(output), lambda file: torch.save({"model": weights(checkpoint), "step": step}, file))
 
 
-def rewrite_full(checkpoint: str | Path, output: str | Path) -> Path:
+def rewrite_full(
+    checkpoint: str | Path, output: str | Path, advance: Advance = lambda _bytes: None
+) -> Path:  # fmt: skip
     """The same checkpoint with one file of whole tensors a part, committed like any other.
+
+    Args:
+        advance: told of the bytes that were read to be written.
 
     Raises:
         UsageError: `output` exists already.
@@ -88,7 +94,8 @@ def rewrite_full(checkpoint: str | Path, output: str | Path) -> Path:
     manifest = proved_manifest(folder)
     aliases = {name: facts.aliases for name, facts in manifest.parameters.items() if facts.aliases}
     parts = {
-        part: _lazy_part(open_part(folder, manifest, part), aliases if part == MODEL else {}) for part in manifest.parts
+        part: _lazy_part(open_part(folder, manifest, part), aliases if part == MODEL else {}, advance)
+        for part in manifest.parts
     }
     state = read_state(folder)
     groups = state.pop(GROUPS_KEY)
@@ -98,7 +105,7 @@ def rewrite_full(checkpoint: str | Path, output: str | Path) -> Path:
     return commit(Path(output), manifest.step, staged, config_yaml, Ranks.alone())
 
 
-def _lazy_part(reader: Reader, aliases: dict[str, tuple[str, ...]]) -> Part:
+def _lazy_part(reader: Reader, aliases: dict[str, tuple[str, ...]], advance: Advance) -> Part:
     """A part of whole tensors that are read when they are written."""
     pieces = {
         name: Piece(torch.empty(t.size, dtype=t.properties.dtype, device="meta"), tuple(t.size), (0,) * len(t.size))
@@ -108,6 +115,7 @@ def _lazy_part(reader: Reader, aliases: dict[str, tuple[str, ...]]) -> Part:
     def read(name: str) -> Tensor:
         whole = torch.empty_like(pieces[name].tensor, device="cpu")
         reader.read_into({name: pieces[name].with_tensor(whole)})
+        advance(whole.nbytes)
         return whole
 
     return Part(pieces, aliases, read)

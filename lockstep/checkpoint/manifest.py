@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.checkpoint.disk import FileFacts, facts_inside, open_inside, size_inside
 from lockstep.checkpoint.names import CONFIG, MANIFEST, MODEL, STATE, is_listed_file, is_part, step_of
 from lockstep.errors import RunError, UsageError
+from lockstep.progress import Advance, progress_of
 
 FORMAT_VERSION = 1
 _METADATA = ".metadata"
@@ -133,13 +134,15 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def problems_of_files(
-    folder: Path, manifest: Manifest, paths: Iterable[str] | None = None, *, thorough: bool
-) -> list[str]:
+    folder: Path, manifest: Manifest, paths: Iterable[str] | None = None, *, thorough: bool,
+    advance: Advance = lambda _bytes: None,
+) -> list[str]:  # fmt: skip
     """What is wrong with the files of a checkpoint, a line each; none if all is well.
 
     Args:
         paths: the ones to look at; all that the manifest lists if None.
         thorough: read every byte and compare checksums; else sizes only.
+        advance: told of the bytes that were read.
     """
     problems = []
     for path in manifest.files if paths is None else paths:
@@ -148,7 +151,7 @@ def problems_of_files(
             size = size_inside(folder, path)
             if size != expected.size:
                 problems.append(f"{path}: {size} bytes, where {expected.size} were written")
-            elif thorough and facts_inside(folder, path).crc32 != expected.crc32:
+            elif thorough and facts_inside(folder, path, advance).crc32 != expected.crc32:
                 problems.append(f"{path}: its checksum is not that of what was written")
         except FileNotFoundError:
             problems.append(f"{path}: missing")
@@ -166,7 +169,9 @@ def proved_manifest(folder: Path, part: str | None = None) -> Manifest:
     """
     manifest = read_manifest(folder)
     paths = [path for path in manifest.files if part is None or path.startswith(f"{part}/")]
-    if problems := problems_of_files(folder, manifest, paths, thorough=True):
+    with progress_of(f"checking {folder.name}", sum(manifest.files[path].size for path in paths)) as advance:
+        problems = problems_of_files(folder, manifest, paths, thorough=True, advance=advance)
+    if problems:
         raise DamagedError(f"the checkpoint {folder} is damaged", why="; ".join(problems[:4]))
     return manifest
 
@@ -181,7 +186,8 @@ def verify(path: str | os.PathLike[str], *, thorough: bool = True) -> list[str]:
         manifest = read_manifest(path)
     except (DamagedError, UsageError) as error:
         return [error.what + (f": {error.why}" if error.why else "")]
-    return problems_of_files(Path(path), manifest, thorough=thorough)
+    with progress_of(f"checking {Path(path).name}", manifest.num_bytes) as advance:
+        return problems_of_files(Path(path), manifest, thorough=thorough, advance=advance)
 
 
 def _entries(name: str, entries: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,60 @@
+"""How far long work is, on stderr: on a terminal a line that is rewritten, in a pipe or a log a line now and then.
+
+Work that is done soon says nothing. Nothing here imports torch.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+PATIENCE_SECONDS = 2.0  # before the first line
+_EVERY_ON_TERMINAL, _EVERY_IN_PIPE = 0.2, 10.0  # seconds between lines
+
+Advance = Callable[[int], None]
+
+
+@contextmanager
+def progress_of(
+    what: str, total: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Advance]:
+    """Show the progress of what the block does.
+
+    Args:
+        what: `exporting step-00000100`.
+        total: bytes in all.
+
+    Yields:
+        a function to be called with the bytes done since its last call.
+    """
+    out = stream or sys.stderr
+    terminal, start = out.isatty(), clock()
+    done, shown, due = 0, False, start + PATIENCE_SECONDS
+
+    def advance(amount: int) -> None:
+        nonlocal done, shown, due
+        done += amount
+        now = clock()
+        if now < due:
+            return
+        left = (now - start) / max(done, 1) * max(total - done, 0)
+        text = f"lockstep: {what}: {_gigabytes(done)} of {_gigabytes(total)} GB, {_minutes(left)} left"
+        out.write(f"\r{text}\x1b[K" if terminal else f"{text}\n")
+        out.flush()
+        shown, due = True, now + (_EVERY_ON_TERMINAL if terminal else _EVERY_IN_PIPE)
+
+    try:
+        yield advance
+    finally:
+        if shown and terminal:
+            out.write("\r\x1b[K")
+            out.flush()
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f}"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
