@@ -10,6 +10,7 @@ from lockstep.diagnose.variables import remarks
 Facts = Sequence[dict[str, Any]]  # by rank
 GOOD, WARN, BAD = "✓", "⚠", "✗"
 _GIB = 2**30
+_OF_EACH_MACHINE = {"CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}  # variables that may differ
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def variables(facts: Facts) -> Iterator[Line]:
     said = list(dict.fromkeys(remark for one in facts for remark in remarks(one["variables"])))
     for remark in said:
         yield Line(WARN, "variables", remark, f"unset {remark.split()[0]}, or keep it knowingly")
-    names = {name for one in facts for name in one["variables"]} - {"CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"}
+    names = {name for one in facts for name in one["variables"]} - _OF_EACH_MACHINE
     unequal = [name for name in sorted(names) if len(differing(_values(facts, name))) > 1]
     for name in unequal:
         found = f"{name} differs: {_who(differing(_values(facts, name)), facts)}"

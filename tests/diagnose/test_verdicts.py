@@ -115,6 +115,13 @@ def test_trap_34_variables_that_do_nothing_are_marked() -> None:
     assert "debugging" in remarks({"CUDA_LAUNCH_BLOCKING": "1"})[0]
 
 
+def test_interfaces_may_have_other_names_on_other_machines() -> None:
+    """The launcher of each machine takes the one on the route, and says so in these variables."""
+    names = {"GLOO_SOCKET_IFNAME": "ens3", "NCCL_SOCKET_IFNAME": "=ens3", "CUDA_VISIBLE_DEVICES": "1"}
+    facts = [rank(0), rank(1, variables=rank(1)["variables"] | names)]
+    assert [line.status for line in verdicts.variables(facts)] == [GOOD]
+
+
 def test_lines_read_well() -> None:
     assert str(Line(WARN, "disk", "5 GiB free", "free space")) == (
         "⚠ disk             5 GiB free\n                   do: free space"
