@@ -14,6 +14,7 @@ from lockstep.data import build_data
 from lockstep.errors import UsageError
 from lockstep.models import build_model
 from lockstep.models.protocol import Objective, blocks_of, objective_of
+from lockstep.trainer.run import loss_fn_of
 
 KEPT_BLOCKS = 5  # of a long run of equal blocks: first, second, one to be repeated, last but one, last
 REPEATED = 2  # its place
@@ -58,7 +59,8 @@ class Workload:
 
 
 def workload_of(config: Config, loss_fn: Any = None) -> Workload:
-    """What a config trains. Without `data.name`, a language model is fed with windows of its `block_size`.
+    """What a config trains, with the loss that it names unless one is given. Without `data.name`, a language model is
+    fed with windows of its `block_size`.
 
     Raises:
         UsageError: no model is named, or nothing says what a sample looks like.
@@ -79,7 +81,7 @@ def workload_of(config: Config, loss_fn: Any = None) -> Workload:
             raise UsageError("nothing says what a sample looks like", where="data.name", fix="set data.name")
         ids = torch.zeros(length, dtype=torch.int64)
         sample = {"input_ids": ids, "targets": ids}
-    return Workload(make, sample, loss_fn)
+    return Workload(make, sample, loss_fn_of(config) if loss_fn is None else loss_fn)
 
 
 def shortened(model: nn.Module) -> tuple[nn.Module, int]:

@@ -1,3 +1,6 @@
+import torch
+from torch.utils.data import TensorDataset
+
 from lockstep.config import config_from
 from lockstep.plan.auto import choose
 from lockstep.plan.hardware import cluster_of
@@ -21,6 +24,17 @@ def test_a_model_that_fits_is_replicated() -> None:
     choice = choose(config(SMALL), 2, 2)
     assert choice.config.distributed.strategy == "ddp"
     assert "GiB" in choice.reason
+
+
+def pairs() -> TensorDataset:
+    return TensorDataset(torch.randn(8, 2), torch.arange(8) % 2)
+
+
+def test_a_loss_that_the_config_names_is_rehearsed() -> None:
+    """Without it both members of a pair would be the model's arguments."""
+    named = {"model.name": "torch.nn:Linear", "model.args": {"in_features": 2, "out_features": 2}}
+    named |= {"data.name": "tests.plan.test_auto:pairs", "loss_fn": "torch.nn:CrossEntropyLoss"}
+    assert choose(config_from({**named, "training.batch_size": 2}), 2, 2).config.distributed.strategy == "ddp"
 
 
 def test_a_model_that_does_not_fit_is_sharded_and_why_is_said() -> None:
