@@ -93,9 +93,12 @@ def test_every_block_runs(page: Page, folder: Path) -> None:
         "OMP_NUM_THREADS": "1",
     }
     beside: list[tuple[Block, subprocess.Popen[bytes]]] = []
+    names: dict[str, Any] = {"__name__": "__main__"}
     for block in page.blocks:
         if block.mark == "file":
             (folder / block.text).write_text(block.body)
+        elif block.language == "python" and block.mark == "":
+            exec(compile(block.body, str(block), "exec"), names)
         elif block.language == "bash" and block.mark in ("", "beside"):
             command = ["bash", "-euo", "pipefail", "-c", block.body]
             started = subprocess.Popen(command, cwd=folder, env=environment)
