@@ -11,7 +11,9 @@ _INTRODUCTION = """# Config
 
 A config is YAML with eight sections. Every key is typed, an unknown one is refused with the nearest that exists, and
 the resolved config is saved with the run. `lockstep config check FILE` reads it as a run would; `lockstep config show
-FILE` prints it as it resolves; `lockstep config schema` prints a JSON schema, for editors.
+FILE` prints it as it resolves. Editors complete and check with
+`lockstep config schema > lockstep.schema.json` and `# yaml-language-server: $schema=lockstep.schema.json` as the first
+line of a config.
 
 Files are composed with `extends: PARENT` (deep merge); `KEY=VALUE` on the command line comes last. Numbers are YAML
 1.2's: `2e-4` is one. This page is made from the schema.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 # Cheap, and true to run at once.
-RUN = ("config",)
+RUN = ("config", "completion")
 
 
 def commands_in(script: str) -> Iterator[list[str]]:
