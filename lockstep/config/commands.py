@@ -4,6 +4,7 @@ import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lockstep.config.checks import require_runnable
 from lockstep.config.files import SHIPPED, shipped_names
@@ -29,13 +30,32 @@ def run(verb: str, config: str | Path | None, overrides: Sequence[str] = ()) -> 
         require_runnable(loaded)
         return f"ok: {summary(loaded)}"
     if verb == "schema":
-        return json.dumps(Config.model_json_schema(by_alias=True), indent=2)
+        return json.dumps(_schema(), indent=2)
     if verb == "list":
         return _list()
     near = difflib.get_close_matches(verb, VERBS, n=1)
     raise UsageError(
         f"{verb!r} is not one of {', '.join(VERBS)}", where="lockstep config", fix=f"write {near[0]}" if near else None
     )
+
+
+def _schema() -> dict[str, Any]:
+    """Of a file as it is written: with `extends`, and with the short forms that loading spells out."""
+    schema = Config.model_json_schema(by_alias=True)
+    text = "A config that this one begins from: a file, by its path from here, or one that ships."
+    schema["properties"] = {"extends": {"type": "string", "description": text}, **schema["properties"]}
+    sections = schema["$defs"]
+    for name, short in (("ObjectSpec", "string"), ("GradientClipConfig", "number")):
+        sections[name] = {"anyOf": [{"type": short}, sections[name]]}
+    with_args = {
+        "type": "object", "required": ["name"], "additionalProperties": False,
+        "properties": {"name": {"type": "string"}, "args": {"type": "object"}},
+    }  # fmt: skip
+    keys = sections["TrainingConfig"]["properties"]
+    keys["optimizer"] = {"anyOf": [keys["optimizer"], with_args]}
+    env = sections["DistributedConfig"]["properties"]["env"]
+    env["additionalProperties"] = {"type": ["string", "number"]}
+    return schema
 
 
 def summary(config: Config) -> str:

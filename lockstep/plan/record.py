@@ -110,10 +110,3 @@ def repeated(regions: Sequence[Region], labels: Iterable[str], times: int) -> li
     for region in regions:
         found += [region] * (1 + (times if region.label in wanted else 0))
     return found
-
-
-def total_cost(regions: Iterable[Region]) -> Cost:
-    total = Cost()
-    for region in regions:
-        total = total.plus(region.cost)
-    return total

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lockstep.config import Config, load_config
 from lockstep.config.commands import run
-from lockstep.config.files import shipped_names
+from lockstep.config.files import SHIPPED, shipped_names
+from lockstep.config.prepass import is_template
 from lockstep.errors import UsageError
 from tests.config.shared import written
 
@@ -59,3 +61,29 @@ def test_list_names_what_ships_with_a_sentence() -> None:
 def test_another_verb() -> None:
     with pytest.raises(UsageError, match="write check"):
         run("chek", None)
+
+
+_SHORT_FORMS = (
+    "extends: trainers/fsdp.yaml", "loss_fn: mine:Loss", "training: {gradient_clip: 0.5}",
+    "training: {optimizer: {name: adamw, args: {eps: 1.0e-6}}}", "distributed: {env: {NCCL_IB_DISABLE: 1}}",
+)  # fmt: skip
+
+
+def test_the_schema_accepts_each_config_that_ships_and_refuses_a_slip() -> None:
+    """So an editor that checks against it underlines what is wrong, and nothing else."""
+    jsonschema = pytest.importorskip("jsonschema")
+    checker = jsonschema.Draft202012Validator(json.loads(run("schema", None)))
+    shipped = [*SHIPPED.glob("*/*.yaml"), *Path(__file__).parents[2].glob("examples/*.yaml")]
+    assert len(shipped) > 20
+    texts = [text for text in (path.read_text() for path in shipped) if not is_template(text)]
+    for written_so in [*texts, *_SHORT_FORMS]:
+        found = [error.message for error in checker.iter_errors(yaml.safe_load(written_so))]
+        assert not found, f"{written_so}\n{found}"
+    slips = (
+        {"training": {"max_stepz": 1}},
+        {"training": {"max_steps": "many"}},
+        {"distributed": {"strategy": "dpp"}},
+        {"extend": "x.yaml"},
+    )
+    for slip in slips:
+        assert list(checker.iter_errors(slip)), slip
