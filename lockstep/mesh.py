@@ -6,7 +6,7 @@ A launcher asks for the layout before it starts ranks, so torch is loaded only w
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.config import DistributedConfig
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pipeline", "replicate", "shard")
-Strategy = Literal["single", "dp", "ddp", "fsdp", "pipeline", "accelerate"]
+Strategy = Literal["single", "dp", "ddp", "fsdp", "pipeline", "accelerate", "diloco"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Layout:
     pipeline: int = 1  # ranks along each axis
     replicate: int = 1
     shard: int = 1
+    workers: int = 0  # under diloco: models that train by themselves, on ranks that share them out
     notice: str = ""  # what was chosen for the user, to be said at start
 
     @property
@@ -43,6 +44,9 @@ class Layout:
             return self.strategy
         if self.strategy == "accelerate":
             return f"accelerate:{self.replicate}"
+        if self.strategy == "diloco":
+            more = f" ({self.workers} workers)" if self.workers != self.replicate else ""
+            return f"diloco:{self.replicate}{more}"
         data = self._data_part()
         if self.strategy == "pipeline":
             return f"pipeline:{self.pipeline}" + (f"*{data}" if self.data_parallel_size > 1 else "")
@@ -121,6 +125,8 @@ def resolve(config: DistributedConfig, world_size: int, local_world_size: int | 
     sizes = (config.pipeline_size, config.replicate_size, config.shard_size)
     if strategy in ("ddp", "accelerate"):
         return _multiplied(strategy, 1, config.replicate_size or world_size, config.shard_size or 1, world_size, sizes)
+    if strategy == "diloco":
+        return _diloco(config, world_size)
     if strategy == "fsdp":
         return _fsdp(config, world_size, local_world_size or world_size)
     shard = config.shard_size or 1
@@ -133,6 +139,31 @@ def resolve(config: DistributedConfig, world_size: int, local_world_size: int | 
         replicate = config.replicate_size or 1
         pipeline = max(1, world_size // (replicate * shard))
     return _multiplied("pipeline", pipeline, replicate, shard, world_size, sizes)
+
+
+def _diloco(config: DistributedConfig, ranks: int) -> Layout:
+    workers = config.diloco.workers or ranks
+    asked = (config.pipeline_size, config.replicate_size, config.shard_size)
+    if max(config.shard_size or 1, config.pipeline_size or 1) > 1:
+        raise UsageError(
+            "under diloco each worker's model is whole on one rank",
+            where="distributed.shard_size, distributed.pipeline_size",
+            fix="leave them out, or choose strategy fsdp or pipeline",
+        )
+    if workers % ranks:
+        whole, rest = divmod(workers, ranks)
+        raise UsageError(
+            f"{workers} workers can't be shared out evenly among {ranks} ranks: {workers} = {whole} × {ranks} + {rest}",
+            where="distributed.diloco.workers",
+            fix=f"start {_less(workers, ranks)} ranks, or set workers to {(whole + 1) * ranks}",
+        )
+    layout = _multiplied("diloco", 1, config.replicate_size or ranks, 1, ranks, asked)
+    return replace(layout, workers=workers)
+
+
+def _less(workers: int, ranks: int) -> int:
+    """The largest number of ranks, not above `ranks`, that divides the workers."""
+    return next(n for n in range(min(workers, ranks), 0, -1) if workers % n == 0)
 
 
 def _fsdp(config: DistributedConfig, world_size: int, local_world_size: int) -> Layout:
@@ -174,7 +205,7 @@ def _multiplied(
             why=f"strategy {strategy} with {given}",
             fix=f"start {pipeline * replicate * shard} ranks, or let the sizes multiply to {world_size}",
         )
-    return Layout(strategy, pipeline, replicate, shard, notice)
+    return Layout(strategy, pipeline, replicate, shard, notice=notice)
 
 
 def local_chunk(full: "torch.Tensor", dim: int, size: int, coordinate: int) -> "torch.Tensor":

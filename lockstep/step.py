@@ -25,7 +25,7 @@ from lockstep.parallel.exact_norm import exact_norm
 from lockstep.parallel.layer_norms import layer_norms
 from lockstep.parallel.ledger import Ledger, Share
 from lockstep.parallel.numbers import Number, at_least, at_most, exceeds, number, tensor_of
-from lockstep.parallel.placed import Placed
+from lockstep.parallel.placed import Placed, Turn
 from lockstep.precision import LossScale
 from lockstep.records import StepRecord
 
@@ -51,6 +51,7 @@ class Step:
         schedule: learning rate by updates.
         clip: clipping of the gradient.
         loss_scale: under fp16.
+        total: the number of the run's last step; 0: nobody knows.
         nominal: what backward divides the summed loss by; a power of two near the step's count.
         progress: advanced by each step.
         stop_asked: this rank was asked to stop; set it at any time.
@@ -67,6 +68,7 @@ class Step:
     schedule: Schedule | TorchSchedule
     clip: GradientClipConfig
     loss_scale: LossScale | None = None
+    total: int = 0
     nominal: float = 1.0
     progress: Progress = field(default_factory=Progress)
     stop_asked: bool = False
@@ -100,8 +102,14 @@ class Step:
     def pass_over(self, samples: int) -> None:
         """Leave out the step whose turn it is: its data are consumed, and nothing is learned from them."""
         self.progress.skipped.append(self.progress.step)
+        self._advance(samples)
+
+    def _advance(self, samples: int) -> None:
+        """The step is over; workers that train by themselves meet, if it is time, and at the end of the run."""
         self.progress.step += 1
         self.progress.samples += samples
+        if self.placed.workers is not None:
+            self.placed.workers.advance(self.progress.step, last=self.progress.step == self.total)
 
     def run(self, shares: list[Share], slots: int, samples: int) -> StepRecord:
         """One step over `slots` micro-batches of `samples` samples in all, of which this rank runs `shares`."""
@@ -125,17 +133,16 @@ class Step:
         count = at_least(count, 1.0)  # a step without a valid target has a gradient of zero, not of nan
         loss = loss_sum / count
         self.placed.finish_gradients()
-        gradients = self.placed.gradients()
-        to_mean = 1.0 / self.factor / count
-        norm = self._norm(gradients if self.placed.counted is None else self.placed.counted_gradients()) * to_mean
+        turns, norm = self._turns(ledger, count)
         rate = self._set_learning_rate()
         overflow = self.loss_scale is not None and not math.isfinite(float(norm))  # host waits for the device
         record = StepRecord(
             step=self.progress.step + 1, loss=loss, grad_norm=norm, lr=rate, samples=samples, tokens=count,
             epoch=self.progress.epoch, skipped=overflow, loss_scale=self.loss_scale.scale if self.loss_scale else None,
         )  # fmt: skip
-        if self.wants_layer_norms(record.step):
-            record.gradient_norms = layer_norms(self.placed, to_mean)
+        if self.wants_layer_norms(record.step) and turns:
+            with turns[0].entered(self.optimizer):
+                record.gradient_norms = layer_norms(self.placed, turns[0].to_mean)
         # Under fp16 a norm that is no number is the scaler's business.
         seen = 0.0 if self.loss_scale is not None else norm
         astray = ledger.stamps - record.step * self.placed.layout.world_size
@@ -146,8 +153,11 @@ class Step:
         if record.skipped:
             self.progress.skipped.append(self.progress.step)
         else:
-            record.clipped = self._clip_and_scale(gradients, to_mean, norm)
-            self.optimizer.step()
+            for turn in turns:
+                with turn.entered(self.optimizer):
+                    gradients = self.placed.gradients() if turn.gradients is None else turn.gradients
+                    record.clipped = self._clip_and_scale(gradients, turn.to_mean, turn.norm)
+                    self.optimizer.step()
             self.progress.updates += 1
         if numbers.bad is not None:
             for name, before in self._buffers.items():
@@ -156,8 +166,7 @@ class Step:
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
         self.placed.clear_gradients()
-        self.progress.step += 1
-        self.progress.samples += samples
+        self._advance(samples)
         self.placed.check(self.progress.step)
         self.clock.enter("other")
         self._refuse(numbers.bad)
@@ -178,6 +187,16 @@ class Step:
             return
         goes_back = self.judge.config.action == "rollback"
         raise BadNumbersError(bad, goes_back=goes_back, in_order=self.judge.in_order)
+
+    def _turns(self, ledger: Ledger, count: Number) -> tuple[list[Turn], Number]:
+        """What is to be updated, and the norm that is recorded: of the gradient, or the mean over workers'."""
+        placed = self.placed
+        if placed.workers is not None:
+            return placed.workers.turns(), placed.workers.mean_norm(ledger)
+        gradients = placed.gradients()
+        to_mean = 1.0 / self.factor / count
+        norm = self._norm(gradients if placed.counted is None else placed.counted_gradients()) * to_mean
+        return [Turn(to_mean, norm, gradients)], norm
 
     def _norm(self, gradients: list[Tensor]) -> Number:
         placed, device = self.placed, self.placed.cursor.device

@@ -65,6 +65,11 @@ def require_root() -> None:
         pytest.skip(f"NOT TESTED: needs iproute2 ({', '.join(missing)} not found)")
 
 
+def can_make_hosts() -> bool:
+    """Whether `require_root` would go on."""
+    return os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "tc"))
+
+
 @contextmanager
 def hosts(count: int = 2, rate: str | None = None) -> Iterator[list[Host]]:
     """Hosts 10.99.0.1 … on one switch; each sends and receives at `rate` (as `tc` writes it: 100mbit), or unlimited."""

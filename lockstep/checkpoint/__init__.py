@@ -21,7 +21,7 @@ from lockstep.checkpoint.keep import newest, resume_point, rotate, set_aside
 from lockstep.checkpoint.manifest import DamagedError, verify
 from lockstep.checkpoint.names import list_checkpoints
 from lockstep.checkpoint.optimizers import has_optimizer, optimizer_state, optimizer_targets, restore_optimizer
-from lockstep.checkpoint.restore import load
+from lockstep.checkpoint.restore import has_extra, load, read_state
 from lockstep.checkpoint.saving import Manner, save, save_as
 from lockstep.checkpoint.snapshot import Snapshot
 
@@ -35,6 +35,7 @@ __all__ = [
     "export_safetensors",
     "export_torch",
     "hand_out",
+    "has_extra",
     "has_optimizer",
     "import_weights",
     "inspect",
@@ -44,6 +45,7 @@ __all__ = [
     "newest",
     "optimizer_state",
     "optimizer_targets",
+    "read_state",
     "restore_optimizer",
     "resume_point",
     "rotate",

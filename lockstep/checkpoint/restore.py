@@ -61,6 +61,11 @@ def load(
     return ranks.agree(_failed(folder), lambda: _fill(folder, targets))
 
 
+def has_extra(path: str | Path, name: str) -> bool:
+    """Whether a checkpoint holds an extra part of this name."""
+    return extra_part(name) in read_manifest(path).parts
+
+
 def prove(folder: Path, ranks: Ranks) -> Manifest:
     """Compare every checksum of a checkpoint, each rank its share of the bytes; the same verdict on every rank.
 

@@ -52,7 +52,9 @@ def require_runnable(config: Config) -> None:
 
 def contradictions(config: Config) -> Iterator[Contradiction]:
     """All of them."""
-    for part in (_sizes, _schedule, _loader, _precision, _compression, _reproducible, _pipeline, _accelerate, _rest):
+    for part in (
+        _sizes, _schedule, _loader, _precision, _compression, _reproducible, _pipeline, _accelerate, _diloco, _rest,
+    ):  # fmt: skip
         yield from part(config)
 
 
@@ -145,11 +147,12 @@ def _compression(config: Config) -> Iterator[Contradiction]:
             if half
             else "write kind: none, or strategy: ddp",
         )
-    elif strategy in ("dp", "pipeline"):
+    elif strategy in ("dp", "pipeline", "diloco"):
+        here = "distributed.diloco.send_as in its place" if strategy == "diloco" else "kind: none"
         yield Contradiction(
             keys,
             f"compression ({compression.kind}) is DDP's, and the strategy is {strategy}",
-            "write kind: none, or strategy: ddp",
+            f"write {here}, or strategy: ddp",
         )
     elif strategy == "accelerate" and compression.kind == "powersgd":
         yield Contradiction(
@@ -250,6 +253,25 @@ def _accelerate(config: Config) -> Iterator[Contradiction]:
             ("distributed.accelerate.cpu", "distributed.device"),
             "accelerate.cpu: true and device: cuda disagree",
             "leave accelerate.cpu out",
+        )
+
+
+def _diloco(config: Config) -> Iterator[Contradiction]:
+    distributed, diloco, t = config.distributed, config.distributed.diloco, config.training
+    if distributed.strategy != "diloco":
+        return
+    if diloco.fragments > diloco.inner_steps:
+        yield Contradiction(
+            ("distributed.diloco.fragments", "distributed.diloco.inner_steps"),
+            f"{diloco.fragments} fragments can't be spread over {diloco.inner_steps} steps, one at a time",
+            f"write fragments: {diloco.inner_steps} or fewer",
+        )
+    micro_batches = (t.global_batch_size or 0) // t.batch_size
+    if t.global_batch_size is not None and diloco.workers is not None and micro_batches < diloco.workers:
+        yield Contradiction(
+            ("training.global_batch_size", "training.batch_size", "distributed.diloco.workers"),
+            f"a step has {micro_batches} micro-batches of {t.batch_size}, fewer than the {diloco.workers} workers",
+            f"write global_batch_size: {diloco.workers * t.batch_size} or more, or a smaller batch_size",
         )
 
 

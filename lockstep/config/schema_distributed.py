@@ -95,6 +95,36 @@ class PipelineConfig(Section):
     )
 
 
+class DiLoCoConfig(Section):
+    """Options of `strategy: diloco`: workers train by themselves, and meet every `inner_steps` steps."""
+
+    workers: int | None = Field(
+        default=None,
+        ge=1,
+        description="Models that train by themselves; a multiple of the ranks, which share them out. "
+        "Unset: one a rank, and then the run depends on the number of ranks.",
+    )
+    inner_steps: int = Field(
+        default=100, ge=1, description="Steps between two exchanges of the same parameter; a worker's own update each."
+    )
+    outer_learning_rate: float = Field(
+        default=0.7, gt=0, description="Of the outer step, along the mean of what the workers changed."
+    )
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1, description="Of the outer step.")
+    nesterov: bool = Field(default=True, description="Nesterov's momentum in the outer step.")
+    fragments: int = Field(
+        default=1,
+        ge=1,
+        description="The parameters are exchanged in so many parts, spread over `inner_steps`: the link's peak falls.",
+    )
+    send_as: Literal["fp32", "fp16", "bf16", "int8"] = Field(
+        default="fp32", description="Type of the changes on the link; int8 has a scale for each 256 of them."
+    )
+    error_feedback: bool = Field(
+        default=True, description="What int8 rounds away of a worker's change is added to its next one."
+    )
+
+
 class AccelerateConfig(Section):
     """Options of `strategy: accelerate`. Those about data or accumulation are refused: Lockstep's own keys say it."""
 
@@ -128,10 +158,11 @@ class HangConfig(Section):
 class DistributedConfig(Section):
     """How micro-batches and parameters are laid over ranks."""
 
-    strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "pipeline", "accelerate"] = Field(
+    strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "pipeline", "accelerate", "diloco"] = Field(
         default="auto",
         description="`single`: one process; `dp`: one process, several GPUs; `ddp`: replicas; `fsdp`: shards; "
-        "`pipeline`: stages; `accelerate`: through Hugging Face Accelerate; `auto`: chosen, and said, at the start.",
+        "`pipeline`: stages; `accelerate`: through Hugging Face Accelerate; `diloco`: workers that train by themselves "
+        "and meet rarely, for slow links; `auto`: chosen, and said, at the start (never diloco: it is other training).",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="`auto`: CUDA where there is one.")
     backend: Literal["auto", "nccl", "gloo", "mpi"] = Field(
@@ -172,6 +203,7 @@ class DistributedConfig(Section):
     accelerate: AccelerateConfig = Field(
         default_factory=AccelerateConfig, description="Options of `strategy: accelerate`."
     )
+    diloco: DiLoCoConfig = Field(default_factory=DiLoCoConfig, description="Options of `strategy: diloco`.")
 
     @field_validator("env", mode="before")
     @classmethod

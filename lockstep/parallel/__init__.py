@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.config import Config
 from lockstep.mesh import Layout
 from lockstep.models.protocol import Objective, blocks_of
-from lockstep.parallel import accelerate, data_parallel, ddp, divergence, fsdp, reproducible, single
+from lockstep.parallel import accelerate, data_parallel, ddp, diloco, divergence, fsdp, reproducible, single
 from lockstep.parallel.blocks import key_model, transform_blocks
 from lockstep.parallel.buffers import refuse_synchronised
 from lockstep.parallel.compiled import ColdStart
@@ -32,6 +32,7 @@ STRATEGIES: dict[str, Callable[[Placement], Laid]] = {
     "ddp": ddp.lay,
     "fsdp": fsdp.lay,
     "accelerate": accelerate.lay,
+    "diloco": diloco.lay,
 }
 
 
@@ -101,7 +102,7 @@ def _prepared(
 def _placed(placement: Placement) -> Placed:
     """A model whose micro-batches run one at a time: every strategy but pipelines."""
     p, model = placement, placement.model
-    alone = p.mesh is None and p.layout.strategy != "dp"
+    alone = p.mesh is None and p.layout.strategy not in ("dp", "diloco")
     laid = single.lay(p) if alone else STRATEGIES[p.layout.strategy](p)
     micro_step, said_later = laid.micro_step, laid.compression.said_later
     if p.config.training.compile:
@@ -109,7 +110,7 @@ def _placed(placement: Placement) -> Placed:
     if laid.tree is not None:
         micro_step = reproducible.guarded(laid.tree.over(micro_step))
     persistent = model.state_dict(keep_vars=True)
-    return Placed(
+    placed = Placed(
         layout=p.layout,
         parts=[model],
         parameters=dict(model.named_parameters()),
@@ -129,3 +130,5 @@ def _placed(placement: Placement) -> Placed:
         state=laid.compression.state,
         reproducible=p.reproducible,
     )
+    laid.local(placed)
+    return placed

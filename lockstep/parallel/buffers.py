@@ -123,7 +123,7 @@ class RunningBuffers:
         Args:
             slots: micro-batches in the step, over all ranks.
         """
-        if active := self._active():
+        if (active := self._active()) and (self.ranks > 1 or self._records):
             _replay(active, self._gathered(slots, active))
             self._records.clear()
         if self._others:

@@ -46,7 +46,7 @@ def guard(placed: Placed, group: dist.ProcessGroup, every: int) -> Callable[[int
 
     def check(step: int) -> None:
         if step % every == 0:
-            found = compare({**placed.parameters, **placed.buffers}, group, step)
+            found = compare(placed.kept(), group, step)
             _raise_together(found, placed.cursor.device)
 
     return check

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.parallel.numbers import Number
+from lockstep.parallel.numbers import Number, number
 
 
 @dataclass(frozen=True)
@@ -125,3 +125,43 @@ class HostLedger(Ledger):
     @property
     def stamps(self) -> Number:
         return self._counts[-1]
+
+
+class WorkersLedger(Ledger):
+    """The same under local updates: each worker notes its gradient's norm, which is known after its backward pass.
+
+    Args:
+        workers: over all ranks.
+    """
+
+    def __init__(self, slots: int, device: torch.device, *, shared: bool, workers: int) -> None:
+        super().__init__(slots + workers, device, shared=shared)
+        self.slots = slots
+
+    def note(self, worker: int, norm: Tensor) -> None:
+        """A worker's gradient has this norm."""
+        self._table[0, self.slots + worker] = norm
+        self._table[1, self.slots + worker] = 1.0
+
+    def close(self) -> None:
+        """Norms are still to come: the all-reduce starts with `totals`."""
+
+    def totals(self) -> tuple[Number, Number]:
+        super().close()
+        self._finish()
+        sums = self._table[:, : self.slots].sum(dim=1)
+        return number(sums[0]), number(sums[1])
+
+    @property
+    def mean_norm(self) -> Number:
+        """Of the workers' gradients, after `totals`; equal on all ranks."""
+        norms, noted = self._table[:, self.slots : -1].sum(dim=1)
+        return number(norms / noted.clamp(min=1))
+
+    @property
+    def stop_votes(self) -> Number:
+        return number(self._table[0, -1])
+
+    @property
+    def stamps(self) -> Number:
+        return number(self._table[1, -1])

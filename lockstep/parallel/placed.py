@@ -4,16 +4,19 @@ A strategy decides where a micro-batch runs and where a parameter lies. It never
 the random numbers, the loss and its normalisation are the same for all of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.mesh import Layout
 from lockstep.models.protocol import Objective
-from lockstep.parallel.ledger import HostLedger, Ledger, Share
+from lockstep.parallel.ledger import HostLedger, Ledger, Share, WorkersLedger
+from lockstep.parallel.numbers import Number
 from lockstep.randomness import Cursor
 
 ForwardBackward = Callable[[Sequence[Share], Ledger, float], None]
@@ -31,6 +34,52 @@ Returns its summed loss, detached, and its number of valid targets.
 
 Evaluate = Callable[[Sequence[Share], Ledger], None]
 """(this rank's shares, ledger): forward passes only."""
+
+
+def _always(_optimizer: Optimizer) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A model that is updated by itself: the only one, or under local updates each worker of this rank in turn.
+
+    Attributes:
+        to_mean: what its gradients are multiplied by to be those of its mean loss.
+        norm: of that gradient, before clipping.
+        gradients: as `Placed.gradients` gives them; None: as they are once it is entered.
+        entered: inside, its parameters and gradients are the placed ones, and the optimizer's state is its own.
+    """
+
+    to_mean: Number
+    norm: Number
+    gradients: list[Tensor] | None = None
+    entered: Callable[[Optimizer], AbstractContextManager[None]] = _always
+
+
+class Workers(Protocol):
+    """Models that train by themselves and meet now and then (`lockstep.parallel.diloco`); every rank has some."""
+
+    total: int
+    consensus: dict[str, Tensor]
+
+    def turns(self) -> list[Turn]:
+        """The updates of this rank's workers in this step, once its backward passes are over."""
+
+    def mean_norm(self, ledger: Ledger) -> Number:
+        """Of all workers' gradients, after the ledger's `totals`."""
+
+    def advance(self, step: int, *, last: bool) -> None:
+        """After each step: meet the others, if it is time."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps of them."""
+
+    def each(self, optimizer: Optimizer) -> Iterator[str]:
+        """Worker by worker the prefix of its names in a checkpoint; its optimizer state is in place meanwhile."""
+
+    def take_up(self) -> None:
+        """Begin from the common model."""
 
 
 @dataclass
@@ -60,6 +109,7 @@ class Placed:
         notices: lines to be said at start.
         said_later: lines that become known while it trains; who says them takes them out.
         state: tensors of the strategy's own that a checkpoint keeps (error feedback of a compression).
+        workers: under local updates.
         reproducible: the step must be the same in every bit on any layout.
         num_parameters: of the whole model, tied ones counted once.
     """
@@ -85,13 +135,22 @@ class Placed:
     notices: list[str] = field(default_factory=list)
     said_later: list[str] = field(default_factory=list)
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    workers: Workers | None = None
     reproducible: bool = False
     num_parameters: int = 0
 
     def ledger(self, slots: int) -> Ledger:
         """An empty ledger for a step (or a window of evaluation) of `slots` micro-batches."""
         device, shared = self.cursor.device, self.layout.world_size > 1
+        if self.workers is not None:
+            return WorkersLedger(slots, device, shared=shared, workers=self.workers.total)
         return HostLedger(slots, shared=shared) if device.type == "cpu" else Ledger(slots, device, shared=shared)
+
+    def kept(self) -> dict[str, Tensor]:
+        """The model as it is evaluated, saved and compared over replicas: canonical name → parameter or buffer."""
+        if self.workers is not None:
+            return self.workers.consensus
+        return {name: p.detach() for name, p in self.parameters.items()} | self.buffers
 
     def gradients(self) -> list[Tensor]:
         """The local pieces of all gradients that exist, in the parameters' order; writing to them changes `.grad`."""

@@ -17,7 +17,7 @@ from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.compression import Compression, compress
 from lockstep.parallel.initial import FirstValues, materialise
 from lockstep.parallel.loop import looped
-from lockstep.parallel.placed import MicroStep
+from lockstep.parallel.placed import MicroStep, Placed
 from lockstep.precision import Precision
 from lockstep.randomness import Cursor
 
@@ -117,6 +117,7 @@ class Laid:
         tree: where the step must be the same in every bit.
         compression: of gradients on the wire.
         norm_groups: process groups over which squared norms of the local gradients add up.
+        local: for local updates, changes what was placed in the end.
     """
 
     micro_step: MicroStep
@@ -124,6 +125,7 @@ class Laid:
     tree: Tree | None = None
     compression: Compression = field(default_factory=Compression)
     norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
+    local: Callable[[Placed], None] = lambda _placed: None
 
 
 def shared_out(

@@ -1,6 +1,7 @@
 """What a checkpoint holds of a trainer, and how a trainer takes it up again."""
 
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +16,20 @@ if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
 
 OPTIMIZER = "main"
+WORKERS = "workers"  # of local updates
 
 
 def snapshot(trainer: "Trainer", *, include_optimizer: bool, metadata: dict[str, Any]) -> checkpoint.Snapshot:
     """The run as it stands; tensors are the live ones."""
     placed, step = trainer.placed, trainer.step
-    model = {name: p.detach() for name, p in placed.parameters.items()} | placed.buffers
-    optimizers, groups = {}, {}
+    optimizers: dict[str, dict[str, torch.Tensor]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     if include_optimizer:
-        names = {id(p): name for name, p in placed.parameters.items()}
-        optimizers[OPTIMIZER], groups[OPTIMIZER] = checkpoint.optimizer_state(trainer.optimizer, names)
+        optimizers[OPTIMIZER], groups[OPTIMIZER] = _optimizer_state(trainer)
+    workers = placed.workers
     progress = step.progress
     return checkpoint.Snapshot(
-        model=model,
+        model=placed.kept(),
         optimizers=optimizers,
         groups=groups,
         state={
@@ -39,6 +41,7 @@ def snapshot(trainer: "Trainer", *, include_optimizer: bool, metadata: dict[str,
             "nominal": step.nominal,
             "seed": trainer.config.training.seed,
             "layout": str(trainer.layout),
+            "workers": trainer.layout.workers,
             "loss_scale": step.loss_scale.state_dict() if step.loss_scale else None,
             "source": trainer.source_state,
             "best": trainer.best,
@@ -47,9 +50,31 @@ def snapshot(trainer: "Trainer", *, include_optimizer: bool, metadata: dict[str,
             "avoid": sorted(step.avoid),
             "metadata": metadata,
         },
-        extra=placed.state,
+        extra=placed.state if workers is None else {**placed.state, WORKERS: workers.state()},
         aliases={name: tuple(others) for name, others in placed.aliases.items() if name in placed.parameters},
     )
+
+
+def _optimizer_state(trainer: "Trainer") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The optimizer's state, or that of each worker of this rank, under names of its own."""
+    tensors: dict[str, torch.Tensor] = {}
+    groups: dict[str, Any] = {}
+    for prefix in _prefixes(trainer):
+        names = {id(p): prefix + name for name, p in trainer.placed.parameters.items()}
+        some, own = checkpoint.optimizer_state(trainer.optimizer, names)
+        tensors |= some
+        if not groups:
+            groups = own
+        else:
+            groups["values"] |= own["values"]
+            for group, more in zip(groups["groups"], own["groups"], strict=True):
+                group["params"] += more["params"]
+    return tensors, groups
+
+
+def _prefixes(trainer: "Trainer") -> Iterable[str]:
+    workers = trainer.placed.workers
+    return [""] if workers is None else workers.each(trainer.optimizer)
 
 
 def restore(trainer: "Trainer", path: Path) -> tuple[int, dict[str, Any]]:
@@ -61,18 +86,8 @@ def restore(trainer: "Trainer", path: Path) -> tuple[int, dict[str, Any]]:
     Raises:
         UsageError: it holds another model; what differs is named.
     """
-    placed, step = trainer.placed, trainer.step
-    names = {id(p): name for name, p in placed.parameters.items()}
-    target = snapshot(trainer, include_optimizer=False, metadata={})
-    with_optimizer = checkpoint.has_optimizer(path, OPTIMIZER)
-    if with_optimizer:
-        target.optimizers[OPTIMIZER] = checkpoint.optimizer_targets(path, OPTIMIZER, placed.parameters)
-    with torch.no_grad():
-        state = checkpoint.load(path, target)
-    if with_optimizer:
-        checkpoint.restore_optimizer(
-            trainer.optimizer, names, target.optimizers[OPTIMIZER], state["optimizer_groups"][OPTIMIZER]
-        )
+    step = trainer.step
+    state = _fill(trainer, path)
     step.progress = Progress(state["step"], state["updates"], list(state["skipped"]), state["epoch"], state["samples"])
     if state["nominal"] is not None:  # weights that were imported know none
         trainer.learn_nominal(state["nominal"])
@@ -84,6 +99,44 @@ def restore(trainer: "Trainer", path: Path) -> tuple[int, dict[str, Any]]:
     step.avoid |= set(state.get("avoid", ()))
     step.judge.forget()
     return step.progress.step, state["metadata"]
+
+
+def _fill(trainer: "Trainer", path: Path) -> dict[str, Any]:
+    """Tensors of the model, the strategy and the optimizer; what is left is the state that is no tensor."""
+    placed, workers = trainer.placed, trainer.placed.workers
+    target = snapshot(trainer, include_optimizer=False, metadata={})
+    # Workers may begin where a run without workers ended: each takes over its model and its optimizer state.
+    begins = workers is not None and not checkpoint.has_extra(path, WORKERS)
+    if begins:
+        del target.extra[WORKERS]
+    elif workers is not None:
+        _require_as_many(path, workers.total)
+    with_optimizer = checkpoint.has_optimizer(path, OPTIMIZER)
+    named = {p: {("" if begins else p) + name: q for name, q in placed.parameters.items()} for p in _prefixes(trainer)}
+    if with_optimizer:
+        wanted = {name: q for names in named.values() for name, q in names.items()}
+        target.optimizers[OPTIMIZER] = checkpoint.optimizer_targets(path, OPTIMIZER, wanted)
+    with torch.no_grad():
+        state = checkpoint.load(path, target)
+    if workers is not None and begins:
+        workers.take_up()
+    for prefix in _prefixes(trainer) if with_optimizer else ():
+        names = {id(q): name for name, q in named[prefix].items()}
+        tensors = target.optimizers[OPTIMIZER]
+        if begins:
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        checkpoint.restore_optimizer(trainer.optimizer, names, tensors, state["optimizer_groups"][OPTIMIZER])
+    return state
+
+
+def _require_as_many(path: Path, workers: int) -> None:
+    stored = checkpoint.read_state(path).get("workers")
+    if stored != workers:
+        raise UsageError(
+            f"{path} holds {stored} workers, and this run has {workers}",
+            why="each worker goes on from its own parameters and its own optimizer state",
+            fix=f"set distributed.diloco.workers: {stored}, on a number of ranks that divides it",
+        )
 
 
 def find(trainer: "Trainer", how: str) -> Path | None:

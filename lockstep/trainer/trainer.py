@@ -341,7 +341,7 @@ class Trainer:
     def global_batch_size(self) -> int:
         """Samples in a full step, over all ranks."""
         training = self.config.training
-        per_round = training.batch_size * self.layout.data_parallel_size
+        per_round = training.batch_size * (self.layout.workers or self.layout.data_parallel_size)
         return training.global_batch_size or per_round * training.gradient_accumulation_steps
 
     def enable_gradient_checkpointing(self, mode: str = "full") -> None:
@@ -368,6 +368,7 @@ class Trainer:
         per_epoch = source.steps_per_epoch
         total = training.max_steps or (per_epoch * epochs if per_epoch and epochs else None)
         self.step.schedule = self._user_schedule or schedule_over(training, total)
+        self.step.total = total or 0
         if source.notice:
             self.later_lines.append(source.notice)
         return source, total

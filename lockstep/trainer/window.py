@@ -38,7 +38,8 @@ class Window:
         """
         trainer = self._trainer
         if trainer.placed.micro_step is None:
-            raise UsageError("under a pipeline micro-batches can't be run one at a time", fix="use Trainer.steps(data)")
+            what = "under a pipeline" if trainer.layout.strategy == "pipeline" else "where workers share a rank"
+            raise UsageError(f"{what} micro-batches can't be run one at a time", fix="use Trainer.steps(data)")
         batch = move(batch, trainer.device)
         trainer.learn_nominal_from(batch, self._slots)
         if self._ledger is None:

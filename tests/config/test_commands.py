@@ -52,9 +52,8 @@ def test_schema_is_json_schema_with_our_names_and_words() -> None:
 def test_list_names_what_ships_with_a_sentence() -> None:
     lines = run("list", None).splitlines()[2:]
     assert [line.split()[0] for line in lines] == shipped_names()
-    assert {
-        f"trainers/{name}.yaml" for name in ("single", "dp", "ddp", "fsdp", "pipeline", "hybrid", "accelerate")
-    } <= set(shipped_names())
+    trainers = ("single", "dp", "ddp", "fsdp", "pipeline", "hybrid", "accelerate", "diloco")
+    assert {f"trainers/{name}.yaml" for name in trainers} <= set(shipped_names())
     assert all(len(line.split()) > 4 for line in lines)
 
 

@@ -55,7 +55,7 @@ def test_every_config_that_ships_can_be_loaded_and_extended(name: str, tmp_path:
 
 def test_the_trainers_that_ship_are_their_strategies() -> None:
     strategies = {name: load_config(f"trainers/{name}.yaml").distributed.strategy for name in
-                  ("single", "dp", "ddp", "fsdp", "pipeline", "hybrid", "accelerate")}  # fmt: skip
+                  ("single", "dp", "ddp", "fsdp", "pipeline", "hybrid", "accelerate", "diloco")}  # fmt: skip
     assert strategies == {**{name: name for name in strategies}, "hybrid": "fsdp"}
     assert load_config("trainers/hybrid.yaml").distributed.fsdp.sharding_strategy == "hybrid_shard"
     assert load_config("trainers/accel_trainer.yaml").distributed.strategy == "accelerate"

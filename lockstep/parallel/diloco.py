@@ -1,0 +1,355 @@
+"""Local updates: workers train by themselves and meet every H steps, for links too slow for a reduction a step.
+
+DiLoCo (Douillard et al. 2023, arXiv:2311.08105): each worker takes H inner steps with the run's optimizer on its own
+part of every global batch; the mean over workers of what they changed, θ − θ_w, is an outer gradient, along which a
+step of SGD with Nesterov's momentum (0.9, learning rate 0.7) takes the common parameters θ; all workers go on from
+there, each with its own optimizer state. With momentum 0 and learning rate 1 it is local SGD (Stich 2018,
+arXiv:1805.09767). Fragments (Douillard et al. 2025, arXiv:2501.18512) are exchanged at different steps, H apart each.
+
+Which micro-batches a worker runs, what it draws and when it meets the others follow from the config, the seed and the
+step, never from the number of ranks: W workers in one process, which takes them in turn, are W workers on W ranks.
+
+Assumes parameters of one floating type. Memory beyond a plain replica: the common parameters and the momentum; under
+int8 what was rounded away; and for each further worker on a rank all that a worker has.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.config import DiLoCoConfig
+from lockstep.errors import UsageError
+from lockstep.parallel.buffers import RunningBuffers
+from lockstep.parallel.ledger import Ledger, Share, WorkersLedger
+from lockstep.parallel.loop import looped
+from lockstep.parallel.numbers import Number, number
+from lockstep.parallel.placed import MicroStep, Placed, Turn, contiguous_shares
+from lockstep.parallel.placement import Laid, Placement
+from lockstep.parallel.wire import BLOCK, Wire, bytes_each
+
+_ALIGNED = 64  # elements: parameters begin where kernels like it
+
+
+def lay(placement: Placement) -> Laid:
+    """A whole model on this rank, which its workers take in turn; `LocalWorkers` does the rest."""
+    p = placement
+    p.materialise()
+    buffers = RunningBuffers(p.model, 1, reproducible=p.reproducible)  # a worker sees its own micro-batches only
+    micro_step = looped(p.model, p.objective, p.cursor, p.precision, buffers)
+    return Laid(micro_step, partial(_assigned, *_numbers(p)), local=partial(_settle, p))
+
+
+def _numbers(p: Placement) -> tuple[range, int]:
+    """(the workers of this rank, how many there are)."""
+    total = p.layout.workers or p.ranks
+    each = total // p.ranks
+    return range(p.rank * each, (p.rank + 1) * each), total
+
+
+def _assigned(mine: range, total: int, micro_batches: int) -> list[tuple[int, bool]]:
+    return [share for number in mine for share in contiguous_shares(micro_batches, number, total)]
+
+
+def _settle(p: Placement, placed: Placed) -> None:
+    """Let the workers live in a placed model."""
+    mine, total = _numbers(p)
+    assert placed.micro_step is not None
+    config = p.config.distributed.diloco
+    wire = Wire(config.send_as, p.mesh["replicate"].get_group() if p.mesh is not None else None)
+    workers = LocalWorkers(placed, placed.micro_step, mine, total, config, wire)
+    placed.workers = workers
+    placed.forward_backward, placed.micro_step = workers.forward_backward, workers.micro_step
+    placed.evaluate, placed.forward = workers.common(placed.evaluate), workers.common(placed.forward)
+    placed.buffers = workers.buffers
+    placed.notices += _said(config, total, p.ranks, placed)
+
+
+def _said(config: DiLoCoConfig, total: int, ranks: int, placed: Placed) -> list[str]:
+    numbers = sum(p.numel() for p in placed.parameters.values() if p.requires_grad)
+    sent = 2 * (ranks - 1) / ranks * numbers * (total // ranks) * bytes_each(config.send_as) / config.inner_steps
+    parts = f", in {config.fragments} fragments" if config.fragments > 1 else ""
+    whose = "" if config.workers else " (distributed.diloco.workers is unset: one a rank)"
+    return [
+        f"diloco: {total} worker{'s' * (total != 1)}{whose} train by themselves and exchange what they changed every "
+        f"{config.inner_steps} steps as {config.send_as}{parts}: {sent / 1e6:.3g} MB a step and rank on average"
+    ]
+
+
+class Flat:
+    """The trainable parameters in one tensor, so that an exchange is a few operations, with a view for each.
+
+    Args:
+        parameters: of one floating type.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        first, size = next(iter(parameters.values())), 0
+        starts = {}
+        for name, parameter in parameters.items():
+            starts[name] = size
+            size += -(-parameter.numel() // _ALIGNED) * _ALIGNED
+        self.data = torch.zeros(-(-size // BLOCK) * BLOCK, dtype=first.dtype, device=first.device)
+        self.views = {
+            name: self.data[starts[name] : starts[name] + p.numel()].view(p.shape) for name, p in parameters.items()
+        }
+
+    def named(self, prefix: str) -> dict[str, Tensor]:
+        """As a checkpoint keeps it."""
+        return {f"{prefix}/{name}": view for name, view in self.views.items()}
+
+
+@dataclass
+class Worker:
+    """One model that trains by itself.
+
+    Attributes:
+        number: among all workers.
+        values: its parameters.
+        buffers: its persistent buffers.
+        error: what int8 rounded away of its last change.
+        gradients: of its step, while another worker is in place.
+        optimizer: its state of the inner optimizer, while another worker is in place.
+        turn: its update of this step; None where it had no micro-batch.
+    """
+
+    number: int
+    values: Flat
+    buffers: dict[str, Tensor]
+    error: Flat | None
+    gradients: list[Tensor | None] = field(default_factory=list)
+    optimizer: Any = field(default_factory=lambda: defaultdict(dict))
+    turn: Turn | None = None
+
+
+class LocalWorkers:
+    """The workers of this rank, and what they share with those of others. Every rank makes the same calls.
+
+    Args:
+        placed: the model that they take in turn.
+        micro_step: forward and backward of one micro-batch on the model as it stands.
+        mine: the numbers of this rank's workers.
+        total: over all ranks.
+        wire: on which they meet.
+
+    Raises:
+        UsageError: the parameters are not of one floating type.
+    """
+
+    def __init__(
+        self, placed: Placed, micro_step: MicroStep, mine: range, total: int, config: DiLoCoConfig, wire: Wire
+    ) -> None:
+        self.total, self._config, self._wire = total, config, wire
+        self._placed, self._micro_step = placed, micro_step
+        self._parameters = {name: p for name, p in placed.parameters.items() if p.requires_grad}
+        self._live_buffers = dict(placed.buffers)
+        _require_one_type(self._parameters)
+        self._values, self._momentum = Flat(self._parameters), Flat(self._parameters)
+        for name, parameter in self._parameters.items():
+            self._values.views[name].copy_(parameter.detach())
+        common = {name: buffer.clone() for name, buffer in self._live_buffers.items()}
+        frozen = {name: p.detach() for name, p in placed.parameters.items() if not p.requires_grad}
+        self._common_buffers = common
+        order = placed.parameters.keys()
+        whole = {**self._values.views, **frozen}
+        self.consensus: dict[str, Tensor] = {name: whole[name] for name in order} | common
+        feeds_back = config.send_as == "int8" and config.error_feedback
+        self._mine = [self._worker(number, feeds_back) for number in mine]
+        self._in_place = self._mine[0]
+        self._put(self._in_place.values.views, self._in_place.buffers)
+        self._count: Any = 0  # valid targets of the worker that runs
+        blocks = self._values.data.numel() // BLOCK
+        self._bounds = [BLOCK * (blocks * k // config.fragments) for k in range(config.fragments + 1)]
+
+    def _worker(self, number: int, feeds_back: bool) -> Worker:
+        values = Flat(self._parameters)
+        values.data.copy_(self._values.data)
+        buffers = {name: buffer.clone() for name, buffer in self._live_buffers.items()}
+        return Worker(number, values, buffers, Flat(self._parameters) if feeds_back else None)
+
+    # ---- a step ----
+
+    def forward_backward(self, shares: Sequence[Share], ledger: Ledger, factor: float) -> None:
+        """This rank's shares of a step, worker by worker."""
+        left = iter(shares)
+        for worker in self._mine:
+            count = len(contiguous_shares(ledger.slots, worker.number, self.total))
+            with self._entered(worker):
+                for place in range(1, count + 1):
+                    self._run(worker, next(left), ledger, factor, last=place == count)
+
+    @property
+    def micro_step(self) -> MicroStep | None:
+        """One micro-batch of the only worker; None where several would take turns."""
+        if len(self._mine) > 1:
+            return None
+        worker = self._mine[0]
+        return lambda share, ledger, factor, last: self._run(worker, share, ledger, factor, last=last)
+
+    def _run(
+        self, worker: Worker, share: Share, ledger: Ledger, factor: float, *, last: bool
+    ) -> tuple[Tensor, int | Tensor]:
+        loss, count = self._micro_step(share, ledger, factor, last)
+        if share.real:
+            self._count = self._count + count
+        worker.turn = None
+        if last:
+            if not isinstance(self._count, int) or self._count > 0 or share.real:
+                worker.turn = self._turn(worker, factor, ledger)
+            self._count = 0
+        return loss, count
+
+    def _turn(self, worker: Worker, factor: float, ledger: Ledger) -> Turn:
+        count = torch.as_tensor(self._count, dtype=torch.float64, device=self._placed.cursor.device).clamp(min=1)
+        to_mean = (1.0 / factor / count).float()
+        gradients = self._placed.gradients()
+        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(to_mean)
+        assert isinstance(ledger, WorkersLedger)
+        ledger.note(worker.number, norm * to_mean)
+        return Turn(number(to_mean), number(norm * to_mean), entered=partial(self._entered, worker))
+
+    def turns(self) -> list[Turn]:
+        """The updates of this rank's workers."""
+        return [worker.turn for worker in self._mine if worker.turn is not None]
+
+    def mean_norm(self, ledger: Ledger) -> Number:
+        """Of all workers' gradients, after the ledger's `totals`; equal on all ranks."""
+        assert isinstance(ledger, WorkersLedger)
+        return ledger.mean_norm
+
+    @contextmanager
+    def _entered(self, worker: Worker, optimizer: Optimizer | None = None) -> Iterator[None]:
+        """The worker's parameters, buffers, gradients and optimizer state are in place inside."""
+        if len(self._mine) == 1:
+            yield
+            return
+        if worker is not self._in_place:
+            self._put(worker.values.views, worker.buffers)
+            self._in_place = worker
+        parameters = self._parameters.values()
+        for parameter, gradient in zip(parameters, worker.gradients, strict=False):
+            parameter.grad = gradient
+        if optimizer is not None:
+            outside, optimizer.state = optimizer.state, worker.optimizer
+        try:
+            yield
+        finally:
+            worker.gradients = [parameter.grad for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+            if optimizer is not None:
+                optimizer.state = outside
+
+    def _put(self, values: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.data = values[name]
+        for name, buffer in self._live_buffers.items():
+            buffer.data = buffers[name]
+
+    # ---- the outer step ----
+
+    def advance(self, step: int, *, last: bool) -> None:
+        """After each step, with the number of steps made: exchange what is due; at the end of the run, everything."""
+        for worker in self._mine:
+            worker.gradients = []
+        config = self._config
+        for place in range(config.fragments):
+            due = (place + 1) * config.inner_steps // config.fragments % config.inner_steps
+            if last or step % config.inner_steps == due:
+                self._outer_step(self._bounds[place], self._bounds[place + 1])
+        if last or step % config.inner_steps == 0:
+            self._average_buffers()
+
+    @torch.no_grad()
+    def _outer_step(self, begin: int, end: int) -> None:
+        config, piece = self._config, slice(begin, end)
+        common, momentum = self._values.data[piece], self._momentum.data[piece]
+        changes = torch.stack([(common - worker.values.data[piece]).float() for worker in self._mine])
+        errors = [worker.error.data[piece] for worker in self._mine if worker.error is not None]
+        if errors:
+            changes += torch.stack(errors)
+        mean, got_through = self._wire.mean(changes)
+        for error, lost in zip(errors, changes - got_through, strict=False):
+            error.copy_(lost)
+        momentum.mul_(config.outer_momentum).add_(mean)
+        along = mean.add(momentum, alpha=config.outer_momentum) if config.nesterov else momentum
+        common.add_(along, alpha=-config.outer_learning_rate)
+        for worker in self._mine:
+            worker.values.data[piece].copy_(common)
+
+    @torch.no_grad()
+    def _average_buffers(self) -> None:
+        """Running statistics: their mean over workers, exactly as sent; counts are the same or nearly so."""
+        if not self._common_buffers:
+            return
+        rows = [torch.cat([b.reshape(-1).float() for b in worker.buffers.values()]) for worker in self._mine]
+        mean, _ = self._wire.mean(torch.stack(rows), "fp32")
+        begin = 0
+        for name, common in self._common_buffers.items():
+            values, begin = mean[begin : begin + common.numel()], begin + common.numel()
+            common.copy_((values if common.is_floating_point() else values.round()).view(common.shape))
+            for worker in self._mine:
+                worker.buffers[name].copy_(common)
+
+    # ---- what is evaluated and saved ----
+
+    def common(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, on the common parameters."""
+
+        def with_common(*args: Any, **kwargs: Any) -> Any:
+            self._put(self._values.views, self._common_buffers)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._put(self._in_place.values.views, self._in_place.buffers)
+
+        return with_common
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Of all workers of this rank."""
+        return {f"{_prefix(w)}/buffers/{name}": b for w in self._mine for name, b in w.buffers.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps beside the common model: momentum, and each worker as it stands."""
+        kept = self._momentum.named("momentum") | self.buffers
+        for worker in self._mine:
+            kept |= worker.values.named(f"{_prefix(worker)}/values")
+            kept |= worker.error.named(f"{_prefix(worker)}/error") if worker.error is not None else {}
+        return kept
+
+    def each(self, optimizer: Optimizer) -> Iterator[str]:
+        """The prefix of each worker's names in a checkpoint; its optimizer state is in place meanwhile."""
+        for worker in self._mine:
+            with self._entered(worker, optimizer):
+                yield f"{_prefix(worker)}/"
+
+    def take_up(self) -> None:
+        """All workers begin from the common parameters: those of a run that had no workers."""
+        self._momentum.data.zero_()
+        for worker in self._mine:
+            worker.values.data.copy_(self._values.data)
+            for name, buffer in worker.buffers.items():
+                buffer.copy_(self._common_buffers[name])
+
+
+def _prefix(worker: Worker) -> str:
+    return f"worker-{worker.number}"
+
+
+def _require_one_type(parameters: dict[str, nn.Parameter]) -> None:
+    kinds = {p.dtype: name for name, p in parameters.items()}
+    if len(kinds) != 1 or not next(iter(kinds)).is_floating_point:
+        listed = ", ".join(f"{name} is {dtype}" for dtype, name in kinds.items()) or "there is none that trains"
+        raise UsageError(
+            "diloco exchanges parameters of one floating type",
+            where="distributed.strategy: diloco",
+            why=listed,
+            fix="give all parameters that train one type (model.float()), or use ddp",
+        )
