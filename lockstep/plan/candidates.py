@@ -129,6 +129,8 @@ def _layouts(
         yield {"distributed.strategy": "single"}
         return
     yield {"distributed.strategy": "ddp"}
+    if config.distributed.strategy == "diloco" and config.distributed.diloco.workers in (None, n):
+        yield {"distributed.strategy": "diloco"}  # only where it is asked for: it is other training
     low = {"precision.param_dtype": "bf16"}
     may_be_low &= cluster.gpu.has_bf16 and config.precision.mode == "bf16" and not config.distributed.reproducible
     # Autocast keeps copies of fp32 weights; where these are many, weights gathered in bf16 are the only way.
@@ -226,6 +228,9 @@ def _judge_data_parallel(
     if config.distributed.fsdp.cpu_offload:
         moved = [memory.pop(kind) for kind in ("parameters", "optimizer", "gradients")]
         candidate.notes.append(f"{sum(moved) / GIB:.1f} GiB a rank in host memory")
+    if layout.strategy == "diloco":  # the common parameters, their momentum, and what int8 rounds away
+        kept = 3 if config.distributed.diloco.send_as == "int8" and config.distributed.diloco.error_feedback else 2
+        memory["parameters"] += 4 * kept * facts.parameters
     candidate.memory = memory
     pieces = pieces_of(facts, rehearsal, cluster.seconds)
     candidate.step = data_parallel_step(pieces, config, layout, cluster, count)

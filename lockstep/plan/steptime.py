@@ -7,6 +7,7 @@ from lockstep.mesh import Layout
 from lockstep.parallel.pipeline.partition import rank_of
 from lockstep.parallel.pipeline.schedules import facts_of
 from lockstep.parallel.pipeline.torch_schedule import actions
+from lockstep.parallel.wire import bytes_each
 from lockstep.plan.hardware import Cluster
 from lockstep.plan.network import Group, group_of, send
 from lockstep.plan.timeline import Step, Timeline, pipeline
@@ -61,7 +62,9 @@ class StepTime:
 def data_parallel_step(
     pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int
 ) -> StepTime:
-    """A step of single, ddp or fsdp: `micro_batches` on each rank."""
+    """A step of single, ddp, fsdp or diloco: `micro_batches` on each rank."""
+    if layout.strategy == "diloco":
+        return _diloco(pieces, config, layout, cluster, micro_batches)
     if layout.strategy == "fsdp" and layout.world_size > 1:
         return _fsdp(pieces, config, layout, cluster, micro_batches)
     return _ddp(pieces, config, layout, cluster, micro_batches)
@@ -84,6 +87,17 @@ def _ddp(pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro
             reduced.append(line.add("links", group.all_reduce(on_the_wire / count), [ready]))
     line.add("compute", pieces.update + _agreements(group), reduced)
     inside, between = (2 * b for b in group.bytes_sent(on_the_wire))
+    return _summed(line, inside, between)
+
+
+def _diloco(pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int) -> StepTime:
+    """The mean over a round: of its steps one exchanges, or several that exchange fragments."""
+    line, group = Timeline(), group_of(cluster, layout.world_size)
+    options = config.distributed.diloco
+    sent = pieces.parameter_bytes / 4 * bytes_each(options.send_as) / options.inner_steps
+    line.add("compute", micro_batches * (pieces.forward + pieces.backward) + pieces.update + _agreements(group) / 2)
+    line.add("links", group.all_reduce(sent), [0])
+    inside, between = (2 * b for b in group.bytes_sent(sent))
     return _summed(line, inside, between)
 
 
