@@ -1,0 +1,75 @@
+"""A chart of curves over a logarithmic axis, as SVG text: for results that are read without a program."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from math import ceil, floor, log10
+
+COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#17becf", "#7f7f7f")
+WIDTH, HEIGHT = 860, 460
+LEFT, RIGHT, TOP, BOTTOM = 64, 220, 40, 52  # margins
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line with its points."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+def as_svg(curves: Sequence[Curve], x_title: str, y_title: str, level: float) -> str:
+    """The chart.
+
+    Args:
+        curves: x above 0.
+        level: a value of y that gets a line across.
+    """
+    xs = [x for curve in curves for x in curve.x]
+    ys = sorted([y for curve in curves for y in curve.y] + [level])
+    left, right = log10(min(xs)), log10(max(xs))
+    low, high = ys[0], ys[-1]
+    high += 0.04 * (high - low)
+    low -= 0.04 * (high - low)
+
+    def across(x: float) -> float:
+        return LEFT + (log10(x) - left) / max(right - left, 1e-9) * (WIDTH - LEFT - RIGHT)
+
+    def down(y: float) -> float:
+        return TOP + (high - y) / max(high - low, 1e-9) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="20" font-size="14">{escape(y_title)}</text>',
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 12}" text-anchor="middle">{escape(x_title)}</text>',
+    ]
+    end = WIDTH - RIGHT
+    for tick in _ticks(10**left, 10**right):
+        parts.append(f'<line x1="{across(tick):.1f}" x2="{across(tick):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" '
+                     f'stroke="#ddd"/><text x="{across(tick):.1f}" y="{HEIGHT - BOTTOM + 18}" '
+                     f'text-anchor="middle">{tick:g}</text>')  # fmt: skip
+    step = 10 ** floor(log10((high - low) / 3))
+    for place in range(ceil(low / step), floor(high / step) + 1):
+        y = place * step
+        parts.append(f'<line x1="{LEFT}" x2="{end}" y1="{down(y):.1f}" y2="{down(y):.1f}" stroke="#ddd"/>'
+                     f'<text x="{LEFT - 8}" y="{down(y) + 4:.1f}" text-anchor="end">{y:.3g}</text>')  # fmt: skip
+    parts.append(f'<line x1="{LEFT}" x2="{end}" y1="{down(level):.1f}" y2="{down(level):.1f}" stroke="#444" '
+                 f'stroke-dasharray="5 4"/>'
+                 f'<text x="{end + 6}" y="{down(level) + 4:.1f}">{level:.3f}</text>')  # fmt: skip
+    for number, curve in enumerate(curves):
+        colour = COLOURS[number % len(COLOURS)]
+        points = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in zip(curve.x, curve.y, strict=True))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        place = TOP + 18 * number
+        parts.append(f'<line x1="{end + 20}" x2="{end + 40}" y1="{place}" y2="{place}" stroke="{colour}" '
+                     f'stroke-width="2"/><text x="{end + 46}" y="{place + 4}">{escape(curve.name)}</text>')  # fmt: skip
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten."""
+    powers = range(floor(log10(low)), ceil(log10(high)) + 1)
+    return [f * 10.0**power for power in powers for f in (1, 2, 5) if low <= f * 10.0**power <= high]
