@@ -174,6 +174,8 @@ def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int)
     if kind in why_not:
         config = config_from({"distributed.ddp.compression.kind": "none"}, config)
         notices.append(why_not[kind])
+    if config.distributed.strategy == "diloco":
+        notices.append("the synchronous step of this config is compared: diloco is other training")
     if config.precision.param_dtype != "fp32":
         notices.append(f"param_dtype fp32 instead of {config.precision.param_dtype}, which one process does not have")
         config = config_from({"precision.param_dtype": "fp32"}, config)
