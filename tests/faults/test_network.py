@@ -83,8 +83,8 @@ def test_a_link_cut_for_a_second(hosts: Hosts) -> None:
 def test_a_host_that_is_killed_is_done_without_and_taken_back(hosts: Hosts) -> None:
     run = hosts.folder / "run"
     options = (
-        "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1", "training.max_steps=200",
-        "data.args.seconds=0.05", "distributed.reproducible=true",
+        "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=8",
+        "training.max_steps=200", "data.args.seconds=0.05", "distributed.reproducible=true",
     )  # fmt: skip
 
     def started_with(ranks: int, times: int) -> None:
