@@ -80,7 +80,7 @@ def config_of(work: Workload, device: torch.device, compiled: bool) -> Config:
             "precision.mode": "bf16",
             "data.num_workers": 2 * cuda,
             "data.pin_memory": cuda,
-            "distributed.backend": "auto",
+            "distributed.strategy": "single",
         }
     )
 

@@ -44,6 +44,6 @@ def calls_of_a_step(name: str, folder: Path) -> float:
     return calls / COUNTED
 
 
-def test_a_step_makes_no_more_calls_than_the_hand_written_loop(tmp_path: Path) -> None:
+def test_a_step_makes_fewer_calls_than_the_hand_written_loop(tmp_path: Path) -> None:
     by_hand, ours = calls_of_a_step("hand-written", tmp_path), calls_of_a_step("lockstep", tmp_path)
-    assert ours <= 1.00 * by_hand, (ours, by_hand)
+    assert ours <= 0.85 * by_hand, (ours, by_hand)  # it was 0.81

@@ -114,11 +114,14 @@ def test_trap_46_records_hold_no_graph() -> None:
         assert type(record.loss) is type(record.grad_norm) is type(record.tokens) is float
 
 
-def test_a_step_is_the_same_where_its_numbers_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("clip", [0.5, 1000.0])
+def test_a_step_is_the_same_where_its_numbers_stay_on_the_device(clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: 0-dim tensors that nothing reads; they hold no graph."""
 
     def losses() -> list[StepRecord]:
-        trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=4, grad_clip=0.5, seed=3)
+        trainer = Trainer(
+            linear(), "sgd", nn.MSELoss(), batch_size=10, max_steps=4, grad_clip=clip, learning_rate=0.05, seed=3
+        )
         return list(trainer.steps(regression()))
 
     on_host = losses()

@@ -1,0 +1,18 @@
+"""The page that reads the results reads all of them, and only what is there."""
+
+import re
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def test_every_result_is_read_and_every_link_leads_to_one() -> None:
+    linked = re.findall(r"\(results/(\S+?\.md)\)", (BENCHMARKS / "README.md").read_text(encoding="utf-8"))
+    assert sorted(linked) == sorted(path.name for path in (BENCHMARKS / "results").glob("*.md"))
+
+
+def test_every_program_that_the_page_names_is_there() -> None:
+    named = re.findall(r"python (?:-m )?(benchmarks[\w./]+)", (BENCHMARKS / "README.md").read_text(encoding="utf-8"))
+    for name in named:
+        path = name if name.endswith(".py") else name.replace(".", "/") + ".py"
+        assert (BENCHMARKS.parent / path).exists(), name
