@@ -139,6 +139,7 @@ def test_a_users_error_is_one_message_and_2_and_never_restarted(tmp_path: Path, 
     script(
         tmp_path,
         """
+from lockstep.errors import UsageError
 open("attempts", "a").write("x")
 raise UsageError("the mesh is 3 × 2, but there are 2 ranks", where="distributed", fix="set shard_size: 2")
 """,
