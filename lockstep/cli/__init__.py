@@ -7,6 +7,7 @@ Whatever goes wrong for a user's reason is one message on stderr; LOCKSTEP_TRACE
 """
 
 import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -29,13 +30,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # the user's own `package.module:Name`, as under `python -m lockstep`
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return EXIT_DONE
     except LockstepError as error:
         from lockstep.launch.worker import first_to_fail, print_error
 
         if first_to_fail():  # under another's launcher every rank is told the same
             print_error(error, traceback.format_exc())
         return error.exit_code
+
+
+def _nobody_reads() -> bool:
+    """Whether the pipe that stdout goes to is closed (`lockstep … | head`); what is left to write goes nowhere."""
+    watched = select.poll()
+    watched.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in watched.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _dispatch(argv: list[str]) -> int:

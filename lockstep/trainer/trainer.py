@@ -6,6 +6,7 @@ The loop below is the whole of it; what a step does is in `lockstep.step`, where
 """
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -188,8 +189,18 @@ class Trainer:
         return record
 
     def steps(self, train_data: Any, epochs: int | None = None) -> Iterator[StepRecord]:
-        """The loop is the caller's: one record a step, and nothing else happens."""
-        source, _ = self._source(train_data, epochs)
+        """The loop is the caller's: one record a step, and nothing else happens.
+
+        Args:
+            epochs: in the whole run, those of earlier calls included.
+        """
+        source, total = self._source(train_data, epochs)
+        if total is not None and self.step.progress.step >= total:
+            warnings.warn(
+                f"no step is left to take: {self.step.progress.step} are done, and the run has {total}. Epochs and "
+                "max_steps are counted from the start of the run: ask for more of them",
+                stacklevel=2,
+            )
         try:
             for record, _ in self._run(source):
                 if record is not None:

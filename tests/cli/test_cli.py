@@ -276,3 +276,14 @@ def test_srun_starts_ranks_or_launchers(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert is_rank(two_nodes), "a rank that such a launcher has started"
+
+
+def test_a_pipe_that_closes_early_is_no_error() -> None:
+    """`lockstep … | head -1`."""
+    command = [sys.executable, "-m", "lockstep", "config", "schema"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 0

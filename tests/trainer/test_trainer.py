@@ -44,6 +44,14 @@ def test_a_plain_model_an_optimizer_and_a_loss_train_as_by_hand() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
+def test_a_second_loop_over_the_same_epoch_says_that_nothing_is_left() -> None:
+    trainer = Trainer(linear(), None, nn.MSELoss(), batch_size=10)
+    assert len(list(trainer.steps(regression(), epochs=1))) == 5
+    with pytest.warns(UserWarning, match="no step is left to take: 5 are done, and the run has 5"):
+        assert list(trainer.steps(regression(), epochs=1)) == []
+    assert len(list(trainer.steps(regression(), epochs=2))) == 5
+
+
 def test_a_dataloader_keeps_its_batch_size_and_the_learning_rate_follows() -> None:
     trainer = Trainer(
         linear(), loss_fn=nn.MSELoss(), max_steps=1, lr_scaling="linear", base_batch_size=5, learning_rate=0.01
