@@ -30,6 +30,8 @@ NAMES = re.compile(r"^<!-- names: (\w+) -->$", re.MULTILINE)
 def on_files(files: Files, config: Any) -> Files:
     for path, make in PAGES.items():
         files.append(File.generated(config, path, content=make()))
+    for picture in measured.pictures():  # the page shows them as the results do, which they lie beside
+        files.append(File.generated(config, f"reference/{picture.name}", content=picture.read_text(encoding="utf-8")))
     return files
 
 

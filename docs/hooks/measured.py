@@ -19,3 +19,8 @@ def _section(path: Path) -> str:
     """The file, its headings one level deeper; the first one can be linked to by the file's name."""
     deeper = re.sub(r"^(#+ .*)$", r"#\1", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return re.sub(r"\A(## .*)$", rf"\1 {{ #{path.stem} }}", deeper, count=1, flags=re.MULTILINE)
+
+
+def pictures() -> list[Path]:
+    """What the files show."""
+    return sorted(RESULTS.glob("*.svg"))

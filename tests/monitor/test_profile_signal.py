@@ -17,6 +17,7 @@ class AsksOnce(Tokens):
     """Sends the signal while the third sample is read."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.reads = 0
 
     def __getitem__(self, index: int) -> object:  # type: ignore[override]
