@@ -45,7 +45,14 @@ def only_itself(page: Page, address: str) -> None:
     assert page.complaints == []
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)], ids=["light", "dark", "phone"])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        pytest.param(1280, False, id="light"),
+        pytest.param(1280, True, id="dark", marks=pytest.mark.full),
+        pytest.param(390, False, id="phone"),
+    ],
+)
 def test_pages_draw_without_an_error_or_a_request(pages: dict[str, Path], width: int, dark: bool) -> None:
     with Page(width, dark=dark) as page:
         for name, path in pages.items():

@@ -62,6 +62,7 @@ def test_what_makes_no_sense_is_refused(config: Path, capsys: pytest.CaptureFixt
         command._counts("--ranks", "0,2")
 
 
+@pytest.mark.full
 def test_ranks_that_sleep_scale_though_there_are_no_cores_for_them(config: Path, tmp_path: Path) -> None:
     """Two real ranks, each with its own sleep: twice the samples in hardly more time."""
     overrides = [f"{key}={value}" for key, value in scaling.SLEEPING.items()]
