@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,9 @@ def launch(job: Job, options: LaunchOptions, processes: int) -> int:
         if not options.several_nodes:
             shutil.rmtree(failures, ignore_errors=True)
         for path in job.logs.glob("rank-*.stacks.txt"):
-            if not path.stat().st_size:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # launchers of other machines tidy the same folder
+                if not path.stat().st_size:
+                    path.unlink()
 
 
 def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path, watch: HangWatch) -> int:
