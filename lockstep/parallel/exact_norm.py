@@ -2,8 +2,9 @@
 
 A sum of floats depends on its order; a sum of integers does not. So each square is written in fixed point, as
 multiples of a unit that all ranks agree on, and the integers are added. With all |g| < 2^e and n elements in all,
-b = 62 − ⌈log₂ n⌉ bits leave room for n terms in 63: a square is rounded to hi · 2^(2e − b), and what is left of it to
-lo · 2^(2e − 2b). For n = 2³⁰ that is 64 bits below the largest square. Squares of float32 are exact in float64.
+b = 62 − ⌈log₂ n⌉ bits leave room for n terms in 63 (36 at most, of which float64 adds up 2^15 exactly): a square is
+rounded to hi · 2^(2e − b), and what is left of it to lo · 2^(2e − 2b). For n = 2³⁰ that is 64 bits below the largest
+square. Squares of float32 are exact in float64.
 
 Source: the idea of pre-rounding, Demmel and Nguyen 2013, "Fast Reproducible Floating-Point Summation".
 """
@@ -73,7 +74,7 @@ def _squares(gradients: Sequence[Tensor], device: torch.device) -> Iterator[tupl
 
 def _whole(values: Tensor) -> Tensor:
     """The sum of float64 values that are whole numbers, exactly, in int64."""
-    # On a CPU there are 2^16 of at most 36 bits, whose sum float64 holds, in whichever order it is made.
+    # On a CPU there are 2^15 of at most 36 bits, whose sum float64 holds, in whichever order it is made.
     return values.sum().long() if values.device.type == "cpu" else values.long().sum()
 
 
