@@ -117,11 +117,12 @@ class DiLoCoConfig(Section):
         ge=1,
         description="The parameters are exchanged in so many parts, spread over `inner_steps`: the link's peak falls.",
     )
-    send_as: Literal["fp32", "fp16", "bf16", "int8"] = Field(
-        default="fp32", description="Type of the changes on the link; int8 has a scale for each 256 of them."
+    send_as: Literal["fp32", "fp16", "bf16", "int8", "int4"] = Field(
+        default="fp32",
+        description="Type of the changes on the link; int8 and int4 (half a byte) have a scale for each 256 of them.",
     )
     error_feedback: bool = Field(
-        default=True, description="What int8 rounds away of a worker's change is added to its next one."
+        default=True, description="What int8 and int4 round away of a worker's change is added to its next one."
     )
 
 

@@ -10,31 +10,28 @@ Which micro-batches a worker runs, what it draws and when it meets the others fo
 step, never from the number of ranks: W workers in one process, which takes them in turn, are W workers on W ranks.
 
 Assumes parameters of one floating type. Memory beyond a plain replica: the common parameters and the momentum; under
-int8 what was rounded away; and for each further worker on a rank all that a worker has.
+int8 and int4 what was rounded away; and for each further worker on a rank all that a worker has.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.config import DiLoCoConfig
-from lockstep.errors import UsageError
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.ledger import Ledger, Share, WorkersLedger
+from lockstep.parallel.local_worker import Flat, Worker, require_one_type
 from lockstep.parallel.loop import looped
 from lockstep.parallel.numbers import Number, number
+from lockstep.parallel.outer_step import OuterStep
 from lockstep.parallel.placed import MicroStep, Placed, Turn, contiguous_shares
 from lockstep.parallel.placement import Laid, Placement
-from lockstep.parallel.wire import BLOCK, Wire, bytes_each
-
-_ALIGNED = 64  # elements: parameters begin where kernels like it
+from lockstep.parallel.wire import LARGEST, Wire, bytes_each
 
 
 def lay(placement: Placement) -> Laid:
@@ -82,52 +79,6 @@ def _said(config: DiLoCoConfig, total: int, ranks: int, placed: Placed) -> list[
     ]
 
 
-class Flat:
-    """The trainable parameters in one tensor, so that an exchange is a few operations, with a view for each.
-
-    Args:
-        parameters: of one floating type.
-    """
-
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
-        first, size = next(iter(parameters.values())), 0
-        starts = {}
-        for name, parameter in parameters.items():
-            starts[name] = size
-            size += -(-parameter.numel() // _ALIGNED) * _ALIGNED
-        self.data = torch.zeros(-(-size // BLOCK) * BLOCK, dtype=first.dtype, device=first.device)
-        self.views = {
-            name: self.data[starts[name] : starts[name] + p.numel()].view(p.shape) for name, p in parameters.items()
-        }
-
-    def named(self, prefix: str) -> dict[str, Tensor]:
-        """As a checkpoint keeps it."""
-        return {f"{prefix}/{name}": view for name, view in self.views.items()}
-
-
-@dataclass
-class Worker:
-    """One model that trains by itself.
-
-    Attributes:
-        number: among all workers.
-        values: its parameters.
-        buffers: its persistent buffers.
-        error: what int8 rounded away of its last change.
-        gradients: of its step, while another worker is in place.
-        optimizer: its state of the inner optimizer, while another worker is in place.
-        turn: its update of this step; None where it had no micro-batch.
-    """
-
-    number: int
-    values: Flat
-    buffers: dict[str, Tensor]
-    error: Flat | None
-    gradients: list[Tensor | None] = field(default_factory=list)
-    optimizer: Any = field(default_factory=lambda: defaultdict(dict))
-    turn: Turn | None = None
-
-
 class LocalWorkers:
     """The workers of this rank, and what they share with those of others. Every rank makes the same calls.
 
@@ -145,11 +96,11 @@ class LocalWorkers:
     def __init__(
         self, placed: Placed, micro_step: MicroStep, mine: range, total: int, config: DiLoCoConfig, wire: Wire
     ) -> None:
-        self.total, self._config, self._wire = total, config, wire
+        self.total = total
         self._placed, self._micro_step = placed, micro_step
         self._parameters = {name: p for name, p in placed.parameters.items() if p.requires_grad}
         self._live_buffers = dict(placed.buffers)
-        _require_one_type(self._parameters)
+        require_one_type(self._parameters)
         self._values, self._momentum = Flat(self._parameters), Flat(self._parameters)
         for name, parameter in self._parameters.items():
             self._values.views[name].copy_(parameter.detach())
@@ -159,13 +110,12 @@ class LocalWorkers:
         order = placed.parameters.keys()
         whole = {**self._values.views, **frozen}
         self.consensus: dict[str, Tensor] = {name: whole[name] for name in order} | common
-        feeds_back = config.send_as == "int8" and config.error_feedback
+        feeds_back = config.send_as in LARGEST and config.error_feedback
         self._mine = [self._worker(number, feeds_back) for number in mine]
         self._in_place = self._mine[0]
         self._put(self._in_place.values.views, self._in_place.buffers)
         self._count: Any = 0  # valid targets of the worker that runs
-        blocks = self._values.data.numel() // BLOCK
-        self._bounds = [BLOCK * (blocks * k // config.fragments) for k in range(config.fragments + 1)]
+        self._outer = OuterStep(self._values, self._momentum, common, config, wire)
 
     def _worker(self, number: int, feeds_back: bool) -> Worker:
         values = Flat(self._parameters)
@@ -252,50 +202,11 @@ class LocalWorkers:
         for name, buffer in self._live_buffers.items():
             buffer.data = buffers[name]
 
-    # ---- the outer step ----
-
     def advance(self, step: int, *, last: bool) -> None:
         """After each step, with the number of steps made: exchange what is due; at the end of the run, everything."""
         for worker in self._mine:
             worker.gradients = []
-        config = self._config
-        for place in range(config.fragments):
-            due = (place + 1) * config.inner_steps // config.fragments % config.inner_steps
-            if last or step % config.inner_steps == due:
-                self._outer_step(self._bounds[place], self._bounds[place + 1])
-        if last or step % config.inner_steps == 0:
-            self._average_buffers()
-
-    @torch.no_grad()
-    def _outer_step(self, begin: int, end: int) -> None:
-        config, piece = self._config, slice(begin, end)
-        common, momentum = self._values.data[piece], self._momentum.data[piece]
-        changes = torch.stack([(common - worker.values.data[piece]).float() for worker in self._mine])
-        errors = [worker.error.data[piece] for worker in self._mine if worker.error is not None]
-        if errors:
-            changes += torch.stack(errors)
-        mean, got_through = self._wire.mean(changes)
-        for error, lost in zip(errors, changes - got_through, strict=False):
-            error.copy_(lost)
-        momentum.mul_(config.outer_momentum).add_(mean)
-        along = mean.add(momentum, alpha=config.outer_momentum) if config.nesterov else momentum
-        common.add_(along, alpha=-config.outer_learning_rate)
-        for worker in self._mine:
-            worker.values.data[piece].copy_(common)
-
-    @torch.no_grad()
-    def _average_buffers(self) -> None:
-        """Running statistics: their mean over workers, exactly as sent; counts are the same or nearly so."""
-        if not self._common_buffers:
-            return
-        rows = [torch.cat([b.reshape(-1).float() for b in worker.buffers.values()]) for worker in self._mine]
-        mean, _ = self._wire.mean(torch.stack(rows), "fp32")
-        begin = 0
-        for name, common in self._common_buffers.items():
-            values, begin = mean[begin : begin + common.numel()], begin + common.numel()
-            common.copy_((values if common.is_floating_point() else values.round()).view(common.shape))
-            for worker in self._mine:
-                worker.buffers[name].copy_(common)
+        self._outer.after(step, self._mine, last=last)
 
     # ---- what is evaluated and saved ----
 
@@ -314,21 +225,21 @@ class LocalWorkers:
     @property
     def buffers(self) -> dict[str, Tensor]:
         """Of all workers of this rank."""
-        return {f"{_prefix(w)}/buffers/{name}": b for w in self._mine for name, b in w.buffers.items()}
+        return {f"{w.prefix}/buffers/{name}": b for w in self._mine for name, b in w.buffers.items()}
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps beside the common model: momentum, and each worker as it stands."""
         kept = self._momentum.named("momentum") | self.buffers
         for worker in self._mine:
-            kept |= worker.values.named(f"{_prefix(worker)}/values")
-            kept |= worker.error.named(f"{_prefix(worker)}/error") if worker.error is not None else {}
+            kept |= worker.values.named(f"{worker.prefix}/values")
+            kept |= worker.error.named(f"{worker.prefix}/error") if worker.error is not None else {}
         return kept
 
     def each(self, optimizer: Optimizer) -> Iterator[str]:
         """The prefix of each worker's names in a checkpoint; its optimizer state is in place meanwhile."""
         for worker in self._mine:
             with self._entered(worker, optimizer):
-                yield f"{_prefix(worker)}/"
+                yield f"{worker.prefix}/"
 
     def take_up(self) -> None:
         """All workers begin from the common parameters: those of a run that had no workers."""
@@ -337,19 +248,3 @@ class LocalWorkers:
             worker.values.data.copy_(self._values.data)
             for name, buffer in worker.buffers.items():
                 buffer.copy_(self._common_buffers[name])
-
-
-def _prefix(worker: Worker) -> str:
-    return f"worker-{worker.number}"
-
-
-def _require_one_type(parameters: dict[str, nn.Parameter]) -> None:
-    kinds = {p.dtype: name for name, p in parameters.items()}
-    if len(kinds) != 1 or not next(iter(kinds)).is_floating_point:
-        listed = ", ".join(f"{name} is {dtype}" for dtype, name in kinds.items()) or "there is none that trains"
-        raise UsageError(
-            "diloco exchanges parameters of one floating type",
-            where="distributed.strategy: diloco",
-            why=listed,
-            fix="give all parameters that train one type (model.float()), or use ddp",
-        )

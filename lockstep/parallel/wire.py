@@ -1,11 +1,14 @@
 """The mean over workers of one flat tensor each, in a form that fits on a slow link.
 
-An all-to-all brings each rank its share (1/R) of every worker's tensor; it adds them in the order of the workers; an
-all-gather brings the shares of the mean together. With one worker a rank these are the bytes of a ring all-reduce,
-2·(R−1)/R of the tensor a rank, and the sum is the same expression on any number of ranks: the same bits, also where
-what travels is rounded, since it is rounded in blocks that do not depend on the ranks, and on one rank all the same.
+Each worker has a share of the numbers, 1/W of them. An all-to-all brings a rank its workers' shares of every worker's
+tensor; it adds them in the order of the workers; an all-gather brings the shares of the mean together. With one worker
+a rank these are the bytes of a ring all-reduce, 2·(R−1)/R of the tensor a rank, and the sum is the same expression on
+any number of ranks: the same bits, also where what travels is rounded, since it is rounded in blocks that do not depend
+on the ranks, and on one rank all the same.
 
-`int8` sends a block of 256 numbers as its largest absolute value (fp32) and one signed byte each, in both directions.
+`int8` and `int4` send a block of 256 numbers as its largest absolute value (fp32) and one signed byte, or half of one,
+each, in both directions. What is rounded away is handed back, to go with the next exchange (error feedback: Seide et
+al. 2014; four bits: Douillard et al. 2025, arXiv:2501.18512).
 """
 
 from collections.abc import Callable
@@ -17,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 256  # numbers that share a scale
+LARGEST = {"int8": 127, "int4": 7}  # what is sent for the largest number of a block
 
 # The new name since torch 2.13; the old one warns there.
 _all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,26 +30,42 @@ _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 def bytes_each(kind: str) -> float:
     """Bytes that one number takes on the link."""
-    return 1 + 4 / BLOCK if kind == "int8" else float(_TYPES[kind].itemsize)
+    return _block_bytes(kind) / BLOCK if kind in LARGEST else float(_TYPES[kind].itemsize)
+
+
+def _block_bytes(kind: str) -> int:
+    return (BLOCK if kind == "int8" else BLOCK // 2) + 4
 
 
 def encode(values: Tensor, kind: str) -> Tensor:
     """fp32 […, a multiple of BLOCK] as bytes: uint8 […, `bytes_each` times as many]."""
-    if kind != "int8":
+    if kind not in LARGEST:
         return values.to(_TYPES[kind]).contiguous().view(torch.uint8)
     blocks = _blocks(values)
-    scale = blocks.abs().amax(-1, keepdim=True) / 127
-    rounded = (blocks / scale.clamp(min=1e-38)).round().to(torch.int8)
-    return torch.cat([rounded.flatten(-2).view(torch.uint8), scale.squeeze(-1).contiguous().view(torch.uint8)], -1)
+    scale = blocks.abs().amax(-1, keepdim=True) / LARGEST[kind]
+    rounded = (blocks / scale.clamp(min=1e-38)).round().to(torch.int8).flatten(-2)
+    packed = rounded.view(torch.uint8) if kind == "int8" else _in_pairs(rounded)
+    return torch.cat([packed, scale.squeeze(-1).contiguous().view(torch.uint8)], -1)
 
 
 def decode(coded: Tensor, kind: str) -> Tensor:
     """What `encode` made, as fp32."""
-    if kind != "int8":
+    if kind not in LARGEST:
         return coded.view(_TYPES[kind]).float()
-    numbers = coded.shape[-1] * BLOCK // (BLOCK + 4)
-    rounded, scale = coded[..., :numbers].view(torch.int8), coded[..., numbers:].contiguous().view(torch.float32)
+    border = coded.shape[-1] - 4 * (coded.shape[-1] // _block_bytes(kind))
+    packed, scale = coded[..., :border], coded[..., border:].contiguous().view(torch.float32)
+    rounded = packed.view(torch.int8) if kind == "int8" else _out_of_pairs(packed)
     return (_blocks(rounded.float()) * scale.unsqueeze(-1)).flatten(-2)
+
+
+def _in_pairs(rounded: Tensor) -> Tensor:
+    """int8 […, n] in −7..7 as uint8 […, n / 2]: a number of the first half and one of the second share a byte."""
+    low, high = (rounded + 8).view(torch.uint8).chunk(2, -1)
+    return low | high << 4
+
+
+def _out_of_pairs(packed: Tensor) -> Tensor:
+    return torch.cat([packed & 15, packed >> 4], -1).view(torch.int8) - 8
 
 
 def _blocks(values: Tensor) -> Tensor:
@@ -56,13 +76,13 @@ class Wire:
     """How the ranks of a group exchange what their workers changed.
 
     Args:
-        kind: fp32, fp16, bf16 or int8.
+        kind: fp32, fp16, bf16, int8 or int4.
         group: ranks that hold as many workers each, in the ranks' order; None: this one holds all.
     """
 
     def __init__(self, kind: str, group: dist.ProcessGroup | None) -> None:
         self._kind, self._group = kind, group
-        self._ranks = 1 if group is None else group.size()
+        self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
 
     def mean(self, rows: Tensor, kind: str | None = None) -> tuple[Tensor, Tensor]:
         """The mean over all workers; every rank calls it.
@@ -72,20 +92,27 @@ class Wire:
             kind: in place of the wire's own.
 
         Returns:
-            (the mean, fp32 [numbers], the same on all ranks; what got through of this rank's rows, in their shape).
+            (the mean, fp32 [numbers], the same on all ranks; what this rank's rows lack of it, in their shape: what was
+            rounded away of a row, and of the mean in the worker's own share, so that rows which carry it the next time
+            make up for both).
         """
         kind, (held, numbers) = kind or self._kind, rows.shape
-        share = BLOCK * -(-numbers // (BLOCK * self._ranks))
-        padded = F.pad(rows, (0, self._ranks * share - numbers)).view(held, self._ranks, share)
+        workers = held * self._ranks
+        share = BLOCK * -(-numbers // (BLOCK * workers))
+        padded = F.pad(rows, (0, workers * share - numbers)).view(held, workers, share)
         coded = encode(padded, kind)
-        theirs = decode(self._swapped(coded.transpose(0, 1).contiguous(), dist.all_to_all_single), kind)
-        workers = theirs.view(-1, share)  # in their order: rank by rank
-        total = workers[0]
-        for row in workers[1:]:
+        to_each = coded.view(held, self._ranks, -1).transpose(0, 1).contiguous()
+        theirs = decode(self._swapped(to_each, dist.all_to_all_single).view(workers, held, -1), kind)
+        total = theirs[0]
+        for row in theirs[1:]:  # in their order
             total = total + row
-        mean = encode(total / len(workers), kind)
-        whole = decode(self._swapped(mean, _all_gather_flat, self._ranks).view(self._ranks, -1), kind)
-        return whole.view(-1)[:numbers], decode(coded, kind).view(held, -1)[:, :numbers]
+        mean = total / workers
+        coded_mean = encode(mean, kind)
+        whole = decode(self._swapped(coded_mean, _all_gather_flat, self._ranks).view(workers, -1), kind)
+        lost, lost_of_mean = padded - decode(coded, kind), workers * (mean - decode(coded_mean, kind))
+        for place in range(held):
+            lost[place, self._rank * held + place] += lost_of_mean[place]
+        return whole.view(-1)[:numbers], lost.view(held, -1)[:, :numbers]
 
     def _swapped(self, sent: Tensor, collective: Callable[..., Any], times: int = 1) -> Tensor:
         if self._group is None:

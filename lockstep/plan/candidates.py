@@ -7,6 +7,7 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.errors import UsageError
 from lockstep.mesh import Layout, resolve
+from lockstep.parallel.wire import LARGEST
 from lockstep.plan.compressing import advice
 from lockstep.plan.facts import Facts, facts_of
 from lockstep.plan.hardware import Cluster
@@ -228,8 +229,9 @@ def _judge_data_parallel(
     if config.distributed.fsdp.cpu_offload:
         moved = [memory.pop(kind) for kind in ("parameters", "optimizer", "gradients")]
         candidate.notes.append(f"{sum(moved) / GIB:.1f} GiB a rank in host memory")
-    if layout.strategy == "diloco":  # the common parameters, their momentum, and what int8 rounds away
-        kept = 3 if config.distributed.diloco.send_as == "int8" and config.distributed.diloco.error_feedback else 2
+    if layout.strategy == "diloco":  # the common parameters, their momentum, and what is rounded away
+        options = config.distributed.diloco
+        kept = 3 if options.send_as in LARGEST and options.error_feedback else 2
         memory["parameters"] += 4 * kept * facts.parameters
     candidate.memory = memory
     pieces = pieces_of(facts, rehearsal, cluster.seconds)
