@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from lockstep.launch.spawn import spawn
     from lockstep.models import get_model
     from lockstep.trainer import Trainer
+    from lockstep.trainer.own_loop import place
 
 _HOME = {
     "Config": "lockstep.config",
     "Trainer": "lockstep.trainer",
     "get_model": "lockstep.models",
+    "place": "lockstep.trainer.own_loop",
     "spawn": "lockstep.launch.spawn",
     "DistributedSampler": "lockstep.data.sampler",
     "LockstepError": "lockstep.errors",
@@ -45,6 +47,7 @@ __all__ = [
     "get_model",
     "is_main_process",
     "local_rank",
+    "place",
     "rank",
     "setup",
     "spawn",

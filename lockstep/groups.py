@@ -9,6 +9,7 @@ import atexit
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -31,6 +32,12 @@ def once(purpose: Hashable, make: Callable[[], T]) -> T:
     if purpose not in _made:
         _made[purpose] = make()
     return _made[purpose]  # type: ignore[no-any-return]
+
+
+def object_device(device: torch.device) -> torch.device:
+    """Where small messages between hosts are kept: the CPU, if the process group serves it beside `device`."""
+    config = dist.get_backend_config()
+    return torch.device("cpu") if "cpu:" in config or "gloo" in config else device
 
 
 @atexit.register

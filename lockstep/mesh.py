@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.config import DistributedConfig
+from lockstep.environment import RankFacts
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -139,6 +140,13 @@ def resolve(config: DistributedConfig, world_size: int, local_world_size: int | 
         replicate = config.replicate_size or 1
         pipeline = max(1, world_size // (replicate * shard))
     return _multiplied("pipeline", pipeline, replicate, shard, world_size, sizes)
+
+
+def layout_of(config: DistributedConfig, facts: RankFacts) -> Layout:
+    """The layout that the config names, for the ranks that run; left to us (`auto`), replicas."""
+    if config.strategy == "auto":
+        config = config.model_copy(update={"strategy": "ddp" if facts.world_size > 1 else "single"})
+    return resolve(config, facts.world_size, facts.local_world_size)
 
 
 def _diloco(config: DistributedConfig, ranks: int) -> Layout:

@@ -15,7 +15,7 @@ from lockstep.checkpoint.background import AsyncSaver
 from lockstep.checkpoint.describe import inspect
 from lockstep.checkpoint.digest import digest, digest_tensors
 from lockstep.checkpoint.export import export_safetensors, export_torch, weights
-from lockstep.checkpoint.gathered import hand_out, is_shared
+from lockstep.checkpoint.gathered import gather, hand_out, is_shared, scatter
 from lockstep.checkpoint.importing import import_weights
 from lockstep.checkpoint.keep import newest, resume_point, rotate, set_aside
 from lockstep.checkpoint.manifest import DamagedError, verify
@@ -34,6 +34,7 @@ __all__ = [
     "digest_tensors",
     "export_safetensors",
     "export_torch",
+    "gather",
     "hand_out",
     "has_extra",
     "has_optimizer",
@@ -51,6 +52,7 @@ __all__ = [
     "rotate",
     "save",
     "save_as",
+    "scatter",
     "set_aside",
     "verify",
     "weights",

@@ -1,18 +1,39 @@
 """Evaluation: every sample once, the mean over valid targets, the same number on every rank and every topology."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
-from lockstep.data import StepSource
+from lockstep.data import StepBatches, StepSource
 from lockstep.parallel import Placed, Share
 from lockstep.parallel.numbers import Number, at_least
 
 WINDOW = 16  # micro-batches whose losses travel in one all-reduce; fixed, so that the order of the sum is
 
 
-def evaluate(placed: Placed, source: StepSource) -> float:
+@contextmanager
+def evaluating(placed: Placed) -> Iterator[None]:
+    """Inside, the parts are in evaluation mode; then they are as they were.
+
+    Parameters that FSDP2 has gathered for a forward pass are let go of again: an update, or a checkpoint that is taken
+    up, writes to the shards, and the next forward pass has to gather what was written.
+    """
+    before = [(module, module.training) for part in placed.parts for module in part.modules()]
+    for part in placed.parts:
+        part.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def evaluate(placed: Placed, source: StepSource | Generator[StepBatches, None, None]) -> float:
     """The mean loss over all of the source.
 
     Args:
@@ -20,20 +41,16 @@ def evaluate(placed: Placed, source: StepSource) -> float:
     """
     loss_sum: Number = 0.0
     count: Number = 0.0
-    before = [(part, part.training) for part in placed.parts]
-    for part in placed.parts:
-        part.eval()
     try:
-        for batches in source:
-            ledger = placed.ledger(batches.num_micro_batches)
-            with placed.cursor.running("eval", batches.step):
-                placed.evaluate([Share(m.index, m.batch, m.real) for m in batches.mine], ledger)
-            some_loss, some_count = ledger.totals()
-            loss_sum, count = loss_sum + some_loss, count + some_count
+        with evaluating(placed):
+            for batches in source:
+                ledger = placed.ledger(batches.num_micro_batches)
+                with placed.cursor.running("eval", batches.step):
+                    placed.evaluate([Share(m.index, m.batch, m.real) for m in batches.mine], ledger)
+                some_loss, some_count = ledger.totals()
+                loss_sum, count = loss_sum + some_loss, count + some_count
     finally:
         source.close()
-        for part, training in before:
-            part.train(training)
     return float(loss_sum / at_least(count, 1.0))
 
 
@@ -41,9 +58,7 @@ def sample_from(placed: Placed) -> Callable[[torch.Tensor], Any]:
     """The placed model as a function of its inputs, in evaluation mode; all ranks call it together."""
 
     def forward(*inputs: torch.Tensor) -> Any:
-        for part in placed.parts:
-            part.eval()
-        with placed.cursor.running("sample", 0):
+        with evaluating(placed), placed.cursor.running("sample", 0):
             placed.cursor.at(0)
             return placed.forward(*inputs)
 

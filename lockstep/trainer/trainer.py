@@ -24,7 +24,7 @@ from lockstep.config import Config
 from lockstep.data import StepSource, adopt
 from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat import Heartbeat
-from lockstep.mesh import Layout, resolve
+from lockstep.mesh import layout_of
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.monitor import Monitor
 from lockstep.monitor.phases import waits_counted
@@ -83,7 +83,7 @@ class Trainer:
         self.config = with_settings(config or Config(), settings)
         self.cluster = cluster.setup(self.config.distributed)
         self.device = self.cluster.device
-        self.layout = _layout(self.config, self.cluster)
+        self.layout = layout_of(self.config.distributed, self.cluster.facts)
         self.mode, self.why_mode = resolve_mode(self.config.precision.mode, self.device)
         before, _ = canonical_names(model)
         self.placed: Placed = place(
@@ -418,15 +418,6 @@ class Trainer:
         self.metrics["eval_loss"] = loss
         self.best["eval_loss"] = min(loss, self.best.get("eval_loss", loss))
         monitor.on_eval({"step": step, "eval_loss": loss})
-
-
-def _layout(config: Config, here: cluster.Cluster) -> Layout:
-    """The layout that the config names; left to us, replicas."""
-    distributed, facts = config.distributed, here.facts
-    if distributed.strategy == "auto":
-        strategy = "ddp" if facts.world_size > 1 else "single"
-        distributed = distributed.model_copy(update={"strategy": strategy})
-    return resolve(distributed, facts.world_size, facts.local_world_size)
 
 
 __all__ = ["RunError", "Trainer"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.groups import once
+from lockstep.groups import object_device, once
 from lockstep.mesh import Layout
 from lockstep.parallel import fsdp, reproducible
 from lockstep.parallel.buffers import RunningBuffers
@@ -25,7 +25,7 @@ from lockstep.parallel.pipeline.holding import Holding, holding_of, materialise,
 from lockstep.parallel.pipeline.part import Part, Work
 from lockstep.parallel.pipeline.plan import Plan, frees_after_forward, plan_of, splits_backward
 from lockstep.parallel.pipeline.runner import Runner
-from lockstep.parallel.pipeline.shapes import Shapes, object_device
+from lockstep.parallel.pipeline.shapes import Shapes
 from lockstep.parallel.pipeline.shared import SharedSums
 from lockstep.parallel.pipeline.torch_schedule import Schedule
 from lockstep.parallel.pipeline.torch_stage import Stage

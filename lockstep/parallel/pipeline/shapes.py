@@ -90,9 +90,3 @@ def _leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), str(leaf.dtype)
     return leaf if isinstance(leaf, bool | int | float) else type(leaf).__name__
-
-
-def object_device(device: torch.device) -> torch.device:
-    """Where small messages between hosts are kept: the CPU, if the process group serves it beside `device`."""
-    config = dist.get_backend_config()
-    return torch.device("cpu") if "cpu:" in config or "gloo" in config else device

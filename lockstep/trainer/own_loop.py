@@ -1,0 +1,234 @@
+"""`lockstep.place`: a model under any strategy, for a training loop of one's own.
+
+    placed = lockstep.place(model, strategy="fsdp", loss_fn=nn.MSELoss())
+    optimizer = torch.optim.AdamW(placed.parameters())
+    loss = placed.backward(*micro_batches)      # this rank's of the step
+    placed.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+`backward` is a step without its update: afterwards `.grad` holds the gradient of the mean loss over all valid targets
+of all ranks, as the `Trainer` would have it. All else is the caller's: data, optimizers, schedules, what to save.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import checkpoint, cluster
+from lockstep.config import Config, apply_flags, config_from
+from lockstep.data import MicroBatch, StepBatches
+from lockstep.errors import UsageError
+from lockstep.mesh import layout_of
+from lockstep.models.protocol import objective_of
+from lockstep.parallel import Placed
+from lockstep.parallel import place as place_over
+from lockstep.parallel.numbers import at_least, at_most, number, tensor_of
+from lockstep.precision import Precision, resolve_mode
+from lockstep.step import gradient_norm
+from lockstep.trainer.dealing import Dealer
+from lockstep.trainer.evaluation import WINDOW, evaluate, evaluating
+
+_SECTIONS = ("distributed", "precision")
+_OF_TRAINING = ("seed", "compile", "gradient_checkpointing", "gradient_checkpointing_every")
+
+
+def place(
+    model: nn.Module, strategy: str | None = None, loss_fn: Callable[..., Tensor] | None = None, *,
+    config: Config | None = None, **settings: Any,
+) -> "PlacedModel":  # fmt: skip
+    """Lay a model over the ranks, to be trained in a loop of one's own; all ranks call it. Joins the ranks if need be.
+
+    Args:
+        model: any `nn.Module`, not wrapped. On `meta` if it has `init_weights()`.
+        strategy: single, dp, ddp, fsdp, pipeline or accelerate; unset: as the config says.
+        loss_fn: `(outputs, targets) -> loss`; unset: the model's own loss.
+        config: its sections `distributed` and `precision` count, and what `training` says about the model (seed,
+            compile, gradient_checkpointing).
+        settings: single keys of these by their short names, as the `Trainer` takes them.
+
+    Raises:
+        UsageError: settings contradict each other or the model, or are about what the loop itself decides.
+    """
+    config = _configured(config or Config(), settings if strategy is None else {"strategy": strategy, **settings})
+    here = cluster.setup(config.distributed)
+    mode, _ = resolve_mode(config.precision.mode, here.device)
+    layout = layout_of(config.distributed, here.facts)
+    _refuse(config, layout.strategy, mode)
+    precision = Precision(mode, here.device.type)
+    objective = objective_of(model, loss_fn)
+    placed = place_over(model, layout, config, objective=objective, device=here.device, precision=precision)
+    return PlacedModel(placed, mode)
+
+
+class PlacedModel:
+    """A model as `lockstep.place` lays it over the ranks.
+
+    Every rank makes the same calls in the same order; printing and writing files is for one of them.
+
+    Attributes:
+        step: calls of `backward` so far. Random numbers follow from it: set it when you resume.
+        notices: what the placement has to say.
+    """
+
+    def __init__(self, placed: Placed, mode: str) -> None:
+        self._placed, self._mode, self.step = placed, mode, 0
+        self._dealer = Dealer(placed)
+        self.notices = placed.notices
+
+    def __repr__(self) -> str:
+        placed = self._placed
+        device = placed.cursor.device.type
+        return f"PlacedModel({placed.layout} on {device}, {self._mode}, {placed.num_parameters:,} parameters)"
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank. Micro-batches are brought there."""
+        return self._placed.cursor.device
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Whose share of the data this rank runs; the ranks of one pipeline run the same."""
+        return self._dealer.column
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Among how many the data are shared out."""
+        return self._dealer.columns
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """For optimizers: this rank's, sharded ones as DTensors."""
+        return iter(self._placed.parameters.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with the names that they have in the model."""
+        return iter(self._placed.parameters.items())
+
+    def backward(self, *micro_batches: Any) -> Tensor:
+        """Forward and backward of one step; `.grad` is then the gradient of its mean loss, on all ranks.
+
+        Args:
+            micro_batches: this rank's. Numbers may differ between ranks; one that has none left calls `backward()`.
+
+        Returns:
+            the mean loss over all valid targets of all ranks, 0-dim, the same on all of them.
+
+        Raises:
+            UsageError: gradients of the call before are still there.
+        """
+        placed = self._placed
+        if any(parameter.grad is not None for parameter in placed.parameters.values()):
+            raise UsageError(
+                "the gradients of the last backward are still there",
+                why="one call is one step: its mean is over all that it is given, and does not add up over calls",
+                fix="pass all micro-batches of a step to one backward(…), and zero_grad() after the update",
+            )
+        placed.check(self.step)
+        shares, slots = self._dealer.deal(micro_batches, self.step, "backward")
+        if not shares:
+            raise UsageError("no rank brings a micro-batch", fix="end the loop when all ranks have run out of data")
+        ledger, nominal = placed.ledger(slots), self._dealer.nominal
+        with placed.cursor.running("train", self.step):
+            placed.forward_backward(shares, ledger, 1.0 / nominal)
+        loss_sum, valid = ledger.totals()
+        valid = at_least(valid, 1.0)  # a step without a valid target has a gradient of zero, not of nan
+        placed.finish_gradients()
+        if gradients := placed.gradients():
+            torch._foreach_mul_(gradients, tensor_of(nominal / valid))
+        placed.settle(False)
+        self.step += 1
+        return tensor_of(loss_sum / valid)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Bring the gradient's norm down to `max_norm`, if it is above.
+
+        Returns:
+            the norm before, over all parameters on all ranks: 0-dim, the same on all of them.
+        """
+        placed = self._placed
+        norm = number(gradient_norm(placed.counted_gradients(), placed.norm_groups, self.device))
+        if gradients := placed.gradients():
+            torch._foreach_mul_(gradients, tensor_of(at_most(max_norm / (norm + 1e-6), 1.0)))
+        return tensor_of(norm)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of all parameters, whichever optimizers they belong to."""
+        self._placed.clear_gradients()
+
+    def evaluate(self, micro_batches: Iterable[Any]) -> float:
+        """The mean loss over all valid targets of all ranks' micro-batches, in evaluation mode.
+
+        Args:
+            micro_batches: this rank's, a DataLoader for instance.
+        """
+        return evaluate(self._placed, self._windows(iter(micro_batches)))
+
+    def __call__(self, *inputs: Any, **more: Any) -> Any:
+        """The model's outputs, in evaluation mode and without a graph; the same arguments on all ranks."""
+        with evaluating(self._placed), self._placed.cursor.running("sample", self.step):
+            self._placed.cursor.at(0)
+            return self._placed.forward(*inputs, **more)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers, whole, on the CPU, for the plain model's `load_state_dict`.
+
+        Returns:
+            all of them on rank 0; on other ranks nothing, for they would fill the host's memory.
+        """
+        return checkpoint.gather(self._placed.kept(), self._aliases())
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take up what `state_dict` gave, or that of the plain model.
+
+        Args:
+            state: rank 0's counts; it need not be anywhere else.
+
+        Raises:
+            UsageError: on every rank; names or shapes are not the model's.
+        """
+        with evaluating(self._placed):
+            checkpoint.scatter(state, self._placed.kept(), self._aliases())
+
+    def _aliases(self) -> dict[str, tuple[str, ...]]:
+        placed = self._placed
+        return {name: tuple(others) for name, others in placed.aliases.items() if name in placed.parameters}
+
+    def _windows(self, batches: Iterator[Any]) -> Generator[StepBatches, None, None]:
+        each = max(1, WINDOW // self.data_parallel_size)
+        for window in count():
+            shares, slots = self._dealer.deal(list(islice(batches, each)), self.step, "evaluate")
+            if not shares and window == 0:
+                raise UsageError("there is nothing to evaluate on: no rank brings a micro-batch")
+            if not shares:
+                return
+            mine = [MicroBatch(share.index, share.batch, share.real) for share in shares]
+            yield StepBatches(window, 0, slots, 0, False, mine)
+
+
+def _configured(config: Config, settings: dict[str, Any]) -> Config:
+    dotted = apply_flags(settings, "lockstep.place")
+    for key in dotted:
+        section, _, name = key.partition(".")
+        if section not in _SECTIONS and not (section == "training" and name in _OF_TRAINING):
+            raise UsageError(
+                f"{key} means nothing to lockstep.place",
+                why="data, optimizers, schedules, clipping and checkpoints are the loop's own",
+                fix="leave it out, or let lockstep.Trainer run the step",
+            )
+    return config_from(dotted, config) if dotted else config
+
+
+def _refuse(config: Config, strategy: str, mode: str) -> None:
+    """Refuse what needs more than a gradient."""
+    whys = {
+        "strategy diloco": (strategy == "diloco", "each worker updates a model of its own"),
+        "distributed.reproducible": (config.distributed.reproducible, "the same bits need the same update, too"),
+        "precision fp16": (mode == "fp16", "its loss scale decides which updates are skipped"),
+    }
+    for what, (asked, why) in whys.items():
+        if asked:
+            fix = "let lockstep.Trainer run the step" + (", or write bf16" if mode == "fp16" else "")
+            raise UsageError(f"{what} can't be had in a loop of one's own", where="lockstep.place", why=why, fix=fix)
