@@ -1,16 +1,24 @@
-"""Steps on slow links, against the limit of computation and link, and against a raw all-reduce. Needs root.
+"""Steps on slow links, against the limits that computation and link set, and against a raw all-reduce. Needs root.
 
-    python -m benchmarks.slow_links [--hosts 2,4] [--rates 100mbit,1gbit] [--rounds 7] [--write]
+    python -m benchmarks.slow_links [--hosts 2,4] [--rates 100mbit,1gbit] [--computation 0.1,1,3] [--rounds 5] [--write]
 
 Hosts are network namespaces with one rank each (`tests.hosts`); computation sleeps, so that cores do not matter and
-what overlaps is seen. The limit of a step is max(computation, bytes / rate), with the bytes that the busiest host was
-counted to send. The raw all-reduce sends the gradients' bytes with nothing beside it, in turn with the steps: no step
-that sends as much may be behind computation and it together, the one hidden behind the other.
+what overlaps is seen. It is as long as `--computation` says, in units of the time that an all-reduce of the gradients
+takes on the link; what it takes with all that does not sleep (gradients, clipping, update) is measured beside it, by a
+loop without communication, on all hosts at once. A step is held against two limits:
+
+    max(computation, link)     with link = bytes / rate, of the bytes that the busiest host was counted to send
+    in order                   what no schedule can beat: a gradient is sent after it was computed, and parameters come
+                               before they are used; forward and backward pass follow each other
+
+The raw all-reduce sends the gradients' bytes with nothing beside it, in turn with the steps; a step that moves its
+bytes as fast as that is not behind it.
 """
 
 import argparse
 import os
 import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -18,76 +26,185 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
+from lockstep.config import config_from
 from lockstep.parallel.compression import sent_numbers
 from lockstep.trainer import Trainer
 from tests.hosts import hosts, sent_bytes
-from tests.plan.timed import BACKWARD, BLOCKS, FORWARD, WIDTH, Case, Data, Sleepy
 from tests.ranks import run_ranks
 
 RESULT = Path(__file__).parent / "results" / "slow_links.md"
-COMPUTATION = BLOCKS * (FORWARD + BACKWARD)
-PARAMETERS = BLOCKS * WIDTH * WIDTH
+BLOCKS = 8
 _COMPRESSION = "distributed.ddp.compression.kind"
-_FSDP = (("distributed.strategy", "fsdp"), ("distributed.fsdp.auto_wrap_policy", ["Sleepy"]))
+_DDP: dict[str, Any] = {"distributed.strategy": "ddp"}
+_FSDP = {"distributed.strategy": "fsdp", "distributed.fsdp.auto_wrap_policy": ["Slow"]}
 CASES = {
-    "ddp": Case("ddp", settings=(("distributed.strategy", "ddp"),)),
-    "ddp, fp16": Case("fp16", settings=(("distributed.strategy", "ddp"), (_COMPRESSION, "fp16"))),
-    "ddp, PowerSGD": Case(
-        "powersgd",
-        settings=(
-            ("distributed.strategy", "ddp"), (_COMPRESSION, "powersgd"), ("distributed.ddp.compression.start_step", 2)
-        ),
-    ),
-    "fsdp full_shard": Case("full", settings=_FSDP),
-    "fsdp shard_grad_op": Case("grad_op", settings=(*_FSDP, ("distributed.fsdp.sharding_strategy", "shard_grad_op"))),
-}  # fmt: skip
+    "ddp": _DDP,
+    "ddp, fp16": {**_DDP, _COMPRESSION: "fp16"},
+    "ddp, PowerSGD": {**_DDP, _COMPRESSION: "powersgd", "distributed.ddp.compression.start_step": 2},
+    "fsdp full_shard": _FSDP,
+    "fsdp shard_grad_op": {**_FSDP, "distributed.fsdp.sharding_strategy": "shard_grad_op"},
+}
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0], None
+
+
+class Slow(nn.Module):
+    """x → linear(x), in so many seconds, and twice as many backward: then the weight's gradient is there."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(self.linear(x), self.seconds)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class Data(Dataset[tuple[Tensor, Tensor]]):
+    deterministic = True
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((self.width,), index / 4096), torch.zeros(self.width)
+
+
+class Load(NamedTuple):
+    """The model's width, and the seconds of a step that sleep, a third of them forward."""
+
+    width: int
+    sleeps: float
+
+    @property
+    def parameters(self) -> int:
+        return BLOCKS * self.width**2
 
 
 class Found(NamedTuple):
-    """Of a case: seconds of each round's step and of the raw all-reduce beside it, bytes that a step sends."""
+    """Of a case: bytes that a step sends; and of each round the seconds of its step, of the raw all-reduce beside it,
+    and of a step without communication: (forward, backward, the rest).
+    """
 
+    sent: float
     seconds: list[float]
     raw: list[float]
-    sent: float
+    alone: list[tuple[float, float, float]]
 
 
-def theory(name: str, ranks: int) -> float:
+def theory(name: str, ranks: int, load: Load) -> float:
     """Bytes that a rank sends in a step if every collective sends the least (a ring)."""
-    share, whole = (ranks - 1) / ranks, 4.0 * PARAMETERS
+    share, whole = (ranks - 1) / ranks, 4.0 * load.parameters
     if name.startswith("fsdp"):
-        gathers = 2 if "full" in name else 1
-        return share * whole * (gathers + 1)
+        return share * whole * _passes(name)
     kind = {"ddp": "none", "ddp, fp16": "fp16", "ddp, PowerSGD": "powersgd"}[name]
-    shapes = {f"{block}": (WIDTH, WIDTH) for block in range(BLOCKS)}
+    shapes = {f"{block}": (load.width, load.width) for block in range(BLOCKS)}
     return 2 * share * 4 * sent_numbers(shapes, kind, 1)
 
 
-def measure(rounds: int) -> dict[str, tuple[Any, ...]]:
-    """On every rank."""
+def _passes(name: str) -> int:
+    """How often fsdp sends the model: gathered once or twice, reduced once."""
+    return 3 if "full" in name else 2
+
+
+def in_order(name: str, alone: tuple[float, float, float], link: float) -> float:
+    """Seconds below which no step can be, if `link` is those that its messages need."""
+    forward, backward, rest = alone
+    if name.startswith("ddp"):
+        bucket = link / BLOCKS
+        return forward + max(backward + bucket, backward / BLOCKS + link) + rest
+    once = link / _passes(name)  # through the model: BLOCKS messages
+    first = max(once + forward / BLOCKS, once / BLOCKS + forward)
+    if "full" in name:
+        return first + max(2 * once, backward + 2 * once / BLOCKS) + rest
+    return first + max(backward + once / BLOCKS, backward / BLOCKS + once) + rest
+
+
+def trainer_for(settings: dict[str, Any], load: Load) -> Trainer:
+    torch.manual_seed(0)
+    common = {
+        "training.batch_size": 4, "training.max_steps": 100, "training.optimizer": "sgd", "precision.mode": "fp32",
+        "distributed.ddp.bucket_cap_mb": 0.5,
+    }  # fmt: skip
+    return Trainer(model_of(load), config=config_from({**common, **settings}), loss_fn=nn.MSELoss(reduction="sum"))
+
+
+def model_of(load: Load) -> nn.Module:
+    return nn.Sequential(*[Slow(load.width, load.sleeps / 3 / BLOCKS) for _ in range(BLOCKS)])
+
+
+class Alone:
+    """A step of the same model without communication."""
+
+    def __init__(self, load: Load) -> None:
+        self._model = model_of(load)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        self._x = torch.ones(4, load.width)
+
+    def step(self) -> tuple[float, float, float]:
+        """Seconds of (forward, backward, the rest)."""
+        dist.barrier()
+        times = [time.perf_counter()]
+        loss = self._model(self._x).square().mean()
+        times.append(time.perf_counter())
+        loss.backward()
+        times.append(time.perf_counter())
+        nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        times.append(time.perf_counter())
+        return times[1] - times[0], times[2] - times[1], times[3] - times[2]
+
+
+def measure(loads: list[Load], rounds: int) -> list[dict[str, tuple[Any, ...]]]:
+    """On every rank, one load after the other."""
+    return [_measured(load, rounds) for load in loads]
+
+
+def _measured(load: Load, rounds: int) -> dict[str, tuple[Any, ...]]:
     runs = {}
-    for name, case in CASES.items():
-        torch.manual_seed(0)
-        model = nn.Sequential(*[Sleepy() for _ in range(BLOCKS)])
-        trainer = Trainer(model, config=case.config(), loss_fn=nn.MSELoss(reduction="sum"))
-        runs[name] = iter(trainer.steps(Data()))
+    for name, settings in CASES.items():
+        runs[name] = iter(trainer_for(settings, load).steps(Data(load.width)))
         for _ in range(4):  # buckets are cut, PowerSGD compresses
             next(runs[name])
-    flat = torch.zeros(PARAMETERS)
+    flat = torch.zeros(load.parameters)
     seconds: dict[str, list[float]] = {name: [] for name in CASES}
     raw: list[float] = []
+    without, alone = Alone(load), []
+    without.step()
     for _ in range(rounds):
-        raw.append(_timed(lambda: dist.all_reduce(flat)))
+        alone.append(without.step())
+        raw.append(_timed(partial(dist.all_reduce, flat)))
         for name, steps in runs.items():
-            seconds[name].append(_timed(lambda steps=steps: float(next(steps).loss)))
+            seconds[name].append(_timed(partial(_step, steps)))
     found = {}
     for name, steps in runs.items():
         before = _settled()
         for _ in range(2):
             next(steps)
-        found[name] = tuple(Found(seconds[name], raw, (_settled() - before) / 2))
+        found[name] = tuple(Found((_settled() - before) / 2, seconds[name], raw, alone))
     return found
+
+
+def _step(steps: Any) -> float:
+    return float(next(steps).loss)
 
 
 def _timed(call: Any) -> float:
@@ -108,56 +225,77 @@ def bytes_a_second(rate: str) -> float:
     return float(rate[:-4]) * units[rate[-4:]]
 
 
-def rows(ranks: int, rate: str, rounds: int) -> list[str]:
-    function = import_module("benchmarks.slow_links").measure  # as other processes find it
+def rows(ranks: int, rate: str, computations: list[float], rounds: int) -> list[str]:
+    here = import_module("benchmarks.slow_links")  # as other processes find it
+    width = 384 if bytes_a_second(rate) < 5e7 else 768
+    alone = 2 * (ranks - 1) / ranks * 4 * BLOCKS * width**2 / bytes_a_second(rate)
+    loads = [here.Load(width, share * alone) for share in computations]
     with hosts(ranks, rate=rate) as on:
-        everyone = run_ranks(function, ranks, rounds, on=on, timeout=1800)
-    lines = []
-    for name in CASES:
-        found = [Found(*rank[name]) for rank in everyone]
-        seconds = median(max(each) for each in zip(*(rank.seconds for rank in found), strict=True))
-        raw = median(max(each) for each in zip(*(rank.raw for rank in found), strict=True))
-        sent = max(rank.sent for rank in found)
-        limit = max(COMPUTATION, sent / bytes_a_second(rate))
-        lines.append(
-            f"| {ranks} | {rate} | {name} | {sent / 1e6:.2f} | {sent / theory(name, ranks):.3f} | {raw:.3f} "
-            f"| {limit:.3f} | {seconds:.3f} | {limit / seconds:.2f} |"
-        )
-    return lines
+        everyone = run_ranks(here.measure, ranks, loads, rounds, on=on, timeout=3000)
+    return [
+        row(ranks, rate, share, load, name, [Found(*rank[place][name]) for rank in everyone])
+        for place, (share, load) in enumerate(zip(computations, loads, strict=True))
+        for name in CASES
+    ]
+
+
+def row(ranks: int, rate: str, share: float, load: Load, name: str, found: list[Found]) -> str:
+    """Of one case: medians over rounds of the slowest rank."""
+    seconds = median(max(each) for each in zip(*(rank.seconds for rank in found), strict=True))
+    raw = median(max(each) for each in zip(*(rank.raw for rank in found), strict=True))
+    alone = median(max(each, key=sum) for each in zip(*(rank.alone for rank in found), strict=True))
+    sent = max(rank.sent for rank in found)
+    link = sent / bytes_a_second(rate)
+    as_raw = raw * sent / theory("ddp", ranks, load)
+    limits = max(sum(alone), link), in_order(name, alone, link), in_order(name, alone, as_raw)
+    return (
+        f"| {ranks} | {rate} | {share:g} | {name} | {sent / 1e6:.2f} | {sent / theory(name, ranks, load):.3f} "
+        f"| {seconds:.3f} | {sum(alone):.3f} | " + " | ".join(f"{limit / seconds:.2f}" for limit in limits) + " |"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", default="2,4")
     parser.add_argument("--rates", default="100mbit,1gbit", help="whole numbers of mbit or gbit")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--computation", default="0.1,1,3", help="times the link's time for an all-reduce")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     table = []
     for ranks in map(int, asked.hosts.split(",")):
         for rate in asked.rates.split(","):
-            table += rows(ranks, rate, asked.rounds)
-            print("\n".join(table[-len(CASES) :]), flush=True)
-    text = "\n".join(
+            found = rows(ranks, rate, [float(share) for share in asked.computation.split(",")], asked.rounds)
+            print("\n".join(found), flush=True)
+            table += found
+    if asked.write:
+        RESULT.write_text(page(table, asked), encoding="utf-8")
+
+
+def page(table: list[str], asked: Any) -> str:
+    return "\n".join(
         [
             "# Steps on slow links, against the limit",
             "",
-            f"`python -m benchmarks.slow_links --hosts {asked.hosts} --rates {asked.rates} --rounds {asked.rounds} "
-            f"--write`; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}. Goal: 0.95 of the limit.",
+            f"`python -m benchmarks.slow_links --hosts {asked.hosts} --rates {asked.rates} "
+            f"--computation {asked.computation} --rounds {asked.rounds} --write`; {os.cpu_count()} cores, load "
+            f"{os.getloadavg()[0]:.1f}. Goal: 0.95 of the limit.",
             "",
-            f"{BLOCKS} blocks of {4 * WIDTH * WIDTH / 2**20:.0f} MiB, computation of {COMPUTATION:.2f} s that sleeps;",
-            "seconds are medians over rounds, of the slowest rank; MB are what the busiest host sends in a step, with",
-            "headers, and `of theory` what that is of a ring's. gloo's reduce-scatter is an all-reduce of which a part",
-            "is kept, so shards send more than a ring would.",
+            f"{BLOCKS} blocks (18.9 MB at 1gbit, 4.7 MB below) that sleep, `sleeps` times as long as an all-reduce of",
+            "the gradients needs on the link; `alone` is a step of a plain loop without communication. Seconds are",
+            "medians over rounds, of the slowest rank; MB are what the busiest host sends in a step, with headers, and",
+            "`of theory` what that is of a ring's.",
+            "`of max` is max(alone, bytes / rate) over the step: where the two are alike it can't be near 1, for",
+            "the first gradient comes after the forward pass. `in order` is the least that the order of things allows.",
+            "`as raw` is the same with the rate of the raw all-reduce in this run in place of the link's: 1 and above",
+            "is not behind it.",
             "",
-            "| hosts | rate | strategy | MB | of theory | raw all-reduce, s | limit, s | step, s | of the limit |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| hosts | rate | sleeps | strategy | MB | of theory | step, s | alone, s | of max | in order | as raw |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
             *table,
             "",
         ]
     )
-    if asked.write:
-        RESULT.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

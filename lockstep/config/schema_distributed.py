@@ -64,7 +64,10 @@ class FSDPConfig(Section):
         "a step and holds the whole model's gradients (least traffic).",
     )
     min_num_params: int = Field(default=1_000_000, ge=1, description="The smallest unit under `size`, in parameters.")
-    forward_prefetch: bool = Field(default=False, description="Gather the next unit while this one computes.")
+    forward_prefetch: bool | None = Field(
+        default=None,
+        description="Ask for the next unit before this one computes; unset: on CPUs. On GPUs streams run ahead anyway.",
+    )
     backward_prefetch: Literal["pre", "post", "none"] = Field(
         default="pre",
         description="Gather the next unit before this one's backward (`pre`), after it (`post`), or when needed.",

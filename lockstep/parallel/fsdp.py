@@ -21,6 +21,7 @@ from lockstep.config import Config, FSDPConfig
 from lockstep.errors import UsageError
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.protocol import segments_of
+from lockstep.parallel.fsdp_gloo import GlooMessages
 from lockstep.parallel.placed import strided_shares
 from lockstep.parallel.placement import Laid, Placement, shared_out
 from lockstep.parallel.tree import hybrid_shares
@@ -41,6 +42,11 @@ def lay(placement: Placement) -> Laid:
     )
     if p.first is not None:
         p.materialise()
+    micro_step = p.loop(p.model, set_sync=partial(set_sync, p.model, accumulate=kind.accumulate))
+    if p.device.type == "cpu":
+        messages = GlooMessages(p.model)
+        if not p.reproducible and layout.replicate == 1:  # else a sum follows on what FSDP2 is given
+            micro_step = messages.over(micro_step)
     assign, tree = shared_out(strided_shares, p), None
     if p.reproducible:
         replica, shard = divmod(p.rank, layout.shard)
@@ -49,7 +55,7 @@ def lay(placement: Placement) -> Laid:
         )  # fmt: skip
         tree = ShardTree(p.model, mesh)
     return Laid(
-        p.loop(p.model, set_sync=partial(set_sync, p.model, accumulate=kind.accumulate)),
+        micro_step,
         assign,
         tree=tree,
         norm_groups=[mesh["shard"].get_group()] if layout.shard > 1 else [],
@@ -61,10 +67,13 @@ def shard_stage(
     foreign: set[nn.Parameter], frees: bool,
 ) -> list[str]:  # fmt: skip
     """FSDP2 over a pipeline's stage, or over what stages share; units were chosen before the model was cut."""
-    return apply_fsdp(
+    notices = apply_fsdp(
         root, mesh, config.distributed.fsdp.model_copy(update={"auto_wrap_policy": "transformer"}), units,
         param_dtype=config.precision.param_dtype, reshard_after_forward=frees, foreign=foreign,
     )  # fmt: skip
+    if mesh.device_type == "cpu":
+        GlooMessages(root)
+    return notices
 
 
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -117,7 +126,7 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             # gloo has no reduction with a factor; a plain sum is exact on every backend.
             module.set_force_sum_reduction_for_comms(True)
-    _prefetch([unit for _, unit in units], config)
+    _prefetch([unit for _, unit in units], config, on_cpu=mesh.device_type == "cpu")
     at_root = sum(p.numel() for p in _own_parameters(model, {id(u) for _, u in units}))
     whole = sum(p.numel() for p in model.parameters())
     if whole and at_root > whole / 2 and mesh["shard"].size() > 1:
@@ -227,9 +236,9 @@ def _divisible_dim(ranks: int) -> Callable[[nn.Parameter], Shard]:
     return placement
 
 
-def _prefetch(units: Sequence[nn.Module], config: FSDPConfig) -> None:
+def _prefetch(units: Sequence[nn.Module], config: FSDPConfig, *, on_cpu: bool) -> None:
     shards = [u for u in units if isinstance(u, FSDPModule)]
-    if config.forward_prefetch:
+    if on_cpu if config.forward_prefetch is None else config.forward_prefetch:
         for this, following in pairwise(shards):
             this.set_modules_to_forward_prefetch([following])
     if config.backward_prefetch != "pre":

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import UsageError
+from lockstep.parallel.fsdp_gloo import Exchange
 from lockstep.parallel.ledger import Ledger, Share
 from lockstep.parallel.placed import MicroStep, local
 from lockstep.parallel.tree import Partials, finish, leaves_of, tree_assignment
@@ -100,9 +101,7 @@ class _Unit:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        self._add(list(received.view(group.size(), -1)))
+        self._add(list(Exchange(input_tensor, group).received()))
         if self._tree.last and self._tree.replicas.size() == 1:
             self._write(output_tensor)
 

@@ -20,7 +20,7 @@ all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gath
 
 # Bytes from a rank to another at once, under gloo. Both directions of a pair share one connection, and long messages
 # go one after the other there: 2 × 6.7 MB took up to 1.9 s at 100 Mbit/s, in these pieces 1.1 s, as an all-reduce does.
-_MESSAGE = 256 << 10
+MESSAGE = 256 << 10
 
 
 class TreeReduceScatter:
@@ -102,7 +102,7 @@ def _segment(like: Tensor, group: dist.ProcessGroup) -> int:
     """Elements that are sent at once."""
     if like.device.type != "cpu":
         return max(1, like.numel())  # NCCL cuts messages itself
-    return max(1, _MESSAGE // like.element_size()) * group.size()
+    return max(1, MESSAGE // like.element_size()) * group.size()
 
 
 class _Segment:

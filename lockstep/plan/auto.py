@@ -93,4 +93,4 @@ def _cluster_here(config: Config, world_size: int, local_world_size: int) -> Clu
         return Cluster(gpu, world_size, per_node, LINKS[gpu.inside], LINKS["InfiniBand HDR"])
     memory = psutil.virtual_memory().total / GIB / per_node
     cpu = Gpu("CPU", memory, 0.1, 0.1, 20, "loopback", "a rank's share of this machine's memory; speeds are guessed")
-    return Cluster(cpu, world_size, per_node, _LOOPBACK, LINKS["Ethernet 1G"], overlap=False)
+    return Cluster(cpu, world_size, per_node, _LOOPBACK, LINKS["Ethernet 1G"])

@@ -119,7 +119,6 @@ class Cluster:
 
     Attributes:
         between: the link between nodes; every GPU has one of its own.
-        overlap: communication runs beside computation (CUDA streams); False: the caller waits (gloo, apart from DDP).
     """
 
     gpu: Gpu
@@ -128,7 +127,6 @@ class Cluster:
     inside: Link
     between: Link
     efficiency: Efficiency = Efficiency()
-    overlap: bool = True
 
     def seconds(self, cost: Cost) -> float:
         """How long one GPU computes."""

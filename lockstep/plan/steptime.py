@@ -109,28 +109,23 @@ def _fsdp(pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micr
     width = 0.5 if config.precision.param_dtype == "bf16" else 1.0  # of gathered parameters, against fp32
     sizes = [pieces.rest_bytes, *[pieces.unit_bytes] * pieces.units] if pieces.units else [pieces.rest_bytes]
     shares = len(sizes) - 1 or 1
-    links = "links" if cluster.overlap else "compute"
     inside = between = 0.0
     for micro_batch in range(micro_batches):
         last = micro_batch == micro_batches - 1
         reduces = kind.accumulate == "sharded" or last
-        gathered = [line.add(links, shards.gather(sizes[0] * width))]
+        gathered = [line.add("links", shards.gather(sizes[0] * width))]
         for size in sizes[1:]:
-            if not cluster.overlap:
-                line.add(links, shards.gather(size * width))
-                line.add("compute", pieces.forward / shares)
-            else:
-                gathered.append(line.add(links, shards.gather(size * width)))
-                line.add("compute", pieces.forward / shares, gathered)
+            gathered.append(line.add("links", shards.gather(size * width)))
+            line.add("compute", pieces.forward / shares, gathered)
         if len(sizes) == 1:
             line.add("compute", pieces.forward, gathered)
         for size in reversed(sizes[1:] or sizes):
-            ahead = [line.add(links, shards.gather(size * width))] if again else []
+            ahead = [line.add("links", shards.gather(size * width))] if again else []
             done = line.add("compute", pieces.backward / shares, ahead)
             if reduces:
-                _reduce(line, links, shards, replicas, size, last, done)
+                _reduce(line, shards, replicas, size, last, done)
         if reduces and len(sizes) > 1:
-            _reduce(line, links, shards, replicas, sizes[0], last, len(line.tasks) - 1)
+            _reduce(line, shards, replicas, sizes[0], last, len(line.tasks) - 1)
         gathers = (2 if again else 1) * pieces.parameter_bytes * width + (pieces.parameter_bytes if reduces else 0.0)
         a, b = shards.bytes_sent(gathers)
         c, d = replicas.bytes_sent(2 * pieces.parameter_bytes / layout.shard if last else 0.0)
@@ -146,11 +141,11 @@ def _agreements(group: Group) -> float:
 
 
 def _reduce(
-    line: Timeline, links: str, shards: Group, replicas: Group, size: float, last: bool, after: int
+    line: Timeline, shards: Group, replicas: Group, size: float, last: bool, after: int
 ) -> None:  # fmt: skip
-    line.add(links, shards.gather(size), [after])
+    line.add("links", shards.gather(size), [after])
     if last and replicas.size > 1:
-        line.add(links, replicas.all_reduce(size / shards.size))
+        line.add("links", replicas.all_reduce(size / shards.size))
 
 
 def _summed(line: Timeline, inside: float, between: float) -> StepTime:

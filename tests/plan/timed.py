@@ -114,7 +114,7 @@ def predict(case: Case, ranks: int, megabits: float) -> StepTime:
     config = case.config()
     gpu = Gpu("sleeps", 1, 1, 1, 1, "", "none")
     link = Link("shaped", megabits / 8e3, LATENCY, "tc")
-    cluster = Cluster(gpu, ranks, 1, link, link, Efficiency(links=0.95), overlap=False)  # what TCP's headers leave
+    cluster = Cluster(gpu, ranks, 1, link, link, Efficiency(links=0.95))  # what TCP's headers leave
     layout = resolve(config.distributed, ranks, 1)
     block = 4.0 * WIDTH * WIDTH
     if layout.strategy == "pipeline":
