@@ -19,10 +19,11 @@ from torch.distributed.tensor import Shard
 
 from lockstep.config import Config, FSDPConfig
 from lockstep.errors import UsageError
+from lockstep.mesh import Layout
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.protocol import segments_of
 from lockstep.parallel.fsdp_gloo import GlooMessages
-from lockstep.parallel.placed import strided_shares
+from lockstep.parallel.placed import MicroStep, strided_shares
 from lockstep.parallel.placement import Laid, Placement, shared_out
 from lockstep.parallel.tree import hybrid_shares
 from lockstep.parallel.tree_fsdp import ShardTree
@@ -44,9 +45,7 @@ def lay(placement: Placement) -> Laid:
         p.materialise()
     micro_step = p.loop(p.model, set_sync=partial(set_sync, p.model, accumulate=kind.accumulate))
     if p.device.type == "cpu":
-        messages = GlooMessages(p.model)
-        if not p.reproducible and layout.replicate == 1:  # else a sum follows on what FSDP2 is given
-            micro_step = messages.over(micro_step)
+        micro_step = over_gloo(p.model, layout, micro_step, reproducible=p.reproducible)
     assign, tree = shared_out(strided_shares, p), None
     if p.reproducible:
         replica, shard = divmod(p.rank, layout.shard)
@@ -60,6 +59,14 @@ def lay(placement: Placement) -> Laid:
         tree=tree,
         norm_groups=[mesh["shard"].get_group()] if layout.shard > 1 else [],
     )
+
+
+def over_gloo(model: nn.Module, layout: Layout, micro_step: MicroStep, *, reproducible: bool = False) -> MicroStep:
+    """`micro_step` of a sharded model on CPUs."""
+    messages = GlooMessages(model)
+    if reproducible or layout.replicate > 1:  # a sum follows on what FSDP2 is given
+        return micro_step
+    return messages.over(micro_step)
 
 
 def shard_stage(
@@ -84,7 +91,7 @@ def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def apply_fsdp(
     model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, blocks: Sequence[tuple[str, nn.Module]], *,
     param_dtype: str = "fp32", reshard_after_forward: bool | None = None, replicas_apart: bool = False,
-    foreign: set[nn.Parameter] | None = None,
+    foreign: set[nn.Parameter] | None = None, device_type: str | None = None,
 ) -> list[str]:  # fmt: skip
     """Shard `model` in place over the axes `replicate` and `shard` of `mesh`.
 
@@ -95,6 +102,7 @@ def apply_fsdp(
         reshard_after_forward: overrides what the sharding strategy says.
         replicas_apart: the caller adds up the replicas' gradients; FSDP2 only shards.
         foreign: parameters in it that belong to another root.
+        device_type: on which it will run; unset: the mesh's.
 
     Returns:
         lines to be said at start.
@@ -126,7 +134,7 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             # gloo has no reduction with a factor; a plain sum is exact on every backend.
             module.set_force_sum_reduction_for_comms(True)
-    _prefetch([unit for _, unit in units], config, on_cpu=mesh.device_type == "cpu")
+    _prefetch([unit for _, unit in units], config, on_cpu=(device_type or mesh.device_type) == "cpu")
     at_root = sum(p.numel() for p in _own_parameters(model, {id(u) for _, u in units}))
     whole = sum(p.numel() for p in model.parameters())
     if whole and at_root > whole / 2 and mesh["shard"].size() > 1:

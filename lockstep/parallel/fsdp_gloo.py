@@ -33,51 +33,62 @@ class GlooMessages:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.parameters())
-        self._dtypes = {parameter.dtype for parameter in self._parameters}
-        self._under_way: Exchange | None = None
-        self._out: Tensor | None = None
-        self._may_wait = False
+        self._dtypes = {parameter.dtype for parameter in model.parameters()}
+        self._under_way: _Sum | None = None
+        self._sums: dict[nn.Parameter, Tensor] = {}  # over the step's micro-batches, all but the last
+        self._may_wait, self._last = False, True
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
-                module.set_custom_reduce_scatter(_ReduceScatter(self))  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(_ReduceScatter(self, own_parameters(module)))  # type: ignore[arg-type]
 
     def over(self, micro_step: MicroStep) -> MicroStep:
         """`micro_step`, whose gradients are complete when it returns, and not before.
 
-        Gradients of a step's micro-batches are added up here: FSDP2 would add a sum that is still under way.
+        Gradients of a step's micro-batches are added up here: FSDP2 would add to a sum that is still under way.
         """
-        sums: dict[nn.Parameter, Tensor] = {}  # over the step's micro-batches so far
         self._may_wait = True
 
         def step(share: Share, ledger: Ledger, factor: float, last: bool) -> tuple[Tensor, int | Tensor]:
+            self._last = last
             result = micro_step(share, ledger, factor, last)
             self.settle()
-            if sums or not last:
-                _move_gradients(self._parameters, sums)
             if last:
-                for parameter, gradient in sums.items():
-                    parameter.grad = gradient
-                sums.clear()
+                for parameter, total in self._sums.items():  # of those that this micro-batch has no gradient of
+                    parameter.grad = total
+                self._sums.clear()
             return result
 
         return step
 
-    def begin(self, output: Tensor, gradient: Tensor, group: dist.ProcessGroup) -> None:
+    def begin(
+        self, output: Tensor, gradient: Tensor, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter]
+    ) -> None:
         """Reduce-scatter a unit's gradient into `output`: now, or by the next `settle`."""
         self.settle()
-        self._under_way, self._out = Exchange(gradient, group), output
+        self._under_way = _Sum(Exchange(gradient, group), output, parameters)
         if not self._may_wait or {output.dtype} != self._dtypes:  # FSDP2 converts what is there when this returns
-            self.settle()
+            self._under_way.finish()
 
     def settle(self) -> None:
         """Wait for what is under way, and add it up."""
         if self._under_way is None:
             return
-        assert self._out is not None
-        torch.sum(self._under_way.received(), dim=0, out=self._out)
-        self._under_way = self._out = None
+        unit, self._under_way = self._under_way, None
+        unit.finish()
+        if self._may_wait:
+            self._keep(unit.parameters)
+
+    def _keep(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Add a unit's gradients to those of the micro-batches before."""
+        for parameter in parameters:
+            before = self._sums.pop(parameter, None)
+            if parameter.grad is None:
+                continue
+            if before is not None:
+                local(parameter.grad).add_(local(before))
+            if not self._last:
+                self._sums[parameter], parameter.grad = parameter.grad, None
 
 
 class Exchange:
@@ -97,11 +108,33 @@ class Exchange:
             for got, piece in zip(self._got, self._pieces, strict=True)
         ]
 
-    def received(self) -> Tensor:
-        """What the ranks sent here, [W, share], once it is there."""
-        for work in self._works:
+    def received(self) -> Iterator[Tensor]:
+        """What the ranks sent here, once it is there: [W, a part of the share], part by part."""
+        for work, got in zip(self._works, self._got, strict=True):
             work.wait()
-        return self._got[0] if len(self._got) == 1 else torch.cat(self._got, dim=1)
+            yield got
+
+
+class _Sum:
+    """A unit's gradient under way.
+
+    Args:
+        parameters: of the unit.
+    """
+
+    def __init__(self, exchange: Exchange, out: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        self._exchange: Exchange | None = exchange
+        self._out, self.parameters = out, parameters
+
+    def finish(self) -> None:
+        """Wait, and write the sum."""
+        if self._exchange is None:
+            return
+        begin = 0
+        for part in self._exchange.received():
+            torch.sum(part, dim=0, out=self._out[begin : begin + part.size(1)])
+            begin += part.size(1)
+        self._exchange = None
 
 
 class _Gather:
@@ -125,8 +158,8 @@ class _Gather:
 class _ReduceScatter:
     """As FSDP2 calls it; it only ever adds up."""
 
-    def __init__(self, messages: GlooMessages) -> None:
-        self._messages = messages
+    def __init__(self, messages: GlooMessages, parameters: Sequence[nn.Parameter]) -> None:
+        self._messages, self._parameters = messages, parameters
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -134,7 +167,7 @@ class _ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        self._messages.begin(output_tensor, input_tensor, group)
+        self._messages.begin(output_tensor, input_tensor, group, self._parameters)
 
 
 class _Works(dist.Work):
@@ -156,12 +189,12 @@ def _pieces(share: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + each, share.numel())) for start in range(0, max(1, share.numel()), each))
 
 
-def _move_gradients(parameters: list[nn.Parameter], sums: dict[nn.Parameter, Tensor]) -> None:
-    for parameter in parameters:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            continue
-        if parameter in sums:
-            local(sums[parameter]).add_(local(gradient))
-        else:
-            sums[parameter] = gradient
+def own_parameters(unit: nn.Module) -> list[nn.Parameter]:
+    """Those of a unit that are in no unit inside of it."""
+    inside = {
+        id(parameter)
+        for module in unit.modules()
+        if isinstance(module, FSDPModule) and module is not unit
+        for parameter in module.parameters()
+    }
+    return [parameter for parameter in unit.parameters() if id(parameter) not in inside]

@@ -101,7 +101,7 @@ class _Unit:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        self._add(list(Exchange(input_tensor, group).received()))
+        self._add(list(torch.cat(list(Exchange(input_tensor, group).received()), dim=1)))
         if self._tree.last and self._tree.replicas.size() == 1:
             self._write(output_tensor)
 

@@ -224,7 +224,8 @@ def _judge_data_parallel(
     candidate: Candidate, work: Workload, config: Config, cluster: Cluster, count: int, facts: Facts
 ) -> None:
     layout = candidate.layout
-    rehearsal = rehearse(work, config, layout, micro_batches=count)
+    device_type = "cpu" if cluster.gpu.name == "CPU" else "cuda"
+    rehearsal = rehearse(work, config, layout, micro_batches=count, device_type=device_type)
     memory = dict(rehearsal.peak.parts)
     if config.distributed.fsdp.cpu_offload:
         moved = [memory.pop(kind) for kind in ("parameters", "optimizer", "gradients")]

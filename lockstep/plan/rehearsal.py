@@ -74,12 +74,15 @@ class Work:
     update: Cost
 
 
-def rehearse(work: Workload, config: Config, layout: Layout, *, micro_batches: int = 1) -> Rehearsal:
+def rehearse(
+    work: Workload, config: Config, layout: Layout, *, micro_batches: int = 1, device_type: str = "cuda"
+) -> Rehearsal:
     """Memory of a rank under a data-parallel strategy (single, ddp, fsdp).
 
     Args:
         config: batch size, precision, checkpointing and the strategy's own options.
         micro_batches: of the rank in a step.
+        device_type: that the run will have, `cuda` or `cpu`; the rehearsal itself needs neither.
     """
     assert layout.strategy != "pipeline"
     # Further replicas and micro-batches change nothing that the second did not.
@@ -91,7 +94,7 @@ def rehearse(work: Workload, config: Config, layout: Layout, *, micro_batches: i
         mesh = layout.mesh("cpu") if layout.world_size > 1 else None
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         tracker = modes.enter_context(Tracker())
-        parts = _lay(tracker, model, work, config, layout, mesh)
+        parts = _lay(tracker, model, work, config, layout, mesh, device_type)
         optimizer = optimizer_of(config, list(model.parameters()))
         batch = work.batch(config.training.batch_size)
         fill_state(optimizer)
@@ -159,8 +162,9 @@ class _Parts:
 
 
 def _lay(
-    tracker: Tracker, model: nn.Module, work: Workload, config: Config, layout: Layout, mesh: DeviceMesh | None
-) -> _Parts:
+    tracker: Tracker, model: nn.Module, work: Workload, config: Config, layout: Layout, mesh: DeviceMesh | None,
+    device_type: str,
+) -> _Parts:  # fmt: skip
     objective = work.objective(model)
     cursor = Cursor(config.training.seed, CPU)
     blocks = blocks_of(model)
@@ -174,7 +178,9 @@ def _lay(
     set_sync: Callable[[bool], None] = lambda _last: None  # noqa: E731
     if layout.strategy == "fsdp" and mesh is not None:
         options = config.distributed.fsdp.model_copy(update={"cpu_offload": False})
-        fsdp.apply_fsdp(model, mesh, options, blocks, param_dtype=config.precision.param_dtype)
+        fsdp.apply_fsdp(
+            model, mesh, options, blocks, param_dtype=config.precision.param_dtype, device_type=device_type
+        )  # fmt: skip
         set_sync = partial(fsdp.set_sync, model, accumulate=options.accumulate)
     model.to_empty(device="cpu")
     whole = objective.loss
@@ -189,9 +195,9 @@ def _lay(
         set_sync = _Reducer(tracker, model, config).set_sync
     else:
         tag_gradients(tracker, model.parameters())
-    micro_step = looped(
-        model, objective, cursor, precision_of(config), buffers, set_sync=set_sync,
-    )  # fmt: skip
+    micro_step = looped(model, objective, cursor, precision_of(config), buffers, set_sync=set_sync)
+    if layout.strategy == "fsdp" and mesh is not None and device_type == "cpu":
+        micro_step = fsdp.over_gloo(model, layout, micro_step)
     return _Parts(micro_step, cursor)
 
 

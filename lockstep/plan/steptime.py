@@ -119,9 +119,13 @@ def _fsdp(pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micr
             line.add("compute", pieces.forward / shares, gathered)
         if len(sizes) == 1:
             line.add("compute", pieces.forward, gathered)
-        for size in reversed(sizes[1:] or sizes):
-            ahead = [line.add("links", shards.gather(size * width))] if again else []
-            done = line.add("compute", pieces.backward / shares, ahead)
+        units = list(reversed(sizes[1:] or sizes))
+        asked = [line.add("links", shards.gather(size * width)) for size in units[:1] if again]
+        for place, size in enumerate(units):
+            here = asked
+            if again:  # the next unit is asked for before this one computes
+                asked = [line.add("links", shards.gather(more * width)) for more in units[place + 1 : place + 2]]
+            done = line.add("compute", pieces.backward / shares, here)
             if reduces:
                 _reduce(line, shards, replicas, size, last, done)
         if reduces and len(sizes) > 1:

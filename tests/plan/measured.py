@@ -113,7 +113,7 @@ def predict(case: Case, ranks: int) -> list[int]:
             .peak.total
             for rank in range(ranks)
         ]  # fmt: skip
-    return [rehearse(work, config, layout, micro_batches=case.accumulation).peak.total] * ranks
+    return [rehearse(work, config, layout, micro_batches=case.accumulation, device_type="cpu").peak.total] * ranks
 
 
 def grid() -> list[Case]:
