@@ -5,18 +5,22 @@ written, so that damage between memory and a later read is noticed; it is not a 
 Source: POSIX fsync and rename; Pillai et al. 2014, "All File Systems Are Not Created Equal".
 """
 
+import fcntl
 import io
+import mmap
 import os
 import stat
 import zlib
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.progress import Advance
 
 _CHUNK = 4 << 20  # bytes read at a time for a checksum
+_BUFFER = 4 << 20  # bytes written at a time
+_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,19 @@ class FileFacts:
 class ChecksummedStream(io.RawIOBase):
     """A file written from start to end, with the CRC-32 of what went in. It can't seek: a checksum of appended bytes
     only.
+
+    What fills a buffer goes past the page cache, where the file system can do that: a checkpoint is not read again
+    soon, would push out what is (the data), and pays for every page that it takes. All of it has been handed to the
+    system when `fileno` is asked for, to sync it, or when it is closed; not at a `flush`, which comes at each tensor.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._file = path.open("xb", buffering=0)  # "x": nothing on disk is ever overwritten
-        self._size = 0
-        self._crc = 0
+        # "Exclusive": nothing on disk is ever overwritten.
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._buffer = mmap.mmap(-1, _BUFFER)  # begins at a page
+        self._held = self._size = self._crc = 0
+        self._at_page = True  # all that is in the file ends with a page, as direct writes ask for
 
     @property
     def facts(self) -> FileFacts:
@@ -48,8 +58,13 @@ class ChecksummedStream(io.RawIOBase):
     def write(self, data: object) -> int:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]  # any buffer; typeshed's name for it is 3.12's
         done = 0
-        while done < len(view):  # a raw write may be short: at 2 GiB, and just before the disk is full
-            done += self._file.write(view[done:])
+        while done < len(view):
+            more = view[done : done + _BUFFER - self._held]
+            self._buffer[self._held : self._held + len(more)] = more
+            self._held += len(more)
+            done += len(more)
+            if self._held == _BUFFER:
+                self._pass_on(direct=True)
         self._crc = zlib.crc32(view, self._crc)
         self._size += len(view)
         return len(view)
@@ -58,12 +73,35 @@ class ChecksummedStream(io.RawIOBase):
         return self._size
 
     def fileno(self) -> int:
-        return self._file.fileno()
+        self._pass_on(direct=False)
+        return self._handle
 
     def close(self) -> None:
-        if not self.closed:
-            self._file.close()
+        if self.closed:
+            return
         super().close()
+        try:
+            self._pass_on(direct=False)
+        finally:
+            os.close(self._handle)
+
+    def _pass_on(self, *, direct: bool) -> None:
+        held, self._held = self._held, 0  # after a failure nothing is tried again when this is closed
+        done = 0
+        while done < held:  # a raw write may be short: just before the disk is full
+            self._at_page = self._at_page and (held - done) % mmap.PAGESIZE == 0
+            _set_direct(self._handle, direct and self._at_page)
+            with memoryview(self._buffer) as whole, whole[done:held] as left:
+                done += os.write(self._handle, left)
+
+
+def _set_direct(handle: int, direct: bool) -> None:
+    """Have writes go past the page cache or not; a file system that can't goes on as it is."""
+    flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+    wanted = flags | _DIRECT if direct else flags & ~_DIRECT
+    if wanted != flags:
+        with suppress(OSError):
+            fcntl.fcntl(handle, fcntl.F_SETFL, wanted)
 
 
 def write_file(path: Path, data: bytes) -> FileFacts:

@@ -37,21 +37,21 @@ def watch_disk(root: Path, before: Callable[[str, str], None]) -> None:
             before(event, str(arguments[0]))
 
     writes: Counter[str] = Counter()
-    sync, write = os.fsync, disk.ChecksummedStream.write
+    sync, set_direct = os.fsync, disk._set_direct  # called ahead of every write
 
     def watched_sync(handle: int) -> None:
         before("fsync", os.readlink(f"/proc/self/fd/{handle}"))
         sync(handle)
 
-    def watched_write(stream: disk.ChecksummedStream, data: object) -> int:
-        path = os.readlink(f"/proc/self/fd/{stream.fileno()}")
+    def watched_write(handle: int, direct: bool) -> None:
+        path = os.readlink(f"/proc/self/fd/{handle}")
         writes[path] += 1
         if writes[path].bit_count() == 1:  # of many little writes in a row: the 1st, 2nd, 4th, 8th …
             before("write", path)
-        return write(stream, data)
+        set_direct(handle, direct)
 
     os.fsync = watched_sync
-    disk.ChecksummedStream.write = watched_write  # type: ignore[method-assign]
+    disk._set_direct = watched_write
     sys.addaudithook(hear)
 
 
@@ -114,7 +114,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_old_or_the_new(tmp_path: Path
         seen_old, seen_new = seen_old + (found == old), seen_new + (found == new)
         if found == new:
             shutil.rmtree(new)
-    assert seen_old > 60, "every file is made, written and synced, every folder made and synced"
+    assert seen_old > 50, "every file is made, written and synced, every folder made and synced"
     assert seen_new == 2, "from the rename on: before the folder above is synced, and at the end"
 
 

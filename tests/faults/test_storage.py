@@ -38,8 +38,13 @@ def in_the_way(tmp_path: Path) -> Path:
     "went on meanwhile where the save is in the background",
 )
 def test_a_passing_refusal(tmp_path: Path, in_the_way: Path, in_background: bool) -> None:
-    threading.Timer(0.8, in_the_way.unlink).start()
+    def give_way_after_a_try() -> None:
+        while not events(tmp_path, "save_retry"):
+            time.sleep(0.02)
+        in_the_way.unlink()
+
     run = trainer(tmp_path, checkpoint={"save_steps": 6, "retries": 4, "async": in_background})
+    threading.Thread(target=give_way_after_a_try, daemon=True).start()
     run.train(Points())
     assert saved(tmp_path) == ["step-00000006", "step-00000012"]
     assert events(tmp_path, "save_retry")

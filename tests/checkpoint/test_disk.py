@@ -1,0 +1,83 @@
+"""Files that are written once, from start to end: what is read back is what went in, whatever its size."""
+
+import errno
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+
+from lockstep.checkpoint import disk
+from lockstep.checkpoint.disk import ChecksummedStream
+
+SIZES = [0, 1, 4095, 4096, disk._BUFFER - 1, disk._BUFFER, disk._BUFFER + 1, 3 * disk._BUFFER + 4097]
+
+
+def content(size: int) -> bytes:
+    return (bytes(range(251)) * (size // 251 + 1))[:size]
+
+
+@pytest.mark.parametrize("piece", [1000, 1 << 20, 64 << 20])
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_written_in_pieces_is_read_back(tmp_path: Path, size: int, piece: int) -> None:
+    data = content(size)
+    with ChecksummedStream(tmp_path / "file") as stream:
+        for begin in range(0, size, piece):
+            assert stream.write(data[begin : begin + piece]) == len(data[begin : begin + piece])
+        os.fsync(stream.fileno())
+        facts = stream.facts
+    assert (tmp_path / "file").read_bytes() == data
+    assert (facts.size, facts.crc32) == (size, zlib.crc32(data))
+
+
+def test_writing_goes_on_after_a_sync_at_any_place(tmp_path: Path) -> None:
+    data = content(3 * disk._BUFFER)
+    with ChecksummedStream(tmp_path / "file") as stream:
+        stream.write(data[:5000])
+        os.fsync(stream.fileno())
+        assert (tmp_path / "file").read_bytes() == data[:5000]
+        stream.write(data[5000:])
+    assert (tmp_path / "file").read_bytes() == data
+
+
+def test_full_buffers_go_past_the_page_cache_where_the_file_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct = []
+    set_direct = disk._set_direct
+    monkeypatch.setattr(disk, "_set_direct", lambda handle, wanted: (direct.append(wanted), set_direct(handle, wanted)))
+    with ChecksummedStream(tmp_path / "file") as stream:
+        stream.write(content(2 * disk._BUFFER + 100))
+    assert direct == [True, True, False]
+
+
+def test_a_file_system_that_can_not_is_written_as_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(handle: int, command: int, flags: int = 0) -> int:
+        if command == disk.fcntl.F_SETFL:
+            raise OSError(errno.EINVAL, "no direct writes here")
+        return os.O_WRONLY
+
+    monkeypatch.setattr(disk.fcntl, "fcntl", refuses)
+    with ChecksummedStream(tmp_path / "file") as stream:
+        stream.write(content(disk._BUFFER + 9))
+    assert (tmp_path / "file").read_bytes() == content(disk._BUFFER + 9)
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, bytes(data[: max(1, len(data) // 2 + 7)])))
+    data = content(disk._BUFFER + 10_000)
+    with ChecksummedStream(tmp_path / "file") as stream:
+        stream.write(data)
+    assert (tmp_path / "file").read_bytes() == data
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_told_when_the_bytes_are_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags, mode=0o777: opened("/dev/full", os.O_WRONLY))
+    stream = ChecksummedStream(tmp_path / "file")
+    stream.write(b"a few bytes")
+    with pytest.raises(OSError, match="No space left"):
+        stream.fileno()
+    stream.close()
