@@ -13,7 +13,6 @@ from lockstep.plan.facts import Facts, facts_of
 from lockstep.plan.hardware import Cluster
 from lockstep.plan.record import Cost
 from lockstep.plan.rehearsal import Rehearsal, rehearse
-from lockstep.plan.stages import rehearse_rank
 from lockstep.plan.steptime import Pieces, StageTime, StepTime, data_parallel_step, pipeline_step
 from lockstep.plan.workload import Workload
 
@@ -244,6 +243,8 @@ def _judge_data_parallel(
 def _judge_pipeline(
     candidate: Candidate, work: Workload, config: Config, cluster: Cluster, count: int, facts: Facts
 ) -> None:
+    from lockstep.plan.stages import rehearse_rank  # loads torch's compiler
+
     layout = candidate.layout
     looked_at = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
     found = {rank: rehearse_rank(work, config, layout, rank, micro_batches=count) for rank in looked_at}

@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 from lockstep.config import Config
 from lockstep.mesh import Layout
-from lockstep.parallel.pipeline.partition import rank_of
-from lockstep.parallel.pipeline.schedules import facts_of
-from lockstep.parallel.pipeline.torch_schedule import actions
 from lockstep.parallel.wire import bytes_each
 from lockstep.plan.hardware import Cluster
 from lockstep.plan.network import Group, group_of, send
@@ -171,6 +168,11 @@ def pipeline_step(
     stages: list[StageTime], config: Config, layout: Layout, cluster: Cluster, micro_batches: int, update: float = 0.0
 ) -> StepTime:
     """A step of a pipeline, the stages of which are replicated or sharded over `layout.data_parallel_size` ranks."""
+    # torch's pipelining loads its compiler, and `strategy: auto` is at every start.
+    from lockstep.parallel.pipeline.partition import rank_of
+    from lockstep.parallel.pipeline.schedules import facts_of
+    from lockstep.parallel.pipeline.torch_schedule import actions
+
     options = config.distributed.pipeline
     facts = facts_of(options.schedule, options.stages_per_rank)
     count = facts.padded(micro_batches, layout.pipeline, len(stages))

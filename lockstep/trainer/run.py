@@ -1,5 +1,6 @@
 """From a config to a finished run: what `lockstep train` does on each rank."""
 
+import gc
 import os
 import signal
 from importlib import import_module
@@ -37,6 +38,8 @@ def run(config: Config, *, output_dir: Path, resume: str) -> int:
     trainer = Trainer(build(config, data), loss_fn=loss_fn_of(config), config=config, output_dir=output_dir)
     stop_on_signals(trainer)
     trainer.resume(resume)
+    gc.collect()
+    gc.freeze()  # what stays for the whole run is not looked at again by each collection, which stops a step
     trainer.train(data.train, data.validation)
     cluster.cleanup()
     return EXIT_PREEMPTED if trainer.step.stopping else EXIT_DONE
