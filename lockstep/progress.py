@@ -17,16 +17,19 @@ Advance = Callable[[int], None]
 
 @contextmanager
 def progress_of(
-    what: str, total: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Advance]:
+    what: str, total: int, *, unit: str = "", shows: bool = True, stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Advance]:  # fmt: skip
     """Show the progress of what the block does.
 
     Args:
         what: `exporting step-00000100`.
-        total: bytes in all.
+        total: bytes in all, or what `unit` counts.
+        unit: of what is counted; unset: bytes, shown as GB.
+        shows: False on the ranks that leave it to another one.
 
     Yields:
-        a function to be called with the bytes done since its last call.
+        a function to be called with the bytes (or units) done since its last call.
     """
     out = stream or sys.stderr
     terminal, start = out.isatty(), clock()
@@ -36,10 +39,11 @@ def progress_of(
         nonlocal done, shown, due
         done += amount
         now = clock()
-        if now < due:
+        if now < due or not shows:
             return
         left = (now - start) / max(done, 1) * max(total - done, 0)
-        text = f"lockstep: {what}: {_gigabytes(done)} of {_gigabytes(total)} GB, {_minutes(left)} left"
+        shares = f"{done} of {total} {unit}" if unit else f"{_gigabytes(done)} of {_gigabytes(total)} GB"
+        text = f"lockstep: {what}: {shares}, {_minutes(left)} left"
         out.write(f"\r{text}\x1b[K" if terminal else f"{text}\n")
         out.flush()
         shown, due = True, now + (_EVERY_ON_TERMINAL if terminal else _EVERY_IN_PIPE)

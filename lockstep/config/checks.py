@@ -66,7 +66,9 @@ def _sizes(config: Config) -> Iterator[Contradiction]:
             f"the run can't end both after {t.max_steps} steps and after {t.num_train_epochs} epochs",
             "keep one of the two and write null for the other",
         )
-    if t.global_batch_size is not None and t.global_batch_size % t.batch_size:
+    # In Python a DataLoader may still bring a batch size of its own; then `lockstep.data.adopt` compares the two.
+    open_yet = config.model.name is None and "batch_size" not in t.model_fields_set
+    if t.global_batch_size is not None and t.global_batch_size % t.batch_size and not open_yet:
         whole, rest = divmod(t.global_batch_size, t.batch_size)
         below = f"{whole * t.batch_size} or " if whole else ""
         yield Contradiction(

@@ -126,7 +126,8 @@ def key_path(dotted: str, shown: str) -> KeyPath:
     for end in range(1, len(parts) + 1):
         here = ".".join(parts[:end])
         if here not in names:
-            stub = _put(Node({}, Origin(shown)), parts[:end], Node(None, Origin(shown)), shown)
+            # All of it: where a template's block is written as a section, the key in it may be the mistake.
+            stub = _put(Node({}, Origin(shown)), parts, Node(None, Origin(shown)), shown)
             raise usage_error(unknown_key(parts[:end], stub), shown)
         facts = names[here]
         if facts.free == "flat" and end < len(parts):

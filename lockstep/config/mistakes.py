@@ -12,6 +12,8 @@ from lockstep.config.names import advice_for, advice_for_value
 from lockstep.config.tree import Node, Path
 from lockstep.errors import UsageError
 
+_BLOCKS = {"trainer_args": "training", "distributed_env": "distributed"}  # of templates → the section most of it is in
+
 
 @dataclass(frozen=True)
 class Mistake:
@@ -45,6 +47,8 @@ def from_validation(error: ValidationError, tree: Node) -> list[Mistake]:
 def unknown_key(path: Path, tree: Node) -> list[Mistake]:
     """A key that is not in the schema: what to write instead, from the table of foreign names or the nearest one."""
     node = tree.find(path)
+    if dotted_name(path) in _BLOCKS and isinstance(node.value, dict) and node.value:
+        return [mistake for name in node.value for mistake in _unknown_in_block((*path, name), tree)]
     mistakes = [Mistake(str(node.origin), f"unknown key {dotted_name(path)}", _instead(path))]
     foreign = advice_for(dotted_name(path)) is not None
     if isinstance(node.value, dict) and (foreign or not near_keys(str(path[-1]), dotted_name(path[:-1]))):
@@ -55,6 +59,22 @@ def unknown_key(path: Path, tree: Node) -> list[Mistake]:
         ]
         mistakes = inside or mistakes
     return mistakes
+
+
+def _unknown_in_block(path: Path, tree: Node) -> list[Mistake]:
+    """A key that a template's block holds, or that is written as if the block were a section."""
+    block, name = str(path[0]), str(path[-1])
+    node = tree.find(path)
+    if isinstance(node.value, dict):
+        return unknown_key(path, tree)
+    advice = advice_for(dotted_name(path))
+    if advice is None:
+        near = near_keys(name, _BLOCKS[block])
+        if near:
+            advice = f"write {' or '.join(near)} (in the block {block}: {near[0].rpartition('.')[2]})"
+        else:
+            advice = f"the keys of {_BLOCKS[block]} are {', '.join(children(_BLOCKS[block]))}"
+    return [Mistake(str(node.origin), f"unknown key {dotted_name(path)}", advice)]
 
 
 def _known_advice(path: Path) -> str | None:

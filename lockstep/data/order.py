@@ -58,7 +58,7 @@ def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
             f"{global_batch_size} = {whole} × {batch_size} + {rest}",
             where="training.global_batch_size",
             why="a step is made of whole micro-batches of batch_size samples",
-            fix=f"set global_batch_size to {' or '.join(map(str, near))}, or change batch_size",
+            fix=f"set global_batch_size to {' or '.join(map(str, near))}, or batch_size to a number that divides it",
         )
 
 

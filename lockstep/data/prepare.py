@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.python_docs import source_line, topics
-from lockstep.data.text import read_chunks, text_files
+from lockstep.data.text import text_files, token_pieces
 from lockstep.data.tokenizers import Tokenizer
 from lockstep.data.tokens import FORMAT, HEADER, TOKENIZER, TOKENS
 from lockstep.errors import UsageError
-
-Progress = Callable[[int, int], None]  # what is done and what there is, in bytes (of python-docs: in topics)
+from lockstep.progress import Advance, progress_of
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,15 @@ class Prepared:
 
 
 def prepare(
-    source: Path | str, out: Path | str, tokenizer: str = "bytes", *, progress: Progress | None = None
-) -> Prepared:
+    source: Path | str, out: Path | str, tokenizer: str = "bytes", *,
+    advance: Advance = lambda _bytes: None,
+) -> Prepared:  # fmt: skip
     """Write the tokens of `source` into the new folder `out`.
 
     Args:
         source: a text file, a folder of them, or `python-docs`.
         tokenizer: `bytes`, or the path of a Hugging Face `tokenizer.json`, which is copied along.
-        progress: told after each piece.
+        advance: told after each piece of the bytes of text in it.
 
     Raises:
         UsageError: `out` exists or can't be written, or the source is not readable text.
@@ -49,7 +49,7 @@ def prepare(
     out, chosen = Path(out), Tokenizer(tokenizer)
     if out.exists():
         raise UsageError(f"{out} exists already", where="--out", fix="choose another folder, or remove it")
-    pieces, name = _pieces(source, chosen, progress or _silent)
+    pieces, name = _pieces(source, chosen, advance)
     dtype = np.dtype("<u2" if chosen.vocab_size <= 1 << 16 else "<u4")
     beside = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
@@ -82,16 +82,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")
     parser.add_argument("--tokenizer", default="bytes", help="bytes (default), or a Hugging Face tokenizer.json")
     given = parser.parse_args(list(argv))
-    from rich.progress import Progress as Bar  # 0.1 s, wanted here only
-
-    with Bar(transient=True) as bar:
-        task = bar.add_task(f"tokens of {given.source}", total=None)
-        made = prepare(
-            given.source,
-            given.out,
-            given.tokenizer,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with progress_of(f"tokens of {given.source}", size_of(given.source)) as advance:
+        made = prepare(given.source, given.out, given.tokenizer, advance=advance)
     print(f"{made.path}: {made.num_tokens:,} tokens of {made.vocab_size:,} kinds")
     print(f"use it with   data: {{name: tokens, args: {{path: {made.path}}}}}")
     return 0
@@ -102,26 +94,17 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, where="the command 'lockstep data'", fix="`lockstep data prepare --help` says more")
 
 
-def _pieces(source: Path | str, tokenizer: Tokenizer, progress: Progress) -> tuple[Iterator[NDArray[Any]], str]:
+def _pieces(source: Path | str, tokenizer: Tokenizer, advance: Advance) -> tuple[Iterator[NDArray[Any]], str]:
     """The tokens a piece at a time, and the source in words."""
     if str(source) == "python-docs":
-        return _of_topics(tokenizer, progress), source_line()
-    return _of_files(text_files(Path(source)), tokenizer, progress), str(source)
+        # In one piece, as the data set python-docs has them: there is little of it.
+        return iter([tokenizer.encode_array("\n\n".join(topics()))]), source_line()
+    return token_pieces(text_files(Path(source)), tokenizer, advance), str(source)
 
 
-def _of_topics(tokenizer: Tokenizer, progress: Progress) -> Iterator[NDArray[Any]]:
-    texts = topics()
-    yield tokenizer.encode_array("\n\n".join(texts))  # as the data set python-docs has them
-    progress(len(texts), len(texts))
-
-
-def _of_files(files: list[Path], tokenizer: Tokenizer, progress: Progress) -> Iterator[NDArray[Any]]:
-    done, total = 0, sum(file.stat().st_size for file in files)
-    for file in files:
-        for chunk in read_chunks(file):
-            yield tokenizer.encode_array(chunk)
-            done += len(chunk.encode())
-            progress(done, total)
+def size_of(source: Path | str) -> int:
+    """Bytes of text that `prepare` will say it has read; of python-docs none."""
+    return 0 if str(source) == "python-docs" else sum(file.stat().st_size for file in text_files(Path(source)))
 
 
 def _write(path: Path, pieces: Iterator[NDArray[Any]], dtype: np.dtype[Any]) -> int:
@@ -133,7 +116,3 @@ def _write(path: Path, pieces: Iterator[NDArray[Any]], dtype: np.dtype[Any]) -> 
         file.flush()
         os.fsync(file.fileno())
     return count
-
-
-def _silent(_done: int, _total: int) -> None:
-    return None

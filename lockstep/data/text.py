@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 from lockstep.data.dataset import Data
 from lockstep.data.language import Cut, document_data, text_data
 from lockstep.data.tokenizers import Tokenizer
+from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
+from lockstep.progress import Advance, progress_of
 
 CHUNK = 1 << 20  # characters encoded at once; a chunk ends at the end of a line
 
@@ -36,9 +38,19 @@ def text(
         encoded = _documents(Path(path), files, chosen)
         border = cut.border(len(encoded))
         return document_data(encoded[:border], encoded[border:], cut, path, chosen)
-    tokens = np.concatenate([chosen.encode_array(chunk) for file in files for chunk in read_chunks(file)])
+    size = sum(file.stat().st_size for file in files)
+    with progress_of(f"tokens of {path}", size, shows=rank_facts().is_main) as advance:  # every rank makes its own
+        tokens = np.concatenate(list(token_pieces(files, chosen, advance)))
     border = cut.border(len(tokens))
     return text_data(tokens[:border], tokens[border:], cut, path, chosen, chosen.vocab_size)
+
+
+def token_pieces(files: list[Path], tokenizer: Tokenizer, advance: Advance) -> Iterator[NDArray[Any]]:
+    """The tokens of text files, a piece at a time; `advance` is told of the bytes of each."""
+    for file in files:
+        for chunk in read_chunks(file):
+            yield tokenizer.encode_array(chunk)
+            advance(len(chunk.encode()))
 
 
 def text_files(path: Path) -> list[Path]:

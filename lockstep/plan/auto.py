@@ -51,12 +51,13 @@ def choose(config: Config, world_size: int, local_world_size: int, cluster: Clus
     work = workload_of(config)
     facts = facts_of(work, config)
     asked = {"training.gradient_checkpointing": config.training.gradient_checkpointing}
+    says = rank_facts().is_main
     replicas = judge(work, config, cluster, {"distributed.strategy": "ddp", **asked}, facts)
     if replicas.fits and replicas.needed <= _COMFORTABLE * replicas.limit:
         why = f"{replicas.layout}: {_size(replicas)} of {replicas.limit / GIB:.1f} GiB a rank, nothing need be sharded"
         return Choice(config.replaced({"distributed.strategy": "ddp"}), why)
-    found = [c for c in candidates(work, config, cluster, low=False, pipelines=False) if c.fits]
-    found = found or [c for c in candidates(work, config, cluster, low=False) if c.fits]
+    found = [c for c in candidates(work, config, cluster, low=False, pipelines=False, says=says) if c.fits]
+    found = found or [c for c in candidates(work, config, cluster, low=False, says=says) if c.fits]
     if not found:
         raise UsageError(
             f"no layout of this model fits {world_size} ranks of {cluster.gpu.name}",

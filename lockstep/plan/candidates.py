@@ -15,6 +15,7 @@ from lockstep.plan.record import Cost
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.steptime import Pieces, StageTime, StepTime, data_parallel_step, pipeline_step
 from lockstep.plan.workload import Workload
+from lockstep.progress import Advance, progress_of
 
 GIB = 2**30
 LARGE = 5e9  # parameters
@@ -82,27 +83,21 @@ def usable(cluster: Cluster) -> float:
 
 
 def candidates(
-    work: Workload, config: Config, cluster: Cluster, *, low: bool = True, pipelines: bool = True
+    work: Workload, config: Config, cluster: Cluster, *, low: bool = True, pipelines: bool = True, says: bool = True
 ) -> list[Candidate]:  # fmt: skip
     """All layouts that are worth a look, judged; the best first.
 
     Args:
         low: weights in bf16, too, which changes results.
         pipelines: pipelines, too.
+        says: how far it is, where it takes long.
     """
     facts = facts_of(work, config)
+    layouts, modes = list(_layouts(facts, config, cluster, low, pipelines)), _modes(facts, config)
     found: list[Candidate] = []
-    for layout in _layouts(facts, config, cluster, low, pipelines):
-        most = None
-        for mode in _modes(facts, config):
-            changes = {**layout, "training.gradient_checkpointing": mode}
-            if most is not None and not most.fits:  # without recomputation it takes more still
-                found.append(Candidate(most.layout, changes, least=most.needed, limit=most.limit, samples=most.samples))
-                continue
-            judged = judge(work, config, cluster, changes, facts)
-            most = most or judged
-            if not judged.refused:
-                found.append(judged)
+    with progress_of("planning", len(layouts) * len(modes), unit="layouts", shows=says) as advance:
+        for layout in layouts:
+            found += _over_modes(work, config, cluster, facts, layout, modes, advance)
     if not any(candidate.fits for candidate in found) and cluster.num_gpus > 1:
         offloaded = {
             "distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": "full_shard",
@@ -111,6 +106,26 @@ def candidates(
         if facts.blocks:
             found.append(judge(work, config, cluster, offloaded, facts))
     return sorted(found, key=lambda c: (not c.fits, -c.samples_per_second if c.fits else c.needed))
+
+
+def _over_modes(
+    work: Workload, config: Config, cluster: Cluster, facts: Facts, layout: dict[str, Any], modes: list[str],
+    advance: Advance,
+) -> list[Candidate]:  # fmt: skip
+    """One layout with each mode of checkpointing, the one that needs least memory first."""
+    found: list[Candidate] = []
+    most = None
+    for mode in modes:
+        changes = {**layout, "training.gradient_checkpointing": mode}
+        if most is not None and not most.fits:  # without recomputation it takes more still
+            found.append(Candidate(most.layout, changes, least=most.needed, limit=most.limit, samples=most.samples))
+        else:
+            judged = judge(work, config, cluster, changes, facts)
+            most = most or judged
+            if not judged.refused:
+                found.append(judged)
+        advance(1)
+    return found
 
 
 def _modes(facts: Facts, config: Config) -> list[str]:

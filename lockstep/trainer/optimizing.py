@@ -53,10 +53,24 @@ def scaled_rate(training: TrainingConfig, global_batch_size: int) -> tuple[float
 
 
 def with_batch_size_of(data: Any, config: Config) -> Config:
-    """A DataLoader's own batch size stands where the settings name none."""
+    """A DataLoader's own batch size stands where the settings name none.
+
+    Raises:
+        UsageError: `global_batch_size` is no multiple of it.
+    """
     own = getattr(data, "batch_size", None) if isinstance(data, DataLoader) else None
     if own is None or own == config.training.batch_size or "batch_size" in config.training.model_fields_set:
         return config
+    whole = config.training.global_batch_size
+    if whole is not None and whole % own:
+        raise UsageError(
+            f"global_batch_size {whole} is not a multiple of the DataLoader's batch_size {own}: "
+            f"{whole} = {whole // own} × {own} + {whole % own}",
+            where="the training data",
+            why="a step is made of whole micro-batches of batch_size samples",
+            fix=f"give the DataLoader a batch_size that divides {whole}, or the trainer global_batch_size="
+            f"{(whole // own + 1) * own}",
+        )
     return config.replaced({"training.batch_size": own})
 
 

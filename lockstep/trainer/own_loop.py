@@ -31,6 +31,7 @@ from lockstep.precision import Precision, resolve_mode
 from lockstep.step import gradient_norm
 from lockstep.trainer.dealing import Dealer
 from lockstep.trainer.evaluation import WINDOW, evaluate, evaluating
+from lockstep.trainer.settings import loss_fn_of
 
 _SECTIONS = ("distributed", "precision")
 _OF_TRAINING = ("seed", "compile", "gradient_checkpointing", "gradient_checkpointing_every")
@@ -45,9 +46,9 @@ def place(
     Args:
         model: any `nn.Module`, not wrapped. On `meta` if it has `init_weights()`.
         strategy: single, dp, ddp, fsdp, pipeline or accelerate; unset: as the config says.
-        loss_fn: `(outputs, targets) -> loss`; unset: the model's own loss.
-        config: its sections `distributed` and `precision` count, and what `training` says about the model (seed,
-            compile, gradient_checkpointing).
+        loss_fn: `(outputs, targets) -> loss`; unset: the one that the config names, else the model's own.
+        config: its `loss_fn` and its sections `distributed` and `precision` count, and what `training` says about the
+            model (seed, compile, gradient_checkpointing).
         settings: single keys of these by their short names, as the `Trainer` takes them.
 
     Raises:
@@ -59,7 +60,7 @@ def place(
     layout = layout_of(config.distributed, here.facts)
     _refuse(config, layout.strategy, mode)
     precision = Precision(mode, here.device.type)
-    objective = objective_of(model, loss_fn)
+    objective = objective_of(model, loss_fn or loss_fn_of(config))
     placed = place_over(model, layout, config, objective=objective, device=here.device, precision=precision)
     return PlacedModel(placed, mode)
 

@@ -3,10 +3,8 @@
 import gc
 import os
 import signal
-from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +33,7 @@ def run(config: Config, *, output_dir: Path, resume: str) -> int:
         raise UsageError(f"the config does not say {missing}", fix=f"set {missing}")
     cluster.setup(config.distributed)
     data = build_data(config.data, seed=config.training.seed)
-    trainer = Trainer(build(config, data), loss_fn=loss_fn_of(config), config=config, output_dir=output_dir)
+    trainer = Trainer(build(config, data), config=config, output_dir=output_dir)
     stop_on_signals(trainer)
     trainer.resume(resume)
     gc.collect()
@@ -75,16 +73,3 @@ def stop_on_signals(trainer: Trainer) -> None:
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, ask)
-
-
-def loss_fn_of(config: Config) -> Any:
-    """The loss that the config names; None: the model's own."""
-    spec = config.loss_fn
-    if spec is None:
-        return None
-    module, _, name = spec.name.partition(":")
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"there is no loss {spec.name}", where="loss_fn", why=str(error)) from None
-    return found(*spec.positional, **spec.args) if isinstance(found, type) else found

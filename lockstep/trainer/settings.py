@@ -1,10 +1,11 @@
-"""`Trainer(strategy="fsdp", batch_size=4)`: single keys of the config by their short names."""
+"""What is said beside the model: single keys of the config by their short names, and the loss that a config names."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from lockstep.config import Config, config_from
+from lockstep.config import Config, build_object, config_from, load_object
 from lockstep.config.flags import apply_flags
+from lockstep.errors import UsageError
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
@@ -17,3 +18,24 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
         UsageError: an unknown name (the nearest is named), a wrong value, a contradiction.
     """
     return config_from(apply_flags(settings), config) if settings else config
+
+
+def loss_fn_of(config: Config) -> Callable[..., Any] | None:
+    """The loss that the config names; None: the model's own.
+
+    Raises:
+        UsageError: it can't be imported, or does not take its arguments.
+    """
+    spec = config.loss_fn
+    if spec is None:
+        return None
+    found: Callable[..., Any] = load_object(spec.name, "loss_fn")
+    if isinstance(found, type):
+        return build_object(spec, "loss_fn")  # type: ignore[no-any-return]
+    if spec.args or spec.positional:
+        raise UsageError(
+            f"{spec.name} is no class, and its arguments are outputs and targets",
+            where="loss_fn.args",
+            fix="leave args out, or name a class that takes them, whose objects are called with outputs and targets",
+        )
+    return found

@@ -50,7 +50,7 @@ from lockstep.trainer.optimizing import (
 )
 from lockstep.trainer.rollback import Rollback
 from lockstep.trainer.saving import Saving
-from lockstep.trainer.settings import with_settings
+from lockstep.trainer.settings import loss_fn_of, with_settings
 from lockstep.trainer.window import Window
 
 
@@ -61,7 +61,7 @@ class Trainer:
         model: any `nn.Module`, not wrapped. On `meta` if it has `init_weights()`.
         optimizer: made over `model.parameters()` and not yet used, a function `parameters -> optimizer`, or a name;
             unset: as `config.training` says (AdamW).
-        loss_fn: `(outputs, targets) -> loss`; unset: the model's own loss.
+        loss_fn: `(outputs, targets) -> loss`; unset: the one that the config names, else the model's own.
         scheduler: one of torch's over `optimizer`, or a function `optimizer -> scheduler`; its steps are updates.
             Unset: as the config says (`lr_schedule`, `warmup_steps`).
         config: the whole config; unset: defaults.
@@ -90,7 +90,7 @@ class Trainer:
             model,
             self.layout,
             self.config,
-            objective=objective_of(model, loss_fn),
+            objective=objective_of(model, loss_fn or loss_fn_of(self.config)),
             device=self.device,
             precision=Precision(self.mode, self.device.type),
         )
@@ -237,7 +237,8 @@ class Trainer:
     # ---- one micro-batch at a time ----
 
     def training_step(self, batch: Any) -> Tensor:
-        """Forward and backward of one micro-batch; every `gradient_accumulation_steps`-th call updates.
+        """Forward and backward of one micro-batch; every `gradient_accumulation_steps`-th call updates, or with a
+        `global_batch_size` the one that fills it.
 
         Args:
             batch: this rank's micro-batch. Ranks must make the same number of calls.

@@ -25,6 +25,7 @@ class Window:
         self._trainer = trainer
         self._ledger: Ledger | None = None
         self._calls = self._samples = 0
+        self._wanted: int | None = None  # calls that make a step
         self._last: Any = None
 
     def add(self, batch: Any) -> Tensor:
@@ -34,20 +35,21 @@ class Window:
             its mean loss, 0-dim, detached.
 
         Raises:
-            UsageError: under a pipeline.
+            UsageError: under a pipeline; `global_batch_size` is no whole number of calls on all ranks.
         """
         trainer = self._trainer
         if trainer.placed.micro_step is None:
             what = "under a pipeline" if trainer.layout.strategy == "pipeline" else "where workers share a rank"
             raise UsageError(f"{what} micro-batches can't be run one at a time", fix="use Trainer.steps(data)")
         batch = move(batch, trainer.device)
+        self._wanted = self._wanted or _calls_in_a_step(trainer, batch)
         trainer.learn_nominal_from(batch, self._slots)
         if self._ledger is None:
             self._ledger, self._calls, self._samples = trainer.step.open(self._slots), 0, 0
         if trainer.step.stop_asked:
             self._ledger.vote_to_stop()
         self._samples, self._last = self._samples + batch_length(batch), batch
-        last = self._calls + 1 == trainer.config.training.gradient_accumulation_steps
+        last = self._calls + 1 == self._wanted
         loss_sum, count = self._run(batch, real=True, last=last)
         self._calls += 1
         if last:
@@ -63,8 +65,8 @@ class Window:
 
     @property
     def _slots(self) -> int:
-        trainer = self._trainer
-        return trainer.config.training.gradient_accumulation_steps * trainer.layout.data_parallel_size
+        assert self._wanted is not None
+        return self._wanted * self._trainer.layout.data_parallel_size
 
     def _run(self, batch: Any, *, real: bool, last: bool) -> tuple[Tensor, int | Tensor]:
         placed, step = self._trainer.placed, self._trainer.step
@@ -81,3 +83,24 @@ class Window:
         if trainer.layout.world_size > 1:
             samples = int(collectives.all_reduce(samples, op="sum"))
         trainer.last_record = trainer.step.update(ledger, samples)
+
+
+def _calls_in_a_step(trainer: "Trainer", first: Any) -> int:
+    """How many micro-batches each rank brings to a step.
+
+    Args:
+        first: the first of them; its size stands where the settings name none.
+    """
+    training, ranks = trainer.config.training, trainer.layout.data_parallel_size
+    if training.global_batch_size is None:
+        return training.gradient_accumulation_steps
+    size = training.batch_size if "batch_size" in training.model_fields_set else batch_length(first)
+    calls, rest = divmod(training.global_batch_size, size * ranks)
+    if rest:
+        raise UsageError(
+            f"a step of {training.global_batch_size} samples is no whole number of micro-batches of {size} on each of "
+            f"{ranks} rank{'s' * (ranks != 1)}",
+            where="training.global_batch_size",
+            fix=f"set it to a multiple of {size * ranks}, or use Trainer.steps(data), which shares out any number",
+        )
+    return calls

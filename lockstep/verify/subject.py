@@ -24,7 +24,7 @@ class Subject:
     Attributes:
         model: not wrapped, not yet trained.
         data: what `Trainer.steps` takes.
-        loss_fn: None: the model's own.
+        loss_fn: None: the one that the config names, else the model's own.
         optimizer: `parameters -> optimizer`; None: as the config says.
         prepare: told of each trainer that is made of it, on every rank, before its first step.
         close: called when it is no longer needed.
@@ -70,10 +70,10 @@ class Spec:
             made = self.make()
             return config, made if isinstance(made, Subject) else Subject(*made)
         from lockstep.data import build_data
-        from lockstep.trainer.run import build, loss_fn_of
+        from lockstep.trainer.run import build
 
         data = build_data(config.data, seed=config.training.seed)
-        return config, Subject(build(config, data), data.train, loss_fn_of(config))
+        return config, Subject(build(config, data), data.train)
 
 
 @dataclass(frozen=True)

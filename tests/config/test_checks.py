@@ -120,6 +120,8 @@ def test_check_of_a_config_that_was_changed_in_python() -> None:
     config = Config()
     check(config)
     config.training.global_batch_size = 9
+    check(config)  # a DataLoader may still bring its own batch size
+    config.training.batch_size = 8
     with pytest.raises(UsageError, match="9 = 1 × 8 \\+ 1"):
         check(config)
 

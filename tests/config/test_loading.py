@@ -267,6 +267,8 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
         ("training.seed.more=3", ("training.seed", "but is a mapping")),
         ("model.args=3", ("model.args should be a mapping",)),
         ("training=3", ("training should be a mapping",)),
+        ("trainer_args.max_stepz=3", ("unknown key trainer_args.max_stepz", "write training.max_steps (in the block")),
+        ("distributed_env.bakend=3", ("unknown key distributed_env.bakend", "write distributed.backend")),
     ],
 )
 def test_overrides_that_are_none(tmp_path: Path, override: str, words: tuple[str, ...]) -> None:

@@ -291,6 +291,10 @@ def test_foreign_names_in_a_template_are_told_with_their_lines(tmp_path: Path) -
             "trainer_args:\n  batch_size: 3\n",
             ("run.yaml:2", "unknown key trainer_args.batch_size", "write training.batch_size"),
         ),
+        (
+            "-- set x = 1\ntrainer_args:\n  max_steps: 3\n  max_stepz: 3\n",
+            ("run.yaml:4", "unknown key trainer_args.max_stepz", "write training.max_steps (in the block trainer_args"),
+        ),
     ],
 )
 def test_mistakes_in_templates_are_told_with_their_lines(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:

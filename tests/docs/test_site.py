@@ -12,6 +12,7 @@ import yaml
 
 from lockstep.config.names import SOURCES, table
 from tests.docs.blocks import REPOSITORY
+from tests.report.browser import Page, browser
 
 LOADED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=\"(https?:)?//[^\"]*\"[^>]*>")
 
@@ -37,6 +38,18 @@ def test_nothing_is_fetched_to_read_it(site: Path) -> None:
         assert not loaded, f"{page.relative_to(site)}: {loaded[0][0]}"
     for style in site.rglob("*.css"):
         assert not re.search(r"url\(\"?(https?:)?//|@import", style.read_text(encoding="utf-8")), style
+
+
+@pytest.mark.skipif(browser() is None, reason="NO BROWSER: install chromium, or the search is not tested")
+def test_the_search_works_in_pages_that_are_opened_from_a_folder(site: Path) -> None:
+    with Page() as page:
+        address = (site / "how_to" / "fsdp.html").as_uri()
+        page.open(f"{address}?q=pipeline", "document.querySelectorAll('.md-search-result__item').length")
+        assert page.ask("[...document.querySelectorAll('.md-search-result__item a')].map((a) => a.href)").count(
+            (site / "how_to" / "pipeline.html").as_uri()
+        )
+        assert [asked for asked in page.requests if not asked.startswith(("file:", "data:"))] == []
+        assert page.complaints == []
 
 
 def test_what_is_made_at_build_time_is_there(site: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lockstep.config import Config
 from lockstep.errors import RunError, UsageError
 from lockstep.parallel import Ledger, Placed
 from lockstep.records import StepRecord
@@ -62,6 +63,36 @@ def test_a_dataloader_keeps_its_batch_size_and_the_learning_rate_follows() -> No
     assert record.lr == pytest.approx(0.02)
 
 
+@pytest.mark.parametrize(("own", "asked"), [(4, 12), (6, 12), (2, 6)])
+def test_a_dataloaders_batch_size_stands_beside_a_global_batch_size(own: int, asked: int) -> None:
+    """Which the default batch size of 8 would not divide."""
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), global_batch_size=asked, max_steps=1)
+    (record,) = trainer.steps(DataLoader(regression(), batch_size=own))
+    assert (record.samples, trainer.config.training.batch_size) == (asked, own)
+
+
+def test_a_global_batch_that_a_dataloader_does_not_divide_names_both() -> None:
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), global_batch_size=12)
+    with pytest.raises(
+        UsageError, match=r"DataLoader's batch_size 5: 12 = 2 × 5 \+ 2(.|\n)*or the trainer global_.*=15"
+    ):
+        list(trainer.steps(DataLoader(regression(), batch_size=5)))
+    with pytest.raises(UsageError, match=r"12 = 1 × 8 \+ 4"):
+        list(trainer.steps(regression()))  # no batch size but the default one
+
+
+def test_a_loss_that_the_config_names_counts_unless_another_is_given() -> None:
+    config, data = Config().replaced({"loss_fn": "torch.nn:MSELoss", "training.max_steps": 1}), regression()
+    (named,), (given,) = (
+        list(Trainer(linear(), None, loss, config=config).steps(data)) for loss in (None, nn.L1Loss())
+    )
+    assert float(named.loss) == pytest.approx(float(next(Trainer(linear(), None, nn.MSELoss()).steps(data)).loss))
+    assert float(given.loss) == pytest.approx(float(next(Trainer(linear(), None, nn.L1Loss()).steps(data)).loss))
+    config = config.replaced({"loss_fn": {"name": "torch.nn.functional:mse_loss", "args": {"reduction": "sum"}}})
+    with pytest.raises(UsageError, match="mse_loss is no class"):
+        Trainer(linear(), config=config)
+
+
 def test_what_becomes_known_in_the_first_steps_is_said_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """How long compiling took; whether a compression paid."""
     trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=5, max_steps=3, output_dir=tmp_path)
@@ -93,6 +124,16 @@ def test_trap_02_a_window_of_training_step_is_one_update() -> None:
         assert trainer.step.progress.updates == call // 3
         if call == 2:
             assert torch.equal(before, model.weight)
+
+
+def test_a_global_batch_size_says_how_many_calls_of_training_step_make_a_step() -> None:
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), global_batch_size=12)
+    for call in range(1, 7):
+        trainer.training_step(regression()[:4])
+        assert trainer.step.progress.updates == call // 3
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), global_batch_size=12)
+    with pytest.raises(UsageError, match="12 samples is no whole number of micro-batches of 5 on each of 1 rank\n"):
+        trainer.training_step(regression()[:5])
 
 
 def test_trap_06_evaluation_is_weighted_by_valid_targets() -> None:

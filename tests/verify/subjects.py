@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.environment import rank_facts
 from lockstep.parallel import activation, compression, ddp, placement
@@ -42,6 +42,10 @@ def with_patch(target: object, name: str, broken: Any, **rest: Any) -> Subject:
 
 def sound() -> tuple[nn.Module, Any]:
     return language_model("transformer"), Tokens()
+
+
+def without_a_loss() -> tuple[nn.Module, Any]:
+    return nn.Linear(4, 1), TensorDataset(torch.ones(8, 4), torch.ones(8, 1))
 
 
 def another_seed_on_a_rank() -> Subject:

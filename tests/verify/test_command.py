@@ -9,7 +9,8 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import config_from
 from lockstep.errors import UsageError
-from lockstep.verify import default_against, verify
+from lockstep.verify import default_against, verify, worker
+from lockstep.verify.subject import Case, Spec
 from tests.test_ready_configs import READY, small
 from tests.verify import subjects
 
@@ -53,6 +54,11 @@ def test_a_difference_is_explained_and_the_exit_code_is_1(tmp_path: Path, capsys
     assert "cause: loss normalisation: " in text
     assert "found by: with equal samples" in text
     assert "segments()" in text.partition("pipeline:2: did not run")[2]
+
+
+def test_the_loss_that_a_config_names_is_that_of_a_function_too(tmp_path: Path) -> None:
+    spec = Spec(config_from({"loss_fn": "torch.nn:MSELoss"}), subjects.without_a_loss, steps=1)
+    assert worker.record(spec, (Case(),), tmp_path) == ([Case()], {})
 
 
 @pytest.mark.parametrize(
