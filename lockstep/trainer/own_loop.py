@@ -202,7 +202,7 @@ class PlacedModel:
         for window in count():
             shares, slots = self._dealer.deal(list(islice(batches, each)), self.step, "evaluate")
             if not shares and window == 0:
-                raise UsageError("there is nothing to evaluate on: no rank brings a micro-batch")
+                raise UsageError("there is nothing to evaluate on", why="no rank brings a micro-batch")
             if not shares:
                 return
             mine = [MicroBatch(share.index, share.batch, share.real) for share in shares]

@@ -187,6 +187,14 @@ def test_a_second_backward_before_the_gradients_are_gone_is_refused() -> None:
         placed.backward(*micro_batches(1))
 
 
+def test_no_data_at_all_is_one_clear_message() -> None:
+    placed = lockstep.place(tied(), loss_fn=LOSS)
+    with pytest.raises(UsageError, match="no rank brings a micro-batch"):
+        placed.backward()
+    with pytest.raises(UsageError, match="there is nothing to evaluate on"):
+        placed.evaluate([])
+
+
 def test_a_frozen_normalisation_stays_frozen_over_an_evaluation() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 1))
     placed = lockstep.place(model, loss_fn=nn.MSELoss())
