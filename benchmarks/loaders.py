@@ -47,10 +47,12 @@ def raw(folder: Path, samples: int) -> Iterator[Any]:
         yield {"input_ids": windows[:, :-1], "targets": windows[:, 1:]}
 
 
-def torch_loader(folder: Path, samples: int) -> Iterator[Any]:
-    yield from DataLoader(
-        tokens(path=str(folder), block_size=BLOCK, validation_fraction=0.0).train, BATCH, shuffle=True
-    )
+def torch_loader(workers: int) -> Callable[[Path, int], Iterator[Any]]:
+    def batches(folder: Path, samples: int) -> Iterator[Any]:
+        data = tokens(path=str(folder), block_size=BLOCK, validation_fraction=0.0).train
+        yield from DataLoader(data, BATCH, shuffle=True, num_workers=workers)
+
+    return batches
 
 
 def ours(workers: int) -> Callable[[Path, int], Iterator[Any]]:
@@ -69,8 +71,9 @@ def ours(workers: int) -> Callable[[Path, int], Iterator[Any]]:
 
 CONTESTANTS = {
     "raw memory map": raw,
-    "torch's DataLoader": torch_loader,
+    "torch's DataLoader": torch_loader(0),
     "lockstep": ours(0),
+    "torch's DataLoader, 1 worker": torch_loader(1),
     "lockstep, 1 worker": ours(1),
 }
 
