@@ -1,6 +1,5 @@
 """From a config to a finished run: what `lockstep train` does on each rank."""
 
-import gc
 import os
 import signal
 from pathlib import Path
@@ -36,8 +35,6 @@ def run(config: Config, *, output_dir: Path, resume: str) -> int:
     trainer = Trainer(build(config, data), config=config, output_dir=output_dir)
     stop_on_signals(trainer)
     trainer.resume(resume)
-    gc.collect()
-    gc.freeze()  # what stays for the whole run is not looked at again by each collection, which stops a step
     trainer.train(data.train, data.validation)
     cluster.cleanup()
     return EXIT_PREEMPTED if trainer.step.stopping else EXIT_DONE

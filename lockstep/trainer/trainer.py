@@ -38,6 +38,7 @@ from lockstep.step import Step, nominal_count
 from lockstep.trainer import state
 from lockstep.trainer.evaluation import WINDOW, evaluate, sample_from
 from lockstep.trainer.flight import answer_in_background
+from lockstep.trainer.garbage import what_is_there_kept
 from lockstep.trainer.opening import open_monitor
 from lockstep.trainer.optimizing import (
     MakeOptimizer,
@@ -215,7 +216,7 @@ class Trainer:
         clock.enter("data")
         beat = self.heartbeat.beat
         beat(self.step.progress.step + 1, "first")
-        with waits_counted(clock):
+        with waits_counted(clock), what_is_there_kept():
             for batches in source:
                 self.step.bad, record = None, None
                 if batches.step in self.step.avoid:

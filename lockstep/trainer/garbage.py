@@ -1,0 +1,15 @@
+"""Python's garbage collections, which stop a step."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def what_is_there_kept() -> Iterator[None]:
+    """Collections inside do not look at what is there now: the model, its modules, all of torch."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
