@@ -1,11 +1,12 @@
 """How soon a loss is reached on a slow link: a reduction each step, a compressed one, and local updates (DiLoCo).
 
-    python -m benchmarks.diloco --link 100mbit --steps 300 --round 30
+    python -m benchmarks.diloco --link 100mbit
 
 Two hosts are network namespaces whose link `tc` shapes (needs root; `tests.hosts`). The contestants train the same
 model on the same samples, in turn, a round of steps each, so that what else the machine does falls on all of them.
 After each round its loss on text that was not trained on is taken, off the clock, and the bytes that the interface
-counted.
+counted. Synchronous training and local updates have a learning rate each, both the best of the same grid; the page
+keeps the grid, and all else that was tried, below the line `## What was tried`, which is written by hand.
 `--link none` runs them in this process alone, workers in turn: the same losses of ddp and of local updates, to the bit,
 without a link and without root.
 """
@@ -22,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Subset
 
 from benchmarks.curves import Curve, as_svg
 from lockstep.config import config_from
@@ -34,6 +34,7 @@ from tests.hosts import INTERFACE, hosts
 from tests.ranks import run_ranks
 
 RESULTS = Path(__file__).parent / "results"
+BY_HAND = "## What was tried"  # from here on a page is kept as it is
 RANKS = 2
 WITHIN = 1.01  # of synchronous training's last loss: the loss that is to be reached
 
@@ -75,24 +76,24 @@ class Course:
 
 def contestants(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Name → settings."""
-    local = {
-        "distributed.strategy": "diloco",
-        "distributed.diloco.workers": RANKS,
-        "distributed.diloco.inner_steps": args.round,
-        "distributed.diloco.outer_learning_rate": args.outer_rate,
-        "distributed.diloco.outer_momentum": args.outer_momentum,
-    }
-    int8 = {**local, "distributed.diloco.send_as": "int8"}
-    compression = "distributed.ddp.compression"
+
+    def local(every: int, send_as: str, outer: tuple[float, float] = (1.0, 0.0), fragments: int = 1) -> dict[str, Any]:
+        options = {"workers": RANKS, "inner_steps": every, "send_as": send_as, "fragments": fragments}
+        options |= {"outer_learning_rate": outer[0], "outer_momentum": outer[1]}
+        chosen = {f"distributed.diloco.{key}": value for key, value in options.items()}
+        return {"distributed.strategy": "diloco", "training.learning_rate": args.local_rate, **chosen}
+
+    compression, longer, shorter = "distributed.ddp.compression", args.int8_steps, args.int4_steps
     powersgd = {f"{compression}.kind": "powersgd", f"{compression}.rank": 4, f"{compression}.start_step": 2}
+    outer = (args.outer_rate, args.outer_momentum)
     every: dict[str, dict[str, Any]] = {
         "ddp": {},
         "ddp, fp16": {f"{compression}.kind": "fp16"},
         "ddp, PowerSGD of rank 4": powersgd,
-        "diloco": local,
-        "diloco, int8": int8,
-        "diloco, int8, 3 fragments": {**int8, "distributed.diloco.fragments": 3},
-        "local SGD": {**local, "distributed.diloco.outer_learning_rate": 1.0, "distributed.diloco.outer_momentum": 0.0},
+        f"diloco {outer[0]:g}, {outer[1]:g}, int8, every {longer}": local(longer, "int8", outer),
+        f"local SGD, int8, every {longer}": local(longer, "int8"),
+        f"local SGD, int4, every {shorter}": local(shorter, "int4"),
+        f"local SGD, int4, every {shorter}, 2 fragments": local(shorter, "int4", fragments=2),
     }
     if args.link == "none":  # one process sends nothing: compression has nothing to do there
         every = {name: settings for name, settings in every.items() if compression + ".kind" not in settings}
@@ -107,6 +108,8 @@ def trainer_for(settings: dict[str, Any], args: argparse.Namespace, data: Data) 
         "training.max_steps": args.steps,
         "training.learning_rate": args.rate,
         "training.warmup_steps": max(1, args.steps // 10),
+        "training.min_lr_ratio": 0.0,
+        "training.seed": args.seed,
         "precision.mode": "fp32",
         "distributed.strategy": "ddp",
         "distributed.ddp.bucket_cap_mb": 1.0,
@@ -124,8 +127,6 @@ def race(args: argparse.Namespace) -> dict[str, Course]:
     section = config_from({"data.name": "python-docs", "data.args": {"block_size": 64}}).data
     data = build_data(section, seed=1)
     assert data.validation is not None
-    every = max(1, len(data.validation) // args.samples)  # type: ignore[arg-type]
-    held_out = Subset(data.validation, range(0, len(data.validation), every))  # type: ignore[arg-type]
     trainers = {name: trainer_for(settings, args, data) for name, settings in contestants(args).items()}
     running = {name: trainer.steps(data.train) for name, trainer in trainers.items()}
     courses = {name: Course(numbers=trainer.placed.num_parameters) for name, trainer in trainers.items()}
@@ -133,7 +134,7 @@ def race(args: argparse.Namespace) -> dict[str, Course]:
         names = list(trainers)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             sent, seconds = one_round(running[name], args.round)
-            loss = trainers[name].evaluate(held_out)
+            loss = trainers[name].evaluate(data.validation)
             courses[name].add(args.round, seconds, sent, loss)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 print(f"{name}: step {courses[name].steps[-1]}, {seconds:.1f} s, loss {loss:.4f}", flush=True)
@@ -173,18 +174,22 @@ def measure(args: argparse.Namespace) -> dict[str, Course]:
 def page(courses: dict[str, Course], args: argparse.Namespace, seconds: float) -> str:
     first = next(iter(courses.values()))
     target = WITHIN * first.losses[-1]
+    given = ("link", "steps", "round", "layers", "width", "batch", "rate", "local_rate", "int8_steps", "int4_steps",
+             "outer_rate", "outer_momentum", "seed")  # fmt: skip
+    command = " ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in given)
     lines = [
         "# Local updates on a slow link: time and bytes to a loss",
         "",
-        f"`python -m benchmarks.diloco --link {args.link} --steps {args.steps} --round {args.round} "
-        f"--layers {args.layers} --width {args.width} --batch {args.batch} --rate {args.rate:g} "
-        f"--outer-rate {args.outer_rate:g} --outer-momentum {args.outer_momentum:g}`",
+        f"`python -m benchmarks.diloco {command}`",
         "",
         f"A transformer of {first.numbers:,} parameters on Python's documentation, {RANKS} workers on {RANKS} hosts,",
         f"{RANKS * args.batch} × 64 bytes of it a step over all workers, AdamW, {args.steps} steps, a core a worker.",
-        f"Workers of diloco exchange what they changed every {args.round} steps. All see the same samples as often.",
-        "Losses are on text that was not trained on; bytes are those that a host's interface counted, with headers.",
-        f"The loss to be reached is {WITHIN:g} × that at which synchronous training ends.",
+        "All see the same samples as often. The learning rate warms up over a tenth of the steps and falls to zero",
+        f"along a half-cosine; its peak is {args.rate:g} for ddp and {args.local_rate:g} for local updates, each the",
+        "best of one grid. Workers exchange what they changed every so many steps as a row says; local SGD is diloco",
+        "with an outer learning rate of 1 and no momentum.",
+        "Losses are on the tenth of the text that was not trained on; bytes are those that a host's interface counted,",
+        f"with headers. The loss to be reached is {WITHIN:g} × that at which synchronous training ends.",
         "",
         f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} "
         f"UTC, {seconds:.0f} s.",
@@ -216,18 +221,27 @@ def _by_round(courses: dict[str, Course]) -> list[str]:
     return [*lines, ""]
 
 
+def by_hand(path: Path) -> str:
+    """The part of a page that is not the program's."""
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    return "\n" + before[before.index(BY_HAND) :] if BY_HAND in before else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--link", default="100mbit", help="rate as `tc` writes it; none: one process, no link")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--round", type=int, default=30, help="steps between exchanges, and between evaluations")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=160, help="of the model")
-    parser.add_argument("--batch", type=int, default=8, help="samples in a micro-batch; a worker runs one a step")
-    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
-    parser.add_argument("--outer-rate", type=float, default=0.7)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--round", type=int, default=100, help="steps between evaluations; exchanges should divide it")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64, help="of the model")
+    parser.add_argument("--batch", type=int, default=32, help="samples in a micro-batch; a worker runs one a step")
+    parser.add_argument("--rate", type=float, default=4.2e-3, help="peak learning rate of ddp")
+    parser.add_argument("--local-rate", type=float, default=4.2e-3, help="peak learning rate of local updates")
+    parser.add_argument("--int8-steps", type=int, default=50, help="steps between exchanges of int8")
+    parser.add_argument("--int4-steps", type=int, default=20, help="steps between exchanges of int4")
+    parser.add_argument("--outer-rate", type=float, default=0.7, help="of the contestant with an outer momentum")
     parser.add_argument("--outer-momentum", type=float, default=0.9)
-    parser.add_argument("--samples", type=int, default=256, help="that a loss is taken on")
+    parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--only", default="", help="names of contestants, with ; between")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for diloco.md and diloco.svg")
     args = parser.parse_args()
@@ -235,7 +249,7 @@ def main() -> None:
     courses = measure(args)
     text = page(courses, args, time.perf_counter() - begin)
     args.output.mkdir(exist_ok=True, parents=True)
-    (args.output / "diloco.md").write_text(text, encoding="utf-8")
+    (args.output / "diloco.md").write_text(text + by_hand(args.output / "diloco.md"), encoding="utf-8")
     curves = [Curve(name, course.seconds, course.losses) for name, course in courses.items()]
     target = WITHIN * next(iter(courses.values())).losses[-1]
     svg = as_svg(curves, "seconds of training", f"loss on held-out text, link of {args.link}", target)
