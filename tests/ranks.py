@@ -15,6 +15,8 @@ from tests.hosts import Host
 REPOSITORY = Path(__file__).parent.parent
 
 _MAIN = """
+import gc
+gc.disable()  # imports make objects that stay: collections look at them again and again
 import pickle, sys, traceback
 job, answer = sys.argv[1:3]
 with open(job, "rb") as file:
@@ -24,6 +26,8 @@ import torch, torch.distributed as dist
 torch.set_num_threads(1)
 try:
     function = getattr(importlib.import_module(module), name)
+    gc.freeze()
+    gc.enable()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     result = ("value", function(*args))
 except BaseException as error:
