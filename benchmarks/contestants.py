@@ -212,6 +212,27 @@ def lightning(task: Task) -> None:
     ).fit(Module(), task.loader())  # fmt: skip
 
 
+def deepspeed(task: Task) -> None:
+    import deepspeed
+
+    if task.ranks == 1:  # it wants a process group even so
+        dist.init_process_group("gloo", init_method=f"file://{task.folder}/meeting", rank=0, world_size=1)
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    deepspeed.init_distributed(dist_backend="gloo")
+    config = {
+        "train_micro_batch_size_per_gpu": task.size.batch,
+        "gradient_clipping": CLIP,
+    }
+    runs, _, _, _ = deepspeed.initialize(model=task.model, optimizer=task.optimizer(), config=config)
+    sampler = DistributedSampler(task.data) if task.ranks > 1 else None
+    log = Log(task.folder)
+    for step, batch in epochs(task.loader(sampler), sampler):
+        loss = runs(**batch)["loss"]
+        runs.backward(loss)
+        runs.step()
+        log(step, loss, runs.get_global_grad_norm() or 0.0)
+
+
 CONTESTANTS: dict[str, Callable[[Task], None]] = {
     "hand-written": hand_written,
     "lockstep": lockstep,
@@ -219,6 +240,7 @@ CONTESTANTS: dict[str, Callable[[Task], None]] = {
     "accelerate": accelerate,
     "transformers": transformers,
     "lightning": lightning,
+    "deepspeed": deepspeed,
 }
 
 

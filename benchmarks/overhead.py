@@ -9,7 +9,7 @@ hand-written loop in the same round, and the median of these ratios is quoted, w
 clock, calls of functions in the training thread are counted, which no load of the machine changes; `--instructions`
 counts those of the processor too, under valgrind (minutes).
 
-Peers are those that can be imported: `pip install lightning accelerate transformers`, best into an environment of their
+Peers are those that can be imported: `pip install lightning accelerate transformers deepspeed`, best into an environment of their
 own; an absent one is named as such.
 """
 
@@ -36,7 +36,10 @@ from benchmarks.gate import BLOCK, CALLS, DUMPS, END, GO, INSTRUCTIONS, READ, WR
 REPOSITORY = Path(__file__).parent.parent
 RESULT = Path(__file__).parent / "results" / "overhead.md"
 BASE = "hand-written"
-PACKAGES = {"fabric": "lightning", "accelerate": "accelerate", "transformers": "transformers", "lightning": "lightning"}
+PACKAGES = {
+    "fabric": "lightning", "accelerate": "accelerate", "transformers": "transformers", "lightning": "lightning",
+    "deepspeed": "deepspeed",
+}  # fmt: skip
 NOTHING: Mapping[str, str] = {}
 Found = dict[str, list[float]]  # seconds, cpu, calls, instructions → of each round, a step
 
