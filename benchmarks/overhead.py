@@ -9,8 +9,8 @@ hand-written loop in the same round, and the median of these ratios is quoted, w
 clock, calls of functions in the training thread are counted, which no load of the machine changes; `--instructions`
 counts those of the processor too, under valgrind (minutes).
 
-Peers are those that can be imported: `pip install lightning accelerate transformers deepspeed`, best into an environment of their
-own; an absent one is named as such.
+Peers are those that can be imported: `pip install lightning accelerate transformers deepspeed`, best into an
+environment of their own; an absent one is named as such.
 """
 
 import argparse
