@@ -27,6 +27,9 @@ class Limits(NamedTuple):
 
 # fp32: sums in another order, over 5 steps of AdamW.
 EXACT = Limits(1e-5, 1e-5, 1e-5)
+# Where a ReLU opens, as in the VAE, a last digit of a parameter is a jump of the gradient: seen once in 144 cases, at
+# the fifth step, 1.9e-4 of its norm, with losses that are 2e-8 apart.
+EXACT_OF_IMAGES = Limits(1e-5, 1e-5, 1e-3)
 # Autocast rounds activations at the same places under every strategy, over the same fp32 parameters: the first step is
 # the same to the order of an fp32 sum. From then on parameters differ in their last digits, so that now and then an
 # activation rounds to its other neighbour, 2^-8 (bf16) or 2^-11 (fp16) away; and where a ReLU opens, as in the VAE, the
@@ -38,7 +41,7 @@ HALF_OF_IMAGES = Limits(5e-6, 1e-3, 5e-2)
 
 def limits(case: Case) -> Limits:
     if dict(case.more).get("precision.mode") not in HALF_MODES:
-        return EXACT
+        return EXACT_OF_IMAGES if case.model == "vae" else EXACT
     return HALF_OF_IMAGES if case.model == "vae" else HALF
 
 
