@@ -220,12 +220,13 @@ def compare(jobs: Sequence[Job], start: Start, report: Callable[[str], None]) ->
 def _next(outcome: Outcome, judged: StepResult | None = None) -> StepResult | None:
     """The next step whose difference is to be explained."""
     for result in outcome.steps:
-        if judged is None and result.differences:
+        if not result.differences:
+            continue
+        if judged is None:
             return result
-        if judged is not None and result.step > judged.step and result.differences:
-            known = judged
-            if any(result.distance(aspect) > _LARGER * known.distance(aspect) for aspect in ASPECTS):
-                return result
+        farther = any(result.distance(aspect) > _LARGER * judged.distance(aspect) for aspect in ASPECTS)
+        if result.step > judged.step and farther:
+            return result
     return None
 
 

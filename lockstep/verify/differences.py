@@ -119,7 +119,7 @@ def compared(mine: Tensor | None, reference: Tensor | None, allowed: Tensor | fl
     piece, target = local(mine).detach().cpu(), _cut_like(reference, mine)
     if piece.shape != target.shape:
         return Piece(math.inf, math.inf)
-    if _bits(piece) is not None and torch.equal(_bits(piece), _bits(target)):  # type: ignore[arg-type]
+    if torch.equal(_bits(piece), _bits(target)):
         return Piece()
     off = (piece.double() - target.double()).abs()
     off = torch.where(piece == target, 0.0, off).nan_to_num(nan=math.inf)
@@ -131,7 +131,7 @@ def compared(mine: Tensor | None, reference: Tensor | None, allowed: Tensor | fl
     return Piece(float(excess.max()) if excess.numel() else 0.0, float(off.square().sum()))
 
 
-def _bits(tensor: Tensor) -> Tensor | None:
+def _bits(tensor: Tensor) -> Tensor:
     tensor = tensor.contiguous().reshape(-1)
     return tensor.view(torch.uint8) if tensor.numel() else tensor
 

@@ -51,9 +51,9 @@ def _switched_off(config: Config) -> dict[str, dict[str, Any]]:
         off[CLIP] = {"training.gradient_clip.strategy": "none"}
     if training.compile:
         off[COMPILE] = {"training.compile": False}
-    low = precision.param_dtype != "fp32" or distributed.fsdp.reduce_dtype not in (None, "fp32")
+    low = precision.param_dtype != "fp32" or distributed.fsdp.reduce_dtype != "fp32"
     if low or precision.mode != "fp32":
         off[FLOAT32] = {
-            "precision.mode": "fp32", "precision.param_dtype": "fp32", "distributed.fsdp.reduce_dtype": None,
+            "precision.mode": "fp32", "precision.param_dtype": "fp32", "distributed.fsdp.reduce_dtype": "fp32",
         }  # fmt: skip
     return off

@@ -14,7 +14,7 @@ def text(verdict: Verdict) -> str:
     how = "every bit" if verdict.exact else "up to the order of summation"
     lines = [f"{verdict.steps} steps of {verdict.micro_batches} micro-batches, compared with one process, {how}"]
     lines += verdict.notices
-    rows = [_HEADINGS, *(_row(outcome, exact=verdict.exact) for outcome in verdict.outcomes)]
+    rows = [_HEADINGS, *(_row(outcome) for outcome in verdict.outcomes)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
     lines += ["", *("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
     for outcome in verdict.outcomes:
@@ -22,7 +22,7 @@ def text(verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def _row(outcome: Outcome, *, exact: bool) -> Sequence[str]:
+def _row(outcome: Outcome) -> Sequence[str]:
     name = "single, again" if outcome.topology == "single" else outcome.topology
     if outcome.failed is not None:
         return (name, *("-" for _ in _COLUMNS), "✗ did not run")

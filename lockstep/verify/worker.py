@@ -27,7 +27,7 @@ _SIZES = ("distributed.pipeline_size", "distributed.replicate_size", "distribute
 _QUIET: dict[str, Any] = {"distributed.divergence_check_steps": None}  # it would stop what is to be looked at
 
 
-def settings_of(topology: str, spec: Spec) -> dict[str, Any]:
+def settings_of(topology: str) -> dict[str, Any]:
     """What a topology (`ddp:2`, `single`) changes in a config."""
     values, _ = parse_topology(topology)
     settings = {**dict.fromkeys(_SIZES), **_QUIET, **{f"distributed.{key}": value for key, value in values.items()}}
@@ -199,7 +199,7 @@ def _trainer(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tu
     with ExitStack() as stack:
         if double:
             stack.enter_context(switches.double_by_default())
-        config, subject = spec.build({**settings_of(topology, spec), **case.settings})
+        config, subject = spec.build({**settings_of(topology), **case.settings})
         stack.callback(subject.close)
         model = subject.model.double() if double else subject.model
         if topology == "single":
