@@ -75,7 +75,7 @@ def _value(node: ast.expr, lookup: Callable[[str], Number]) -> Number:
         if node.keywords or not node.args:
             raise ValueError(f"{node.func.id} takes numbers")
         values = [_value(argument, lookup) for argument in node.args]
-        return _number(min(values) if node.func.id == "min" else max(values))
+        return _number(_FUNCTIONS[node.func.id](values))
     raise ValueError(f"`{ast.unparse(node)}` is not arithmetic; there are + - * / // % **, min, max, numbers and names")
 
 

@@ -31,15 +31,10 @@ def shipped_names() -> list[str]:
 
 
 def find(path: str | Path) -> ResolvedFile:
-    """The file of that path, or the shipped one of that name.
-
-    Raises:
-        UsageError: there is neither.
-    """
+    """The file of that path, or the shipped one of that name; `read` says where there is neither."""
     given = Path(path)
-    if given.exists() or given.is_absolute():
-        return ResolvedFile(given.resolve(), str(path))
-    return _shipped(str(path)) or ResolvedFile(given.resolve(), str(path))
+    found = ResolvedFile(given.resolve(), str(path))
+    return found if given.is_absolute() or os.path.exists(given) else _shipped(str(path)) or found
 
 
 def parent_file(name: str, child: ResolvedFile, where: str) -> ResolvedFile:
@@ -49,7 +44,7 @@ def parent_file(name: str, child: ResolvedFile, where: str) -> ResolvedFile:
         UsageError: there is neither.
     """
     beside = (child.path.parent / name).resolve()
-    if beside.exists():
+    if os.path.exists(beside):
         shown = os.path.join(os.path.dirname(child.shown), name)
         return ResolvedFile(beside, os.path.normpath(shown))
     shipped = _shipped(name)
@@ -71,7 +66,7 @@ def read(file: ResolvedFile) -> str:
         UsageError: missing, a directory, not readable, not text, empty.
     """
     name = file.shown
-    if file.path.is_dir():
+    if os.path.isdir(file.path):
         inside = sorted(p.name for p in file.path.glob("*.y*ml"))
         raise UsageError(
             f"{name} is a directory",
@@ -102,13 +97,13 @@ def read(file: ResolvedFile) -> str:
 def _shipped(name: str) -> ResolvedFile | None:
     name = ALIASES.get(name, name)
     parts = Path(name).parts
-    if len(parts) == 2 and parts[0] in ("trainers", "ready") and (SHIPPED / name).is_file():
+    if len(parts) == 2 and parts[0] in ("trainers", "ready") and os.path.isfile(SHIPPED / name):
         return ResolvedFile(SHIPPED / name, name)
     return None
 
 
 def _near_file(path: Path) -> str | None:
-    beside = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    beside = [p.name for p in path.parent.glob("*.y*ml")] if os.path.isdir(path.parent) else []
     near = difflib.get_close_matches(path.name, beside, n=1)
     if near:
         return f"did you mean {near[0]}?"

@@ -34,7 +34,7 @@ class Flag:
 
 
 FLAGS: tuple[Flag, ...] = (
-    Flag("strategy", "distributed.strategy", "NAME", "auto, single, dp, ddp, fsdp, pipeline or accelerate"),
+    Flag("strategy", "distributed.strategy", "NAME", "auto, single, dp, ddp, fsdp, pipeline, accelerate or diloco"),
     Flag("batch_size", "training.batch_size", "N", "samples in a micro-batch"),
     Flag("gradient_accumulation_steps", "training.gradient_accumulation_steps", "N", "micro-batches per rank and step"),
     Flag("grad_clip", "training.gradient_clip", "NORM", "clip the global norm of the gradient; 0: off"),

@@ -1,5 +1,6 @@
 """From what is wrong in a config to one message for people: place, key, what is wrong, what to write instead."""
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ def from_validation(error: ValidationError, tree: Node) -> list[Mistake]:
     """What pydantic found, in our words: its own would show classes, unions and URLs."""
     found: dict[Path, list[Mistake]] = {}
     for details in error.errors(include_url=False, include_context=False):
-        path = _written(details["loc"], tree, unknown=details["type"] == "extra_forbidden")
+        path = _written(details["loc"], tree)
         if path not in found:
             found[path] = _mistakes(details, path, tree)
     order = {path: number for number, (path, _) in enumerate(tree.walk())}  # as in the file
@@ -108,7 +109,7 @@ def dotted_name(path: Sequence[str | int]) -> str:
     return text
 
 
-def _written(loc: Sequence[str | int], tree: Node, *, unknown: bool) -> Path:
+def _written(loc: Sequence[str | int], tree: Node) -> Path:
     """The part of pydantic's location that is in the file: it also names branches of unions."""
     path: Path = ()
     for part in loc:
@@ -161,8 +162,6 @@ def _schema_part(path: Path) -> Path:
 
 
 def _near_choice(value: str, choices: tuple[str, ...]) -> str | None:
-    import difflib
-
     lowered = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(value.lower(), list(lowered), n=1, cutoff=0.6)
     return f"write {lowered[close[0]]}" if close else None

@@ -58,7 +58,6 @@ class Prepared:
 
     source: str
     blocks: list[Block] = field(default_factory=list)
-    extends: bool = False
     outside: str = ""  # the same lines with those of `extends` and of blocks left empty
 
 
@@ -78,7 +77,6 @@ def prepare(text: str, index: int, shown: str) -> Prepared:
     return Prepared(
         source="\n".join(rewritten),
         blocks=blocks,
-        extends=extends,
         outside="\n".join(_outside(lines, rewritten, blocks)) if extends else "",
     )
 

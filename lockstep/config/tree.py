@@ -100,7 +100,7 @@ def merge(base: Node, over: Node) -> Node:
     return Node(merged, over.origin)
 
 
-class _CoreLoader(yaml.SafeLoader):
+class CoreLoader(yaml.SafeLoader):
     """PyYAML's parser with the implicit types of YAML 1.2's core schema."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - PyYAML's own name, filled below
@@ -115,7 +115,7 @@ for _tag, _pattern, _first in (
     ("float", f"^(?:{_FLOAT})$", list("-+.0123456789")),
     ("merge", r"^<<$", ["<"]),
 ):
-    _CoreLoader.add_implicit_resolver(_TAG + _tag, re.compile(_pattern), _first)
+    CoreLoader.add_implicit_resolver(_TAG + _tag, re.compile(_pattern), _first)
 
 
 def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False) -> Node:
@@ -131,7 +131,7 @@ def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False)
         UsageError: not YAML, more than one document, duplicate keys, unknown tags.
     """
     try:
-        document = yaml.compose(text, Loader=_CoreLoader)
+        document = yaml.compose(text, Loader=CoreLoader)
     except yaml.YAMLError as error:
         raise _not_yaml(error, origins) from None
     except RecursionError:

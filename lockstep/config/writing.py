@@ -7,13 +7,13 @@ import yaml
 
 from lockstep.config.prepass import is_template
 from lockstep.config.schema import Config
-from lockstep.config.tree import _CoreLoader
+from lockstep.config.tree import CoreLoader
 
 
 class _CoreDumper(yaml.SafeDumper):
     """Quotes what YAML 1.2 would take for another type; writes lists of plain values on one line."""
 
-    yaml_implicit_resolvers = _CoreLoader.yaml_implicit_resolvers
+    yaml_implicit_resolvers = CoreLoader.yaml_implicit_resolvers
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

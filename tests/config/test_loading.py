@@ -238,6 +238,7 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("far/away.yaml", ("no file far/away.yaml", "lockstep config list")),
         (str(tmp_path), ("is a directory", "config.yaml")),
         ("trainers/fdsp.yaml", ("no file trainers/fdsp.yaml",)),
+        ("x" * 300, ("can't be read", "name too long")),
     ]:
         with pytest.raises(UsageError) as caught:
             load_config(path)
