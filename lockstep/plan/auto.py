@@ -13,9 +13,10 @@ import torch
 from lockstep.config import Config
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
-from lockstep.plan.candidates import GIB, Candidate, candidates, judge
+from lockstep.plan.candidates import Candidate, candidates, judge
 from lockstep.plan.facts import facts_of
 from lockstep.plan.hardware import LINKS, Cluster, Gpu, Link, known_gpu
+from lockstep.plan.resources import GIB
 from lockstep.plan.workload import workload_of
 
 _COMFORTABLE = 0.6  # of a device's memory: replicas that need less are the fastest there is

@@ -13,11 +13,11 @@ from lockstep.plan.facts import Facts, facts_of
 from lockstep.plan.hardware import Cluster
 from lockstep.plan.record import Cost
 from lockstep.plan.rehearsal import Rehearsal, rehearse
+from lockstep.plan.resources import GIB
 from lockstep.plan.steptime import Pieces, StageTime, StepTime, data_parallel_step, pipeline_step
 from lockstep.plan.workload import Workload
 from lockstep.progress import Advance, progress_of
 
-GIB = 2**30
 LARGE = 5e9  # parameters
 RESERVED = 0.08  # of a GPU's memory, for CUDA's context, kernels' workspaces and gaps between tensors
 
@@ -227,10 +227,11 @@ def micro_batches(config: Config, layout: Layout) -> int:
 
 
 def pieces_of(facts: Facts, rehearsal: Rehearsal, seconds: Callable[[Cost], float]) -> Pieces:
+    """What a step is made of; `seconds`: how long a GPU takes for a cost."""
     computed = rehearsal.work
     return Pieces(
         facts.units, 4 * facts.unit_parameters, 4 * (facts.parameters - facts.units * facts.unit_parameters),
-        seconds(computed.forward), seconds(computed.backward), seconds(computed.update),
+        seconds(computed.forward), seconds(computed.backward), seconds(computed.update), facts.low_rank_bytes,
     )  # fmt: skip
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.errors import UsageError
 from lockstep.plan import report
-from lockstep.plan.candidates import GIB, Candidate, candidates, largest_batch
+from lockstep.plan.candidates import Candidate, candidates, largest_batch
 from lockstep.plan.hardware import GPUS, Cluster, cluster_of, known_gpu
-from lockstep.plan.resources import calculate_resources
+from lockstep.plan.resources import GIB, calculate_resources
 from lockstep.plan.workload import workload_of
 
 
@@ -78,9 +78,7 @@ def cluster_for(asked: Asked) -> tuple[Cluster, list[str]]:
                 said.append(f"GPU: {gpu}, as here")
             else:
                 said.append(f"GPU: {gpu}; --gpu-type names another")
-        number = number or max(1, here)
-    if number < 1:
-        raise UsageError(f"--gpus {number}", fix="at least 1")
+        number = max(1, here) if number is None else number
     return cluster_of(number, gpu, asked.interconnect, per_node=asked.per_node), said
 
 
@@ -100,8 +98,12 @@ def write(config: Config, best: Candidate | None, path: Path, batch: int | None)
 
 
 def plan_by_size(params: float, sequence_length: int, batch_size: int, headroom: float, asked: Asked) -> str:
-    """The plan of a transformer of which only the size is known."""
-    number = asked.gpus or 1
+    """The plan of a transformer of which only the size is known.
+
+    Raises:
+        UsageError: a size or a number below 1.
+    """
+    number = 1 if asked.gpus is None else asked.gpus
     rows = []
     for sharding in ("none", "gradients", "full") if number > 1 else ("none",):
         for checkpointing in (False, True):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from lockstep.config import Config
 from lockstep.models.protocol import blocks_of, segments_of
 from lockstep.parallel import fsdp
+from lockstep.parallel.compression import sent_numbers
 from lockstep.plan.workload import Workload
 
 _OPTIMIZER_BYTES = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0}
@@ -20,6 +21,7 @@ class Facts:
         units: what FSDP gathers one by one, and
         unit_parameters: of the average one.
         optimizer_bytes: of state a parameter, at least.
+        low_rank_bytes: of the gradients as PowerSGD would send them, at the rank that the config says.
     """
 
     parameters: int
@@ -28,10 +30,11 @@ class Facts:
     units: int
     unit_parameters: float
     optimizer_bytes: float
-    tokens_per_sample: int
+    low_rank_bytes: float
 
 
 def facts_of(work: Workload, config: Config) -> Facts:
+    """Those of the model that a config trains."""
     model = work.model()
     blocks = blocks_of(model)
     units = fsdp.units_of(model, config.distributed.fsdp, blocks)
@@ -39,7 +42,9 @@ def facts_of(work: Workload, config: Config) -> Facts:
     optimizer = _OPTIMIZER_BYTES.get(config.training.optimizer, 0.0)
     if config.training.optimizer_args.get("momentum"):
         optimizer = 4.0
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    low_rank = sent_numbers(shapes, "powersgd", config.distributed.ddp.compression.rank)
     return Facts(
         sum(p.numel() for p in model.parameters()), len(blocks), len(segments_of(model) or []), len(units),
-        held / len(units) if units else 0.0, optimizer, work.tokens_per_sample(),
+        held / len(units) if units else 0.0, optimizer, 4 * low_rank,
     )  # fmt: skip

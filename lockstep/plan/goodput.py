@@ -34,7 +34,7 @@ def best_interval(save: float, mean_time: float) -> float:
     """Seconds of work between two saves that lose least (Daly's higher-order estimate).
 
     Args:
-        save: seconds that a save costs; above half of `mean_time` no interval helps, and it is `mean_time`.
+        save: seconds that a save costs; from twice `mean_time` on no interval helps, and it is `mean_time`.
     """
     if save <= 0:
         return 0.0
@@ -78,7 +78,7 @@ def simulate(
     node_mean = reliability.mean_time(num_gpus) * nodes
     failures = [generator.expovariate(1 / node_mean) for _ in range(nodes)]
     heapq.heapify(failures)
-    now = done = saved = lost = 0.0
+    now = saved = lost = 0.0
     count = 0
     while saved < work:
         step = min(interval, work - saved)
@@ -88,10 +88,9 @@ def simulate(
             continue
         failed = failures[0]
         heapq.heapreplace(failures, failed + reliability.restart_seconds + generator.expovariate(1 / node_mean))
-        if failed >= now:
-            done = min(step, failed - now)
-            lost += done
+        if failed > now:
+            lost += min(step, failed - now)
             now = failed
-        now = max(now, failed) + reliability.restart_seconds if failed >= now else now + reliability.restart_seconds
+        now += reliability.restart_seconds
         count += 1
     return Run(now, saved, lost, count)

@@ -5,6 +5,7 @@ direction and per GPU. `lockstep doctor` measures one's own.
 """
 
 import difflib
+import re
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -135,41 +136,48 @@ class Cluster:
         return products + cost.moved * e.fused / (self.gpu.bandwidth * 1e9 * e.memory)
 
 
-def cluster_of(
-    num_gpus: int, gpu: str, interconnect: str | None = None, *, per_node: int = 8, efficiency: Efficiency | None = None
-) -> Cluster:
+def cluster_of(num_gpus: int, gpu: str, interconnect: str | None = None, *, per_node: int = 8) -> Cluster:
     """A cluster by names as people write them.
 
     Raises:
-        UsageError: there is no such GPU or link in the table.
+        UsageError: there is no such GPU or link in the table, or a number below 1.
     """
+    for name, number in (("number of GPUs", num_gpus), ("number of GPUs a node", per_node)):
+        if number < 1:
+            raise UsageError(f"a {name} of {number} makes no cluster", fix="write a number from 1 on")
     device = find_gpu(gpu)
     inside = LINKS[device.inside]
     between = find_link(interconnect) if interconnect else (LINKS["InfiniBand NDR"] if num_gpus > per_node else inside)
-    return Cluster(device, num_gpus, min(per_node, num_gpus), inside, between, efficiency or Efficiency())
+    return Cluster(device, num_gpus, min(per_node, num_gpus), inside, between)
 
 
 def known_gpu(device_name: str) -> Gpu | None:
-    """The entry for a name as the driver says it: "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090"."""
-    said = _letters(device_name)
-    fitting = [gpu for gpu in _GPUS if all(_letters(part) in said for part in gpu.name.removesuffix("GB").split("-"))]
+    """The entry for a name as the driver says it: "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090".
+
+    Only whole words count: an "NVIDIA L40" is no L4.
+    """
+    said = set(re.findall(r"\w+", device_name.lower()))
+    fitting = [gpu for gpu in _GPUS if said.issuperset(gpu.name.lower().split("-"))]
     return max(fitting, key=lambda gpu: len(gpu.name), default=None)
 
 
-def _letters(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
-
-
 def find_gpu(name: str) -> Gpu:
+    """The entry for a name as people write it: "a100", "RTX 4090".
+
+    Raises:
+        UsageError: there is none.
+    """
     return _find(name, GPUS, "GPU")
 
 
 def find_link(name: str) -> Link:
+    """The same for a link: "InfiniBand-NDR", "nvlink4"."""
     return _find(name, LINKS, "link")
 
 
 def _plain(name: str) -> str:
-    return _letters(name).removeprefix("nvidia").removesuffix("gb")
+    letters = "".join(letter for letter in name.lower() if letter.isalnum())
+    return letters.removeprefix("nvidia").removesuffix("gb")
 
 
 def _find(name: str, table: dict[str, T], what: str) -> T:

@@ -4,8 +4,8 @@ The model is laid by the same functions that lay it in training, over a process 
 FakeTensorMode. The optimizer has its state already. Of a long chain of equal blocks five run, and the record of one is
 repeated for those left out.
 
-DDP's reducer, in C++, refuses fake tensors: `_Reducer` allocates what it does. The device is the CPU throughout; on a
-GPU the same tensors are made, apart from autocast's list of operations and kernels' own workspaces.
+The device is the CPU throughout; on a GPU the same tensors are made, apart from autocast's list of operations and
+kernels' own workspaces.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,6 +33,7 @@ from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.ledger import Ledger, Share
 from lockstep.parallel.loop import looped
 from lockstep.parallel.placed import MicroStep, local
+from lockstep.plan.hooks import Reducer, mark_blocks, on_backward, tag_gradients
 from lockstep.plan.record import KINDS, Cost, Peak, Region, play, repeated
 from lockstep.plan.tracker import Tracker
 from lockstep.plan.workload import REPEATED, Workload, shortened
@@ -106,11 +107,11 @@ def rehearse(
     return Rehearsal(
         play(start, regions),
         dict(zip(KINDS, start, strict=True)),
-        work_of(regions, sum(start) / max(1, sum(tracker.record.start))),
+        _work_of(regions, sum(start) / max(1, sum(tracker.record.start))),
     )
 
 
-def work_of(regions: list[Region], grown: float) -> "Work":
+def _work_of(regions: list[Region], grown: float) -> Work:
     """The costs of a step, in which its passes are marked.
 
     Args:
@@ -151,6 +152,7 @@ def pretended_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def precision_of(config: Config) -> Precision:
+    """That of a step on the CPU."""
     mode, _ = resolve_mode(config.precision.mode, CPU)
     return Precision(mode, "cpu")
 
@@ -192,7 +194,7 @@ def _lay(
 
     objective = replace(objective, loss=loss)
     if layout.strategy in ("ddp", "accelerate") and layout.world_size > 1:
-        set_sync = _Reducer(tracker, model, config).set_sync
+        set_sync = Reducer(tracker, model, config).set_sync
     else:
         tag_gradients(tracker, model.parameters())
     micro_step = looped(model, objective, cursor, precision_of(config), buffers, set_sync=set_sync)
@@ -231,45 +233,8 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def mark_blocks(tracker: Tracker, blocks: list[tuple[str, nn.Module]]) -> None:
-    """Mark where the forward (F0, F1, …) and backward passes (B…) of blocks begin.
-
-    A region reaches to the next block's: what FSDP2 gathers for it before its hooks run is then in the same place of
-    every region.
-    """
-    for index, (_, block) in enumerate(blocks):
-
-        def before(_module: nn.Module, _inputs: Any, index: int = index) -> None:
-            tracker.mark(f"F{index}")
-
-        def after(_module: nn.Module, _inputs: Any, outputs: Any, index: int = index) -> None:
-            if index == len(blocks) - 1:
-                tracker.mark("after the blocks")
-            first = outputs if isinstance(outputs, Tensor) else next(t for t in outputs if isinstance(t, Tensor))
-            if first.requires_grad:
-                on_backward(first, lambda: tracker.mark(f"B{index}"))
-
-        block.register_forward_pre_hook(before)
-        block.register_forward_hook(after)
-
-
-def tag_gradients(tracker: Tracker, parameters: Any) -> None:
-    for parameter in parameters:
-        if parameter.requires_grad:
-            on_gradient(parameter, lambda p: tracker.tag([p.grad], "gradients"))
-
-
-def on_backward(tensor: Tensor, call: Callable[[], None]) -> None:
-    """Call when the backward pass reaches a tensor."""
-    tensor.register_hook(lambda _gradient: call())  # type: ignore[no-untyped-call]
-
-
-def on_gradient(parameter: nn.Parameter, call: Callable[[nn.Parameter], None]) -> None:
-    """Call with the parameter whenever its gradient has been accumulated."""
-    parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
-
-
 def optimizer_of(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The config's; only what it holds is looked at."""
     training = config.training
     return build_optimizer(
         training.optimizer, parameters, learning_rate=1e-3, weight_decay=training.weight_decay,
@@ -300,28 +265,3 @@ def _with_left_out(
         if layout.strategy in ("ddp", "accelerate") and layout.replicate > 1:
             whole[_KIND["buckets"]] += left_out * size
     return tuple(whole)
-
-
-class _Reducer:
-    """Allocates what DDP's reducer does: buckets for all gradients, which become views of them when it reduces."""
-
-    def __init__(self, tracker: Tracker, model: nn.Module, config: Config) -> None:
-        self._last = True
-        options = config.distributed.ddp
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._buckets = [torch.empty_like(p) for p in self._parameters]
-        tracker.tag(self._buckets, "buckets")
-        if options.compression.kind == "powersgd" and options.compression.error_feedback:
-            self._errors = [torch.empty_like(p) for p in self._parameters]
-            tracker.tag(self._errors, "buckets")
-        for parameter, bucket in zip(self._parameters, self._buckets, strict=True):
-            on_gradient(parameter, partial(self._ready, tracker, bucket, options.gradient_as_bucket_view))
-
-    def set_sync(self, last: bool) -> None:
-        self._last = last
-
-    def _ready(self, tracker: Tracker, bucket: Tensor, as_view: bool, parameter: nn.Parameter) -> None:
-        if self._last and as_view:
-            parameter.grad = bucket
-        else:
-            tracker.tag([parameter.grad], "gradients")

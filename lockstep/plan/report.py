@@ -5,8 +5,9 @@ from dataclasses import asdict
 from html import escape
 from typing import Any
 
-from lockstep.plan.candidates import GIB, Candidate
+from lockstep.plan.candidates import Candidate
 from lockstep.plan.hardware import Cluster
+from lockstep.plan.resources import GIB
 
 _COLOURS = {
     "parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e15759", "activations": "#76b7b2",
@@ -56,7 +57,7 @@ def as_text(
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
-    lines += ["", *bars(found), "", *why(found, cluster)]
+    lines += ["", *bars(found), "", *why(found)]
     best = found[0] if found and found[0].fits else None
     if best is not None and best.step is not None and steps:
         seconds = best.step.seconds * steps
@@ -96,7 +97,7 @@ def bars(found: Sequence[Candidate]) -> list[str]:
     return lines
 
 
-def why(found: Sequence[Candidate], cluster: Cluster) -> list[str]:
+def why(found: Sequence[Candidate]) -> list[str]:
     """Why the first is first."""
     if not found:
         return ["there is no layout of this model on these GPUs"]

@@ -94,11 +94,14 @@ def calculate_resources(
     Raises:
         UsageError: a size below 1.
     """
-    sizes = {"model_params": model_params, "sequence_length": float(sequence_length), "batch_size": float(batch_size)}
+    sizes = {
+        "model_params": model_params, "sequence_length": float(sequence_length), "batch_size": float(batch_size),
+        "gpus": float(gpus),
+    }  # fmt: skip
     for name, value in sizes.items():
         if value < 1:
             raise UsageError(
-                f"{name}={value:g}: at least 1 is needed", fix="count parameters, tokens and samples from 1"
+                f"{name}={value:g}: at least 1 is needed", fix="count parameters, tokens, samples and GPUs from 1"
             )
     shape = shape or typical_shape(model_params)
     s, b, h = sequence_length, batch_size, shape.width

@@ -32,6 +32,7 @@ from lockstep.parallel.pipeline.part import Work as Io
 from lockstep.parallel.pipeline.plan import frees_after_forward
 from lockstep.parallel.pipeline.torch_schedule import Action, actions
 from lockstep.parallel.pipeline.torch_stage import Meta, Metas, Stage, reduce_gradients
+from lockstep.plan.hooks import tag_gradients
 from lockstep.plan.record import KINDS, Cost, Record, Region, play
 from lockstep.plan.rehearsal import (
     CPU,
@@ -41,7 +42,6 @@ from lockstep.plan.rehearsal import (
     optimizer_of,
     precision_of,
     pretended_ranks,
-    tag_gradients,
     update,
 )
 from lockstep.plan.tracker import Tracker

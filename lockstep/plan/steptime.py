@@ -21,7 +21,7 @@ class Pieces:
         unit_bytes, rest_bytes: fp32 bytes of the parameters of one, and of the rest.
         forward, backward: seconds of one micro-batch, over all units and the rest.
         update: seconds of the optimizer, for this rank's share.
-        low_rank_bytes: of the gradients as PowerSGD sends them.
+        low_rank_bytes: of the gradients as PowerSGD sends them, where it does.
     """
 
     units: int
@@ -30,7 +30,7 @@ class Pieces:
     forward: float
     backward: float
     update: float = 0.0
-    low_rank_bytes: float | None = None
+    low_rank_bytes: float = 0.0
 
     @property
     def parameter_bytes(self) -> float:
@@ -75,8 +75,9 @@ def _ddp(pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro
     whole = pieces.parameter_bytes
     cap = config.distributed.ddp.bucket_cap_mb * BUCKET
     count = max(1, round(whole / cap)) if whole > cap else 1
-    on_the_wire = whole / 2 if config.distributed.ddp.compression.kind in ("fp16", "bf16") else whole
-    on_the_wire = on_the_wire if pieces.low_rank_bytes is None else pieces.low_rank_bytes
+    on_the_wire = {
+        "none": whole, "auto": whole, "fp16": whole / 2, "bf16": whole / 2, "powersgd": pieces.low_rank_bytes,
+    }[config.distributed.ddp.compression.kind]  # fmt: skip
     reduced = []
     for _ in range(count):
         ready = line.add("compute", pieces.backward / count)
@@ -197,10 +198,8 @@ def pipeline_step(
     heaviest = max(
         sum(s.parameter_bytes for s, r in zip(stages, holders, strict=True) if r == k) for k in range(layout.pipeline)
     )
-    # Stages gather once, and reduce once a step (FSDP2 holds a stage's gradients until then).
-    around = (2 if layout.shard > 1 else 1) * group.gather(heaviest) + (
-        0 if layout.shard > 1 else group.gather(heaviest)
-    )
+    # Shards gather once and reduce once a step (FSDP2 holds a stage's gradients until then); replicas all-reduce.
+    around = group.all_reduce(heaviest)
     busiest = max(line.busy(("compute", rank)) for rank in range(layout.pipeline))
     end = line.end + around + update + _agreements(group_of(cluster, layout.world_size))
     a, b = group.bytes_sent(2 * heaviest)

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 
 class Task(NamedTuple):
+    """Seconds at which it begins and ends, since the first of all."""
+
     stream: Hashable
     begin: float
     end: float
-    what: str
 
 
 @dataclass
@@ -23,11 +24,11 @@ class Timeline:
     tasks: list[Task] = field(default_factory=list)
     _free: dict[Hashable, float] = field(default_factory=dict)
 
-    def add(self, stream: Hashable, seconds: float, after: Iterable[int] = (), what: str = "") -> int:
+    def add(self, stream: Hashable, seconds: float, after: Iterable[int] = ()) -> int:
         """Returns the task's number, for others to wait for."""
         begin = max([self._free.get(stream, 0.0), *(self.tasks[i].end for i in after)])
         self._free[stream] = begin + seconds
-        self.tasks.append(Task(stream, begin, begin + seconds, what))
+        self.tasks.append(Task(stream, begin, begin + seconds))
         return len(self.tasks) - 1
 
     @property
@@ -47,9 +48,12 @@ class Step(NamedTuple):
 
 
 def pipeline(
-    orders: Sequence[Sequence[Step]], seconds: dict[tuple[str, int], float], sends: Sequence[float], *,
-    rank_of: Sequence[int], waits_for_sends: bool = False,
-) -> Timeline:  # fmt: skip
+    orders: Sequence[Sequence[Step]],
+    seconds: dict[tuple[str, int], float],
+    sends: Sequence[float],
+    *,
+    rank_of: Sequence[int],
+) -> Timeline:
     """Run the schedules of all ranks of a pipeline.
 
     Args:
@@ -57,7 +61,6 @@ def pipeline(
         seconds: (kind, stage) → how long it computes.
         sends: of each stage, how long its output, or the gradient of it, travels.
         rank_of: of each stage.
-        waits_for_sends: a rank computes on only when what it sent has arrived.
     """
     line = Timeline()
     done: dict[Step, int] = {}
@@ -72,15 +75,13 @@ def pipeline(
                 needs = _needs(step, last)
                 if any(need not in done for need in needs):
                     break
-                task = line.add(("compute", rank), seconds[step.kind, step.stage], [done[n] for n in needs], step.kind)
+                task = line.add(("compute", rank), seconds[step.kind, step.stage], [done[n] for n in needs])
                 done[step] = task
                 to = _goes_to(step, last)
                 if to is not None:
                     arrival = task
                     if rank_of[to] != rank:
-                        arrival = line.add((rank, rank_of[to]), sends[min(step.stage, to)], [task], "send")
-                        if waits_for_sends:
-                            line.add(("compute", rank), 0.0, [arrival])
+                        arrival = line.add((rank, rank_of[to]), sends[min(step.stage, to)], [task])
                     done[Step("arrived F" if step.kind == "F" else "arrived B", to, step.micro_batch)] = arrival
                 places[rank] += 1
                 left -= 1

@@ -61,7 +61,6 @@ class Tracker(TorchDispatchMode):
         self.peak = 0
         self._storages: dict[int, tuple[Any, list[int]]] = {}  # id → weak reference, [bytes, kind]
         self._resize: Callable[..., Any] | None = None
-        self._backward_hooks: list[Any] = []
 
     @property
     def total(self) -> int:

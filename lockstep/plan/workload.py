@@ -35,7 +35,7 @@ class Workload:
     loss_fn: Any = None
 
     def model(self) -> nn.Module:
-        """A fresh one on meta, or on the active device where it can't be built there."""
+        """A fresh one on meta."""
         with torch.device("meta"):
             return self.make()
 

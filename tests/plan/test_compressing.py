@@ -55,4 +55,4 @@ def test_the_advice_is_in_what_a_plan_says() -> None:
     config = config_from({"model.name": "transformer", "model.args": sizes, "training.batch_size": 1})
     cluster, work = cluster_of(GPUS, "A100-80GB", "Ethernet 1G", per_node=1), workload_of(config)
     found = judge(work, config, cluster, {"distributed.strategy": "ddp"}, facts_of(work, config))
-    assert any("bf16 would take" in line for line in why([found], cluster))
+    assert any("bf16 would take" in line for line in why([found]))

@@ -7,6 +7,7 @@ import pytest
 from lockstep.errors import UsageError
 from lockstep.monitor.flops import DEVICES
 from lockstep.plan import calculate_resources
+from lockstep.plan.command import Asked, cluster_for
 from lockstep.plan.goodput import Reliability, best_interval, expected_goodput, simulate
 from lockstep.plan.hardware import GPUS, LINKS, cluster_of, find_gpu, known_gpu
 from lockstep.plan.network import group_of
@@ -40,6 +41,12 @@ def test_the_assumed_shape_has_so_many_parameters(params: float) -> None:
 def test_a_size_below_one_is_refused() -> None:
     with pytest.raises(UsageError, match="batch_size=0"):
         calculate_resources(7e9, 2048, 0)
+    with pytest.raises(UsageError, match="gpus=-3: at least 1 is needed"):
+        calculate_resources(7e9, 2048, 1, gpus=-3)
+    with pytest.raises(UsageError, match="GPUs a node of 0 makes no cluster"):
+        cluster_of(8, "H100", per_node=0)
+    with pytest.raises(UsageError, match="a number of GPUs of 0"):
+        cluster_for(Asked(gpus=0))
 
 
 def test_trap_45_gpipe_and_1f1b_have_the_same_bubble() -> None:
@@ -75,11 +82,34 @@ def test_a_simulated_run_of_100_000_gpus_has_the_expected_goodput() -> None:
 def test_gpus_are_found_by_what_people_and_drivers_call_them() -> None:
     assert find_gpu("RTX 4090").name == "RTX-4090"
     assert find_gpu("h100").name == "H100"
-    known = known_gpu("NVIDIA A100-SXM4-80GB")
-    assert known is not None
-    assert known.name == "A100-80GB"
     with pytest.raises(UsageError, match="RTX-4090"):
         find_gpu("rtx 4099")
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 3080 Ti", "RTX-3080-Ti"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA L40S", "L40S"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA L40", None),
+        ("NVIDIA A100-SXM-64GB", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA RTX A4000", None),
+    ],
+)
+def test_a_gpu_is_taken_for_no_other_whose_name_begins_alike(said: str, name: str | None) -> None:
+    known = known_gpu(said)
+    assert (known.name if known is not None else None) == name
 
 
 def test_every_figure_has_a_source_and_agrees_with_the_meters() -> None:
