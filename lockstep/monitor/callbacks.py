@@ -5,7 +5,6 @@ called. An object whose attribute `every_rank` is true is called on every rank, 
 """
 
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,6 @@ class JsonLogger:
         self._writes = wanted is None or rank in wanted
         self._path = Path(path.replace("{rank}", str(rank)))
         self._extra: dict[str, Any] = {"rank": rank} if name is None else {"rank": rank, "name": name}
-        json.dumps(self._extra)
         if self._writes:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 

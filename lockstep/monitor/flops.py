@@ -4,6 +4,7 @@ Counted are matrix products, convolutions and attention, by the formulas of `tor
 is two. Loads torch inside functions only.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,7 +12,7 @@ from typing import Any
 
 from lockstep.monitor.figures import Figures
 
-# Dense TFLOP/s by the makers' data sheets: (bf16 and fp16, tf32, fp32). The first name that is part of the device's
+# Dense TFLOP/s by the makers' data sheets: (bf16 and fp16, tf32, fp32). The first name whose words are in the device's
 # counts. NVIDIA: data sheets of B200, H200, H100 (SXM5, PCIe, NVL), A100, A40, A10, L40S, L40, L4, V100, T4, GeForce
 # RTX 4090 and 3090 (tensor cores with fp32 accumulation), half of what they say "with sparsity". AMD: Instinct MI300X,
 # MI250X.
@@ -49,13 +50,18 @@ def peak_flops(device: Any, mode: str) -> tuple[float, str]:
     import torch
 
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for known, (half, tf32, single) in DEVICES.items():
-            if known in name:
-                fast = torch.backends.cuda.matmul.allow_tf32
-                column = half if mode != "fp32" else tf32 if fast else single
-                return column * _TERA, f"{known}, data sheet, {'tf32' if mode == 'fp32' and fast else mode}"
+        known = on_a_data_sheet(torch.cuda.get_device_name(device))
+        if known is not None:
+            half, tf32, single = DEVICES[known]
+            fast = torch.backends.cuda.matmul.allow_tf32
+            column = half if mode != "fp32" else tf32 if fast else single
+            return column * _TERA, f"{known}, data sheet, {'tf32' if mode == 'fp32' and fast else mode}"
     return _measured(device, mode), f"measured: {_SIZE} × {_SIZE} matrices, {mode}, with this rank's threads"
+
+
+def on_a_data_sheet(device_name: str) -> str | None:
+    """The entry of `DEVICES` for a name as the driver says it; whole words count: an "RTX A4000" is no A40."""
+    return next((known for known in DEVICES if re.search(rf"\b{known}\b", device_name)), None)
 
 
 def _measured(device: Any, mode: str) -> float:

@@ -63,9 +63,8 @@ def memory_in_use() -> tuple[int, int]:
         device = torch.cuda.current_device()
         return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     kilobyte = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte, os.sysconf("SC_PAGE_SIZE") * os.sysconf(
-        "SC_PHYS_PAGES"
-    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte
+    return peak, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Memory(NamedTuple):

@@ -150,7 +150,7 @@ class Monitor:
         asked = profiler is not None and self._run is not None and self._is_main and profiler.requested(self._run.path)
         table = figures.collect(step, asked)
         if profiler is not None and any(table["asked"]):
-            profiler.asked(step)
+            profiler.asked()
         if not self._is_main:
             return {}
         self._name_stragglers(step, table)

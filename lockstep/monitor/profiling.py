@@ -46,12 +46,12 @@ class Profiler:
         self._running: _Running | None = None
         self._signalled = self._listens = False
         if config is not None:
-            self._begin(self._config, 0)
+            self._begin(self._config)
 
-    def asked(self, step: int) -> None:
-        """All ranks learned after `step` that somebody asked for a profile."""
+    def asked(self) -> None:
+        """All ranks learned that somebody asked for a profile; the next step begins it."""
         if self._running is None:
-            self._begin(self._on_demand, step)
+            self._begin(self._on_demand)
 
     def on_step(self, step: int) -> None:
         """One step is over; ends the profile when its last step is. All ranks then come together."""
@@ -94,7 +94,7 @@ class Profiler:
         if running is not None and running.profile is not None:
             running.profile.stop()
 
-    def _begin(self, config: ProfileConfig, step: int) -> None:
+    def _begin(self, config: ProfileConfig) -> None:
         steps = config.wait + config.warmup + config.active
         traced = not config.ranks or self._rank in config.ranks
         running = self._running = _Running(config, steps)

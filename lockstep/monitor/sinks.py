@@ -4,6 +4,7 @@
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -94,8 +95,6 @@ class Guarded:
 
 
 def _trace_wanted() -> bool:
-    import os
-
     return os.environ.get("LOCKSTEP_TRACEBACK") == "1"
 
 

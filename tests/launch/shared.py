@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import subprocess
 import sys
 import time
@@ -49,6 +50,24 @@ def start(folder: Path, *command: str, **more: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def on_a_terminal(folder: Path, *arguments: str, **more: str) -> str:
+    """What `python ARGUMENTS` shows on a terminal; it must end well."""
+    primary, secondary = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=folder, env=environment(**more), stdout=secondary, stderr=secondary
+    )
+    os.close(secondary)
+    shown = b""
+    try:
+        while chunk := os.read(primary, 4096):
+            shown += chunk
+    except OSError:  # the terminal's other side is closed
+        pass
+    os.close(primary)
+    assert process.wait(60) == 0, shown
+    return shown.decode()
 
 
 def finish(process: subprocess.Popen[str], folder: Path, timeout: float = 100) -> Ended:

@@ -2,12 +2,9 @@
 
 import json
 import os
-import pty
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +13,7 @@ import pytest
 from lockstep.launch import options
 from lockstep.launch.options import LaunchOptions, how_many
 from tests.launch.conftest import Launch
-from tests.launch.shared import Ended, alive, environment, finish, lockstep, script, start, wait_for
+from tests.launch.shared import Ended, alive, finish, lockstep, on_a_terminal, script, start, wait_for
 from tests.ranks import free_port
 
 
@@ -274,22 +271,7 @@ def test_one_process_runs_here(tmp_path: Path) -> None:
 def test_rank_0_has_the_terminal(tmp_path: Path) -> None:
     """A live display needs one, and must not fill the log."""
     script(tmp_path, "print('terminal', sys.stdout.isatty(), flush=True)\n")
-    primary, secondary = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "2", "script.py"],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=secondary,
-        stderr=secondary,
-    )
-    os.close(secondary)
-    shown = b""
-    try:
-        while chunk := os.read(primary, 4096):
-            shown += chunk
-    except OSError:  # the terminal's other side is closed
-        pass
-    assert process.wait(60) == 0, shown
-    assert b"terminal True" in shown
-    assert shown.count(b"terminal") == 1
+    shown = on_a_terminal(tmp_path, "-m", "lockstep", "launch", "--nproc-per-node", "2", "script.py")
+    assert "terminal True" in shown
+    assert shown.count("terminal") == 1
     assert "terminal False" in (tmp_path / "runs/script/logs/rank-1.log").read_text()

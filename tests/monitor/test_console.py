@@ -1,15 +1,11 @@
 """What people see: plain lines, or a bar on a terminal."""
 
-import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.monitor.console import Console, duration, number, step_line
-from tests.launch.shared import environment
+from tests.launch.shared import on_a_terminal
 
 _ROW = {"step": 10, "loss": 2.34567, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 12345.6, "step_seconds": 0.25}
 
@@ -51,19 +47,7 @@ with to_log(Path("rank-0.log"), on_console=True, descriptors=True):
 
 
 def test_a_terminal_gets_a_bar_and_the_log_plain_lines(tmp_path: Path) -> None:
-    primary, secondary = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", _LIVE], cwd=tmp_path, env=environment(TERM="xterm"), stdout=secondary, stderr=secondary
-    )
-    os.close(secondary)
-    shown = b""
-    try:
-        while chunk := os.read(primary, 4096):
-            shown += chunk
-    except OSError:  # the terminal's other side is closed
-        pass
-    assert process.wait(30) == 0, shown
-    text = shown.decode()
+    text = on_a_terminal(tmp_path, "-c", _LIVE, TERM="xterm")
     assert "step 3/3" in text
     assert "━" in text, "the bar"
     assert "the program says 2" in text

@@ -8,7 +8,7 @@ import torch
 
 from lockstep.config import StragglerConfig, config_from
 from lockstep.monitor import Figures, PhaseClock, ResourceMonitor
-from lockstep.monitor.flops import DEVICES, FirstStep, peak_flops
+from lockstep.monitor.flops import DEVICES, FirstStep, on_a_data_sheet, peak_flops
 from lockstep.monitor.intervals import length, shared, union, within
 from lockstep.monitor.meters import Memory
 from lockstep.monitor.over_ranks import spread
@@ -156,6 +156,23 @@ def test_peaks_are_known_or_measured() -> None:
     assert "measured" in source
     for half, tf32, single in DEVICES.values():
         assert half >= tf32 >= single > 0
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GH200 480GB", None),
+    ],
+)
+def test_a_device_is_taken_for_no_other_whose_name_begins_alike(said: str, name: str | None) -> None:
+    assert on_a_data_sheet(said) == name
 
 
 def test_stretches_of_time() -> None:
