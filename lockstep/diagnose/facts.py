@@ -23,6 +23,7 @@ from lockstep.environment import rank_facts
 
 VARIABLES = re.compile(r"^(NCCL|TORCH|GLOO|CUDA|OMP|MKL|PYTORCH|UCX|FI)_")
 _MAX_FILES = 5000
+_PROGRAM_SECONDS = 20.0  # for an answer of nvidia-smi, which hangs where a driver or a GPU does
 
 
 def own_facts(config_text: str | None = None, names: Iterable[str] = ()) -> dict[str, Any]:
@@ -87,11 +88,12 @@ def versions() -> dict[str, str]:
 def code_digest(names: Iterable[str] = ()) -> str:
     """Of Lockstep's own files, and of the packages that the config names."""
     folders = [Path(__file__).parent.parent]
-    for name in sorted({name.partition(":")[0].partition(".")[0] for name in names if ":" in name}):
+    for name in sorted({name.partition(":")[0].partition(".")[0] for name in names if ":" in name} - {"__main__"}):
         spec = find_spec(name)
-        if spec is not None and spec.origin is not None and "site-packages" not in spec.origin:
-            origin = Path(spec.origin)
-            folders.append(origin.parent if origin.name == "__init__.py" else origin)
+        if spec is None or spec.origin is None or not spec.has_location or "site-packages" in spec.origin:
+            continue  # no module of that name, one that is built into Python, or a package that has a version
+        origin = Path(spec.origin)
+        folders.append(origin.parent if origin.name == "__init__.py" else origin)
     digest = hashlib.sha256()
     for folder in folders:
         files = sorted(folder.rglob("*.py"))[:_MAX_FILES] if folder.is_dir() else [folder]
@@ -145,7 +147,7 @@ def differing(values: Mapping[int, Any]) -> dict[str, list[int]]:
 
 
 def _space(path: Path) -> dict[str, int] | None:
-    while not path.exists() and path != path.parent:
+    while not os.path.exists(path) and path != path.parent:
         path = path.parent
     try:
         usage = shutil.disk_usage(path)
@@ -166,8 +168,11 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """What a program prints; nothing where it is missing or fails."""
+    """What a program prints; nothing where it is missing, fails, or does not answer."""
     if shutil.which(command[0]) is None:
         return ""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROGRAM_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
     return done.stdout.strip() if done.returncode == 0 else ""

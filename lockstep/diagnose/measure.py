@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.diagnose.verdicts import BAD, GOOD, WARN, Line
+from lockstep.report import words
 
 _TRY_SECONDS = 5.0
 _DISK_BYTES = 32 * 2**20
@@ -51,7 +52,7 @@ def ports(exchange: Exchange, address: str | None, facts: Sequence[dict[str, Any
     answers = exchange.all(failed)
     if listener is not None:
         listener.close()
-    hosts = {one["rank"]: f"{one['host']} {places[one['rank']][0]}" for one in facts if places[one["rank"]]}
+    hosts = {rank: f"{facts[rank]['host']} {(places[rank] or ['without an address'])[0]}" for rank in first}
     lines = [
         Line(BAD, "ports", f"{hosts[rank]} does not reach {hosts[other]} on an ephemeral port",
              "open all ports between the machines: NCCL and gloo take any, the meeting port alone is not enough")
@@ -99,14 +100,14 @@ def disk(run_directory: Path, exchange: Exchange, rank_of_machine: bool) -> dict
         except OSError as error:
             found.setdefault("disk_error", f"{error.strerror}: {error.filename or run_directory}")
 
-    made = not run_directory.exists()
+    made = not os.path.exists(run_directory)
     mark = run_directory / ".doctor-was-here"
     token = exchange.all(os.urandom(8).hex())[0]
     attempt(lambda: run_directory.mkdir(parents=True, exist_ok=True))
     if exchange.rank == 0:
         attempt(lambda: mark.write_text(token))
     exchange.all(None)
-    found["sees_run_directory"] = mark.is_file() and mark.read_text() == token
+    attempt(lambda: found.update(sees_run_directory=os.path.isfile(mark) and mark.read_text() == token))
     exchange.all(None)
     if exchange.rank == 0:
         attempt(lambda: mark.unlink(missing_ok=True))
@@ -193,12 +194,12 @@ def all_reduce(device: Any, link: float | None) -> list[Line]:
         dist.all_reduce(spent.to(device), dist.ReduceOp.MAX)
         if spent.item() > _BUDGET_SECONDS:
             break
-    shown = ", ".join(f"{_bytes(size)} {_time(seconds)}" for size, seconds, _ in found)
+    shown = ", ".join(f"{words.size(size)} {words.seconds(seconds)}" for size, seconds, _ in found)
     fastest = max(rate for _, _, rate in found)
-    text = f"right on {world} ranks: {shown}; at best {_bytes(fastest)}/s on the bus"
+    text = f"right on {world} ranks: {shown}; at best {words.size(fastest)}/s on the bus"
     if link is None:
         return [Line(GOOD, "all-reduce", text)]
-    text += f", {fastest / link:.0%} of the link's {_bytes(link)}/s"
+    text += f", {fastest / link:.0%} of the link's {words.size(link)}/s"
     do = "see the interface above; other traffic on the link; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
     return [Line(WARN, "all-reduce", text, do) if fastest < 0.5 * link else Line(GOOD, "all-reduce", text)]
 
@@ -214,15 +215,3 @@ def _timed(value: Any, device: Any) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.monotonic() - began
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{number:.3g} GiB"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

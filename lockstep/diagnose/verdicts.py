@@ -6,6 +6,7 @@ from typing import Any
 
 from lockstep.diagnose.facts import differing
 from lockstep.diagnose.variables import remarks
+from lockstep.report import words
 
 Facts = Sequence[dict[str, Any]]  # by rank
 GOOD, WARN, BAD = "✓", "⚠", "✗"
@@ -99,7 +100,7 @@ def gpus(facts: Facts) -> Iterator[Line]:
     for one in (one for one in facts if one["local_rank"] < len(one["gpus"])):
         gpu = one["gpus"][one["local_rank"]]
         if gpu.get("free", gpu["memory"]) < 0.9 * gpu["memory"]:
-            found = f"rank {one['rank']}: {_size(gpu['free'])} of {_size(gpu['memory'])} is free"
+            found = f"rank {one['rank']}: {words.size(gpu['free'])} of {words.size(gpu['memory'])} is free"
             yield Line(WARN, "GPU memory", found, "another process holds the rest: `nvidia-smi` names it")
     yield from _pcie(facts)
 
@@ -164,10 +165,11 @@ def limits(facts: Facts) -> Iterator[Line]:
         least = min(known, key=lambda one: one["shared_memory"]["free"])
         free = least["shared_memory"]["free"]
         small = free < _GIB
-        yield Line(WARN if small else GOOD, "shared memory", f"{_size(free)} free in /dev/shm{_at(least, facts)}",
+        yield Line(WARN if small else GOOD, "shared memory", f"{words.size(free)} free in /dev/shm{_at(least, facts)}",
                    "docker run --shm-size=8g: data workers and NCCL need it" if small else "")  # fmt: skip
     for one in machines:
-        threads = int(one["variables"].get("OMP_NUM_THREADS", "1").split(",")[0] or 1)
+        said = one["variables"].get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        threads = int(said) if said.isdecimal() else 1  # OpenMP passes over what is no number
         if threads * one["local_world_size"] > one["cores"]:
             found = f"{one['local_world_size']} ranks × {threads} threads on {one['cores']} cores{_at(one, facts)}"
             yield Line(WARN, "CPU", found, "fewer ranks, or OMP_NUM_THREADS lower")
@@ -189,7 +191,7 @@ def disk(facts: Facts) -> Iterator[Line]:
         free = (one["disk"] or {"free": 0})["free"]
         status = BAD if free < _GIB else WARN if free < 10 * _GIB else GOOD
         speed = one.get("disk_speed")
-        text = f"{_size(free)} free" + (f", written and synced at {_size(speed)}/s" if speed else "")
+        text = f"{words.size(free)} free" + (f", written and synced at {words.size(speed)}/s" if speed else "")
         yield Line(
             status, "disk", text + _at(one, facts), "" if status == GOOD else "free space, or --output-dir elsewhere"
         )
@@ -228,11 +230,3 @@ def _at(one: dict[str, Any], facts: Facts) -> str:
 
 def _unlimited(value: int) -> float:
     return float("inf") if value == -1 else value
-
-
-def _size(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{number:.3g} TiB"

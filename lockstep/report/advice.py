@@ -81,7 +81,7 @@ def _data(run: Run) -> Iterator[Advice]:
         "warn",
         f"{share:.0%} of each step waits for data.",
         f"{advice}, or put the data on a faster disk (`lockstep data prepare` makes tokens beforehand).",
-        _of_a_step(run, "data", share) + f"; data.num_workers is {workers}.",
+        _of_a_step(run, share) + f"; data.num_workers is {workers}.",
     )
 
 
@@ -94,7 +94,7 @@ def _communication(run: Run) -> Iterator[Advice]:
         f"{share:.0%} of each step waits for other ranks.",
         "Raise training.gradient_accumulation_steps (fewer reductions a sample), use shards within a node only "
         "(fsdp.sharding_strategy: hybrid_shard), or compress (ddp.compression.kind: bf16).",
-        _of_a_step(run, "communication", share) + ".",
+        _of_a_step(run, share) + ".",
     )
 
 
@@ -232,7 +232,7 @@ def _sinks(run: Run) -> Iterator[Advice]:
         )
 
 
-def _of_a_step(run: Run, phase: str, share: float) -> str:
+def _of_a_step(run: Run, share: float) -> str:
     step = times.typical_step(run)
     return (
         f"{words.seconds(share * step)} of a step of {words.seconds(step)}, the median over ranks and "

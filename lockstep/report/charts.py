@@ -268,8 +268,6 @@ _KINDS = {
     "restart": ("@c4", "triangle-up"), "fault": ("@c4", "star"), "straggler": ("@c6", "triangle-down"),
     "profile": ("@c5", "pentagon"),
 }  # fmt: skip
-
-
 _NOT_DRAWN = ("save_stall", "prometheus")
 
 

@@ -1,5 +1,8 @@
 """`lockstep report RUN [RUN2 …] [-o FILE] [--live]`."""
 
+import os
+import shlex
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,22 +39,18 @@ def bench(
     what: str, config: Path, overrides: Sequence[str], *, ranks: str, sleeping: str, steps: int, output: Path
 ) -> int:
     """`lockstep bench scaling`: runs, a table on the console and in `output`.md, a picture in `output`.html."""
-    import os
-    import shlex
-    import time
-
     from lockstep.report import scaling
     from lockstep.report.page import render
 
     if what != "scaling":
         raise UsageError(f"there is no study {what!r}", where="lockstep bench", fix="lockstep bench scaling CONFIG")
+    output.parent.mkdir(parents=True, exist_ok=True)  # before minutes of measuring
     asked = shlex.join(["lockstep", "bench", what, str(config), *overrides, "--ranks", ranks, "--sleeping", sleeping])
     points = scaling.study(
         config, overrides, _counts("--ranks", ranks), sleeping=_counts("--sleeping", sleeping), steps=steps,
         say=lambda text: print(text, flush=True),
     )  # fmt: skip
     about = f"{len(os.sched_getaffinity(0))} cores, {steps} steps a run, {words.moment(time.time())}"
-    output.parent.mkdir(parents=True, exist_ok=True)
     output.with_suffix(".md").write_text(scaling.as_markdown(points, f"{asked} --steps {steps}", about))
     page = scaling.page_of(points, f"Scaling of {config.name}", words.moment(time.time()), f"{asked}; {about}")
     output.with_suffix(".html").write_text(render(page))

@@ -80,8 +80,8 @@ def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
 
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except OSError as error:
-        raise UsageError(f"port {port} can't be had on this machine: {error.strerror}", fix="--port 0: any") from None
+    except (OSError, OverflowError) as error:  # taken, or no port at all
+        raise UsageError(f"port {port} can't be had on this machine: {error}", fix="--port 0: any") from None
 
 
 def _state(path: Path) -> tuple[int, int]:

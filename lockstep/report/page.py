@@ -6,6 +6,7 @@ about themselves, names and configs, goes into the page as data and is shown as 
 
 import json
 import time
+from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'; connect-src {connect}"
 )
 Page = dict[str, Any]
+_LAST_EVENTS = 200  # that are shown of a run
 
 
 def render(data: Page, *, live: bool = False) -> str:
@@ -35,7 +37,7 @@ def render(data: Page, *, live: bool = False) -> str:
     """
     template = _read("page.html")
     parts = {
-        "TITLE": _escaped(data["title"]),
+        "TITLE": escape(data["title"]),
         "POLICY": _POLICY.format(connect="'self'" if live else "'none'"),
         "STYLE": _read("page.css"),
         "PLOTLY": plotly_js(),
@@ -112,11 +114,10 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     last, total = run.rows[-1], run.start.get("total_steps")
     best = min((row["eval_loss"] for row in run.evaluations if row.get("eval_loss") is not None), default=None)
     step, rate, mfu = times.typical_step(run), run.last("tokens_per_second"), run.last("mfu")
-    steps = [("steps", f"{last['step']:,}", f"of {total:,}" if total else "")]
     peak = max((row["memory_bytes"] for row in run.rows if row.get("memory_bytes")), default=0)
     loss = run.last("loss")
     tiles = [
-        *steps,
+        ("steps", f"{last['step']:,}", f"of {total:,}" if total else ""),
         ("loss", f"{loss:.4f}" if loss is not None else "–", f"best evaluation {best:.4f}" if best is not None else ""),
         ("step time", words.seconds(step), "median"),
         ("tokens / s", words.count(rate), "") if rate else ("", "", ""),
@@ -178,16 +179,12 @@ def _events(runs: list[Run]) -> Page | None:
     rows = [
         [*([run.name] if several else []), words.moment(event["time"]), str(event.get("kind")),
          str(event.get("step", "")), _text(event)]
-        for run in runs for event in _last_events(run)
+        for run in runs for event in run.events[-_LAST_EVENTS:]
     ]  # fmt: skip
     if not rows:
         return None
     return {"title": "Events", "head": [*(["run"] if several else []), "time", "kind", "step", ""], "rows": rows,
             "folded": len(rows) > 12}  # fmt: skip
-
-
-def _last_events(run: Run) -> list[Page]:
-    return run.events[-200:]
 
 
 def _text(event: Page) -> str:
@@ -208,9 +205,3 @@ def write(runs: list[Run], path: Path) -> None:
 
 def _read(name: str) -> str:
     return (resources.files("lockstep.report") / name).read_text(encoding="utf-8")
-
-
-def _escaped(text: str) -> str:
-    from html import escape
-
-    return escape(text)

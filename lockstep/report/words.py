@@ -10,15 +10,15 @@ def seconds(value: float) -> str:
     if value >= 60:
         return f"{int(value // 60)}:{int(value % 60):02} min"
     if value >= 1:
-        return f"{value:.3g} s"
-    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
+        return f"{_digits(value)} s"
+    return f"{_digits(value * 1e3)} ms" if value >= 1e-3 else f"{_digits(value * 1e6)} µs"
 
 
 def count(value: float) -> str:
     """`12,345`; `1.23 M`, `4.5 G`."""
     for factor, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if abs(value) >= factor:
-            return f"{value / factor:.3g} {sign}"
+            return f"{_digits(value / factor)} {sign}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -26,8 +26,13 @@ def size(value: float) -> str:
     """Bytes: `1.5 GiB`."""
     for factor, sign in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= factor:
-            return f"{value / factor:.3g} {sign}"
+            return f"{_digits(value / factor)} {sign}"
     return f"{value:.0f} B"
+
+
+def _digits(value: float) -> str:
+    """Three, or as many as there are before the point; never `1e+03`."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def moment(epoch: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lockstep.diagnose import measure, verdicts
+from lockstep.diagnose import facts, measure, verdicts
 from lockstep.diagnose.facts import code_digest, own_facts
 from lockstep.diagnose.verdicts import BAD
 from tests.launch.shared import finish, lockstep, start
@@ -97,11 +97,32 @@ def test_the_digest_of_the_code_follows_the_code(tmp_path: Path, monkeypatch: py
     assert code_digest([]) != before
 
 
+def test_text_that_reads_like_a_name_is_no_code() -> None:
+    """A prompt, a time of day: Python's own `time` has no file, and `__main__` no place."""
+    assert code_digest(["time: 12", "os:path", "__main__:Net", "note: this"]) == code_digest()
+
+
+def test_a_program_that_hangs_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nvidia-smi` does, where a GPU is broken: a run on the others must start all the same."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(facts, "_PROGRAM_SECONDS", 0.2)
+    assert "driver" not in facts.versions()
+
+
+def test_a_folder_that_cannot_be_is_told_like_one_that_cannot_be_written() -> None:
+    found = measure.disk(Path("x" * 300), measure.Exchange(dist.HashStore(), 0, 1), True)
+    assert "File name too long" in found["disk_error"]
+    assert facts.machine_facts(Path("x" * 300))["disk"]["free"] > 0
+
+
 def test_facts_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only variables of NCCL, gloo and torch travel."""
     monkeypatch.setenv("HF_TOKEN", "hush")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    facts = own_facts("config")
-    assert facts["variables"]["NCCL_DEBUG"] == "WARN"
-    assert "hush" not in json.dumps(facts)
+    own = own_facts("config")
+    assert own["variables"]["NCCL_DEBUG"] == "WARN"
+    assert "hush" not in json.dumps(own)
     assert os.environ["HF_TOKEN"] == "hush"

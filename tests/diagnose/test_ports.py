@@ -43,3 +43,19 @@ def test_trap_36_an_ephemeral_port_that_is_closed_one_way_is_named(monkeypatch: 
         (line,) = found[0]
         assert line.status == (BAD if firewall else GOOD)
         assert not firewall or "host1 127.0.0.1 does not reach host0 127.0.0.1 on an ephemeral port" in line.found
+
+
+def test_a_machine_without_an_address_is_named() -> None:
+    facts = [{"rank": rank, "host": f"host{rank}", "machine": f"m{rank}", "local_rank": 0} for rank in (0, 1)]
+    store, found = dist.HashStore(), dict[int, list[Any]]()
+
+    def rank(number: int, address: str | None) -> None:
+        found[number] = measure.ports(measure.Exchange(store, number, 2), address, facts)
+
+    threads = [threading.Thread(target=rank, args=case) for case in ((0, "127.0.0.1"), (1, None))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [line.status for line in found[0]] == [BAD]
+    assert "host0 127.0.0.1 does not reach host1 without an address" in found[0][0].found

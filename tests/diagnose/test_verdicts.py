@@ -96,6 +96,11 @@ def test_one_machine_that_is_unfit_is_named(changed: dict[str, Any], status: str
     assert bool(line.do) == (status != GOOD)
 
 
+def test_a_variable_that_openmp_passes_over_stops_no_doctor() -> None:
+    found = lines({"variables": {"OMP_NUM_THREADS": "many"}}, which=2)
+    assert not any("threads" in line.found for line in found)
+
+
 def test_no_gpu_anywhere_is_said_and_nothing_is_claimed() -> None:
     facts = [rank(number, gpus=[]) for number in range(2)]
     (line,) = verdicts.gpus(facts)

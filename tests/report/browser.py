@@ -1,6 +1,5 @@
-"""Headless Chromium, driven over the DevTools protocol through a pipe: what a page says, asks for and looks like."""
+"""Headless Chromium, driven over the DevTools protocol through a pipe: what a page says, and what it asks for."""
 
-import base64
 import json
 import os
 import select
@@ -8,7 +7,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -95,13 +93,6 @@ class Page:
         result = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
-
-    def screenshot(self, path: Path) -> None:
-        height = int(self.ask("document.documentElement.scrollHeight"))
-        width = int(self.ask("innerWidth"))
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        shot = self._call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1

@@ -12,7 +12,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.errors import UsageError
 from lockstep.records import append_line
-from lockstep.report import times
+from lockstep.report import times, words
 from lockstep.report.advice import advise
 from lockstep.report.live import make_server
 from lockstep.report.page import page_data, render
@@ -37,6 +37,20 @@ def test_a_run_is_read_with_its_restart(tmp_path: Path) -> None:
     data = page_data([run])
     assert {c["id"] for c in data["charts"]} >= {"loss", "throughput", "phases", "time", "ranks", "memory", "timeline"}
     assert any(shape["x0"] == 200 for shape in data["charts"][0]["layout"]["shapes"]), "the restart is marked"
+
+
+def test_numbers_have_three_digits_and_no_exponent() -> None:
+    assert words.size(1010 * 2**20) == "1010 MiB"
+    assert words.size(1.5 * 2**30) == "1.5 GiB"
+    assert words.seconds(0.9996) == "1000 ms"
+    assert words.seconds(0.0123) == "12.3 ms"
+    assert words.count(999.6e6) == "1000 M"
+
+
+def test_a_port_that_is_none_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    with pytest.raises(UsageError, match="port 70000 can't be had on this machine"):
+        make_server([tmp_path / "run"], 70000)
 
 
 def test_a_crashed_run_says_how_to_go_on(tmp_path: Path) -> None:
