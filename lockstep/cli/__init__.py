@@ -1,7 +1,9 @@
 """The command line: finds the verb, reads its arguments, and hands over at once.
 
     verbs.py        one function a verb
+    planning.py     the one with the most options
     arguments.py    what they share
+    completion.py   the script for the shell
 
 Whatever goes wrong for a user's reason is one message on stderr; LOCKSTEP_TRACEBACK=1 shows the traceback.
 """
@@ -38,11 +40,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return EXIT_DONE
     except LockstepError as error:
-        from lockstep.launch.worker import first_to_fail, print_error
+        return _tell(error)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        why = error.strerror or type(error).__name__
+        fix = "name another file or folder, or see to its rights"
+        return _tell(UsageError(f"{error.filename} can't be read or written", why=why, fix=fix))
 
-        if first_to_fail():  # under another's launcher every rank is told the same
-            print_error(error, traceback.format_exc())
-        return error.exit_code
+
+def _tell(error: LockstepError) -> int:
+    """Print the one message; returns the exit code."""
+    from lockstep.launch.worker import first_to_fail, print_error
+
+    if first_to_fail():  # under another's launcher every rank is told the same
+        print_error(error, traceback.format_exc())
+    return error.exit_code
 
 
 def _nobody_reads() -> bool:

@@ -7,14 +7,8 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.cli.arguments import (
-    FLAG,
-    Parser,
-    add_config,
-    add_launch_options,
-    config_and_overrides,
-    launch_options,
-)
+from lockstep.cli.arguments import Parser, add_config, add_launch_options, config_and_overrides, launch_options
+from lockstep.cli.planning import plan
 from lockstep.errors import EXIT_DONE, UsageError
 
 
@@ -73,6 +67,8 @@ def config(argv: list[str]) -> int:
     parser.add_argument("--schedule", action="store_true", help="show: draw the schedule of a pipeline")
     parser.add_argument("--ranks", metavar="N", type=int, help="with --schedule (default: what the sizes multiply to)")
     given = parser.parse(argv)
+    if (given.schedule and given.verb != "show") or (given.ranks is not None and not given.schedule):
+        raise UsageError("a schedule is drawn by `show`", fix="lockstep config show CONFIG --schedule [--ranks N]")
     path, overrides = config_and_overrides(given, required=given.schedule)
     if given.schedule:
         from lockstep.config import load_config
@@ -173,52 +169,6 @@ def verify(argv: list[str]) -> int:
     return command.run(path, overrides, against=given.against, steps=given.steps, in_json=given.json)
 
 
-def plan(argv: list[str]) -> int:
-    """lockstep plan CONFIG [KEY=VALUE …] | --params N --seq-length N --batch-size N"""
-    parser = Parser("plan", "What a run will need: memory, time, and which layout is best. Nothing is trained.")
-    add_config(parser)
-    parser.add_argument("--gpus", metavar="N", type=int, help="how many (default: those that are here, or 1)")
-    parser.add_argument("--gpu-type", metavar="NAME", help="V100, A100-80GB, H100, RTX-4090 … (default: as here)")
-    parser.add_argument("--interconnect", metavar="NAME", help="between nodes: InfiniBand-NDR, Ethernet-100G …")
-    parser.add_argument("--gpus-per-node", metavar="N", type=int, default=8, help="(default: 8)")
-    parser.add_argument("--find-batch-size", action="store_true", help="the largest micro-batch that fits")
-    parser.add_argument("--write", metavar="FILE", type=Path, help="write the best layout's config")
-    parser.add_argument("--chart", metavar="FILE.svg", type=Path, help="draw each layout's memory")
-    parser.add_argument("--price", metavar="AMOUNT", type=float, help="of a GPU-hour, for the cost of the run")
-    parser.add_argument("--json", action="store_true", help="bytes and seconds, for programs")
-    text = "run each segment here, and cut the model into so many stages of equal time"
-    parser.add_argument("--stages", metavar="N", type=int, help=text)
-    parser.add_argument(
-        "--params", metavar="N", type=float, help="without a config: a transformer of so many parameters"
-    )
-    parser.add_argument("--seq-length", metavar="N", type=int, default=2048, help="with --params (default: 2048)")
-    parser.add_argument("--headroom", metavar="SHARE", type=float, default=0.0, help="with --params: 0.5 adds half")
-    given = parser.parse(argv)
-    path, overrides = config_and_overrides(given, required=given.params is None)
-
-    from lockstep.plan import command
-
-    asked = command.Asked(
-        given.gpus, given.gpu_type, given.interconnect, given.gpus_per_node, given.find_batch_size, given.json,
-        given.write, given.chart, given.price,
-    )  # fmt: skip
-    if given.params is not None:
-        size = int(getattr(given, f"{FLAG}batch_size", None) or 1)
-        print(command.plan_by_size(given.params, given.seq_length, size, given.headroom, asked))
-    else:
-        from lockstep.config import load_config
-
-        assert path is not None
-        config = load_config(path, overrides)
-        if given.stages is not None:
-            from lockstep.plan import segments
-
-            print(segments.command(config, given.stages))
-        else:
-            print(command.plan(config, asked))
-    return EXIT_DONE
-
-
 def sample(argv: list[str]) -> int:
     """lockstep sample RUN_DIR [--prompt TEXT] [--tokens N] [--temperature T] [--seed N]"""
     parser = Parser("sample", "Let the language model of a run write, from its newest whole checkpoint.")
@@ -259,7 +209,9 @@ def submit(argv: list[str]) -> int:
     from lockstep.submit import command
 
     if argv[:1] in (["-h"], ["--help"]):
-        Parser("submit slurm|kubernetes", "Make a job of a run; `lockstep submit slurm --help` says more.").parse(argv)
+        overview = Parser("submit", "Make a job of a run; `lockstep submit slurm --help` says more.")
+        overview.add_argument("scheduler", metavar="slurm|kubernetes", help="to which it is handed")
+        overview.parse(argv)
     if not argv or argv[0] not in command.SCHEDULERS:
         raise UsageError("to which scheduler?", fix="lockstep submit slurm|kubernetes CONFIG [KEY=VALUE …] [--dry-run]")
     parser = Parser(f"submit {argv[0]}", "Make a job of a run, and hand it to the scheduler.")

@@ -36,7 +36,7 @@ _PEER_IS_GONE = re.compile(
     r"|did not meet the other ranks",
     re.IGNORECASE,
 )
-_NOT_THE_USERS = re.compile(r"<frozen |/runpy\.py$|/lockstep/(launch/|cli\.py|__main__\.py)")
+_NOT_THE_USERS = re.compile(r"<frozen |/runpy\.py$|/lockstep/(launch/|cli/|__main__\.py)")
 _LIBRARIES = re.compile(r"/(site-packages|dist-packages)/|/lib/python\d")
 _FRAMES_SHOWN = 3
 

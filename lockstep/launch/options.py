@@ -53,6 +53,20 @@ class LaunchOptions:
         return self.several_nodes and self.rdzv_endpoint is None
 
     @property
+    def processes(self) -> int | None:
+        """How many a machine, where a number was given; None: as many as there are GPUs.
+
+        Raises:
+            UsageError: it is neither a number from 1 on nor `auto` nor `gpu`.
+        """
+        asked = self.nproc_per_node
+        if asked is None or asked in ("auto", "gpu"):
+            return None
+        if not asked.isdecimal() or int(asked) < 1:
+            raise UsageError(f"--nproc-per-node {asked} is not a number from 1 on, or auto", where="--nproc-per-node")
+        return int(asked)
+
+    @property
     def patience(self) -> float:
         """Seconds for which machines wait for one another."""
         return self.seconds("timeout", 900.0)
@@ -88,8 +102,7 @@ class LaunchOptions:
         fewest, most = self.nodes
         if self.max_restarts < 0:
             raise UsageError(f"--max-restarts {self.max_restarts} is below 0", where="--max-restarts")
-        if self.nproc_per_node not in (None, "auto", "gpu"):
-            positive("--nproc-per-node", self.nproc_per_node, "a number from 1 on, or auto")
+        _ = self.processes
         if self.master_port is not None and not 0 < self.master_port < 65536:
             raise UsageError(f"--master-port {self.master_port} is no port", where="--master-port")
         if self.node_rank is not None and not 0 <= self.node_rank < most:
@@ -131,9 +144,9 @@ def how_many(options: LaunchOptions, *, use_gpus: bool = True, alone: str | None
         use_gpus: False where the config keeps to the CPU.
         alone: why one process is right whatever there is, unless the user gave a number.
     """
+    if options.processes is not None:
+        return options.processes, "as asked"
     asked = options.nproc_per_node
-    if asked not in (None, "auto", "gpu"):
-        return positive("--nproc-per-node", asked, ""), "as asked"
     if alone is not None and asked is None:
         return 1, alone
     gpus = count_gpus() if use_gpus else 0
@@ -141,12 +154,7 @@ def how_many(options: LaunchOptions, *, use_gpus: bool = True, alone: str | None
         return gpus, "one for each visible GPU"
     if asked == "gpu":
         raise UsageError("--nproc-per-node gpu, but no GPU is visible here")
-    return (
-        1,
-        "no GPU is visible; --nproc-per-node N starts more"
-        if use_gpus
-        else "on the CPU; --nproc-per-node N starts more",
-    )
+    return 1, f"{'no GPU is visible' if use_gpus else 'on the CPU'}; --nproc-per-node N starts more"
 
 
 def count_gpus() -> int:
@@ -154,18 +162,3 @@ def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def positive(name: str, value: str | None, wanted: str) -> int:
-    """The number from 1 on that an option says.
-
-    Raises:
-        UsageError: it is not `wanted`.
-    """
-    try:
-        number = int(value or "")
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise UsageError(f"{name} {value} is not {wanted}", where=name)
-    return number

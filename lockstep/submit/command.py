@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,7 @@ def run(scheduler: str, given: argparse.Namespace, path: Path, overrides: Sequen
         wanted = _slurm(given)
         return slurm.script(job, wanted) if given.dry_run else slurm.submit(job, wanted)
     where, resolved = _kubernetes(given), config.to_yaml()
-    job = Submission(**vars(job) | {"overrides": ()})  # they are in the resolved config
+    job = replace(job, overrides=())  # they are in the resolved config
     if given.dry_run:
         return kubernetes.text(kubernetes.manifests(job, where, resolved))
     return kubernetes.submit(job, where, resolved)
@@ -63,13 +64,12 @@ def _job(given: argparse.Namespace, path: Path, overrides: Sequence[str], option
         raise UsageError(
             f"--nnodes {options.nnodes}: a job has a fixed number of machines", where="--nnodes", fix="write one number"
         )
-    if options.nproc_per_node in (None, "auto", "gpu") and given.gpus_per_node is None:
+    gpus = given.gpus_per_node
+    processes = options.processes or gpus
+    if not processes or processes < 0:
         raise UsageError(
             "how many ranks a machine?", fix="--nproc-per-node N, or --gpus-per-node N: the job runs elsewhere"
-        )  # fmt: skip
-    number = options.nproc_per_node
-    processes = given.gpus_per_node if number in (None, "auto", "gpu") else int(number)
-    gpus = given.gpus_per_node
+        )
     if gpus is None:
         gpus = 0 if config.distributed.device == "cpu" else processes
     return Submission(

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
+from lockstep.network import DEFAULT_PORT
 from lockstep.submit.submission import Submission, hand_over
 
 _CONFIG_FOLDER = "/etc/lockstep"
-_PORT = 29500
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def manifests(job: Submission, where: KubernetesOptions, config_text: str) -> li
         "v1", "Service", job.name, where,
         # Names must resolve before pods are ready: they get ready by meeting.
         spec={"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector,
-              "ports": [{"name": "rendezvous", "port": _PORT}]},
+              "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}]},
     )  # fmt: skip
     return [config, service, _indexed_job(job, where)]
 
@@ -95,7 +95,7 @@ def _command(job: Submission, where: KubernetesOptions, config: str, *meeting: s
 
 def _indexed_job(job: Submission, where: KubernetesOptions) -> dict[str, Any]:
     meeting = ("--node-rank", '"$JOB_COMPLETION_INDEX"', "--master-addr", f"{job.name}-0.{job.name}",
-               "--master-port", str(_PORT))  # fmt: skip
+               "--master-port", str(DEFAULT_PORT))  # fmt: skip
     container = {
         "name": "lockstep",
         "image": where.image,

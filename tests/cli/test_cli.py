@@ -198,6 +198,11 @@ def test_misspelt_flags_are_answered_with_the_nearest(refused: Refused) -> None:
         (["launch", "nothing.py"], ["no file nothing.py"]),
         (["launch", "--use_fsdp", "a.py"], ["--use_fsdp", "distributed.strategy=fsdp"]),
         (["config", "sow"], ["'sow'", "show"]),
+        (["config", "check", "a.yaml", "--schedule"], ["a schedule is drawn by `show`"]),
+        (["plan", "--params", "7e9", "--batch-size", "many"], ["--batch-size many is no whole number"]),
+        (["plan", "a.yaml", "--params", "7e9"], ["--params plans without a config", "a.yaml"]),
+        (["submit", "slurm", "ready/transformer.yaml", "--nproc-per-node", "two"], ["--nproc-per-node two is not"]),
+        (["submit", "slurm", "ready/transformer.yaml", "--gpus-per-node", "0"], ["how many ranks a machine?"]),
         (["checkpoint", "digest", "nowhere"], ["nowhere"]),
         (["data"], ["verb"]),
     ],
@@ -206,6 +211,16 @@ def test_mistakes_are_one_message_and_2(argv: list[str], words: list[str], refus
     message = refused(*argv)
     for word in words:
         assert word in message
+
+
+def test_a_folder_that_can_not_be_made_is_one_message(tmp_path: Path, refused: Refused) -> None:
+    (tmp_path / "file").touch()
+    run = tmp_path / "file" / "run"
+    message = refused(
+        "submit", "slurm", "ready/transformer.yaml", "--nproc-per-node", "2", "--output-dir", str(run)
+    )  # fmt: skip
+    assert f"{run} can't be read or written" in message
+    assert "Not a directory" in message
 
 
 def test_the_traceback_is_there_for_who_asks(

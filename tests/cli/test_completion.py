@@ -15,6 +15,7 @@ from tests.launch.shared import environment
 _ASKED = [
     ["lockstep", "ch"],
     ["lockstep", "checkpoint", "ex"],
+    ["lockstep", "submit", "sl"],
     ["lockstep", "train", "--resu"],
     ["lockstep", "train", "ru"],
 ]
@@ -34,7 +35,7 @@ def test_bash_completes_verbs_what_they_act_on_options_and_files(tmp_path: Path)
     done = subprocess.run(
         ["bash", "-c", "\n".join(lines)], cwd=tmp_path, env=surroundings, capture_output=True, text=True
     )
-    assert done.stdout.splitlines() == ["checkpoint", "export", "--resume", "run.yaml"], done.stderr
+    assert done.stdout.splitlines() == ["checkpoint", "export", "slurm", "--resume", "run.yaml"], done.stderr
 
 
 def test_each_shell_gets_each_verb() -> None:
