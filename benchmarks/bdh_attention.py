@@ -4,18 +4,16 @@ python -m benchmarks.bdh_attention [--lengths 256,512,1024,2048] [--rounds 5] [-
 """
 
 import argparse
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
+from benchmarks.page import RESULTS, machine, page, tell
 from lockstep.models.past import CHUNK, chunked, direct
 
-RESULT = Path(__file__).parent / "results" / "bdh_attention.md"
 NEURONS, WIDTH = 8192, 256  # of one head at BDH's default sizes
 
 
@@ -58,23 +56,19 @@ def main() -> None:
     for length in map(int, asked.lengths.split(",")):
         rows.append(row(length, asked.rounds, asked.device, dtype))
         print(rows[-1], flush=True)
-    command = f"--lengths {asked.lengths} --rounds {asked.rounds} --threads {asked.threads} --device {asked.device}"
-    lines = [
-        "# BDH's attention to the past, two forms",
-        "",
-        f"`python -m benchmarks.bdh_attention {command} --write`; torch {torch.__version__}, "
-        f"{str(dtype).removeprefix('torch.')}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.",
-        "",
-        f"One head of {NEURONS} neurons, values of width {WIDTH}, chunks of {CHUNK} positions; forward, backward,",
-        f"both in turn; medians of {asked.rounds} rounds; the last column is the median of the rounds' ratios.",
-        "",
+    options = f"--lengths {asked.lengths} --rounds {asked.rounds} --threads {asked.threads} --device {asked.device}"
+    text = page(
+        "BDH's attention to the past, two forms",
+        f"python -m benchmarks.bdh_attention {options} --write",
+        f"torch {torch.__version__}, {str(dtype).removeprefix('torch.')}, {machine()}",
+        [
+            f"One head of {NEURONS} neurons, values of width {WIDTH}, chunks of {CHUNK} positions; forward, backward,",
+            f"both in turn; medians of {asked.rounds} rounds; the last column is the median of the rounds' ratios.",
+        ],
         "| T | direct, ms | chunked, ms | direct / chunked |",
-        "|---|---|---|---|",
-        *rows,
-        "",
-    ]
-    if asked.write:
-        RESULT.write_text("\n".join(lines), encoding="utf-8")
+        rows,
+    )
+    tell(text, RESULTS / "bdh_attention.md" if asked.write else None)
 
 
 if __name__ == "__main__":

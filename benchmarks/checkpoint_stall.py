@@ -1,6 +1,6 @@
 """How long training stands still for a save: in the background, and not.
 
-    python benchmarks/checkpoint_stall.py [--millions 25] [--saves 5] [--folder DIR]
+    python -m benchmarks.checkpoint_stall [--millions 25] [--saves 5] [--folder DIR]
 
 One process, one model, the same storage; the run's own figure (`save_stall` in events.jsonl) is read. The first save in
 the background also makes the buffers that later ones use again, so it is given apart.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from benchmarks.page import tell
 from lockstep import Trainer
 from lockstep.config import config_from
 
@@ -77,7 +78,7 @@ def main() -> None:
     share = median(later) / median(waiting)
     text = f"""# How long a save stops training
 
-`python benchmarks/checkpoint_stall.py --millions {given.millions} --saves {given.saves}`: one process on the CPU,
+`python -m benchmarks.checkpoint_stall --millions {given.millions} --saves {given.saves}`: one process on the CPU,
 a checkpoint of {size / 2**20:.0f} MiB (model and AdamW), CRC-32 of every byte, every file synced.
 
 | | median s | least | most |
@@ -90,10 +91,7 @@ a checkpoint of {size / 2**20:.0f} MiB (model and AdamW), CRC-32 of every byte, 
 The last row is there where saves come faster than the storage takes them: one is under way at a time.
 A save in the background stops training for {share:.1%} of the time of one that is waited for.
 """
-    print(text)
-    if given.output is not None:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(text)
+    tell(text, given.output)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ import time
 from pathlib import Path
 from statistics import median
 
+from benchmarks.page import RESULTS, machine, page, tell
+
 ROOT = Path(__file__).parent.parent
-RESULT = Path(__file__).parent / "results" / "failure_times.md"
 _WATCH = 4.0
 _TRAINING = f"""
 model: {{name: "tests.faults.tiny:Net"}}
@@ -131,30 +132,20 @@ def main() -> int:
         good &= max(found) <= 5.0
         rows.append(f"| {case} | {median(found):.2f} | {min(found):.2f} | {max(found):.2f} |")
         print(rows[-1], flush=True)
-    if given.write:
-        RESULT.write_text(_text(rows, given))
-    return 0 if good else 1
-
-
-def _text(rows: list[str], given: argparse.Namespace) -> str:
-    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    return "\n".join(
+    text = page(
+        "How long until the rank that failed is named",
+        f"python -m benchmarks.failure_times --write --trials {given.trials} --ranks {given.ranks}",
+        machine(),
         [
-            "# How long until the rank that failed is named",
-            "",
-            f"`python -m benchmarks.failure_times --write --trials {given.trials} --ranks {given.ranks}`; "
-            f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {when}.",
-            "",
             "Seconds from the signal to the launcher's line, which in every trial named the rank that got it, and",
             "first; of a stopped one its line of code too, and the seconds are those beyond the watch time",
             f"({_WATCH:g} s here). Goal: 5 s.",
-            "",
-            "| what | median | least | most |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        ]
+        ],
+        "| what | median | least | most |",
+        rows,
     )
+    tell(text, RESULTS / "failure_times.md" if given.write else None)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ A step that takes no time but 1 ms of sleep waits for its batch as long as `wait
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,12 +20,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.page import RESULTS, machine, page, tell
 from lockstep.data.loader import StepLoader
 from lockstep.data.order import SampleOrder, epoch_permutation
 from lockstep.data.tokens import FORMAT, HEADER, TOKENS, tokens
 from lockstep.parallel.placed import contiguous_shares
 
-RESULT = Path(__file__).parent / "results" / "loaders.md"
 BLOCK, BATCH, STEP_SECONDS = 256, 8, 0.001
 
 
@@ -117,25 +116,18 @@ def main() -> None:
     for name in CONTESTANTS:
         ratio = median(a / b for a, b in zip(rates[name], rates["raw memory map"], strict=True))
         rows.append(f"| {name} | {median(rates[name]):,.0f} | {ratio:.2f} | {median(shares[name]):.1%} |")
-    text = "\n".join(
+    text = page(
+        "Samples a second of the loaders",
+        f"python -m benchmarks.loaders --samples {asked.samples} --rounds {asked.rounds} --write",
+        machine(),
         [
-            "# Samples a second of the loaders",
-            "",
-            f"`python -m benchmarks.loaders --samples {asked.samples} --rounds {asked.rounds} --write`; "
-            f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.",
-            "",
             f"Batches of {BATCH} windows of {BLOCK} tokens from a file of uint16; medians of {asked.rounds} rounds,",
             "the contestants in turn. The last column: the share of its time that a step of 1 ms waits for its batch.",
-            "",
-            "| loader | samples/s | of the raw map | waits |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        ]
+        ],
+        "| loader | samples/s | of the raw map | waits |",
+        rows,
     )
-    print(text)
-    if asked.write:
-        RESULT.write_text(text, encoding="utf-8")
+    tell(text, RESULTS / "loaders.md" if asked.write else None)
 
 
 if __name__ == "__main__":

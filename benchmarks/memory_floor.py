@@ -8,13 +8,12 @@ above the floor are the batch, tables of rotary phases and buckets.
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from benchmarks.page import RESULTS, page, tell
 from tests.parallel.memory import held_while_training
 from tests.ranks import run_ranks
 
-RESULT = Path(__file__).parent / "results" / "memory_floor.md"
 FSDP = "distributed.fsdp.sharding_strategy"
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {"distributed.strategy": "ddp"},
@@ -51,21 +50,18 @@ def main() -> None:
         for name in CASES:
             rows.append(row(name, ranks))
             print(rows[-1], flush=True)
-    text = "\n".join(
+    text = page(
+        "What a rank holds, against the least that a strategy needs",
+        f"python -m benchmarks.memory_floor --ranks {asked.ranks} --write",
+        "",
         [
-            "# What a rank holds, against the least that a strategy needs",
-            "",
-            f"`python -m benchmarks.memory_floor --ranks {asked.ranks} --write`: a transformer of 8 layers, width 64,",
-            "fp32, AdamW, three micro-batches a step; MiB of live tensors of the rank that holds most.",
-            "",
-            "| strategy | ranks | floor | at the update | of the floor | most between micro-batches | one unit |",
-            "|---|---|---|---|---|---|---|",
-            *rows,
-            "",
-        ]
+            "A transformer of 8 layers, width 64, fp32, AdamW, three micro-batches a step; MiB of live tensors of the",
+            "rank that holds most.",
+        ],
+        "| strategy | ranks | floor | at the update | of the floor | most between micro-batches | one unit |",
+        rows,
     )
-    if asked.write:
-        RESULT.write_text(text, encoding="utf-8")
+    tell(text, RESULTS / "memory_floor.md" if asked.write else None)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ from typing import Any
 
 from benchmarks.contestants import CONTESTANTS, EVERY, SIZES
 from benchmarks.gate import BLOCK, CALLS, DUMPS, END, GO, INSTRUCTIONS, READ, WRITE, under_callgrind
+from benchmarks.page import RESULTS, machine, page, tell
 
 REPOSITORY = Path(__file__).parent.parent
-RESULT = Path(__file__).parent / "results" / "overhead.md"
 BASE = "hand-written"
 PACKAGES = {
     "fabric": "lightning", "accelerate": "accelerate", "transformers": "transformers", "lightning": "lightning",
@@ -199,35 +199,28 @@ def main() -> None:
                     found[name]["instructions"] = [counted(name, size, ranks)]
             lines += rows(found, size, ranks)
             print("\n".join(rows(found, size, ranks)), flush=True)
-    text = page(lines, asked, [name for name in asked.only.split(",") if name not in names])
-    if asked.write:
-        RESULT.write_text(text, encoding="utf-8")
+    text = text_of(lines, asked, [name for name in asked.only.split(",") if name not in names])
+    tell(text, RESULTS / "overhead.md" if asked.write else None)
 
 
-def page(lines: list[str], asked: Any, absent: list[str]) -> str:
+def text_of(lines: list[str], asked: Any, absent: list[str]) -> str:
     versions = [f"{p} {importlib.metadata.version(p)}" for p in sorted({"torch", *PACKAGES.values()}) if _has(p)]
     flags = (
         f"--ranks {asked.ranks} --sizes {asked.sizes} --rounds {asked.rounds} --launches "
         f"{asked.launches}" + " --instructions" * asked.instructions
     )
-    return "\n".join(
+    return page(
+        "What a step costs besides the model's own work",
+        f"python -m benchmarks.overhead {flags} --write",
+        f"{', '.join(versions)}; Python {platform.python_version()}, {machine()}"
+        + (f"; absent: {', '.join(absent)}" if absent else ""),
         [
-            "# What a step costs besides the model's own work",
-            "",
-            f"`python -m benchmarks.overhead {flags} --write`; {', '.join(versions)}; Python "
-            f"{platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[1]:.1f} at the end"
-            + (f"; absent: {', '.join(absent)}" if absent else "")
-            + ".",
-            "",
             f"Medians of {asked.launches} launches of {asked.rounds} rounds of blocks in turn; × is the median of the",
             "rounds' ratios to the hand-written loop (the middle half of them). Calls are those of functions in the",
             "training thread, a step.",
-            "",
-            "| size | ranks | contestant | ms a step | × time | × CPU | calls | M instructions | × |",
-            "|---|---|---|---|---|---|---|---|---|",
-            *lines,
-            "",
-        ]
+        ],
+        "| size | ranks | contestant | ms a step | × time | × CPU | calls | M instructions | × |",
+        lines,
     )
 
 

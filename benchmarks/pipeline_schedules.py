@@ -9,8 +9,6 @@ a schedule that splits the backward pass, both of its halves come with the secon
 """
 
 import argparse
-import datetime
-import os
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -21,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.page import RESULTS, machine, page, tell
 from lockstep.config import config_from
 from lockstep.mesh import resolve
 from lockstep.models.protocol import Objective
@@ -31,7 +30,6 @@ from lockstep.parallel.pipeline.torch_schedule import Action, actions
 from lockstep.precision import Precision
 from tests.ranks import run_ranks
 
-RESULTS = Path(__file__).parent / "results" / "pipeline_schedules.md"
 GOAL = 0.03
 
 
@@ -133,17 +131,11 @@ def cases_of(ranks: int, micro_batches: int) -> list[Case]:
     ]
 
 
-def table(rows: list[tuple[Case, float, float, float]]) -> str:
-    lines = [
-        "| schedule | ranks | stages a rank | micro-batches | theory, s | measured, s | over | bubble |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for case, theory, found, bubble in rows:
-        lines.append(
-            f"| {case.schedule} | {case.ranks} | {case.stages_per_rank} | {case.micro_batches} | {theory:.3f} | "
-            f"{found:.3f} | {found / theory - 1:+.1%} | {bubble:.1%} |"
-        )
-    return "\n".join(lines)
+def row(case: Case, theory: float, found: float, bubble: float) -> str:
+    return (
+        f"| {case.schedule} | {case.ranks} | {case.stages_per_rank} | {case.micro_batches} | {theory:.3f} | "
+        f"{found:.3f} | {found / theory - 1:+.1%} | {bubble:.1%} |"
+    )
 
 
 def importable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,9 +150,9 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=0.1, help="of a forward pass, and of each half of a backward")
     parser.add_argument("--repeats", type=int, default=2, help="the shortest counts: other programs only add")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=RESULTS / "pipeline_schedules.md")
     args = parser.parse_args()
-    rows = []
+    rows, worst = [], 0.0
     for ranks in map(int, args.ranks.split(",")):
         cases = cases_of(ranks, args.micro_batches)
         plain = [tuple(case) for case in cases]
@@ -168,24 +160,22 @@ def main() -> int:
         for place_, case in enumerate(cases):
             found = min(max(of_rank) for of_rank in zip(*(result[place_] for result in results), strict=True))
             theory = case.theory(args.seconds)
-            rows.append((case, theory.end, found, theory.bubble))
-        print(table(rows[-len(cases) :]), flush=True)
-    worst = max(found / theory - 1 for _, theory, found, _ in rows)
+            rows.append(row(case, theory.end, found, theory.bubble))
+            worst = max(worst, found / theory.end - 1)
+            print(rows[-1], flush=True)
     command = f"python -m benchmarks.pipeline_schedules --ranks {args.ranks} --micro-batches {args.micro_batches}"
-    text = [
-        "# Schedules of pipelines, measured and in theory",
-        "",
-        f"`{command} --seconds {args.seconds:g} --repeats {args.repeats}`: stages that sleep "
-        f"{args.seconds * 1000:.0f} ms in a forward pass, and in each half of a backward pass.",
-        "",
-        f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} "
-        f"UTC. Goal: within {GOAL:.0%} of theory. Worst: {worst:+.1%}.",
-        "",
-        table(rows),
-        "",
-    ]
-    args.output.parent.mkdir(exist_ok=True)
-    args.output.write_text("\n".join(text), encoding="utf-8")
+    text = page(
+        "Schedules of pipelines, measured and in theory",
+        f"{command} --seconds {args.seconds:g} --repeats {args.repeats}",
+        machine(),
+        [
+            f"Stages that sleep {args.seconds * 1000:.0f} ms in a forward pass, and in each half of a backward pass.",
+            f"Goal: within {GOAL:.0%} of theory. Worst: {worst:+.1%}.",
+        ],
+        "| schedule | ranks | stages a rank | micro-batches | theory, s | measured, s | over | bubble |",
+        rows,
+    )
+    tell(text, args.output)
     return 0 if worst <= GOAL else 1
 
 

@@ -8,12 +8,10 @@ Predicted: the same step on fake tensors in one process.
 
 import argparse
 import sys
-from pathlib import Path
 
+from benchmarks.page import RESULTS, page, tell
 from tests.plan.measured import Case, grid, measure, predict
 from tests.ranks import run_ranks
-
-RESULT = Path(__file__).parent / "results" / "plan_memory.md"
 
 
 def table(cases: list[Case], ranks: int) -> tuple[list[str], float]:
@@ -54,24 +52,16 @@ def main() -> int:
     given = parser.parse_args()
     cases = [c for c in grid() if given.only in f"{c.model} {c.strategy} {c.checkpointing}"]
     rows, worst = table(cases, given.ranks)
-    text = "\n".join(
-        [
-            "# Peak of live tensors in a step, per rank: predicted against measured",
-            "",
-            f"`python -m benchmarks.plan_memory --ranks {given.ranks} --write`; MiB of each rank; the third step of a "
-            "run, fp32, AdamW.",
-            "",
-            "| model | strategy | checkpointing | ranks | measured | predicted | error |",
-            "|---|---|---|---|---|---|---|",
-            *rows,
-            "",
-            f"Largest error: {worst:.2%} (goal: 5 %).",
-            "",
-        ]
+    text = page(
+        "Peak of live tensors in a step, per rank: predicted against measured",
+        f"python -m benchmarks.plan_memory --ranks {given.ranks} --write",
+        "",
+        ["MiB of each rank; the third step of a run, fp32, AdamW."],
+        "| model | strategy | checkpointing | ranks | measured | predicted | error |",
+        rows,
+        [f"Largest error: {worst:.2%} (goal: 5 %)."],
     )
-    print(text)
-    if given.write:
-        RESULT.write_text(text)
+    tell(text, RESULTS / "plan_memory.md" if given.write else None)
     return 0 if worst <= 0.05 else 1
 
 

@@ -6,13 +6,12 @@ Two hosts, as network namespaces with one rank each; computation sleeps, so that
 """
 
 import sys
-from pathlib import Path
 
+from benchmarks.page import RESULTS, machine, page, tell
 from tests.hosts import hosts
 from tests.plan.timed import CASES, measure, predict
 from tests.ranks import run_ranks
 
-RESULT = Path(__file__).parent / "results" / "plan_time.md"
 RATES = (100, 200, 400)  # Mbit/s
 
 
@@ -28,23 +27,16 @@ def main() -> int:
             worst = max(worst, abs(error))
             rows.append(f"| {case.name} | {rate} | {measured:.3f} | {predicted:.3f} | {error:+.1%} |")
             print(rows[-1], flush=True)
-    text = "\n".join(
-        [
-            "# Step times on shaped links: predicted against measured",
-            "",
-            "`python -m benchmarks.plan_time --write`; two hosts, computation sleeps; seconds, "
-            "the fastest of five steps.",
-            "",
-            "| case | Mbit/s | measured | predicted | error |",
-            "|---|---|---|---|---|",
-            *rows,
-            "",
-            f"Largest error: {worst:.1%} (goal: 10 %).",
-            "",
-        ]
+    text = page(
+        "Step times on shaped links: predicted against measured",
+        "python -m benchmarks.plan_time --write",
+        machine(),
+        ["Two hosts, computation sleeps; seconds, the fastest of five steps."],
+        "| case | Mbit/s | measured | predicted | error |",
+        rows,
+        [f"Largest error: {worst:.1%} (goal: 10 %)."],
     )
-    if "--write" in sys.argv:
-        RESULT.write_text(text)
+    tell(text, RESULTS / "plan_time.md" if "--write" in sys.argv else None)
     return 0 if worst <= 0.10 else 1
 
 

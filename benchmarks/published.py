@@ -4,11 +4,9 @@ python -m benchmarks.published [--write]
 """
 
 import sys
-from pathlib import Path
 
+from benchmarks.page import RESULTS, page, tell
 from lockstep.plan.published import figures
-
-RESULT = Path(__file__).parent / "results" / "published.md"
 
 
 def main() -> int:
@@ -23,20 +21,15 @@ def main() -> int:
             f"| {figure.source} |"
         )
         print(rows[-1], flush=True)
-    text = "\n".join(
-        [
-            "# Published figures, and what `lockstep plan` says",
-            "",
-            "`python -m benchmarks.published --write`",
-            "",
-            "| figure | published | here | error | allowed | source |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            "",
-        ]
+    text = page(
+        "Published figures, and what `lockstep plan` says",
+        "python -m benchmarks.published --write",
+        "",
+        ["The constants of the plan were set by the rows that say so, and by no other."],
+        "| figure | published | here | error | allowed | source |",
+        rows,
     )
-    if "--write" in sys.argv:
-        RESULT.write_text(text)
+    tell(text, RESULTS / "published.md" if "--write" in sys.argv else None)
     return 1 if failed else 0
 
 

@@ -1,6 +1,6 @@
 """How long until a run goes on after a rank was killed, and what was lost.
 
-    python benchmarks/recovery.py [--kills 5] [--processes 2]
+    python -m benchmarks.recovery [--kills 5] [--processes 2]
 
 A run of real ranks; rank 1 is killed with SIGKILL again and again. The time from the kill to the next step is
 split by what the run itself writes down:
@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from benchmarks.page import tell
 
 ROOT = Path(__file__).parent.parent
 _CONFIG = """
@@ -107,7 +109,7 @@ def main() -> None:
     )
     text = f"""# Recovery after a kill
 
-`python benchmarks/recovery.py --kills {given.kills} --processes {given.processes}`: SIGKILL to rank 1 of a tiny run on
+`python -m benchmarks.recovery --kills {given.kills} --processes {given.processes}`: SIGKILL to rank 1 of a tiny run on
 the CPU, a checkpoint every 20 steps. Objective: what is lost are the steps since the last commit, `save_steps` and
 the save that is under way at most, trained again to the same bits; the next step ends a restart later.
 
@@ -118,10 +120,7 @@ the save that is under way at most, trained again to the same bits; the next ste
 `restart` is starting the processes, importing torch, meeting, and building the model; a model's own size adds to it
 and to `load`.
 """
-    print(text)
-    if given.output is not None:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(text)
+    tell(text, given.output)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,16 @@ same processes. Goals: bytes within 3 %, time within 10 %.
 """
 
 import argparse
-import os
 import platform
 import sys
-from pathlib import Path
 
 import torch
 
+from benchmarks.page import RESULTS, machine, page, tell
 from tests.hosts import hosts
 from tests.parity.link import LENGTH, SIZE, all_of
 from tests.ranks import run_ranks
 
-RESULT = Path(__file__).parent / "results" / "same_bits_link.md"
 TOPOLOGIES = ["ddp:2", "fsdp:2", "pipeline:2"]
 
 
@@ -41,30 +39,22 @@ def main() -> int:
             f"| {seconds[0]:.3f} | {seconds[1]:.3f} | {ratio - 1:+.1%} |"
         )
         print(rows[-1], flush=True)
-    if asked.write:
-        RESULT.write_text(_text(rows, asked.rate, asked.rounds))
-    return 0 if good else 1
-
-
-def _text(rows: list[str], rate: str, rounds: int) -> str:
-    return "\n".join(
+    text = page(
+        "The same bits on a link: bytes and time against the plain mode",
+        f"python -m benchmarks.same_bits_link --write --rate {asked.rate} --rounds {asked.rounds}",
+        f"torch {torch.__version__}, {platform.machine()}, {machine()}",
         [
-            "# The same bits on a link: bytes and time against the plain mode",
-            "",
-            f"`python -m benchmarks.same_bits_link --write --rate {rate}`; torch {torch.__version__}, "
-            f"{platform.machine()}, {os.cpu_count()} cores; two hosts, one rank each, {rate} each way.",
-            "",
+            f"Two hosts, one rank each, {asked.rate} each way.",
             f"Transformer of {SIZE['n_layer']} layers, width {SIZE['n_embd']}, four micro-batches of two samples of",
-            f"{LENGTH} tokens a step. Megabytes that both hosts send per step, seconds per step; medians of {rounds}",
-            "rounds of two steps, both modes in turn; the last column is the median of the rounds' ratios. Plain",
-            "shards send more: gloo's reduce-scatter is an all-reduce of which a part is kept.",
-            "",
-            "| topology | MB, plain | MB, reproducible | difference | s, plain | s, reproducible | difference |",
-            "|---|---|---|---|---|---|---|",
-            *rows,
-            "",
-        ]
+            f"{LENGTH} tokens a step. Megabytes that both hosts send per step, seconds per step; medians of",
+            f"{asked.rounds} rounds of two steps, both modes in turn; the last column is the median of the rounds'",
+            "ratios. Plain shards send more: gloo's reduce-scatter is an all-reduce of which a part is kept.",
+        ],
+        "| topology | MB, plain | MB, reproducible | difference | s, plain | s, reproducible | difference |",
+        rows,
     )
+    tell(text, RESULTS / "same_bits_link.md" if asked.write else None)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

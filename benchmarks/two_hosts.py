@@ -13,14 +13,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
+from benchmarks.page import RESULTS, machine, page, tell
 from tests.hosts import Host, hosts
 
 ROOT = Path(__file__).parent.parent
-RESULT = Path(__file__).parent / "results" / "two_hosts.md"
 _WARM = 5  # steps that are not counted
 _WIDTH = 256
 _CONFIG = """
@@ -65,8 +64,8 @@ def main() -> int:
     batch = 4 * given.ranks * max(counts)  # two micro-batches of two samples on each rank of the most hosts
     found: dict[int, float] = {}
     with tempfile.TemporaryDirectory(prefix="lockstep-two-hosts-") as name, hosts(max(counts), given.rate) as made:
-        text = _CONFIG.format(milliseconds=given.milliseconds, width=_WIDTH, steps=given.steps, batch=batch)
-        Path(name, "sleep.yaml").write_text(text)
+        config = _CONFIG.format(milliseconds=given.milliseconds, width=_WIDTH, steps=given.steps, batch=batch)
+        Path(name, "sleep.yaml").write_text(config)
         for count in counts:
             found[count] = seconds_a_step(made[:count], Path(name), given.ranks)
     rows = []
@@ -76,33 +75,21 @@ def main() -> int:
         rows.append(f"| {count} | {count * given.ranks} | {seconds:.4f} | {ideal:.4f} | {speed_up:.2f} × | "
                     f"{speed_up / count:.0%} |")  # fmt: skip
         print(rows[-1], flush=True)
-    if given.write:
-        RESULT.write_text(_text(rows, given, batch))
-    return 0
-
-
-def _text(rows: list[str], given: argparse.Namespace, batch: int) -> str:
-    command = (
-        f"python -m benchmarks.two_hosts --write --hosts {given.hosts} --ranks {given.ranks} --steps {given.steps}"
-        f" --rate {given.rate}"
-    )
-    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    return "\n".join(
+    options = f"--hosts {given.hosts} --ranks {given.ranks} --steps {given.steps} --rate {given.rate}"
+    text = page(
+        "Several hosts against one, with sleeping compute",
+        f"python -m benchmarks.two_hosts --write {options}",
+        machine(),
         [
-            "# Several hosts against one, with sleeping compute",
-            "",
-            f"`{command}`; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {when}.",
-            "",
             f"ddp, {given.ranks} ranks a host, {given.milliseconds:g} ms a sample, {batch} samples a step on any",
             f"number of hosts, gradients of {2 * _WIDTH * _WIDTH * 4 / 1e6:.2f} MB over links of {given.rate}, each",
-            "host a `lockstep train` of its own. Medians over the steps after the first five.",
-            "",
-            "| hosts | ranks | s a step | s that it sleeps | speed-up over one host | of ideal |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            "",
-        ]
+            f"host a `lockstep train` of its own. Medians over the steps after the first {_WARM}.",
+        ],
+        "| hosts | ranks | s a step | s that it sleeps | speed-up over one host | of ideal |",
+        rows,
     )
+    tell(text, RESULTS / "two_hosts.md" if given.write else None)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What the programs for a GPU share: which device there is, models by name, random tokens, and FLOPs counted."""
 
 import argparse
-import datetime
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.page import machine
 from lockstep.models import get_model
 
 
@@ -96,11 +96,7 @@ def flops_of_a_step(work: Workload, device: torch.device) -> float:
     return float(counter.get_total_flops()) * work.batch
 
 
-def header(title: str, command: str, device: torch.device) -> list[str]:
-    """The first lines of a result: what ran, where, when."""
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (a trial: no figure of a GPU)"
-    return [f"# {title}", "", f"`{command}`; {where}, torch {torch.__version__}, {_now()}.", ""]
-
-
-def _now() -> str:
-    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
+def where(device: torch.device) -> str:
+    """On what it ran, and when."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (a trial: no figure of a GPU)"
+    return f"{name}, torch {torch.__version__}, {machine()}"

@@ -11,17 +11,16 @@ nothing to send, so that group's collectives are also called by themselves, in e
 import os
 import socket
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.common import TINY, WORKLOADS, RandomTokens, Workload, header, parser, require
+from benchmarks.gpu.common import TINY, WORKLOADS, RandomTokens, Workload, parser, require, where
+from benchmarks.page import RESULTS, page, tell
 from lockstep.config import config_from
 from lockstep.trainer import Trainer
 
-RESULT = Path(__file__).parents[1] / "results" / "gpu_precision.md"
 MODES = ("fp32", "bf16", "fp16")
 NEAR = {"fp32": 1e-5, "bf16": 0.02, "fp16": 0.02}  # of fp32's loss, relative
 
@@ -87,20 +86,16 @@ def main() -> int:
     found = [row(work, mode, asked, exact) for mode in MODES]
     dist.destroy_process_group()
     command = "python -m benchmarks.gpu.precision " + " ".join(sys.argv[1:])
-    text = "\n".join(
-        [
-            *header("Mixed precision", command, device),
-            "| precision | first loss | mean of the last tenth | off fp32's | group of one rank off | within limits |",
-            "|---|---|---|---|---|---|",
-            *(line for line, _ in found),
-            "",
-            f"Collectives of the group leave a tensor as it is, in fp32, bf16 and fp16: {'yes' if works else 'NO'}.",
-            "",
-        ]
+    text = page(
+        "Mixed precision",
+        command,
+        where(device),
+        [],
+        "| precision | first loss | mean of the last tenth | off fp32's | group of one rank off | within limits |",
+        [line for line, _ in found],
+        [f"Collectives of the group leave a tensor as it is, in fp32, bf16 and fp16: {'yes' if works else 'NO'}."],
     )
-    print(text)
-    if asked.write:
-        RESULT.write_text(text, encoding="utf-8")
+    tell(text, RESULTS / "gpu_precision.md" if asked.write else None)
     return 0 if works and all(good for _, good in found) else 1
 
 

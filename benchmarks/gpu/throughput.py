@@ -13,7 +13,6 @@ import gc
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,11 +26,12 @@ from benchmarks.gpu.common import (
     RandomTokens,
     Workload,
     flops_of_a_step,
-    header,
     parser,
     require,
     wait,
+    where,
 )
+from benchmarks.page import RESULTS, page, tell
 from lockstep.config import Config, config_from
 from lockstep.mesh import resolve
 from lockstep.monitor.flops import peak_flops
@@ -39,7 +39,6 @@ from lockstep.plan.rehearsal import rehearse
 from lockstep.plan.workload import Workload as Planned
 from lockstep.trainer import Trainer
 
-RESULT = Path(__file__).parents[1] / "results" / "gpu_throughput.md"
 RATE, CLIP, EVERY = 3e-4, 1.0, 10
 
 
@@ -155,17 +154,18 @@ def main() -> None:
     arguments.add_argument("--no-compile", dest="compile", action="store_false")
     asked = arguments.parse_args()
     device = require(asked.device)
-    lines = header("Training on one GPU", "python -m benchmarks.gpu.throughput " + " ".join(sys.argv[1:]), device)
-    lines += [
-        "| model | loop | tokens/s | of by hand | MFU | peak, GB | planned, GB |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for name in asked.models.split(","):
         lines += rows(name, (TINY if asked.tiny else WORKLOADS)[name], device, asked)
-    text = "\n".join([*lines, ""])
-    print(text)
-    if asked.write:
-        RESULT.write_text(text, encoding="utf-8")
+    text = page(
+        "Training on one GPU",
+        "python -m benchmarks.gpu.throughput " + " ".join(sys.argv[1:]),
+        where(device),
+        [],
+        "| model | loop | tokens/s | of by hand | MFU | peak, GB | planned, GB |",
+        lines,
+    )
+    tell(text, RESULTS / "gpu_throughput.md" if asked.write else None)
 
 
 if __name__ == "__main__":
