@@ -89,9 +89,7 @@ def config_and_overrides(given: argparse.Namespace, *, required: bool = True) ->
             fix="a key is overridden as KEY=VALUE, without spaces; files are composed with `extends:`",
         )
     if not files and required:
-        raise UsageError(
-            "which config?", fix="lockstep train CONFIG.yaml; `lockstep config list` names those that ship"
-        )
+        raise UsageError("which config?", fix="name a YAML file, or one that ships: `lockstep config list`")
     return (files[0] if files else None), short + overrides
 
 

@@ -14,6 +14,7 @@ def plan(argv: list[str]) -> int:
     if given.params is not None and (path is not None or given.stages is not None):
         other = "--stages" if path is None else str(path)
         raise UsageError(f"--params plans without a config, and {other} needs one", fix="leave one of the two out")
+    size = _batch_size(given)
 
     from lockstep.plan import command
 
@@ -22,7 +23,7 @@ def plan(argv: list[str]) -> int:
         given.write, given.chart, given.price,
     )  # fmt: skip
     if given.params is not None:
-        print(command.plan_by_size(given.params, given.seq_length, _batch_size(given), given.headroom, asked))
+        print(command.plan_by_size(given.params, given.seq_length, size, given.headroom, asked))
         return EXIT_DONE
 
     from lockstep.config import load_config

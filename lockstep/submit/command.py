@@ -101,6 +101,9 @@ def _slurm(given: argparse.Namespace) -> slurm.SlurmOptions:
 def _kubernetes(given: argparse.Namespace) -> kubernetes.KubernetesOptions:
     if given.image is None:
         raise UsageError("which image?", fix="--image REGISTRY/NAME:TAG, with Python, torch and Lockstep in it")
+    for pair in given.request:
+        if not all(pair.partition("=")):
+            raise UsageError(f"--request {pair} is not NAME=VALUE", fix="--request cpu=8 --request memory=64Gi")
     requests = dict(pair.partition("=")[::2] for pair in given.request)
     return kubernetes.KubernetesOptions(
         given.image, given.namespace, given.claim, given.mount_path, given.trainjob, given.runtime, requests,

@@ -13,6 +13,7 @@ from lockstep.plan.steptime import Pieces
 from lockstep.plan.workload import workload_of
 
 GPUS = 4
+SIZES = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 8192, "block_size": 16}
 # 12 blocks of 20 MB and an embedding of 50 MB; a third of a second of computing for a micro-batch.
 PIECES = Pieces(12, 20e6, 50e6, 0.1, 0.2)
 
@@ -50,9 +51,20 @@ def test_where_bits_are_fixed_or_nothing_is_replicated_nothing_is_advised() -> N
     assert not said("none", "Ethernet 1G", 1, **{"distributed.strategy": "fsdp"})
 
 
+def test_low_rank_is_planned_as_it_is_sent() -> None:
+    sent = {}
+    for kind in ("none", "powersgd"):
+        settings = {"model.name": "transformer", "model.args": SIZES, "distributed.ddp.compression.kind": kind}
+        config = config_from(settings)
+        cluster, work = cluster_of(GPUS, "A100-80GB", "Ethernet 1G", per_node=1), workload_of(config)
+        step = judge(work, config, cluster, {"distributed.strategy": "ddp"}, facts_of(work, config)).step
+        assert step is not None
+        sent[kind] = step.between
+    assert 0 < sent["powersgd"] < 0.1 * sent["none"]
+
+
 def test_the_advice_is_in_what_a_plan_says() -> None:
-    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 8192, "block_size": 16}
-    config = config_from({"model.name": "transformer", "model.args": sizes, "training.batch_size": 1})
+    config = config_from({"model.name": "transformer", "model.args": SIZES, "training.batch_size": 1})
     cluster, work = cluster_of(GPUS, "A100-80GB", "Ethernet 1G", per_node=1), workload_of(config)
     found = judge(work, config, cluster, {"distributed.strategy": "ddp"}, facts_of(work, config))
     assert any("bf16 would take" in line for line in why([found]))
