@@ -11,12 +11,14 @@
 of all ranks, as the `Trainer` would have it. All else is the caller's: data, optimizers, schedules, what to save.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep import checkpoint, cluster
 from lockstep.config import Config, apply_flags, config_from
@@ -29,6 +31,7 @@ from lockstep.parallel import place as place_over
 from lockstep.parallel.numbers import at_least, at_most, number, tensor_of
 from lockstep.precision import Precision, resolve_mode
 from lockstep.step import gradient_norm
+from lockstep.trainer import own_checkpoint
 from lockstep.trainer.dealing import Dealer
 from lockstep.trainer.evaluation import WINDOW, evaluate, evaluating
 from lockstep.trainer.settings import loss_fn_of
@@ -62,7 +65,7 @@ def place(
     precision = Precision(mode, here.device.type)
     objective = objective_of(model, loss_fn or loss_fn_of(config))
     placed = place_over(model, layout, config, objective=objective, device=here.device, precision=precision)
-    return PlacedModel(placed, mode)
+    return PlacedModel(placed, mode, config)
 
 
 class PlacedModel:
@@ -71,12 +74,12 @@ class PlacedModel:
     Every rank makes the same calls in the same order; printing and writing files is for one of them.
 
     Attributes:
-        step: calls of `backward` so far. Random numbers follow from it: set it when you resume.
+        step: calls of `backward` so far; random numbers follow from it. `load_checkpoint` sets it.
         notices: what the placement has to say.
     """
 
-    def __init__(self, placed: Placed, mode: str) -> None:
-        self._placed, self._mode, self.step = placed, mode, 0
+    def __init__(self, placed: Placed, mode: str, config: Config) -> None:
+        self._placed, self._mode, self._config, self.step = placed, mode, config, 0
         self._dealer = Dealer(placed)
         self.notices = placed.notices
 
@@ -192,6 +195,42 @@ class PlacedModel:
         """
         with evaluating(self._placed):
             checkpoint.scatter(state, self._placed.kept(), self._aliases())
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        optimizers: Mapping[str, Optimizer] | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> Path:
+        """Write a checkpoint into the folder `path`, which all ranks share. Whole when this returns, or not there.
+
+        Args:
+            optimizers: by names of your own.
+            metadata: what else is to come back; JSON.
+
+        Returns:
+            the checkpoint, `path/step-00000100`.
+        """
+        config_yaml = self._config.to_yaml()
+        return own_checkpoint.save(
+            self._placed, Path(path), self.step, optimizers or {}, metadata or {}, config_yaml=config_yaml
+        )
+
+    def load_checkpoint(
+        self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None
+    ) -> dict[str, Any]:  # fmt: skip
+        """Take up a checkpoint of `save_checkpoint`, whatever strategy and number of ranks wrote it; sets `step`.
+
+        Args:
+            path: a checkpoint, or a folder of them, of which the newest whole one is taken.
+            optimizers: as they were saved, over this model's parameters; those that are left out stay as they are.
+
+        Returns:
+            its metadata.
+        """
+        with evaluating(self._placed):
+            self.step, metadata = own_checkpoint.load(self._placed, Path(path), optimizers or {})
+        return metadata
 
     def _aliases(self) -> dict[str, tuple[str, ...]]:
         placed = self._placed

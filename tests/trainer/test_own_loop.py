@@ -1,5 +1,6 @@
 """`lockstep.place`: a loop of one's own, whose gradients are those of one process under every strategy."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,8 +82,10 @@ def by_hand() -> tuple[list[tuple[float, float, float]], dict[str, Tensor], Tens
     return seen, model.state_dict(), model(micro_batches(0)[0][0]).detach()
 
 
-def placed_run(settings: dict[str, Any]) -> tuple[list[tuple[float, float, float]], dict[str, Tensor], Tensor]:
-    """The same on the ranks that there are."""
+def placed_run(
+    settings: dict[str, Any], folder: Path
+) -> tuple[list[tuple[float, float, float]], dict[str, Tensor], Tensor]:
+    """The same on the ranks that there are; after the first step it goes on from a checkpoint."""
     placed, seen = lockstep.place(tied(), loss_fn=LOSS, **settings), []
     optimizers = optimizers_over(list(placed.named_parameters()))
     mine = slice(placed.data_parallel_rank, None, placed.data_parallel_size)
@@ -95,6 +98,14 @@ def placed_run(settings: dict[str, Any]) -> tuple[list[tuple[float, float, float
             optimizer.step()
             optimizer.zero_grad()
         seen.append((float(loss), float(norm), held_out))
+        if step == 0:
+            placed.save_checkpoint(folder, dict(zip(("one", "two"), optimizers, strict=True)), {"note": "half-way"})
+            placed = lockstep.place(tied(), loss_fn=LOSS, **settings)
+            optimizers = optimizers_over(list(placed.named_parameters()))
+            assert (
+                placed.load_checkpoint(folder, dict(zip(("one", "two"), optimizers, strict=True)))["note"] == "half-way"
+            )
+            assert placed.step == 1
     outputs, state = placed(micro_batches(0)[0][0]), placed.state_dict()
     _require_round_trip(placed, state, outputs)
     return seen, state, outputs
@@ -122,8 +133,8 @@ def dropout_run(settings: dict[str, Any]) -> list[float]:
     return losses
 
 
-def _on_each_rank(cases: list[dict[str, Any]]) -> list[Any]:
-    found = [(placed_run(settings), dropout_run(settings)) for settings in cases]
+def _on_each_rank(cases: list[dict[str, Any]], folder: Path) -> list[Any]:
+    found = [(placed_run(case, folder / str(i)), dropout_run(case)) for i, case in enumerate(cases)]
     if dist.get_world_size() == 2:
         _misuse()
     return found
@@ -142,11 +153,11 @@ def _misuse() -> None:
         placed.backward(*micro_batches(0)[: 1 + rank])
 
 
-def _compare(cases: list[dict[str, Any]], ranks: int) -> None:
+def _compare(cases: list[dict[str, Any]], ranks: int, folder: Path) -> None:
     steps, weights, outputs = by_hand()
     drawn = dropout_run({"strategy": "single"})
     assert drawn[0] != drawn[1], "two steps drew the same"
-    for rank, results in enumerate(run_ranks(_on_each_rank, ranks, cases)):
+    for rank, results in enumerate(run_ranks(_on_each_rank, ranks, cases, folder)):
         for settings, ((seen, state, sampled), losses) in zip(cases, results, strict=True):
             message = f"{settings} on rank {rank}"
             torch.testing.assert_close(torch.tensor(seen), torch.tensor(steps), rtol=2e-6, atol=0, msg=message)
@@ -160,19 +171,19 @@ def _compare(cases: list[dict[str, Any]], ranks: int) -> None:
                     torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-6, msg=f"{message}: {name}")
 
 
-def test_two_ranks_make_the_gradients_of_one_process_under_every_strategy() -> None:
-    _compare(ON_TWO, 2)
+def test_two_ranks_make_the_gradients_of_one_process_under_every_strategy(tmp_path: Path) -> None:
+    _compare(ON_TWO, 2, tmp_path)
 
 
 @pytest.mark.full
-def test_four_ranks_make_the_gradients_of_one_process_under_every_strategy() -> None:
-    _compare(ON_FOUR, 4)
+def test_four_ranks_make_the_gradients_of_one_process_under_every_strategy(tmp_path: Path) -> None:
+    _compare(ON_FOUR, 4, tmp_path)
 
 
 @pytest.mark.parametrize("strategy", ["single", "dp", "fsdp"])
-def test_one_process_makes_the_gradients_of_torch(strategy: str) -> None:
+def test_one_process_makes_the_gradients_of_torch(strategy: str, tmp_path: Path) -> None:
     steps, weights, outputs = by_hand()
-    seen, state, sampled = placed_run({"strategy": strategy})
+    seen, state, sampled = placed_run({"strategy": strategy}, tmp_path)
     torch.testing.assert_close(torch.tensor(seen), torch.tensor(steps), rtol=2e-6, atol=0)
     torch.testing.assert_close(sampled, outputs, rtol=1e-5, atol=1e-6)
     assert state.keys() == weights.keys()
@@ -193,6 +204,16 @@ def test_no_data_at_all_is_one_clear_message() -> None:
         placed.backward()
     with pytest.raises(UsageError, match="there is nothing to evaluate on"):
         placed.evaluate([])
+
+
+def test_a_checkpoint_that_is_not_there_or_lacks_an_optimizer_is_refused(tmp_path: Path) -> None:
+    placed = lockstep.place(tied(), loss_fn=LOSS)
+    with pytest.raises(UsageError, match=r"there is no checkpoint in .*(.|\n)*the folder that was saved to"):
+        placed.load_checkpoint(tmp_path)
+    placed.save_checkpoint(tmp_path)
+    assert placed.load_checkpoint(tmp_path) == {}
+    with pytest.raises(UsageError, match="holds no optimizer 'one'"):
+        placed.load_checkpoint(tmp_path, {"one": torch.optim.SGD(placed.parameters(), lr=0.1)})
 
 
 def test_a_frozen_normalisation_stays_frozen_over_an_evaluation() -> None:
