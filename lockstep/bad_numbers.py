@@ -6,6 +6,7 @@ Assumes that loss, norm and votes are equal on all ranks, so that every rank dec
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -36,7 +37,7 @@ class BadNumbersError(RunError):
     """A bad step that is not simply skipped: the run stops, or goes back."""
 
     def __init__(self, bad: Bad, *, goes_back: bool = False, in_order: int = 1) -> None:
-        self.bad, self.goes_back = bad, goes_back
+        self.bad, self.goes_back, self.in_order = bad, goes_back, in_order
         often = f", the last of {in_order} bad steps in order" if in_order > 1 else ""
         super().__init__(
             f"{bad.what}{often}",
@@ -45,6 +46,9 @@ class BadNumbersError(RunError):
             fix="lower training.learning_rate, lengthen training.warmup_steps, or look at that step's samples, which "
             "events.jsonl lists; training.bad_numbers.action: skip or rollback goes on without them",
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(type(self), goes_back=self.goes_back, in_order=self.in_order), (self.bad,)
 
 
 @dataclass

@@ -65,7 +65,7 @@ def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tens
         raise UsageError(f"all_reduce can't do {op!r}", fix=f"choose one of {', '.join(operations)}")
     if not isinstance(value, torch.Tensor):
         whole = isinstance(value, int) and op != "mean"
-        number = torch.tensor(value, dtype=torch.int64 if whole else torch.float64)
+        number = torch.tensor(value, dtype=torch.int64 if whole else torch.float64, device=_device_of_numbers())
         return all_reduce(number, op).item()
     if op == "mean" and not (value.is_floating_point() or value.is_complex()):
         raise UsageError(
@@ -77,6 +77,13 @@ def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tens
         if op == "mean":
             result /= dist.get_world_size()
     return result
+
+
+def _device_of_numbers() -> torch.device:
+    """Where numbers lie that hosts exchange: on the CPU, if the process group serves it, else on this rank's GPU."""
+    if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())  # `distributed.backend: nccl`
 
 
 def _joined() -> bool:

@@ -26,10 +26,12 @@ class RankFacts:
 
     @property
     def num_nodes(self) -> int:
+        """Machines, if all of them have as many ranks as this one."""
         return max(1, self.world_size // max(1, self.local_world_size))
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
 
@@ -42,14 +44,14 @@ class _Source:
     local_rank: str
     world_size: str
     local_world_size: str
-    node_rank: str
+    node_rank: str  # "": it does not say
     also: str | None = None  # which tells a rank from a process that merely runs where ranks could
 
 
 _SOURCES = (
     _Source("torchrun", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
     _Source("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_NODE_RANK"),
+            "OMPI_COMM_WORLD_LOCAL_SIZE", ""),  # its NODE_RANK numbers processes on a node, not nodes
     _Source("mpirun", "PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS", ""),  # MPICH, Intel MPI
     # In a batch script, outside of srun, SLURM_PROCID and SLURM_NTASKS are set too: that process is no rank.
     _Source("srun", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID",
@@ -94,11 +96,6 @@ def _facts(env: Mapping[str, str], source: _Source) -> RankFacts:
         node_rank=_number(env, source.node_rank, default=rank // local_world),
         launcher=source.launcher,
     )
-
-
-def is_worker(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a launcher started this process as one of several ranks (or as the only one)."""
-    return rank_facts(environ).launcher != "none"
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

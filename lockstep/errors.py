@@ -4,6 +4,8 @@ An error says four things: what happened, where, why, and what to do. The comman
 traceback, and exits with the error's `exit_code`. Nothing here imports torch.
 """
 
+from collections.abc import Iterable, Sequence
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -55,3 +57,20 @@ class RunError(LockstepError):
     """The run failed. Exit code 1."""
 
     exit_code = EXIT_FAILED
+
+
+# ---- what messages are made of ----
+
+
+def listed(names: Sequence[str], shown: int = 4) -> str:
+    """The first few of many names, and how many there are besides: `a, b, c, d and 3 more`."""
+    more = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'layers'?` where something known is near, else nothing."""
+    import difflib  # wanted only once something is wrong
+
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""

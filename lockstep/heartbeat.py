@@ -49,6 +49,7 @@ class Heartbeat:
 
     @classmethod
     def of_this_rank(cls, rank: int) -> "Heartbeat":
+        """Into the folder that the launcher names in the environment, if one did."""
         folder = os.environ.get(FOLDER)
         return cls(None if folder is None else Path(folder), rank)
 

@@ -34,10 +34,12 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """All ranks."""
         return self.pipeline * self.replicate * self.shard
 
     @property
     def data_parallel_size(self) -> int:
+        """Ranks among which a step's micro-batches are shared out; of pipelines, how many there are side by side."""
         return self.replicate * self.shard
 
     def __str__(self) -> str:
@@ -90,7 +92,8 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
         if match is None:
             raise wrong
         name, first, second = match[1], int(match[2] or 1), int(match[3] or 1)
-        if ((place > 0) == (name == "pipeline") and len(parts) > 1) or (second != 1) != (name == "hybrid") or first < 1:
+        misplaced = (place > 0) == (name == "pipeline") and len(parts) > 1
+        if misplaced or (second != 1) != (name == "hybrid") or min(first, second) < 1:
             raise wrong
         ranks *= first * second
         if name == "pipeline":
@@ -132,10 +135,8 @@ def resolve(config: DistributedConfig, world_size: int, local_world_size: int | 
         return _fsdp(config, world_size, local_world_size or world_size)
     shard = config.shard_size or 1
     if config.pipeline_size:
-        pipeline, replicate = (
-            config.pipeline_size,
-            config.replicate_size or max(1, world_size // (config.pipeline_size * shard)),
-        )
+        pipeline = config.pipeline_size
+        replicate = config.replicate_size or max(1, world_size // (pipeline * shard))
     else:
         replicate = config.replicate_size or 1
         pipeline = max(1, world_size // (replicate * shard))

@@ -71,6 +71,7 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
+    """Whether an address never leaves this machine."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
@@ -106,6 +107,7 @@ def listener(host: str, port: int) -> socket.socket | None:
 
 
 def port_in_use(host: str, port: int) -> UsageError:
+    """The error for a port that another process listens on."""
     return UsageError(
         f"port {port} is in use on this machine",
         where=f"{host}:{port}, where the ranks meet",

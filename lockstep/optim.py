@@ -10,7 +10,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lockstep.config import load_object
 from lockstep.errors import UsageError
 
 _BY_NAME = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
@@ -103,17 +103,13 @@ def build_optimizer(
 
 
 def _imported(name: str) -> Callable[..., Optimizer]:
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    if ":" not in name:
         raise UsageError(
             f"there is no optimizer {name!r}",
             where="training.optimizer",
-            why=str(error),
             fix=f"write {', '.join(_BY_NAME)} or package.module:Name",
-        ) from None
-    return found  # type: ignore[no-any-return]
+        )
+    return load_object(name, "training.optimizer")  # type: ignore[no-any-return]
 
 
 def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, nn.Parameter]) -> None:
@@ -127,8 +123,8 @@ def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, 
     Raises:
         UsageError: the optimizer already has state, or holds a parameter that is not the model's.
     """
-    same = all(id(p) in {id(q) for q in placed.values()} for g in optimizer.param_groups for p in g["params"])
-    if same:
+    there = {id(parameter) for parameter in placed.values()}
+    if all(id(p) in there for group in optimizer.param_groups for p in group["params"]):
         return
     if optimizer.state:
         raise UsageError(

@@ -66,7 +66,7 @@ class LossScale:
         dynamic: False keeps the scale where it starts.
         initial_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale: as torch's `GradScaler`,
             with bounds. `growth_interval` is in steps.
-        history_size: how many (step, scale, overflowed) entries `history` keeps.
+        history_size: how many steps `history` keeps, each as (scale, overflowed).
     """
 
     def __init__(
@@ -97,9 +97,11 @@ class LossScale:
             self.scale, self.quiet_steps = min(self.max_scale, self.scale * self.growth_factor), 0
 
     def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint, as JSON."""
         return {"scale": self.scale, "quiet_steps": self.quiet_steps, "history": [list(h) for h in self.history]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
         self.scale, self.quiet_steps = float(state["scale"]), int(state["quiet_steps"])
         self.history.clear()
         self.history.extend((float(scale), bool(overflowed)) for scale, overflowed in state["history"])

@@ -36,7 +36,7 @@ class StepRecord:
     tokens: Any  # valid targets in this step, over all ranks
     epoch: int = 0
     clipped: Any = None  # share of the gradient that clipping changed: 1 or 0 (norm), of elements, of units (adaptive)
-    skipped: bool = False  # no update was made (overflow under fp16)
+    skipped: bool = False  # no update was made: overflow under fp16, or numbers that are no good
     step_seconds: float = 0.0
     tokens_per_second: float = 0.0
     memory_bytes: int = 0
@@ -121,15 +121,19 @@ class RunDirectory:
             ) from None
 
     def append_metrics(self, row: dict[str, Any]) -> None:
+        """Add the record of a step or an evaluation."""
         append_line(self.metrics, row)
 
     def append_event(self, kind: str, **what: Any) -> None:
+        """Add what happened just now."""
         append_line(self.events, {"kind": kind, "time": time.time(), **what})
 
     def read_metrics(self) -> list[dict[str, Any]]:
+        """All whole rows."""
         return list(read_lines(self.metrics))
 
     def read_events(self) -> list[dict[str, Any]]:
+        """All whole rows."""
         return list(read_lines(self.events))
 
     def forget_after(self, step: int) -> None:

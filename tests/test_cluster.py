@@ -175,6 +175,15 @@ def test_a_group_that_exists_is_used_and_left_alone() -> None:
         dist.destroy_process_group()
 
 
+def test_numbers_lie_where_the_process_group_can_send_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`backend: nccl` serves GPUs alone; `auto` has gloo beside it, for what lies on the hosts."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for backends, device in (("cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo,cuda:gloo", "cpu")):
+        monkeypatch.setattr(dist, "get_backend_config", lambda backends=backends: backends)
+        assert collectives._device_of_numbers() == torch.device(device)
+
+
 def test_all_reduce_refuses_what_it_cannot_do() -> None:
     with pytest.raises(UsageError, match="mean, sum, max, min"):
         collectives.all_reduce(1.0, "product")  # type: ignore[call-overload]

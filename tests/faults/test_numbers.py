@@ -1,11 +1,13 @@
 """Losses that are no numbers, and spikes: skipped, gone back from, or the end."""
 
+import math
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
-from lockstep.bad_numbers import BadNumbersError, Judge
+from lockstep.bad_numbers import Bad, BadNumbersError, Judge
 from lockstep.checkpoint import digest
 from lockstep.config import BadNumbersConfig
 from tests.faults.tiny import Points, events, samples_of, steps, trainer
@@ -109,6 +111,14 @@ def test_what_decides_about_spikes_is_part_of_the_state(tmp_path: Path) -> None:
 def test_patience_ends(tmp_path: Path) -> None:
     with pytest.raises(BadNumbersError, match="the last of 3 bad steps in order"):
         trainer(tmp_path, training=skipping(action="skip", patience=3)).train(Points(nan=tuple(range(96))))
+
+
+def test_a_bad_step_can_be_told_between_processes() -> None:
+    """It travels as a pickle."""
+    error = BadNumbersError(Bad(7, "the loss of step 7 is nan", math.nan, 1.0), goes_back=True, in_order=3)
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, BadNumbersError)
+    assert (str(again), again.goes_back, again.in_order) == (str(error), True, 3)
 
 
 def test_trap_61_numbers_are_read_without_waiting_for_the_device() -> None:
