@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lockstep.checkpoint.commit import not_written
 from lockstep.checkpoint.names import step_name
 from lockstep.checkpoint.pieces import Part, Piece
-from lockstep.checkpoint.saving import Format, Manner, write
+from lockstep.checkpoint.saving import Manner, write
 from lockstep.checkpoint.snapshot import Snapshot, Staged, stage
 from lockstep.checkpoint.together import Ranks
 from lockstep.groups import once
@@ -52,12 +52,14 @@ class AsyncSaver:
         snapshot: Snapshot,
         *,
         config_yaml: str,
-        format: Format = "sharded",
         manner: Manner | None = None,
     ) -> Path | None:
         """Start a save; the snapshot's tensors may be changed as soon as this returns. Waits for the one before.
 
         On CUDA the copy runs on the current stream into pinned memory, and the host does not wait for it.
+
+        Args:
+            manner: unset: sharded, into a folder that all ranks share, tried once.
 
         Returns:
             the checkpoint of the save before, if that had not been reported yet.
@@ -74,7 +76,7 @@ class AsyncSaver:
             if copied is not None:
                 torch.cuda.set_device(copied[0])  # a new thread stands on device 0, whichever this rank's is
                 copied[1].synchronize()
-            write(path, step, staged, config_yaml, manner or Manner(format), self._writing)
+            write(path, step, staged, config_yaml, manner or Manner(), self._writing)
             if self._then is not None and self._writing.is_main:
                 self._then(path)
 

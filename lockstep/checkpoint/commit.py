@@ -79,21 +79,23 @@ def commit(path: Path, step: int, staged: Staged, config_yaml: str, ranks: Ranks
         share = ranks.exchange(
             not_written(step),
             lambda: ({part: (local_plan(p), p.aliases) for part, p in staged.parts.items()}, staged.groups),
-            lambda plans: of(main).open(plans),
+            lambda plans: on_main(main).open(plans),
         )
         ranks.judge(
             not_written(step),
             lambda: _write_share(path.with_name(share.folder), share, staged.parts),
-            lambda written: of(main).close(written),
+            lambda written: on_main(main).close(written),
         )
     return path
 
 
 def not_written(step: int) -> str:
+    """What fails where a save fails."""
     return f"the checkpoint of step {step} was not written"
 
 
-def of(main: "MainRank | None") -> "MainRank":
+def on_main(main: "MainRank | None") -> "MainRank":
+    """Rank 0's side of a save; the others never ask for it."""
     assert main is not None, "only rank 0 decides"
     return main
 
@@ -221,6 +223,14 @@ def _say(facts: tuple[tuple[int, ...], torch.dtype]) -> str:
 
 
 def merge_aliases(ranks: list[dict[str, tuple[str, ...]]], names: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """The further names of each tensor over all ranks.
+
+    Args:
+        names: the canonical ones.
+
+    Raises:
+        UsageError: what is a further name on one rank is a tensor of its own on another.
+    """
     merged: dict[str, tuple[str, ...]] = {}
     for aliases in ranks:
         for name, others in aliases.items():
@@ -235,7 +245,11 @@ def merge_aliases(ranks: list[dict[str, tuple[str, ...]]], names: Collection[str
 
 
 def merge_groups(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """The parameter groups of each optimizer over all ranks, which may hold different parameters of a group."""
+    """The parameter groups of each optimizer over all ranks, which may hold different parameters of a group.
+
+    Raises:
+        UsageError: ranks have different options for a group.
+    """
     merged: dict[str, dict[str, Any]] = {}
     for groups in ranks:
         for name, mine in groups.items():

@@ -16,9 +16,11 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True)
 class Inspection:
-    """Args:
-    part_bytes: `model`, `optimizer/NAME`, `extra/NAME` → bytes of its files.
-    num_elements: of the model, tied ones counted once.
+    """What `inspect` finds.
+
+    Args:
+        part_bytes: `model`, `optimizer/NAME`, `extra/NAME` → bytes of its files.
+        num_elements: of the model, tied ones counted once.
     """
 
     path: Path

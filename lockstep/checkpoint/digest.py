@@ -41,9 +41,9 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return sha.hexdigest()
 
 
-def whole_tensors(folder: Path, manifest: Manifest, part: str = MODEL) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a part, whole, on CPU, in the order of the names; one at a time."""
-    reader = open_part(folder, manifest, part)
+def whole_tensors(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of the model, whole, on CPU, in the order of the names; one at a time."""
+    reader = open_part(folder, manifest, MODEL)
     total = sum(t.size.numel() * t.properties.dtype.itemsize for t in reader.stored.tensors.values())
     with progress_of(f"reading {folder.name}", total) as advance:
         for name, stored in sorted(reader.stored.tensors.items()):

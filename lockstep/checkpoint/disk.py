@@ -50,6 +50,7 @@ class ChecksummedStream(io.RawIOBase):
 
     @property
     def facts(self) -> FileFacts:
+        """Of what was written so far."""
         return FileFacts(self._size, self._crc)
 
     def writable(self) -> bool:
@@ -154,6 +155,7 @@ def open_inside(root: Path, relative: str) -> Generator[io.BufferedReader, None,
 
 
 def size_inside(root: Path, relative: str) -> int:
+    """The size in bytes of a file below `root`, which is opened as `open_inside` does."""
     with open_inside(root, relative) as file:
         return os.fstat(file.fileno()).st_size
 

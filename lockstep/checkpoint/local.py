@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-from lockstep.checkpoint.commit import MainRank, merge_aliases, merge_groups, not_written, of, unfinished
+from lockstep.checkpoint.commit import MainRank, merge_aliases, merge_groups, not_written, on_main, unfinished
 from lockstep.checkpoint.disk import ChecksummedStream, FileFacts, open_inside, sync_directory
 from lockstep.checkpoint.manifest import DamagedError, Manifest, ParameterFacts
 from lockstep.checkpoint.names import MODEL, raw_file
@@ -71,18 +71,18 @@ def commit_local(path: Path, step: int, staged: Staged, config_yaml: str, ranks:
 
         def begin(parts: list[list[str]]) -> tuple[str, list[str]]:
             names = sorted({name for mine in parts for name in mine}, key=lambda name: (name != MODEL, name))
-            of(main).make_folders(names)
-            return of(main).folder.name, names
+            on_main(main).make_folders(names)
+            return on_main(main).folder.name, names
 
         def close(written: list[_Written]) -> None:
             files = {name: facts for rank in written for name, facts in rank.files.items()}
             model = {name: facts for rank in written for name, facts in rank.model.items()}
             aliases = merge_aliases([rank.aliases for rank in written], model)
-            of(main).groups = merge_groups([rank.groups for rank in written])
+            on_main(main).groups = merge_groups([rank.groups for rank in written])
             parameters = {
                 name: ParameterFacts(shape, dtype, aliases.get(name, ())) for name, (shape, dtype) in model.items()
             }
-            of(main).seal(files, parameters, names, ranks.size)
+            on_main(main).seal(files, parameters, names, ranks.size)
 
         name, names = ranks.judge(not_written(step), lambda: list(staged.parts), begin)
         ranks.judge(not_written(step), lambda: _write(path.with_name(name), staged, ranks.rank), close)

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.disk import FileFacts, facts_inside, open_inside, size_inside
-from lockstep.checkpoint.names import CONFIG, MANIFEST, MODEL, STATE, is_listed_file, is_part, step_of
+from lockstep.checkpoint.names import CONFIG, MANIFEST, METADATA, MODEL, STATE, is_listed_file, is_part, step_of
 from lockstep.errors import RunError, UsageError
 from lockstep.progress import Advance, progress_of
 
 FORMAT_VERSION = 1
-_METADATA = ".metadata"
 
 
 class DamagedError(RunError):
@@ -36,12 +35,15 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Args:
-    step: the step after which the state was taken.
-    files: path inside the checkpoint, with `/`, → size and checksum.
-    parameters: canonical name → facts, in the order of the names.
-    parts: the folders of tensors: `model`, `optimizer/NAME`, `extra/NAME`.
-    ranks: of how many ranks it holds the raw shards (`format: local`); None: the parts are DCP's.
+    """What a checkpoint holds.
+
+    Args:
+        step: the step after which the state was taken.
+        files: path inside the checkpoint, with `/`, → size and checksum.
+        parameters: canonical name → facts, in the order of the names.
+        parts: the folders of tensors: `model`, `optimizer/NAME`, `extra/NAME`.
+        written_by: program → its version.
+        ranks: of how many ranks it holds the raw shards (`format: local`); None: the parts are DCP's.
     """
 
     step: int
@@ -52,6 +54,7 @@ class Manifest:
     ranks: int | None = None
 
     def to_bytes(self) -> bytes:
+        """The file, its checksum included."""
         files = {path: {"size": f.size, "crc32": f"{f.crc32:08x}"} for path, f in sorted(self.files.items())}
         parameters = {
             name: {"shape": list(p.shape), "dtype": p.dtype, "aliases": list(p.aliases)}
@@ -94,12 +97,13 @@ class Manifest:
         stray += [part for part in self.parts if not is_part(part)]
         if stray:
             raise ValueError(f"it lists {stray[0]!r}, which no checkpoint holds")
-        needed = [STATE, CONFIG, *(f"{part}/{_METADATA}" for part in self.parts if self.ranks is None)]
+        needed = [STATE, CONFIG, *(f"{part}/{METADATA}" for part in self.parts if self.ranks is None)]
         if missing := [path for path in needed if path not in self.files]:
             raise ValueError(f"it does not list {missing[0]}")
 
     @property
     def num_bytes(self) -> int:
+        """Of all files that it lists."""
         return sum(f.size for f in self.files.values())
 
 

@@ -19,6 +19,7 @@ from lockstep.errors import UsageError
 MANIFEST = "manifest.json"
 STATE = "state.json"
 CONFIG = "config.yaml"
+METADATA = ".metadata"  # in each part: what lies where in its tensor files
 MODEL = "model"
 
 _STEP = re.compile(r"step-([0-9]{8,})")
@@ -65,6 +66,7 @@ class Writer:
 
     @classmethod
     def new(cls) -> "Writer":
+        """This process, with a token of its own."""
         host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()) or "host"
         return cls(host, os.getpid(), secrets.token_hex(4))
 
@@ -80,6 +82,7 @@ class Writer:
 
 
 def aside_name(step: int) -> str:
+    """What a checkpoint is called that is taken out of the row."""
     return f"{step_name(step)}.aside-{secrets.token_hex(4)}"
 
 
@@ -89,10 +92,12 @@ def raw_file(part: str, rank: int) -> str:
 
 
 def optimizer_part(name: str) -> str:
+    """The folder of an optimizer's state, inside the checkpoint."""
     return _checked(f"optimizer/{name}")
 
 
 def extra_part(name: str) -> str:
+    """The folder of further tensors, inside the checkpoint."""
     return _checked(f"extra/{name}")
 
 

@@ -42,6 +42,7 @@ class Piece:
         return (t.device, t.data_ptr(), t.shape, t.stride(), t.dtype, self.shape, self.offset)
 
     def with_tensor(self, tensor: Tensor) -> "Piece":
+        """The same block of the same whole, with its elements elsewhere."""
         return Piece(tensor, self.shape, self.offset)
 
 

@@ -15,9 +15,7 @@ from lockstep.checkpoint.names import MODEL, STATE, extra_part, optimizer_part
 from lockstep.checkpoint.pieces import Piece, dtype_name, pieces_of
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.together import Ranks
-from lockstep.errors import UsageError
-
-_SHOWN = 4  # differences of a kind that an error lists; the rest is counted
+from lockstep.errors import UsageError, listed
 
 
 def load(
@@ -83,7 +81,7 @@ def prove(folder: Path, ranks: Ranks) -> Manifest:
     if problems:
         raise DamagedError(
             f"the checkpoint {folder} is damaged",
-            why=_some(problems),
+            why=listed(problems),
             fix="resume from an older one: lockstep checkpoint list shows which are whole",
         )
     return manifest
@@ -128,7 +126,7 @@ def _targets(folder: Path, manifest: Manifest, snapshot: Snapshot, only: Collect
     stray = [f"{part}: not in the checkpoint" for part in sorted(wanted - set(manifest.parts))]
     stray += [f"{part}: only in the checkpoint" for part in sorted(wanted & set(manifest.parts) - tensors.keys())]
     if stray:
-        raise UsageError(f"{folder} holds other parts than were to be loaded", why=_some(stray))
+        raise UsageError(f"{folder} holds other parts than were to be loaded", why=listed(stray))
     targets = {part: _Target(open_part(folder, manifest, part), pieces_of(tensors[part])) for part in sorted(wanted)}
     if MODEL in targets:
         ties = {alias: name for name, facts in manifest.parameters.items() for alias in facts.aliases}
@@ -183,7 +181,7 @@ def _compare(folder: Path, stored: dict[str, _Facts], ranks: list[dict[str, _Fac
         ("of another shape", shapes),
         ("of another dtype", dtypes),
     )
-    if differing := [f"{kind}: {_some(sorted(names))}" for kind, names in kinds if names]:
+    if differing := [f"{kind}: {listed(sorted(names))}" for kind, names in kinds if names]:
         raise UsageError(
             f"{folder} does not fit this model",
             why="; ".join(differing),
@@ -205,8 +203,3 @@ def read_state(folder: Path) -> dict[str, Any]:
     with open_inside(folder, STATE) as file:
         state: dict[str, Any] = json.load(file)
     return state
-
-
-def _some(items: list[str]) -> str:
-    more = len(items) - _SHOWN
-    return ", ".join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

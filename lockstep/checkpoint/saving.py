@@ -76,14 +76,17 @@ def save_as(
     snapshot: Snapshot,
     *,
     config_yaml: str,
-    format: Format = "sharded",
     manner: Manner | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """`save`, to a folder of the caller's naming: `path` is the checkpoint itself, and must not exist yet."""
+    """`save`, to a folder of the caller's naming: `path` is the checkpoint itself, and must not exist yet.
+
+    Args:
+        manner: unset: sharded, into a folder that all ranks share, tried once.
+    """
     ranks = Ranks(group)
     staged = ranks.agree(not_written(step), lambda: stage(snapshot))
-    return write(Path(path), step, staged, config_yaml, manner or Manner(format), ranks)
+    return write(Path(path), step, staged, config_yaml, manner or Manner(), ranks)
 
 
 def write(path: Path, step: int, staged: Staged, config_yaml: str, manner: Manner, ranks: Ranks) -> Path:

@@ -35,12 +35,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lockstep.checkpoint.disk import ChecksummedStream, FileFacts, open_inside, sync_directory
 from lockstep.checkpoint.manifest import DamagedError, Manifest, problems_of_files
+from lockstep.checkpoint.names import METADATA, MODEL
 from lockstep.checkpoint.pieces import Part, Piece, dtype_name
 from lockstep.checkpoint.sizes import check_block, check_sizes
 from lockstep.checkpoint.stored_metadata import StoredPart, parse_metadata
 from lockstep.checkpoint.torch_internals import read_items
-
-METADATA_FILE = ".metadata"
 
 
 def local_plan(part: Part) -> SavePlan:
@@ -190,7 +189,7 @@ class _PieceLoadPlanner(DefaultLoadPlanner):
 
 def read_stored_part(checkpoint: Path, manifest: Manifest, part: str) -> StoredPart:
     """What one folder of tensors holds, from its `.metadata`, whose checksum is compared before it is parsed."""
-    relative = f"{part}/{METADATA_FILE}"
+    relative = f"{part}/{METADATA}"
     problems = problems_of_files(checkpoint, manifest, [relative], thorough=True)
     try:
         if problems:
@@ -201,7 +200,7 @@ def read_stored_part(checkpoint: Path, manifest: Manifest, part: str) -> StoredP
         if unlisted:
             raise ValueError(f"it points at {min(unlisted)}, which the manifest does not list")
         check_sizes(stored, {name: f.size for name, f in manifest.files.items() if name.startswith(f"{part}/")}, part)
-        if part == "model":
+        if part == MODEL:
             _compare_with_manifest(stored, manifest)
     except ValueError as error:
         raise DamagedError("a checkpoint can't be read", where=str(checkpoint / relative), why=str(error)) from None

@@ -35,6 +35,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is the rank that decides."""
         return self.rank == 0
 
     def exchange(self, doing: str, local: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:

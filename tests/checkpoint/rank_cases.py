@@ -92,7 +92,7 @@ def full_format_is_one_file_of_whole_tensors(directory: Path) -> None:
     snapshot = Snapshot(spread(mesh, {"blocks.0.weight": [Shard(0)], "norm": [Shard(0)]}), state={"step": 1})
     path = checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG, format="full")
     saver = AsyncSaver()
-    saver.save(directory, 2, snapshot, config_yaml=CONFIG, format="full")
+    saver.save(directory, 2, snapshot, config_yaml=CONFIG, manner=checkpoint.Manner("full"))
     saver.wait()
     assert [entry.name for entry in sorted(directory.iterdir())] == ["step-00000001", "step-00000002"]
     for entry in checkpoint.list_checkpoints(directory):
