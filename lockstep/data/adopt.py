@@ -6,7 +6,6 @@
 - Anything else that can be iterated: every rank iterates it and keeps its share (`IterableSteps`).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,30 +19,21 @@ from lockstep.data.batches import Assign, StepSource
 from lockstep.data.iterable import IterableSteps
 from lockstep.data.loader import StepLoader
 from lockstep.data.order import Order, SampleOrder, check_batch_sizes
-from lockstep.data.reader import Collate
 from lockstep.data.sampler import DistributedSampler
 from lockstep.data.sampler_order import SamplerOrder
 from lockstep.errors import UsageError
 
+# How data are read: what the config says of it, and what a DataLoader does.
+_OF_THE_CONFIG = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+_OF_A_LOADER = (*_OF_THE_CONFIG, "collate_fn", "worker_init_fn", "multiprocessing_context", "timeout")
+
 
 def adopt(
-    data: Any,
-    config: DataConfig | None = None,
-    *,
-    batch_size: int,
-    global_batch_size: int,
-    assign: Assign,
-    start_step: int = 0,
-    stop_step: int | None = None,
-    epochs: int | None = None,
-    seed: int,
-    device: torch.device | str,
-    wanted: bool = True,
-    state: dict[str, Any] | None = None,
-    collate_fn: Collate | None = None,
-    own_batch_size: bool = False,
-    any_left: Callable[[bool], bool] | None = None,
-) -> StepSource:
+    data: Any, config: DataConfig | None = None, *, batch_size: int, global_batch_size: int, assign: Assign,
+    start_step: int = 0, stop_step: int | None = None, epochs: int | None = None, seed: int,
+    device: torch.device | str, wanted: bool = True, state: dict[str, Any] | None = None,
+    for_evaluation: bool = False,
+) -> StepSource:  # fmt: skip
     """The steps `start_step` … `stop_step` − 1 of what a user passed as data.
 
     Args:
@@ -55,43 +45,38 @@ def adopt(
         epochs: how many times to go through the data at most; None: until `stop_step`.
         wanted: False where a rank reads no data.
         state: what the source's `state_dict` gave when the run was saved.
-        own_batch_size: take a DataLoader's own batch_size, with as many micro-batches in a step; else it must agree.
-        any_left: whether any rank passes True; all ranks call it together; for data sharded by rank. Unset: over all
-            ranks.
+        for_evaluation: every sample once, whatever a DataLoader drops; and in its own batch_size, with as many
+            micro-batches in a step. Else its batch_size must agree.
 
     Raises:
         UsageError: it is nothing of the kind, or sizes contradict each other.
     """
     check_batch_sizes(batch_size, global_batch_size)
-    found = _understand(data, config or DataConfig(), collate_fn)
+    found = _understand(data, config or DataConfig())
     if found.batch_size is not None and found.batch_size != batch_size:
-        if not own_batch_size:
-            raise UsageError(
-                f"the DataLoader has batch_size {found.batch_size}, training.batch_size is {batch_size}",
-                where="the training data",
-                why="both mean the samples in a micro-batch",
-                fix=f"give the trainer batch_size={found.batch_size}",
-            )
+        if not for_evaluation:
+            raise _other_batch_size(found, batch_size)
         global_batch_size, batch_size = global_batch_size // batch_size * found.batch_size, found.batch_size
+    found.drop_last = found.drop_last and not for_evaluation
     common: dict[str, Any] = {
-        "start_step": start_step,
-        "stop_step": stop_step,
-        "epochs": epochs,
-        "seed": seed,
-        "device": device,
-        "wanted": wanted,
-        "collate_fn": found.collate_fn,
-        "notice": found.notice,
-    }
+        "start_step": start_step, "stop_step": stop_step, "epochs": epochs, "seed": seed, "device": device,
+        "wanted": wanted, "notice": found.notice,
+    }  # fmt: skip
     if not found.iterated:
         order = _order(found, batch_size, global_batch_size, seed)
         return StepLoader(found.data, order, assign, **common, **found.reading)
-    if not getattr(getattr(found.data, "dataset", found.data), "rank_sharded", False):
-        any_left = None
-    elif any_left is None:
-        any_left = _on_any_rank
     return IterableSteps(
-        found.data, batch_size, global_batch_size, assign, **common, ready=found.ready, state=state, any_left=any_left
+        found.data, batch_size, global_batch_size, assign, **common, ready=found.ready, state=state,
+        any_left=_on_any_rank if _is_rank_sharded(getattr(found.data, "dataset", found.data)) else None,
+    )  # fmt: skip
+
+
+def _other_batch_size(found: "_Found", batch_size: int) -> UsageError:
+    return UsageError(
+        f"the DataLoader has batch_size {found.batch_size}, training.batch_size is {batch_size}",
+        where="the training data",
+        why="both mean the samples in a micro-batch",
+        fix=f"give the trainer batch_size={found.batch_size}",
     )
 
 
@@ -107,16 +92,15 @@ class _Found:
     ready: bool = False  # `iterated`: the items are batches
     batch_sampler: Any = None  # the user's own
     reading: dict[str, Any] = field(default_factory=dict)  # how StepLoader reads
-    collate_fn: Collate | None = None
     notice: str | None = None
 
 
-def _understand(data: Any, config: DataConfig, collate_fn: Collate | None) -> _Found:
+def _understand(data: Any, config: DataConfig) -> _Found:
     if isinstance(data, DataLoader):
         return _loader(data)
     if isinstance(data, IterableDataset) or _hugging_face_stream(data):
         notice = "an iterable dataset is read in the training process; give a DataLoader to read it in workers"
-        return _Found(data, iterated=True, collate_fn=collate_fn, notice=notice if config.num_workers else None)
+        return _Found(data, iterated=True, notice=notice if config.num_workers else None)
     has_length = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, torch.Tensor | dict | str | bytes) or not (has_length or hasattr(data, "__iter__")):
         raise UsageError(
@@ -126,22 +110,15 @@ def _understand(data: Any, config: DataConfig, collate_fn: Collate | None) -> _F
         )
     if isinstance(data, list | tuple) or not has_length:
         return _Found(data, iterated=True, ready=True)
-    reading = {
-        name: getattr(config, name) for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
-    }
-    return _Found(data, shuffle=config.shuffle, drop_last=config.drop_last, reading=reading, collate_fn=collate_fn)
+    reading = {name: getattr(config, name) for name in _OF_THE_CONFIG}
+    return _Found(data, shuffle=config.shuffle, drop_last=config.drop_last, reading=reading)
 
 
 def _loader(loader: DataLoader[Any]) -> _Found:
     own = loader.batch_size
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
         return _Found(loader, own, iterated=True, ready=True, notice=_read_by_all(loader.dataset))
-    reading = {
-        name: getattr(loader, name)
-        for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "worker_init_fn", "timeout")
-    }
-    reading["multiprocessing_context"] = loader.multiprocessing_context
-    found = _Found(loader.dataset, own, reading=reading, collate_fn=loader.collate_fn)
+    found = _Found(loader.dataset, own, reading={name: getattr(loader, name) for name in _OF_A_LOADER})
     shuffle = _usual_order(loader)
     if shuffle is None:
         found.batch_sampler = loader.batch_sampler
@@ -181,8 +158,13 @@ def _usual_order(loader: DataLoader[Any]) -> bool | None:
     return None
 
 
+def _is_rank_sharded(dataset: Any) -> bool:
+    """Whether it says that it reads a stream of its own on each rank."""
+    return bool(getattr(dataset, "rank_sharded", False))
+
+
 def _read_by_all(dataset: Dataset[Any]) -> str | None:
-    if getattr(dataset, "rank_sharded", False):
+    if _is_rank_sharded(dataset):
         return None
     return f"every rank reads all of {type(dataset).__name__} and keeps its share"
 

@@ -65,6 +65,14 @@ def move(batch: Any, device: torch.device) -> Any:
     return batch
 
 
+def known_length(iterable: Any) -> int | None:
+    """`len(iterable)`; None where it has none, or does not know it."""
+    try:
+        return len(iterable)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def batch_length(batch: Any) -> int:
     """The number of samples in a collated batch: the first dimension of its first tensor, else 1."""
     tensor = _first_tensor(batch)

@@ -59,13 +59,11 @@ def hugging_face(
     texts = _encoded(train[text_field], chosen, documents)
     held_out = None if validation is None else _encoded(validation[text_field], chosen, documents)
     if documents:
-        border = cut.border(len(texts))
-        first, last = (texts[:border], texts[border:]) if held_out is None else (texts, held_out)
+        first, last = cut.parts(texts) if held_out is None else (texts, held_out)
         return document_data(first, last, cut, source, chosen)
     tokens = _joined(texts, chosen)
-    border = cut.border(len(tokens))
-    pair = (tokens[:border], tokens[border:]) if held_out is None else (tokens, _joined(held_out, chosen))
-    return text_data(*pair, cut, source, chosen, chosen.vocab_size)
+    first, last = cut.parts(tokens) if held_out is None else (tokens, _joined(held_out, chosen))
+    return text_data(first, last, cut, source, chosen, chosen.vocab_size)
 
 
 def _load(name: str, config: str | None) -> Any:

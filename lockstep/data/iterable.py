@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from lockstep.data.batches import Assign, MicroBatch, StepBatches, batch_length, move
+from lockstep.data.batches import Assign, MicroBatch, StepBatches, batch_length, known_length, move
 from lockstep.data.reader import Collate, users_line
 from lockstep.data.seeding import outer_states_kept, seed_from
 from lockstep.data.stream import Stream
@@ -84,12 +84,9 @@ class IterableSteps:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        try:
-            count = len(self._iterable)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
+        count = known_length(self._iterable)
+        if count is None or self.rank_sharded:  # then it is the longest stream's, which this rank does not know
             return None
-        if self.rank_sharded:
-            return None  # the longest stream's, which this rank does not know
         return -(-count // (self._batch_size * self._micro_batches))
 
     @property

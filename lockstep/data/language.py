@@ -26,6 +26,11 @@ class Cut:
         """Where the validation part begins: the last `validation_fraction` of `length`, rounded down."""
         return length - int(length * self.validation_fraction)
 
+    def parts(self, whole: Any) -> tuple[Any, Any]:
+        """The training and the validation part of tokens, or of documents."""
+        border = self.border(len(whole))
+        return whole[:border], whole[border:]
+
 
 def text_data(
     train: Tokens, validation: Tokens | None, cut: Cut, source: str, tokenizer: Tokenizer | None, vocab_size: int

@@ -46,27 +46,12 @@ class StepLoader:
     """
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        order: Order,
-        assign: Assign,
-        *,
-        start_step: int,
-        stop_step: int | None,
-        seed: int,
-        device: torch.device | str,
-        num_workers: int = 0,
-        prefetch_factor: int | None = None,
-        pin_memory: bool = False,
-        persistent_workers: bool = False,
-        collate_fn: Collate | None = None,
-        wanted: bool = True,
-        worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,
-        timeout: float = 0,
-        epochs: int | None = None,
-        notice: str | None = None,
-    ) -> None:
+        self, dataset: Dataset[Any], order: Order, assign: Assign, *, start_step: int, stop_step: int | None,
+        seed: int, device: torch.device | str, num_workers: int = 0, prefetch_factor: int | None = None,
+        pin_memory: bool = False, persistent_workers: bool = False, collate_fn: Collate | None = None,
+        wanted: bool = True, worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None, timeout: float = 0, epochs: int | None = None, notice: str | None = None,
+    ) -> None:  # fmt: skip
         self.order = order
         self.device = torch.device(device)
         self._assign = assign

@@ -27,6 +27,7 @@ class Window:
 
     @property
     def num_samples(self) -> int:
+        """In the step, over all ranks."""
         return sum(len(indices) for indices in self.micro_batches)
 
 
@@ -117,6 +118,7 @@ class SampleOrder:
 
     @property
     def steps_per_epoch(self) -> int:
+        """The short one at the end counts, if it is not dropped."""
         return -(-self._kept // self.global_batch_size)
 
     @property

@@ -46,9 +46,6 @@ def python_docs(
     chosen = Tokenizer(tokenizer)
     source = source_line()
     if documents:
-        encoded = [chosen.encode_array(text) for text in topics()]
-        border = cut.border(len(encoded))
-        return document_data(encoded[:border], encoded[border:], cut, source, chosen)
+        return document_data(*cut.parts([chosen.encode_array(text) for text in topics()]), cut, source, chosen)
     tokens = chosen.encode_array("\n\n".join(topics()))
-    border = cut.border(len(tokens))
-    return text_data(tokens[:border], tokens[border:], cut, source, chosen, chosen.vocab_size)
+    return text_data(*cut.parts(tokens), cut, source, chosen, chosen.vocab_size)

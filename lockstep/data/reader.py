@@ -44,7 +44,7 @@ class Reader(Dataset[Any]):
         self.dataset = dataset
         self._collate: Collate = collate_fn or default_collate
         self._draws = not draws_nothing(dataset)
-        self._collate_draws = collate_fn is not None
+        self._collate_draws = collate_fn not in (None, default_collate)
         self._seed = seed
         self._at: int | None = None
         # What each worker is reading now, for the message when it dies.

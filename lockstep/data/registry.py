@@ -1,6 +1,5 @@
 """From a `data:` section to data: the names that ship, and `package.module:Name`."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,7 +13,7 @@ from lockstep.data.python_docs import python_docs
 from lockstep.data.reader import users_line
 from lockstep.data.text import text
 from lockstep.data.tokens import tokens
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, UsageError, did_you_mean
 
 BUILDERS: dict[str, Callable[..., Data]] = {
     "python-docs": python_docs,
@@ -42,9 +41,8 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
     if ":" in name:
         return _users(name, args, seed)
     if name not in BUILDERS:
-        near = difflib.get_close_matches(name, BUILDERS, n=1, cutoff=0.5)
         raise UsageError(
-            f"there is no data set {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+            f"there is no data set {name!r}{did_you_mean(name, BUILDERS)}",
             where="data.name",
             fix=f"choose one of {_CHOICES}",
         )
@@ -65,9 +63,8 @@ def called(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> A
     accepted = accepted_arguments(builder)
     unknown = [key for key in args if accepted is not None and key not in accepted]
     if unknown and accepted is not None:
-        near = difflib.get_close_matches(unknown[0], accepted, n=1, cutoff=0.5)
         raise UsageError(
-            f"{name} takes no argument {unknown[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+            f"{name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}",
             where=f"data.args.{unknown[0]}",
             fix=f"it takes {', '.join(accepted)}",
         )

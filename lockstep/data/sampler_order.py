@@ -9,6 +9,7 @@ import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from lockstep.data.batches import known_length
 from lockstep.data.order import Window
 from lockstep.data.seeding import outer_states_kept, put_back, seed_from, states, tell_epoch
 from lockstep.errors import UsageError
@@ -40,11 +41,8 @@ class SamplerOrder:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        try:
-            count = len(self._sampler)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            return None
-        return -(-count // self._micro_batches)
+        count = known_length(self._sampler)
+        return None if count is None else -(-count // self._micro_batches)
 
     def window(self, step: int) -> Window:
         """The samples of `step`; cheapest when steps are asked for in turn."""

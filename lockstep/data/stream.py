@@ -38,6 +38,7 @@ class Stream:
 
     @property
     def more(self) -> bool:
+        """Whether there is another item."""
         return bool(self._ahead)
 
     def take(self, count: int, size: int) -> list[list[Any]]:

@@ -35,14 +35,11 @@ def text(
     """
     cut, chosen, files = Cut(block_size, stride, validation_fraction), Tokenizer(tokenizer), text_files(Path(path))
     if documents:
-        encoded = _documents(Path(path), files, chosen)
-        border = cut.border(len(encoded))
-        return document_data(encoded[:border], encoded[border:], cut, path, chosen)
+        return document_data(*cut.parts(_documents(Path(path), files, chosen)), cut, path, chosen)
     size = sum(file.stat().st_size for file in files)
     with progress_of(f"tokens of {path}", size, shows=rank_facts().is_main) as advance:  # every rank makes its own
         tokens = np.concatenate(list(token_pieces(files, chosen, advance)))
-    border = cut.border(len(tokens))
-    return text_data(tokens[:border], tokens[border:], cut, path, chosen, chosen.vocab_size)
+    return text_data(*cut.parts(tokens), cut, path, chosen, chosen.vocab_size)
 
 
 def token_pieces(files: list[Path], tokenizer: Tokenizer, advance: Advance) -> Iterator[NDArray[Any]]:

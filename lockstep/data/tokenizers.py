@@ -23,6 +23,7 @@ class Tokenizer:
         self.vocab_size: int = 256 if self._model is None else self._model.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
+        """The tokens of a text; no special ones are put around it."""
         if self._model is None:
             return list(text.encode())
         return list(self._model.encode(text, add_special_tokens=False).ids)
@@ -34,12 +35,14 @@ class Tokenizer:
         return np.asarray(self.encode(text), dtype=self.dtype)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; bytes that are no UTF-8 become replacement characters."""
         if self._model is None:
             return bytes(int(token) for token in tokens).decode(errors="replace")
         return str(self._model.decode([int(token) for token in tokens]))
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The smallest of uint8, uint16 and uint32 that holds the vocabulary."""
         limits = ((1 << 8, np.uint8), (1 << 16, np.uint16))
         return np.dtype(next((kind for limit, kind in limits if self.vocab_size <= limit), np.uint32))
 

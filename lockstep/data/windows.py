@@ -53,7 +53,6 @@ class TokenWindows(Dataset[Sample]):
                 fix="give more text, or a smaller block_size (for validation: a larger validation_fraction)",
             )
         self._length = spare // self.stride + 1
-        self.unused_tokens = spare % self.stride  # at the end: too few for another window
 
     def __len__(self) -> int:
         return self._length

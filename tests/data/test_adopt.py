@@ -198,7 +198,7 @@ def test_a_loaders_batch_size_must_agree_or_is_taken():
     loader = DataLoader(NUMBERS, batch_size=5)
     with pytest.raises(UsageError, match=r"DataLoader has batch_size 5, training\.batch_size is 2"):
         steps_of(loader)
-    assert [len(step) for step in numbers(steps_of(loader, own_batch_size=True, epochs=1))] == [10]
+    assert [len(step) for step in numbers(steps_of(loader, for_evaluation=True, epochs=1))] == [10]
 
 
 @pytest.mark.parametrize("data", [torch.zeros(4), {"x": 1}, "text", 7, None])
@@ -211,3 +211,9 @@ def test_sizes_that_do_not_multiply_out_are_refused_for_every_kind():
     for data in (NUMBERS, Stream(), [torch.ones(2)]):
         with pytest.raises(UsageError, match=r"5 = 2 × 2 \+ 1"):
             steps_of(data, global_batch_size=5)
+
+
+def test_torchs_own_collate_function_is_known_to_draw_nothing(monkeypatch: pytest.MonkeyPatch):
+    """A DataLoader hands it over like any other; keeping generators' states around it takes longer than it itself."""
+    monkeypatch.setattr("lockstep.data.reader.outer_states_kept", lambda: pytest.fail("states are kept"))
+    assert numbers(steps_of(DataLoader(NUMBERS, batch_size=2))) == ours(shuffle=False)
