@@ -7,15 +7,14 @@
 What a model may offer to strategies is in `lockstep.models.protocol`. Families are imported when they are asked for.
 """
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lockstep.errors import UsageError
+from lockstep.config import load_object
+from lockstep.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,22 +80,11 @@ def _constructor(name: str) -> Callable[..., "nn.Module"]:
     path = _FAMILIES.get(name, name)
     if ":" not in path:
         raise UsageError(
-            f"there is no model {name!r}{_did_you_mean(name, _FAMILIES)}",
+            f"there is no model {name!r}{did_you_mean(name, _FAMILIES)}",
             where="model.name",
             fix=f"write {_known_names()}",
         )
-    module, _, attribute = path.partition(":")
-    try:
-        found: Any = import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"the model {name!r} can't be imported",
-            where="model.name",
-            why=str(error),
-            fix="write package.module:Class, importable from where the run starts (PYTHONPATH)",
-        ) from error
+    found = load_object(path, "model.name")
     if not callable(found):
         raise UsageError(
             f"{name!r} is a {type(found).__name__}, not a class or a function",
@@ -118,7 +106,7 @@ def _construct(
     unknown = [key for key in args if key not in accepted]
     if unknown and not takes_any:
         raise UsageError(
-            f"the model {name} takes no argument {unknown[0]!r}{_did_you_mean(unknown[0], accepted)}",
+            f"the model {name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}",
             where=f"model.args.{unknown[0]}",
             fix=f"it takes {', '.join(accepted) or 'none'}",
         )
@@ -136,11 +124,6 @@ def _construct(
             fix="let it return a torch.nn.Module",
         )
     return model
-
-
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _known_names() -> str:

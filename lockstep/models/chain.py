@@ -50,10 +50,11 @@ def shared_parameters_of(model: nn.Module) -> dict[str, dict[str, str]]:
 
 def lent(owner: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
     """The parameters named, as they are now, by keyword. Parts of `owner` may be wrapped; names stay canonical."""
-    return {keyword: _look_up(owner, name) for keyword, name in names.items()}
+    return {keyword: look_up(owner, name) for keyword, name in names.items()}
 
 
-def _look_up(owner: nn.Module, name: str) -> Tensor:
+def look_up(owner: nn.Module, name: str) -> Tensor:
+    """The tensor that is registered in `owner` by its name with dots."""
     found: Any = owner
     for part in name.split("."):  # not get_parameter(): a replica's or a leaf's stand-in is a plain tensor
         found = getattr(found, part)

@@ -27,15 +27,26 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.models.chain import run_segments
 from lockstep.models.generate import draw_token
-from lockstep.models.language import IGNORED_TARGET, LanguageModel, require_positive, token_losses
+from lockstep.models.language import require_positive, token_losses
+from lockstep.models.protocol import IGNORED_TARGET
 from lockstep.models.rotary import without_autocast
-from lockstep.models.transformer import INIT_STD, NORM_EPS, Attention, Block, Embedding, Head, SwiGLU, with_carried
+from lockstep.models.transformer import (
+    INIT_STD,
+    NORM_EPS,
+    Attention,
+    Block,
+    Decoder,
+    Embedding,
+    Head,
+    SwiGLU,
+    with_carried,
+)
 
 MAX_LATENT_BITS = 20
 _CHUNK_NUMEL = 2**24  # of the scores of codes that the backward pass holds at once
 
 
-class FreeTransformer(LanguageModel):
+class FreeTransformer(Decoder):
     """ids [B, T] → (logits [B, T, V], z_logits [B, T, H_z]); in mode "inference" logits alone.
 
     Args:
@@ -70,22 +81,10 @@ class FreeTransformer(LanguageModel):
         self.head = Head(n_embd, vocab_size, tied=tie_embeddings)
         self.init_weights()
 
-    def init_weights(self) -> None:
-        """Each module fills its own parameters."""
-        for _, segment in self.segments():
-            segment.init_weights()  # type: ignore[operator]
-
     def blocks(self) -> list[tuple[str, nn.Module]]:
         """The layers, and the latent in its place."""
-        layers: list[tuple[str, nn.Module]] = [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
+        layers = super().blocks()
         return [*layers[: self.split_layer], ("latent", self.latent), *layers[self.split_layer :]]
-
-    def segments(self) -> list[tuple[str, nn.Module]]:
-        return [("embed", self.embed), *self.blocks(), ("head", self.head)]
-
-    def shared_parameters(self) -> dict[str, dict[str, str]]:
-        """A tied head borrows the embedding."""
-        return {"head": {"weight": "embed.weight"}} if self.tie_embeddings else {}
 
     def forward(
         self, ids: Tensor, mode: Literal["training", "inference"] = "training", codes: Tensor | None = None

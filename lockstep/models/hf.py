@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, did_you_mean
 
 try:
     import transformers
@@ -107,9 +107,8 @@ def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[st
 def _check_overrides(model_type: str, accepted: list[str], overrides: Mapping[str, Any]) -> None:
     for key in overrides:
         if key not in accepted:
-            near = difflib.get_close_matches(key, accepted, n=1)
             raise UsageError(
-                f"the config of a {model_type} has no {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+                f"the config of a {model_type} has no {key!r}{did_you_mean(key, accepted)}",
                 where=f"model.args.{key}",
                 fix=f"it has {', '.join(accepted)}",
             )

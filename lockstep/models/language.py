@@ -12,16 +12,15 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.chain import run_segments
-
-IGNORED_TARGET = -100
+from lockstep.models.protocol import IGNORED_TARGET
 
 
 class LanguageModel(nn.Module):
     """Predicts the next token: ids [B, T] → logits [B, T, V], by default a fold over its `segments()`.
 
     Attributes:
-        block_size: the context it is meant for, in tokens. Positions are rotary, so it bounds nothing but the window
-            of generation.
+        block_size: the context it is meant for, in tokens. Where positions are rotary, as in all families but GPT-2, it
+            bounds nothing but the window of generation.
     """
 
     block_size: int

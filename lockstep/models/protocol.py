@@ -16,7 +16,7 @@ loss however a batch is cut.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,21 +120,30 @@ def require_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def num_samples(batch: Any) -> int:
-    """The size of the first dim of the first tensor in `batch`."""
+    """The size of the first dim of the first tensor in `batch`, at any depth.
+
+    Raises:
+        UsageError: there is no tensor.
+    """
+    tensor = _first_tensor(batch)
+    if tensor is None:
+        raise UsageError(
+            f"a batch of type {type(batch).__name__} holds no tensor to count samples in",
+            fix="give the model a method count(batch) -> number of valid targets",
+        )
+    return tensor.shape[0] if tensor.ndim else 1
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
     if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else 1
-    members: Sequence[Any] = ()
-    if isinstance(batch, Mapping):
-        members = list(batch.values())
-    elif isinstance(batch, tuple | list):
-        members = batch
-    for member in members:
-        if isinstance(member, Tensor | Mapping | tuple | list):
-            return num_samples(member)
-    raise UsageError(
-        f"a batch of type {type(batch).__name__} holds no tensor to count samples in",
-        fix="give the model a method count(batch) -> number of valid targets",
-    )
+        return batch
+    if not isinstance(batch, tuple | list):
+        batch = batch.values() if isinstance(batch, Mapping) else ()
+    for member in batch:
+        found = member if isinstance(member, Tensor) else _first_tensor(member)
+        if found is not None:
+            return found
+    return None
 
 
 def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -187,11 +196,17 @@ def _with_targets(loss_fn: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor
             outputs = outputs["logits"]
         elif hasattr(outputs, "logits"):
             outputs = outputs.logits
-        if over_classes and isinstance(outputs, Tensor) and outputs.shape[:-1] == targets.shape and targets.ndim > 1:
-            outputs, targets = outputs.flatten(0, -2), targets.flatten()  # [B, T, V] and [B, T]
+        if over_classes and isinstance(outputs, Tensor) and _classes_come_last(outputs, targets):
+            outputs, targets = outputs.flatten(0, -2), targets.flatten()
         return loss_fn(outputs, targets)
 
     return loss
+
+
+def _classes_come_last(outputs: Tensor, targets: Tensor) -> bool:
+    """[B, T, V] and [B, T]. Not [B, C, H, W] and [B, H, W], as torch has them, where C, H and W happen to be equal."""
+    fits_torch = targets.ndim > 2 and outputs.shape[:1] + outputs.shape[2:] == targets.shape
+    return outputs.shape[:-1] == targets.shape and targets.ndim > 1 and not fits_torch
 
 
 def _summed(
@@ -247,14 +262,8 @@ def _loss_in_outputs(outputs: Any, _batch: Any) -> Tensor:
     if isinstance(outputs, Tensor) and outputs.ndim == 0:
         return outputs
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if (
-        found is None
-        and isinstance(outputs, tuple)
-        and outputs
-        and isinstance(outputs[0], Tensor)
-        and not outputs[0].ndim
-    ):
-        found = outputs[0]
+    if found is None and isinstance(outputs, tuple) and outputs:
+        found = outputs[0] if isinstance(outputs[0], Tensor) and not outputs[0].ndim else None
     if not isinstance(found, Tensor):
         raise UsageError(
             f"the model returned {type(outputs).__name__}, in which there is no loss",

@@ -1,6 +1,6 @@
 """A chain of segments made by torch's tracer, for a model that has no `segments()` and that can't be given any.
 
-    model = lockstep.models.trace(model, example_ids)       # then train it under a pipeline, or any strategy
+    model = lockstep.models.traced.trace(model, example_ids)    # then train it under a pipeline, or any strategy
 
 torch.export captures the forward pass twice, for training and for evaluation. Each graph is cut where a repeated block
 begins, and behind the last one; what later segments still need travels along as further outputs. Parameters stay in
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.chain import run_segments
+from lockstep.models.chain import look_up, run_segments
 from lockstep.models.protocol import blocks_of
 
 _SEEDED = torch.Tag.nondeterministic_seeded
@@ -242,7 +242,7 @@ class _Cutter:
         wanted = list(self._constants_of(own if piece < self._last else [*own, self._output]))
         for node in wanted:
             copies[node] = graph.placeholder(node.name)
-            attributes[node.name] = (str(node.target), _attribute(self._module, str(node.target)))
+            attributes[node.name] = (str(node.target), look_up(self._module, str(node.target)))
 
         def copied(node: fx.Node) -> fx.Node:
             if node not in copies:
@@ -287,11 +287,3 @@ def _same_size(node: fx.Node, live: Sequence[fx.Node], copies: dict[fx.Node, fx.
         f"a segment needs the size {wanted}, and no tensor that it gets has it",
         fix="give the model segments(), or sizes that do not depend on the batch",
     )
-
-
-def _attribute(module: nn.Module, name: str) -> Tensor:
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part)
-    assert isinstance(found, Tensor)
-    return found

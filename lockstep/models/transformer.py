@@ -20,7 +20,31 @@ INIT_STD = 0.02
 NORM_EPS = 1e-5
 
 
-class Transformer(LanguageModel):
+class Decoder(LanguageModel):
+    """A chain of an embedding, blocks and a head, which borrows the embedding's weight where they are tied."""
+
+    embed: "Embedding"
+    layers: nn.ModuleList
+    head: "Head"
+    tie_embeddings: bool
+
+    def init_weights(self) -> None:
+        """Each module fills its own parameters."""
+        for _, segment in self.segments():
+            segment.init_weights()  # type: ignore[operator]
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
+
+    def segments(self) -> list[tuple[str, nn.Module]]:
+        return [("embed", self.embed), *self.blocks(), ("head", self.head)]
+
+    def shared_parameters(self) -> dict[str, dict[str, str]]:
+        """A tied head borrows the embedding."""
+        return {"head": {"weight": "embed.weight"}} if self.tie_embeddings else {}
+
+
+class Transformer(Decoder):
     """ids [B, T] → logits [B, T, V].
 
     Args:
@@ -47,21 +71,6 @@ class Transformer(LanguageModel):
         )
         self.head = Head(n_embd, vocab_size, tied=tie_embeddings)
         self.init_weights()
-
-    def init_weights(self) -> None:
-        """Each module fills its own parameters."""
-        for _, segment in self.segments():
-            segment.init_weights()  # type: ignore[operator]
-
-    def blocks(self) -> list[tuple[str, nn.Module]]:
-        return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
-
-    def segments(self) -> list[tuple[str, nn.Module]]:
-        return [("embed", self.embed), *self.blocks(), ("head", self.head)]
-
-    def shared_parameters(self) -> dict[str, dict[str, str]]:
-        """A tied head borrows the embedding."""
-        return {"head": {"weight": "embed.weight"}} if self.tie_embeddings else {}
 
 
 class Embedding(nn.Embedding):

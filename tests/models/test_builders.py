@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.models import build_model, get_model
-from lockstep.models.protocol import objective_of
+from lockstep.models.protocol import num_samples, objective_of
 from tests.models.samples import SMALL
 
 
@@ -74,8 +74,8 @@ def test_classes_of_the_users_own() -> None:
     [
         ("transfomer", {}, r"no model 'transfomer'; did you mean 'transformer'\?[\s\S]*free_transformer"),
         ("bdh", {"n_layers": 3}, r"bdh takes no argument 'n_layers'; did you mean 'n_layer'\?[\s\S]*mlp_multiplier"),
-        ("no.such.module:Model", {}, r"can't be imported[\s\S]*No module named 'no'"),
-        (f"{HERE}:Missing", {}, r"can't be imported[\s\S]*Missing"),
+        ("no.such.module:Model", {}, r"there is no module 'no', needed by no\.such\.module:Model"),
+        (f"{HERE}:Missing", {}, r"has no Missing"),
         (f"{HERE}:HERE", {}, r"is a str, not a class"),
         (f"{HERE}:not_a_module", {}, r"made a int, not an nn.Module"),
         (f"{HERE}:Plain", {}, r"needs width"),
@@ -109,3 +109,24 @@ def test_a_wrapper_that_names_no_argument_gets_a_dict_by_keyword() -> None:
 
     assert objective_of(HandsOn()).inputs({"x": 1, "y": 2}) == ((), {"x": 1, "y": 2})
     assert objective_of(Whole()).inputs({"x": 1}) == (({"x": 1},), {})
+
+
+def test_samples_are_counted_in_the_first_tensor_wherever_it_lies() -> None:
+    """What is no tensor passes through a batch, and may come first."""
+    assert num_samples({"names": ["a", "b"], "x": torch.zeros(3, 2)}) == 3
+    assert num_samples((["a"], {"deep": [torch.zeros(4)]})) == 4
+    with pytest.raises(UsageError, match="holds no tensor"):
+        num_samples({"names": ["a", "b"]})
+
+
+def test_classes_come_last_in_text_and_second_in_pictures() -> None:
+    """[B, T, V] against [B, T]; but [B, C, H, W] against [B, H, W], also where C, H and W are equal."""
+    loss = nn.CrossEntropyLoss()
+    generator = torch.Generator().manual_seed(0)
+    objective = objective_of(nn.Linear(2, 2), loss)
+    logits, targets = torch.randn(2, 4, 4, generator=generator), torch.randint(4, (2, 4), generator=generator)
+    of_text = objective.loss(logits, (None, targets)) / objective.count((None, targets))
+    torch.testing.assert_close(of_text, loss(logits.flatten(0, 1), targets.flatten()))
+    logits, targets = torch.randn(2, 4, 4, 4, generator=generator), torch.randint(4, (2, 4, 4), generator=generator)
+    of_a_picture = objective.loss(logits, (None, targets)) / objective.count((None, targets))
+    torch.testing.assert_close(of_a_picture, loss(logits, targets))
