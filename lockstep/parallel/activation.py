@@ -28,8 +28,6 @@ _KEPT = (
     torch.ops.aten.convolution.default,
 )
 
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-
 
 def apply_activation_checkpointing(
     blocks: Sequence[tuple[str, nn.Module]], mode: str, cursor: Cursor, *, every: int = 2, compiled: bool = False

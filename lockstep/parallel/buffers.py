@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, listed
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -80,7 +80,8 @@ class RunningBuffers:
     _moving: list[str] | None = None  # other buffers that change; None before the first step's end
     _changed: set[str] = field(default_factory=set)
     _versions: dict[str, tuple[int, int]] = field(default_factory=dict)  # of the others, before the forward pass
-    _real: bool = False  # whether the micro-batch that runs counts
+    _index: int = 0  # of the micro-batch that runs
+    _real: bool = False  # whether it counts
 
     def __post_init__(self) -> None:
         self._norms = normalisations(self.model)
@@ -178,16 +179,17 @@ class RunningBuffers:
     def _say(self, names: list[str]) -> None:
         if not names:
             return
-        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         why = "how it changes is the model's own, so it depends on which micro-batches a rank runs"
         if self.reproducible:
             raise UsageError(
-                f"the forward pass changes the buffer {listed}",
+                f"the forward pass changes the buffer {listed(names)}",
                 where="distributed.reproducible",
                 why=why,
                 fix="compute it outside of the forward pass, or set distributed.reproducible: false",
             )
-        _log.warning("the forward pass changes the buffer %s: %s; ranks take rank 0's after each step", listed, why)
+        _log.warning(
+            "the forward pass changes the buffer %s: %s; ranks take rank 0's after each step", listed(names), why
+        )
 
 
 # A micro-batch's statistics, flat: of each module its means and variances, then of each module the number of its calls.

@@ -25,9 +25,7 @@ from lockstep.config import Config
 from lockstep.parallel.ledger import Ledger, Share
 from lockstep.parallel.placed import MicroStep
 from lockstep.parallel.powersgd import PowerSGD, matrix_of
-from lockstep.parallel.trial import TURNS, WARM, Trial
-
-Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+from lockstep.parallel.trial import TURNS, WARM, Hook, Trial
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -155,6 +153,7 @@ class Link:
 
     @property
     def text(self) -> str:
+        """Both rates in words."""
         return f"{4e-6 / self.plain:.0f} MB/s of fp32 and {4e-6 / self.half:.0f} MB/s of fp32 sent as bf16"
 
 

@@ -14,20 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import DDPConfig
-from lockstep.errors import RunError
+from lockstep.errors import RunError, listed
 from lockstep.monitor.phases import watch_ddp
-from lockstep.parallel.compression import Hook
 from lockstep.parallel.ledger import Share
 from lockstep.parallel.placed import contiguous_shares
 from lockstep.parallel.placement import Laid, Placement, shared_out
 from lockstep.parallel.tree import tree_shares
 from lockstep.parallel.tree_local import ReplicaTree
+from lockstep.parallel.trial import Hook
 
 # torch 2.13 renames the switch that leaves buffers alone; the old name warns there.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 _BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
-
-_SHOWN = 8  # names in an error; the rest is counted
 
 
 def lay(placement: Placement) -> Laid:
@@ -118,9 +116,8 @@ def _unreduced(message: str, names: list[str]) -> RunError:
     if numbers is None:
         return RunError("DDP did not finish reducing the gradients", why=message.splitlines()[0])
     missing = [names[int(number)] for number in re.findall(r"\d+", numbers[1])]
-    listed = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
     return RunError(
-        f"{len(missing)} parameter(s) got no gradient in the last micro-batch of the step: {listed}",
+        f"{len(missing)} parameter(s) got no gradient in the last micro-batch of the step: {listed(missing, 8)}",
         why="the loss does not depend on them, so DDP waits for their gradients in vain",
         fix="set distributed.ddp.find_unused_parameters: true, or freeze them (requires_grad_(False))",
     )

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import Config
-from lockstep.errors import RunError
+from lockstep.errors import RunError, listed
 from lockstep.parallel.placed import Placed, local
 
-_SHOWN = 5  # names in an error; the rest is counted
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -107,10 +106,10 @@ def _diverged(prints: Tensor, names: list[str], group: dist.ProcessGroup, step: 
         who = "the replicas on ranks " + ", ".join(map(str, ranks))
     else:
         who = ("rank " if len(involved) == 1 else "ranks ") + ", ".join(map(str, involved))
-    listed = ", ".join(list(apart)[:_SHOWN]) + (f" and {len(apart) - _SHOWN} more" if len(apart) > _SHOWN else "")
     verb = "differ" if involved == ranks or len(involved) > 1 else "differs"
+    whom = "each other" if involved == ranks else "the other replicas"
     return RunError(
-        f"{who} {verb} from {'each other' if involved == ranks else 'the other replicas'} in {listed}",
+        f"{who} {verb} from {whom} in {listed(list(apart), 5)}",
         where=f"after step {step}",
         why="a parameter whose gradient is not reduced (used outside of forward, or changed by hand on one rank), or a "
         "bit that flipped in memory"

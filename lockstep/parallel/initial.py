@@ -154,7 +154,8 @@ def agree(model: nn.Module) -> bool:
     Compares a fingerprint of each parameter and buffer (sum and sum of absolute values in float64) before sending them.
     """
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
-    prints = [(t.double().sum(), t.double().abs().sum()) for t in tensors if t.is_floating_point()]
+    numbers = [(torch.view_as_real(t) if t.is_complex() else t).double() for t in tensors]
+    prints = [(t.sum(), t.abs().sum()) for t in numbers]
     mine = torch.stack([x for pair in prints for x in pair]) if prints else torch.zeros(1, dtype=torch.float64)
     mine = torch.nan_to_num(mine)
     low, high = mine.clone(), mine.clone()

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.parallel.buffers import RunningBuffers, refuse_synchronised
+from lockstep.parallel.initial import agree
 from lockstep.trainer import Trainer
 from tests.ranks import run_ranks
 
@@ -152,15 +154,29 @@ def assert_same(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
     torch.testing.assert_close(ours["frozen.running_var"], torch.ones(FEATURES))
 
 
-def counting_ranks(reproducible: bool) -> tuple[Tensor, Tensor]:
+def counting_ranks() -> tuple[dict[str, Tensor], tuple[bool, int, bool]]:
     torch.manual_seed(0)
-    buffers = train(Counting(), {"distributed.strategy": "ddp", "distributed.reproducible": reproducible})
-    return buffers["seen"], buffers["constant"]
+    buffers = train(Counting(), {"distributed.strategy": "ddp", "distributed.reproducible": False})
+    norm = nn.BatchNorm1d(FEATURES)
+    assert norm.num_batches_tracked is not None
+    norm.num_batches_tracked.fill_(dist.get_rank())
+    return buffers, (agree(norm), int(norm.num_batches_tracked), agree(norm))
 
 
-def test_another_buffer_that_changes_is_named_and_equal_on_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture(scope="module")
+def counting() -> list[Any]:
+    return run_ranks(counting_ranks, 2)
+
+
+def test_a_buffer_of_whole_numbers_that_differs_between_ranks_is_rank_0s_on_all(counting: list[Any]) -> None:
+    assert [agreed for _, agreed in counting] == [(False, 0, True)] * 2
+
+
+def test_another_buffer_that_changes_is_named_and_equal_on_all_ranks(
+    counting: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """There is no law by which to replay it: the replicas at least stay replicas, and it is said."""
-    first, second = run_ranks(counting_ranks, 2, False)
+    (first, _), (second, _) = counting
     assert first == second
     torch.manual_seed(0)
     train(Counting(), {})

@@ -88,6 +88,7 @@ class Borrowed(nn.Module):
     """Registers parameters of which this rank has uses, but not the module that owns them."""
 
     def add(self, parameter: nn.Parameter) -> Spot:
+        """Register a parameter; returns where."""
         attribute = f"parameter_{len(self._parameters)}"
         self.register_parameter(attribute, parameter)
         return Spot(self, attribute)
@@ -117,9 +118,11 @@ class Holding:
         return {name: spots[0].tensor() for name, spots in self.parameters.items()}
 
     def named_buffers(self) -> dict[str, Tensor]:
+        """As they are registered now."""
         return {name: spots[0].tensor() for name, spots in self.buffers.items()}
 
     def replace(self, name: str, parameter: nn.Parameter) -> None:
+        """Put another parameter in all places of one."""
         for spot in self.parameters[name]:
             spot.module._parameters[spot.attribute] = parameter
 

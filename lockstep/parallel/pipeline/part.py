@@ -24,6 +24,7 @@ class Spot:
     attribute: str
 
     def tensor(self) -> Any:
+        """What is registered there now."""
         return getattr(self.module, self.attribute)
 
 
@@ -88,6 +89,7 @@ class Part(nn.Module):
                 yield spot.tensor()
 
     def borrowed_spots(self) -> Iterator[Spot]:
+        """Of all parameters that segments of this stage borrow."""
         for link in self._links:
             yield from link.borrowed.values()
 

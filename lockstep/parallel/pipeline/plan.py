@@ -26,6 +26,7 @@ class Plan:
 
     @property
     def stage_of(self) -> dict[str, int]:
+        """Segment name → stage."""
         return {self.segments[i][0]: stage for stage, span in enumerate(self.parts.stages) for i in span}
 
     def uses(self) -> Uses:
@@ -49,6 +50,7 @@ class Plan:
         return found
 
     def table(self) -> str:
+        """The partition as text, a line a stage."""
         names = [name for name, _ in self.segments]
         return table(self.parts, names, self.model.costs(names))
 

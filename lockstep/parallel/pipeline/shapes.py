@@ -73,6 +73,7 @@ class Shapes:
         return Agreement(mine, new, anyone)
 
     def learn(self, key: int, stage: int, received: Metas, sent: Metas) -> None:
+        """Keep what a stage receives and sends on for micro-batches of a signature."""
         self._metas[key, stage] = (received, sent)
 
     def of(self, key: int, stage: int) -> tuple[Metas, Metas]:

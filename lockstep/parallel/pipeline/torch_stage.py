@@ -36,9 +36,11 @@ class Meta:
 
     @staticmethod
     def of(tensor: Tensor) -> "Meta":
+        """The description of a tensor."""
         return Meta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:
+        """A tensor to receive it in."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 

@@ -52,6 +52,7 @@ class Uses:
         return sorted(name for name, used in self.stages.items() if used[0] <= stage < used[-1])
 
     def of(self, stage: int) -> list[str]:
+        """The parameters that a stage uses."""
         return sorted(name for name, used in self.stages.items() if stage in used)
 
 
@@ -155,6 +156,7 @@ class StageTrees:
 
     @property
     def leaves(self) -> int:
+        """Micro-batches in the step, over all ranks."""
         return self._leaves
 
 
