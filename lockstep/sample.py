@@ -7,7 +7,7 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.config import Config, load_config
-from lockstep.data import build_data
+from lockstep.data import Data, build_data
 from lockstep.errors import UsageError
 from lockstep.models.generate import generate
 from lockstep.records import RunDirectory
@@ -46,23 +46,25 @@ def sample(
             where=str(directory.config),
             fix="only language models write: data whose samples are tokens of a text",
         )
-    model = restored(config, found)
+    model = restored(config, data, found)
     block_size = int(data.facts.get("block_size", 512))
     ids = torch.tensor([data.encode(prompt)], dtype=torch.int64)
     tokens = generate(model, ids, num_tokens, block_size=block_size, temperature=temperature, top_k=top_k, seed=seed)
     return data.decode(tokens[0].tolist())
 
 
-def restored(config: Config, path: Path) -> Any:
-    """The model of a checkpoint, whole, on the CPU, in evaluation mode."""
-    data = build_data(config.data, seed=config.training.seed)
+def restored(config: Config, data: Data, path: Path) -> Any:
+    """The model of a checkpoint, whole, on the CPU, in evaluation mode.
+
+    Args:
+        data: what the config names; fills what it leaves unset of the model.
+    """
     model: Any = build(config, data)
     if any(p.is_meta for p in model.parameters()):
         model.to_empty(device="cpu")
         model.init_weights()  # buffers that no checkpoint holds
-    tensors = dict(model.named_parameters()) | {
-        n: b for n, b in model.named_buffers() if n in model.state_dict(keep_vars=True)
-    }
+    persistent = model.state_dict(keep_vars=True)
+    tensors = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in persistent}
     with torch.no_grad():
         checkpoint.load(path, checkpoint.Snapshot(model=tensors), only=["model"])
     return model.eval()

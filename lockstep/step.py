@@ -4,12 +4,14 @@
     → scale to the mean over valid targets → norm → clip → update
 
 Backward runs on sums divided by a nominal count, a power of two, so that the actual count need not be known before it.
-Nothing here waits for the device on a GPU, except under fp16, where the decision to skip needs one number.
+Nothing here waits for the device on a GPU, except in the run's first step, and under fp16, where the decision to skip
+needs one number.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 
 from lockstep.bad_numbers import Bad, BadNumbersError, Judge
 from lockstep.clipping import clip_adaptively, clip_by_value
+from lockstep.collectives import is_main_process
 from lockstep.config import GradientClipConfig
 from lockstep.monitor import PhaseClock
 from lockstep.optim import Schedule, TorchSchedule, unfuse
@@ -52,7 +55,8 @@ class Step:
         clip: clipping of the gradient.
         loss_scale: under fp16.
         total: the number of the run's last step; 0: nobody knows.
-        nominal: what backward divides the summed loss by; a power of two near the step's count.
+        nominal: what backward divides the summed loss by; a power of two near the step's count. None: nobody has seen a
+            micro-batch yet.
         progress: advanced by each step.
         stop_asked: this rank was asked to stop; set it at any time.
         stopping: all ranks know that one of them was asked to.
@@ -69,7 +73,7 @@ class Step:
     clip: GradientClipConfig
     loss_scale: LossScale | None = None
     total: int = 0
-    nominal: float = 1.0
+    nominal: float | None = None
     progress: Progress = field(default_factory=Progress)
     stop_asked: bool = False
     stopping: bool = False
@@ -89,7 +93,17 @@ class Step:
     @property
     def factor(self) -> float:
         """What the summed loss is multiplied by before backward."""
-        return (self.loss_scale.scale if self.loss_scale else 1.0) / self.nominal
+        return (self.loss_scale.scale if self.loss_scale else 1.0) / (self.nominal or 1.0)
+
+    def learn_nominal(self, first: Any, slots: int) -> None:
+        """Set it, once and for all steps: by the very first micro-batch of the run, which rank 0 has, for all ranks."""
+        placed = self.placed
+        count = float(placed.objective.count(first)) if is_main_process() else 0.0  # host waits for the device
+        if placed.layout.world_size > 1:
+            box = torch.tensor([count], dtype=torch.float64, device=placed.cursor.device)
+            dist.broadcast(box, src=0)
+            count = box.item()
+        self.nominal = nominal_count(count, slots)
 
     def open(self, slots: int) -> Ledger:
         """Before the first micro-batch of a step: its ledger; running statistics are remembered if they may go back."""
@@ -113,6 +127,8 @@ class Step:
 
     def run(self, shares: list[Share], slots: int, samples: int) -> StepRecord:
         """One step over `slots` micro-batches of `samples` samples in all, of which this rank runs `shares`."""
+        if self.nominal is None:
+            self.learn_nominal(shares[0].batch, slots)
         self.clock.enter("forward_backward")
         ledger = self.open(slots)
         if self.stop_asked:

@@ -14,10 +14,10 @@ from lockstep.heartbeat import DUMP
 _LOOK_SECONDS = 0.5
 
 
-def answer_in_background(folder: Path, rank: int) -> None:
-    """Leave `flight-RANK.json` in the folder once the file `dump` is there; a daemon thread."""
+def answer_in_background(folder: Path | None, rank: int) -> None:
+    """Leave `flight-RANK.json` in the folder once the file `dump` is there; a daemon thread. None: nobody asks."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:
+    if folder is None or dump is None:
         return
 
     def watch() -> None:

@@ -32,6 +32,7 @@ def open_monitor(trainer: "Trainer", total: int | None) -> Monitor:
         trainer.step.wants_layer_norms = monitor.logs
     lines = _lines(trainer)
     monitor.say(*lines)
+    trainer.later_lines.clear()
     monitor.event(
         "start", layout=str(trainer.layout), world_size=trainer.layout.world_size, lines=lines, ranks=ranks,
         step=start, total_steps=total, parameters=trainer.placed.num_parameters, peak_flops=figures.peak,

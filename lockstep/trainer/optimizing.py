@@ -17,19 +17,21 @@ MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 
 def make_optimizer(
-    given: Optimizer | MakeOptimizer | None, before: dict[int, str], placed: Placed, config: Config, rate: float
-) -> Optimizer:
-    """Over the placed parameters.
+    given: Optimizer | MakeOptimizer | None, before: dict[int, str], placed: Placed, config: Config,
+    global_batch_size: int,
+) -> tuple[Optimizer, str]:  # fmt: skip
+    """An optimizer over the placed parameters, and the line that says its learning rate.
 
     Args:
         given: an optimizer over the unplaced model, or a function that makes one; None: as the config says.
         before: id of each unplaced parameter → its name.
-        rate: the learning rate, where the config's optimizer is made.
+        global_batch_size: by which the config's learning rate is scaled; a given optimizer brings its own.
 
     Raises:
-        UsageError: it can't work on shards.
+        UsageError: it can't work on shards, or the scaling rule lacks its base.
     """
     training = config.training
+    rate, line = scaled_rate(training, global_batch_size)
     if given is None:
         optimizer = build_optimizer(
             training.optimizer, placed.parameters.values(), learning_rate=rate, weight_decay=training.weight_decay,
@@ -40,9 +42,11 @@ def make_optimizer(
         rebind(optimizer := given, before, placed.parameters)
     else:
         optimizer = given(list(placed.parameters.values()))
+    if given is not None:
+        line = f"learning rate {optimizer.param_groups[0]['lr']:g}, as {type(optimizer).__name__} says"
     if placed.layout.shard > 1:
         check_shardable(optimizer)
-    return optimizer
+    return optimizer, line
 
 
 def scaled_rate(training: TrainingConfig, global_batch_size: int) -> tuple[float, str]:

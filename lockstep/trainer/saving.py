@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
+from lockstep.checkpoint.names import STATE, step_name, step_of
 from lockstep.errors import RunError, UsageError
 from lockstep.monitor import Monitor
 
@@ -108,14 +109,14 @@ class Saving:
         if self._saver is not None:
             self._saver.save(self._folder, step, snapshot, config_yaml=config, manner=self._manner)
             return
-        path = self._folder / f"step-{step:08}"
+        path = self._folder / step_name(step)
         checkpoint.save_as(path, step, snapshot, config_yaml=config, manner=self._manner)
         if trainer.is_main_process:
             self._committed(path)
 
     def _committed(self, path: Path) -> None:
         """On rank 0, after each commit; in the background where the save was."""
-        self._monitor.event("save", step=int(path.name.removeprefix("step-")), checkpoint=path.name)
+        self._monitor.event("save", step=step_of(path.name), checkpoint=path.name)
         protected = [] if self._config.keep_best is None else best_of(path.parent, self._config.keep_best)
         checkpoint.rotate(path.parent, self._config.save_total_limit, protected)
 
@@ -135,12 +136,32 @@ class Saving:
         _log.warning("warning: a save failed and is tried again in %g s: %s", seconds, error)
 
 
+def storage_is_shared(trainer: "Trainer") -> bool:
+    """Whether all ranks see one run directory; all ranks call it together.
+
+    Raises:
+        UsageError: they do not, and the format of checkpoints needs it.
+    """
+    directory, config = trainer.run_directory, trainer.config.checkpoint
+    if trainer.layout.world_size == 1 or directory is None or config.save_strategy == "none":
+        return True
+    shared = checkpoint.is_shared(directory.checkpoints)
+    if not shared and config.format != "full":
+        raise UsageError(
+            f"the hosts do not share {directory.checkpoints}",
+            where="checkpoint.format: " + config.format,
+            why="each rank writes its part of a checkpoint, and they belong into one folder",
+            fix="choose an --output-dir that all hosts mount, or checkpoint.format: full, which rank 0 writes",
+        )
+    return shared
+
+
 def best_of(folder: Path, metric: str) -> list[Path]:
     """The checkpoint whose metric is least, of those that know it; the newest of equals. Empty if there is none."""
     known = []
     for path in checkpoint.list_checkpoints(folder):
         try:
-            state = json.loads((path / "state.json").read_text())
+            state = json.loads((path / STATE).read_text())
             value = float(state.get("metrics", {}).get(metric, math.nan))
         except (OSError, ValueError, AttributeError):  # a damaged one is no candidate, and is kept anyway
             continue

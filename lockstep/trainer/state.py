@@ -1,5 +1,6 @@
 """What a checkpoint holds of a trainer, and how a trainer takes it up again."""
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep import checkpoint, collectives
+from lockstep.checkpoint.names import MANIFEST
 from lockstep.errors import UsageError
 from lockstep.records import plain
 from lockstep.step import Progress
@@ -77,6 +79,29 @@ def _prefixes(trainer: "Trainer") -> Iterable[str]:
     return [""] if workers is None else workers.each(trainer.optimizer)
 
 
+def load(trainer: "Trainer", path: Path) -> tuple[int, dict[str, Any]]:
+    """See `Trainer.load_checkpoint`."""
+    found = find(trainer, str(path))
+    if found is None:
+        raise UsageError(
+            f"there is no checkpoint in {path}", fix="give a checkpoint, a run directory or its folder checkpoints/"
+        )
+    return restore(trainer, found)
+
+
+def resume(trainer: "Trainer", how: str) -> Path | None:
+    """See `Trainer.resume`."""
+    started = time.perf_counter()
+    found, step = go_back(trainer, how)
+    if found is None:
+        return None
+    trainer.later_lines.append(f"goes on after step {step}, from {found}")
+    if trainer.run_directory is not None and trainer.is_main_process:
+        seconds = time.perf_counter() - started
+        trainer.run_directory.append_event("resume", step=step, checkpoint=str(found), seconds=seconds)
+    return found
+
+
 def restore(trainer: "Trainer", path: Path) -> tuple[int, dict[str, Any]]:
     """Fill the trainer from a checkpoint of any topology.
 
@@ -89,8 +114,8 @@ def restore(trainer: "Trainer", path: Path) -> tuple[int, dict[str, Any]]:
     step = trainer.step
     state = _fill(trainer, path)
     step.progress = Progress(state["step"], state["updates"], list(state["skipped"]), state["epoch"], state["samples"])
-    if state["nominal"] is not None:  # weights that were imported know none
-        trainer.learn_nominal(state["nominal"])
+    if state["nominal"] is not None:  # before the first step, and of weights that were imported, nobody knows it
+        step.nominal = state["nominal"]
     if step.loss_scale is not None and state["loss_scale"] is not None:
         step.loss_scale.load_state_dict(state["loss_scale"])
     trainer.source_state, trainer.best = state["source"], state["best"]
@@ -182,15 +207,15 @@ def go_back(trainer: "Trainer", how: str) -> tuple[Path | None, int]:
 def _named(path: Path, how: str) -> Path:
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
-    if path.is_dir() and not (path / "manifest.json").exists():
+    if path.is_dir() and not (path / MANIFEST).exists():
         found = checkpoint.resume_point(path)
         if found is not None:
             return found
-    if not (path / "manifest.json").exists():
+    if not (path / MANIFEST).exists():
         raise UsageError(
             f"{how} is no checkpoint",
             where="--resume",
-            why="there is no manifest.json in it" if path.is_dir() else "there is no such folder",
+            why=f"there is no {MANIFEST} in it" if path.is_dir() else "there is no such folder",
             fix="give a folder checkpoints/step-…, a run directory, auto or never",
         )
     return path

@@ -43,7 +43,8 @@ class Window:
             raise UsageError(f"{what} micro-batches can't be run one at a time", fix="use Trainer.steps(data)")
         batch = move(batch, trainer.device)
         self._wanted = self._wanted or _calls_in_a_step(trainer, batch)
-        trainer.learn_nominal_from(batch, self._slots)
+        if trainer.step.nominal is None:
+            trainer.step.learn_nominal(batch, self._slots)
         if self._ledger is None:
             self._ledger, self._calls, self._samples = trainer.step.open(self._slots), 0, 0
         if trainer.step.stop_asked:

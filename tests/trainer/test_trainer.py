@@ -1,5 +1,6 @@
 """`Trainer` in Python: anyone's model, optimizer, loss and data."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lockstep.checkpoint import newest
 from lockstep.config import Config
 from lockstep.errors import RunError, UsageError
 from lockstep.parallel import Ledger, Placed
-from lockstep.records import StepRecord
+from lockstep.records import RunDirectory, StepRecord
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model
 
@@ -234,3 +236,81 @@ def test_an_iterable_without_a_length_needs_max_steps_for_a_schedule() -> None:
     batches = ((torch.ones(2, 4), torch.ones(2, 1)) for _ in range(3))
     trainer = Trainer(linear(), loss_fn=nn.MSELoss(), lr_schedule="constant")
     assert [r.samples for r in trainer.steps(batches)] == [2, 2, 2]
+
+
+def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Three, and nobody knows it beforehand."""
+    return iter([(torch.full((2, 4), float(place)), torch.ones(2, 1)) for place in range(3)])
+
+
+@pytest.mark.parametrize("save_steps", [2, 3])
+def test_data_that_end_unannounced_are_evaluated_and_saved_at_their_end(save_steps: int, tmp_path: Path) -> None:
+    """No step knew that it was the last one."""
+    trainer = Trainer(
+        linear(), loss_fn=nn.MSELoss(), lr_schedule="constant", save_steps=save_steps, output_dir=tmp_path
+    )
+    trainer.train(batches(), regression())
+    assert newest(tmp_path / "checkpoints") == tmp_path / "checkpoints/step-00000003"
+    directory = RunDirectory(tmp_path)
+    assert [row["step"] for row in directory.read_metrics() if "eval_loss" in row] == [3]
+    assert [event["step"] for event in directory.read_events() if event["kind"] == "save"][-1] == 3
+
+
+def test_a_run_ends_where_its_first_bound_says(tmp_path: Path) -> None:
+    """Epochs of the call against `max_steps` of the config: the schedule, the last save and the evaluation know it."""
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=100, output_dir=tmp_path)
+    record = trainer.train(regression(), regression(), epochs=2)
+    assert record is not None
+    assert (record.step, trainer.step.total) == (10, 10)
+    assert newest(tmp_path / "checkpoints") == tmp_path / "checkpoints/step-00000010"
+    assert "eval_loss" in trainer.metrics
+
+
+def test_a_checkpoint_of_before_the_first_step_leaves_the_nominal_count_to_be_learned(tmp_path: Path) -> None:
+    """Backward divides by it: taken for 1, gradients are larger by the count, which fp16 does not hold."""
+
+    def trainer() -> Trainer:
+        return Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=2)
+
+    first, second = trainer(), trainer()
+    first.save_checkpoint(tmp_path)
+    second.load_checkpoint(tmp_path)
+    list(first.steps(regression()))
+    list(second.steps(regression()))
+    assert first.step.nominal == second.step.nominal == 8.0
+
+
+def test_an_error_of_the_users_keeps_its_cause() -> None:
+    class Broken(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("this model is broken") from ValueError("by that value")
+
+    trainer = Trainer(Broken(4, 1), loss_fn=nn.MSELoss(), batch_size=10, max_steps=2)
+    with pytest.raises(RuntimeError, match="this model is broken") as raised:
+        trainer.train(regression())
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_evaluation_and_samples_leave_the_modes_of_modules_as_they_were() -> None:
+    """A model left in evaluation mode would train on without dropout; a part that is frozen in it stays so."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    model[1].eval()
+    trainer = Trainer(model, loss_fn=nn.MSELoss(), batch_size=10, max_steps=4)
+    trainer.evaluate(regression())
+    trainer.sampler()(torch.ones(2, 4))
+    assert [module.training for module in model.modules()] == [True, True, False, True, True]
+
+
+def test_evaluation_takes_every_sample_whatever_a_dataloader_drops() -> None:
+    """Its windows of 16 micro-batches would drop nearly all of a small data set, or refuse it."""
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10)
+    whole = trainer.evaluate(regression())
+    assert trainer.evaluate(DataLoader(regression(), batch_size=12, drop_last=True)) == pytest.approx(whole, rel=1e-6)
+
+
+def test_what_is_said_at_start_is_said_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Also where the run goes on in a second call."""
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, drop_last=True, output_dir=tmp_path)
+    trainer.train(TensorDataset(*regression()[:45]), epochs=1)
+    trainer.train(TensorDataset(*regression()[:45]), epochs=2)
+    assert capsys.readouterr().out.count("drop_last leaves out 5 of 45 samples") == 2, "in each of the two calls"
