@@ -159,18 +159,15 @@ def _layouts(
                 "distributed.shard_size": cluster.per_node, **width,
             }  # fmt: skip
     for ranks in _pipelines(facts, cluster) if pipelines else []:
-        sharded = n > ranks
         yield {
             "distributed.strategy": "pipeline", "distributed.pipeline_size": ranks,
             "distributed.pipeline.schedule": "1F1B", "distributed.shard_size": n // ranks,
-            "distributed.fsdp.sharding_strategy": "shard_grad_op", **(widths[-1] if sharded else {}),
+            "distributed.fsdp.sharding_strategy": "shard_grad_op", **(widths[-1] if n > ranks else {}),
         }  # fmt: skip
 
 
 def _pipelines(facts: Facts, cluster: Cluster) -> list[int]:
     """Numbers of pipeline ranks: the fewest whose stages' parameters and gradients fit whole."""
-    if not facts.segments:
-        return []
     sizes = [p for p in (2, 4, 8, 16, 32, 64) if cluster.num_gpus % p == 0 and p <= min(facts.blocks, facts.segments)]
     fits = [p for p in sizes if 8 * facts.parameters / p < usable(cluster)]
     return fits[:1]
@@ -178,7 +175,8 @@ def _pipelines(facts: Facts, cluster: Cluster) -> list[int]:
 
 def judge(work: Workload, config: Config, cluster: Cluster, changes: dict[str, Any], facts: Facts) -> Candidate:
     """Memory and time of one layout."""
-    config = config.replaced({**_without_mesh(), **changes})
+    no_mesh = {f"distributed.{axis}_size": None for axis in ("pipeline", "replicate", "shard")}
+    config = config.replaced({**no_mesh, **changes})
     layout = resolve(config.distributed, cluster.num_gpus, cluster.per_node)
     candidate = Candidate(layout, changes, limit=usable(cluster))
     try:
@@ -202,10 +200,6 @@ def judge(work: Workload, config: Config, cluster: Cluster, changes: dict[str, A
     except UsageError as error:
         candidate.refused = error.what
     return candidate
-
-
-def _without_mesh() -> dict[str, Any]:
-    return {f"distributed.{axis}_size": None for axis in ("pipeline", "replicate", "shard")}
 
 
 def micro_batches(config: Config, layout: Layout) -> int:
@@ -271,9 +265,8 @@ def _judge_pipeline(
     per_rank = config.distributed.pipeline.stages_per_rank
     for stage in range(layout.pipeline * per_rank):
         holder = next((r for r in found.values() if stage in r.stages), None)
-        computed = (
-            holder.stages[stage] if holder is not None else next(iter(found[layout.pipeline // 2].stages.values()))
-        )
+        middle = found[layout.pipeline // 2].stages
+        computed = holder.stages[stage] if holder is not None else next(iter(middle.values()))
         flops += computed.forward.flops
         stages.append(
             StageTime(
