@@ -12,22 +12,23 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 220, 40, 52  # margins
 
 @dataclass(frozen=True)
 class Curve:
-    """One line with its points."""
+    """One line with its points; `marks`: the points alone."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
+    marks: bool = False
 
 
-def as_svg(curves: Sequence[Curve], x_title: str, y_title: str, level: float) -> str:
+def as_svg(curves: Sequence[Curve], x_title: str, y_title: str, level: float | None = None) -> str:
     """The chart.
 
     Args:
         curves: x above 0.
-        level: a value of y that gets a line across.
+        level: a value of y that gets a line across; None: there is none.
     """
     xs = [x for curve in curves for x in curve.x]
-    ys = sorted([y for curve in curves for y in curve.y] + [level])
+    ys = sorted([y for curve in curves for y in curve.y] + ([] if level is None else [level]))
     left, right = log10(min(xs)), log10(max(xs))
     low, high = ys[0], ys[-1]
     high += 0.04 * (high - low)
@@ -56,16 +57,23 @@ def as_svg(curves: Sequence[Curve], x_title: str, y_title: str, level: float) ->
         y = place * step
         parts.append(f'<line x1="{LEFT}" x2="{end}" y1="{down(y):.1f}" y2="{down(y):.1f}" stroke="#ddd"/>'
                      f'<text x="{LEFT - 8}" y="{down(y) + 4:.1f}" text-anchor="end">{y:.3g}</text>')  # fmt: skip
-    parts.append(f'<line x1="{LEFT}" x2="{end}" y1="{down(level):.1f}" y2="{down(level):.1f}" stroke="#444" '
-                 f'stroke-dasharray="5 4"/>'
-                 f'<text x="{end + 6}" y="{down(level) + 4:.1f}">{level:.3f}</text>')  # fmt: skip
+    if level is not None:
+        parts.append(f'<line x1="{LEFT}" x2="{end}" y1="{down(level):.1f}" y2="{down(level):.1f}" stroke="#444" '
+                     f'stroke-dasharray="5 4"/>'
+                     f'<text x="{end + 6}" y="{down(level) + 4:.1f}">{level:.3f}</text>')  # fmt: skip
     for number, curve in enumerate(curves):
         colour = COLOURS[number % len(COLOURS)]
-        points = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in zip(curve.x, curve.y, strict=True))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        spots = [(across(x), down(y)) for x, y in zip(curve.x, curve.y, strict=True)]
         place = TOP + 18 * number
-        parts.append(f'<line x1="{end + 20}" x2="{end + 40}" y1="{place}" y2="{place}" stroke="{colour}" '
-                     f'stroke-width="2"/><text x="{end + 46}" y="{place + 4}">{escape(curve.name)}</text>')  # fmt: skip
+        if curve.marks:
+            spots.append((end + 30, place))
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in spots]
+        else:
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
+                         f'<line x1="{end + 20}" x2="{end + 40}" y1="{place}" y2="{place}" stroke="{colour}" '
+                         'stroke-width="2"/>')  # fmt: skip
+        parts.append(f'<text x="{end + 46}" y="{place + 4}">{escape(curve.name)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
