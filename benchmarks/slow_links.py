@@ -16,11 +16,9 @@ bytes as fast as that is not behind it.
 """
 
 import argparse
-import os
 import time
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -29,14 +27,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from benchmarks.page import RESULTS, machine, page, tell
 from lockstep.config import config_from
 from lockstep.parallel.compression import sent_numbers
 from lockstep.trainer import Trainer
 from tests.hosts import hosts, sent_bytes
 from tests.ranks import run_ranks
 
-RESULT = Path(__file__).parent / "results" / "slow_links.md"
 BLOCKS = 8
+HEADER = "| hosts | rate | sleeps | strategy | MB | of theory | step, s | alone, s | of max | in order | as raw |"
+WORDS = [
+    f"{BLOCKS} blocks (18.9 MB at 1gbit, 4.7 MB below) that sleep, `sleeps` times as long as an all-reduce of the",
+    "gradients needs on the link; `alone` is a step of a plain loop without communication. Seconds are medians over",
+    "rounds, of the slowest rank; MB are what the busiest host sends in a step, with headers, and `of theory` what",
+    "that is of a ring's. `of max` is max(alone, bytes / rate) over the step: where the two are alike it can't be near",
+    "1, for the first gradient comes after the forward pass. `in order` is the least that the order of things allows.",
+    "`as raw` is the same with the rate of the raw all-reduce of this run in place of the link's: 1 and above is not",
+    "behind it. The goal is 0.95.",
+]
 _COMPRESSION = "distributed.ddp.compression.kind"
 _DDP: dict[str, Any] = {"distributed.strategy": "ddp"}
 _FSDP = {"distributed.strategy": "fsdp", "distributed.fsdp.auto_wrap_policy": ["Slow"]}
@@ -268,34 +276,12 @@ def main() -> None:
             found = rows(ranks, rate, [float(share) for share in asked.computation.split(",")], asked.rounds)
             print("\n".join(found), flush=True)
             table += found
-    if asked.write:
-        RESULT.write_text(page(table, asked), encoding="utf-8")
-
-
-def page(table: list[str], asked: Any) -> str:
-    return "\n".join(
-        [
-            "# Steps on slow links, against the limit",
-            "",
-            f"`python -m benchmarks.slow_links --hosts {asked.hosts} --rates {asked.rates} "
-            f"--computation {asked.computation} --rounds {asked.rounds} --write`; {os.cpu_count()} cores, load "
-            f"{os.getloadavg()[0]:.1f}. Goal: 0.95 of the limit.",
-            "",
-            f"{BLOCKS} blocks (18.9 MB at 1gbit, 4.7 MB below) that sleep, `sleeps` times as long as an all-reduce of",
-            "the gradients needs on the link; `alone` is a step of a plain loop without communication. Seconds are",
-            "medians over rounds, of the slowest rank; MB are what the busiest host sends in a step, with headers, and",
-            "`of theory` what that is of a ring's.",
-            "`of max` is max(alone, bytes / rate) over the step: where the two are alike it can't be near 1, for",
-            "the first gradient comes after the forward pass. `in order` is the least that the order of things allows.",
-            "`as raw` is the same with the rate of the raw all-reduce in this run in place of the link's: 1 and above",
-            "is not behind it.",
-            "",
-            "| hosts | rate | sleeps | strategy | MB | of theory | step, s | alone, s | of max | in order | as raw |",
-            "|---|---|---|---|---|---|---|---|---|---|---|",
-            *table,
-            "",
-        ]
+    command = (
+        f"python -m benchmarks.slow_links --hosts {asked.hosts} --rates {asked.rates} --computation "
+        f"{asked.computation} --rounds {asked.rounds} --write"
     )
+    text = page("Steps on slow links, against the limit", command, machine(), WORDS, HEADER, table)
+    tell(text, RESULTS / "slow_links.md" if asked.write else None)
 
 
 if __name__ == "__main__":

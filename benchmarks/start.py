@@ -18,7 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-RESULT = Path(__file__).parent / "results" / "start.md"
+from benchmarks.page import RESULTS, machine, page, tell
+
 MARKS = "START_MARKS"  # a folder: a file for each rank, a line for each mark
 REPOSITORY = Path(__file__).parent.parent
 CONFIG = """
@@ -96,27 +97,14 @@ def main() -> None:
     asked: Any = parser.parse_args()
     table = [row for ranks in map(int, asked.ranks.split(",")) for row in rows(ranks, asked.rounds, asked.compile)]
     command = f"python -m benchmarks.start --ranks {asked.ranks} --rounds {asked.rounds}" + " --compile" * asked.compile
-    text = "\n".join(
-        [
-            "# From a command to its first step",
-            "",
-            f"`{command} --write`; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.",
-            "",
-            "Seconds, of the rank that came last; a small model. Starting Python is in the first two lines.",
-            "",
-            "| ranks | what | median | least |",
-            "|---|---|---|---|",
-            *table,
-            "",
-            "Imports of a worker, seconds of each package's own modules (with the profiler's cost): "
-            + ", ".join(f"{name} {seconds:.2f}" for name, seconds in imports())
-            + ".",
-            "",
-        ]
-    )
-    print(text)
-    if asked.write:
-        RESULT.write_text(text, encoding="utf-8")
+    packages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in imports())
+    text = page(
+        "From a command to its first step", f"{command} --write", machine(),
+        ["Seconds, of the rank that came last; a small model. Starting Python is in the first two lines."],
+        "| ranks | what | median | least |", table,
+        ["Imports of a worker, seconds of each package's own modules (with the profiler's cost): " + packages + "."],
+    )  # fmt: skip
+    tell(text, RESULTS / "start.md" if asked.write else None)
 
 
 if __name__ == "__main__":
