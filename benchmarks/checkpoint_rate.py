@@ -110,7 +110,7 @@ def main() -> None:
     text = page(
         "Writing and reading checkpoints", f"python -m benchmarks.checkpoint_rate {command} --write", machine(),
         [
-            f"fsdp, AdamW, one disk for all ranks; medians of {asked.rounds} rounds, `dd` and save in turn. The goal is",
+            f"fsdp, AdamW, one disk for all ranks; medians of {asked.rounds} rounds, `dd` and save in turn. Goal:",
             "0.8 of the disk's rate. `dd` writes through the page cache, and is as fast as that has pages at hand.",
         ],
         "| ranks | MB | dd, MB/s | save, MB/s | of dd | load, s | load, MB/s |", rows,
