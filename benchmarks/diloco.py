@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="of the model")
     parser.add_argument("--batch", type=int, default=32, help="samples in a micro-batch; a worker runs one a step")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate of ddp")
-    parser.add_argument("--local-rate", type=float, default=3e-3, help="peak learning rate of local updates")
+    parser.add_argument("--local-rate", type=float, default=4.2e-3, help="peak learning rate of local updates")
     parser.add_argument("--int8-steps", type=int, default=50, help="steps between exchanges of int8")
     parser.add_argument("--int4-steps", type=int, default=20, help="steps between exchanges of int4")
     parser.add_argument("--outer-rate", type=float, default=0.7, help="of the contestant with an outer momentum")
