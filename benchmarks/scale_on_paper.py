@@ -28,7 +28,7 @@ from lockstep.plan.workload import workload_of
 
 FULLEST = 512  # micro-batches of a pipeline: more fill it no better
 COUNTS = (8, 32, 128, 512, 2048, 8192, 32768, 98304)
-REHEARSED = 512  # GPUs at the most: beyond, a rank's own work is taken for the same, which flatters FSDP's curves
+REHEARSED = 512  # GPUs at the most: beyond, a rank's own work is the same
 
 
 def _config(model: Model, batch: int, checkpointing: str, sharding: str) -> Config:

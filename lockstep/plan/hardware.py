@@ -110,7 +110,7 @@ class Efficiency:
     """
 
     memory: float = 0.80
-    fused: float = 0.18
+    fused: float = 0.45
     links: float = 0.70
 
 

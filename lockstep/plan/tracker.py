@@ -100,7 +100,7 @@ class Tracker(TorchDispatchMode):
             flops = int(formula(*args, **kwargs, out_val=out))
             first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
             self.record.items.append(Cost(full=flops) if first.dtype == torch.float32 else Cost(low=flops))
-        elif not func.is_view and func._opname not in _FREE:
+        elif not func.is_view and func._opname not in _FREE and func.namespace != "prim":  # questions, not operations
             touched = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
             moved = sum(_local(t).numel() * t.element_size() for t in touched.values())
             if moved:
