@@ -96,7 +96,8 @@ def resumed(folder: str, before: list[Any], settings: dict[str, Any], model: str
 def bytes_a_step(cases: dict[str, tuple[dict[str, Any], int]]) -> dict[str, float]:
     """Bytes that this host puts on its link per step, over the second or third `steps` of a run, and the model's size.
 
-    The fewer of the two: TCP now and then sends something twice. An empty dictionary where this process is on no host with a link of its own.
+    The fewer of the two: TCP now and then sends something twice. An empty dictionary where this process is on no host
+    with a link of its own.
     """
     if not Path(f"/sys/class/net/{INTERFACE}").exists() or dist.get_world_size() < 2:
         return {}
