@@ -62,8 +62,10 @@ class Ranks:
         return cast(R, mine)
 
     def agree(self, doing: str, local: Callable[[], T]) -> T:
-        """`local()` on every rank; its own value to each, or one error to all."""
-        return self.exchange(doing, local, lambda values: values)
+        """`local()` on every rank, each of which keeps its own value, or one error on all. No value is sent."""
+        kept: list[T] = []
+        self.exchange(doing, lambda: kept.append(local()), lambda values: values)
+        return kept[0]
 
     def judge(self, doing: str, local: Callable[[], T], verdict: Callable[[list[T]], R]) -> R:
         """`local()` on every rank, then `verdict(all values, by rank)` on rank 0; its result to all."""
