@@ -7,7 +7,6 @@ Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.fully_shard.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from lockstep.config import Config, FSDPConfig
+from lockstep.config import Config, FSDPConfig, load_object
 from lockstep.errors import UsageError
 from lockstep.mesh import Layout
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.protocol import segments_of
-from lockstep.parallel.fsdp_gloo import GlooMessages
+from lockstep.parallel.fsdp_gloo import GlooMessages, own_parameters
 from lockstep.parallel.placed import MicroStep, strided_shares
 from lockstep.parallel.placement import Laid, Placement, shared_out
 from lockstep.parallel.tree import hybrid_shares
@@ -135,7 +134,7 @@ def apply_fsdp(
             # gloo has no reduction with a factor; a plain sum is exact on every backend.
             module.set_force_sum_reduction_for_comms(True)
     _prefetch([unit for _, unit in units], config, on_cpu=(device_type or mesh.device_type) == "cpu")
-    at_root = sum(p.numel() for p in _own_parameters(model, {id(u) for _, u in units}))
+    at_root = sum(p.numel() for p in own_parameters(model))
     whole = sum(p.numel() for p in model.parameters())
     if whole and at_root > whole / 2 and mesh["shard"].size() > 1:
         notices.append(
@@ -205,7 +204,7 @@ def _candidates(
                 fix="name classes of it: " + ", ".join(sorted({type(m).__name__ for m in model.modules()})[:12]),
             )
         return found
-    pick = _imported(policy)
+    pick = load_object(policy, "distributed.fsdp.auto_wrap_policy")
     return [(name, m) for name, m in model.named_modules() if name and pick(m)]
 
 
@@ -219,19 +218,6 @@ def _by_size(model: nn.Module, least: int) -> list[tuple[str, nn.Module]]:
             found.append((name, module))
             taken |= {id(p) for p in free}
     return found[::-1]
-
-
-def _imported(name: str) -> Callable[[nn.Module], bool]:
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"there is no wrap policy {name!r}",
-            where="distributed.fsdp.auto_wrap_policy",
-            why=str(error),
-            fix="write transformer, size, a list of class names, or package.module:function of (module) -> bool",
-        ) from None
 
 
 def _divisible_dim(ranks: int) -> Callable[[nn.Parameter], Shard]:
@@ -265,8 +251,3 @@ def _cast_buffers(model: nn.Module, config: FSDPConfig) -> list[str]:
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(dtype)
     return [f"buffers are kept in {config.buffer_dtype}, as distributed.fsdp.buffer_dtype says"]
-
-
-def _own_parameters(model: nn.Module, units: set[int]) -> list[nn.Parameter]:
-    inside = {id(p) for m in model.modules() if id(m) in units for p in m.parameters()}
-    return [p for p in model.parameters() if id(p) not in inside]

@@ -82,9 +82,9 @@ class GlooMessages:
     def _keep(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add a unit's gradients to those of the micro-batches before."""
         for parameter in parameters:
-            before = self._sums.pop(parameter, None)
-            if parameter.grad is None:
+            if parameter.grad is None:  # not used this time: what it has stays
                 continue
+            before = self._sums.pop(parameter, None)
             if before is not None:
                 local(parameter.grad).add_(local(before))
             if not self._last:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import Dataset
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
@@ -74,7 +75,46 @@ def in_one_launch() -> dict[str, Any]:
     found["rotary"] = rotary_under_bf16()
     found["reduced in bf16"] = run_all([Case("transformer", "fsdp", 1, "none", fsdp({"reduce_dtype": "bf16"}))])
     found["warnings"] = what_torch_warns_of()
+    found["sometimes"] = with_a_layer_used_sometimes("fsdp")
     return found
+
+
+class Sometimes(nn.Module):
+    """x [B, 4] → [B, 4]; one of its two layers is used only where the first number is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.always(x)
+        return y + self.sometimes(x) if x[0, 0] > 0 else y
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Eight rows; the first numbers of the first half, the first micro-batches of two ranks, are positive."""
+
+    deterministic = True
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x = torch.tensor([1.0 if index < 4 else -1.0, index, 0.5, -0.25])
+        return x, x.flip(0)
+
+
+def with_a_layer_used_sometimes(strategy: str) -> list[tuple[float, float]]:
+    """(loss, norm) of three steps of four micro-batches."""
+    torch.manual_seed(0)
+    settings = {
+        "training.batch_size": 2, "training.global_batch_size": 8, "training.max_steps": 3, "data.shuffle": False,
+        "training.optimizer": "sgd", "training.learning_rate": 0.01, "precision.mode": "fp32",
+        "distributed.strategy": strategy, "distributed.fsdp.auto_wrap_policy": ["Sometimes"],
+    }  # fmt: skip
+    model = nn.Sequential(Sometimes(), nn.Linear(4, 4))
+    trainer = Trainer(model, config=config_from(settings), loss_fn=nn.MSELoss())
+    return [(float(record.loss), float(record.grad_norm)) for record in trainer.steps(Rows())]
 
 
 def rotary_under_bf16() -> dict[str, Any]:
@@ -161,6 +201,14 @@ def test_trap_64_no_deprecated_name_of_torch_is_used(ranks: list[dict[str, Any]]
         assert not rank["warnings"]
 
 
+def test_a_layer_that_later_micro_batches_leave_out_keeps_its_gradient(ranks: list[dict[str, Any]]) -> None:
+    alone = with_a_layer_used_sometimes("single")
+    for rank in ranks:
+        for (loss, norm), (its_loss, its_norm) in zip(rank["sometimes"], alone, strict=True):
+            assert loss == pytest.approx(its_loss, rel=1e-5)  # fp32 sums in another order
+            assert norm == pytest.approx(its_norm, rel=1e-5)
+
+
 def test_a_policy_that_finds_nothing_names_the_models_classes() -> None:
     from lockstep.config import FSDPConfig
     from lockstep.parallel.fsdp import units_of
@@ -168,7 +216,7 @@ def test_a_policy_that_finds_nothing_names_the_models_classes() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with pytest.raises(UsageError, match="no module of the model is a Block"):
         units_of(model, FSDPConfig(auto_wrap_policy=["Block"]), [])
-    with pytest.raises(UsageError, match="there is no wrap policy"):
+    with pytest.raises(UsageError, match="there is no module 'nowhere'"):
         units_of(model, FSDPConfig(auto_wrap_policy="nowhere:nothing"), [])
 
 
