@@ -5,6 +5,7 @@ written, so that damage between memory and a later read is noticed; it is not a 
 Source: POSIX fsync and rename; Pillai et al. 2014, "All File Systems Are Not Created Equal".
 """
 
+import errno
 import fcntl
 import io
 import mmap
@@ -93,7 +94,12 @@ class ChecksummedStream(io.RawIOBase):
             self._at_page = self._at_page and (held - done) % mmap.PAGESIZE == 0
             _set_direct(self._handle, direct and self._at_page)
             with memoryview(self._buffer) as whole, whole[done:held] as left:
-                done += os.write(self._handle, left)
+                try:
+                    done += os.write(self._handle, left)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not (direct and self._at_page):
+                        raise
+                    self._at_page = False  # it says that it can write directly, and can't: as usual from here on
 
 
 def _set_direct(handle: int, direct: bool) -> None:

@@ -1,6 +1,7 @@
 """Files that are written once, from start to end: what is read back is what went in, whatever its size."""
 
 import errno
+import fcntl
 import os
 import zlib
 from pathlib import Path
@@ -61,6 +62,23 @@ def test_a_file_system_that_can_not_is_written_as_usual(tmp_path: Path, monkeypa
     with ChecksummedStream(tmp_path / "file") as stream:
         stream.write(content(disk._BUFFER + 9))
     assert (tmp_path / "file").read_bytes() == content(disk._BUFFER + 9)
+
+
+def test_one_that_refuses_the_write_itself_is_written_as_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, tries = os.write, []
+
+    def refuses(handle: int, data: memoryview) -> int:
+        tries.append(bool(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT))
+        if tries[-1]:
+            raise OSError(errno.EINVAL, "blocks are larger here")
+        return write(handle, data)
+
+    monkeypatch.setattr(os, "write", refuses)
+    data = content(3 * disk._BUFFER)
+    with ChecksummedStream(tmp_path / "file") as stream:
+        stream.write(data)
+    assert (tmp_path / "file").read_bytes() == data
+    assert tries == [True, False, False, False], "tried once"
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
