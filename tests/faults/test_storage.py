@@ -139,7 +139,7 @@ def test_a_slow_write_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     once = saving._write_once
 
     def slowly(*args: object) -> Path:
-        time.sleep(0.3)
+        time.sleep(1.0)  # longer than four steps on a busy machine
         return once(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(saving, "_write_once", slowly)

@@ -94,27 +94,24 @@ def resumed(folder: str, before: list[Any], settings: dict[str, Any], model: str
 
 
 def bytes_a_step(cases: dict[str, tuple[dict[str, Any], int]]) -> dict[str, float]:
-    """Bytes that this host puts on its link per step, over the second or third `steps` of a run, and the model's size.
+    """Bytes that this host puts on its link per step, over the second `steps` of a run, and the model's size.
 
-    The fewer of the two: TCP now and then sends something twice. An empty dictionary where this process is on no host
-    with a link of its own.
+    An empty dictionary where this process is on no host with a link of its own.
     """
     if not Path(f"/sys/class/net/{INTERFACE}").exists() or dist.get_world_size() < 2:
         return {}
     found: dict[str, float] = {}
     few = {"training.global_batch_size": 2, "training.batch_size": 1, "training.warmup_steps": 0}
     for name, (settings, steps) in cases.items():
-        trainer = trainer_for({**few, "training.max_steps": 3 * steps + 1, **settings}, n_embd=256, n_layer=2)
+        trainer = trainer_for({**few, "training.max_steps": 2 * steps + 1, **settings}, n_embd=256, n_layer=2)
         found["parameters"] = trainer.placed.num_parameters
         loop = iter(trainer.steps(Tokens()))
         for _ in range(steps):
             next(loop)
-        counts = [_settled()]
-        for _ in range(2):
-            for _ in range(steps):
-                next(loop)
-            counts.append(_settled())
-        found[name] = min(counts[1] - counts[0], counts[2] - counts[1]) / steps
+        before = _settled()
+        for _ in range(steps):
+            next(loop)
+        found[name] = (_settled() - before) / steps
     return found
 
 
