@@ -22,6 +22,7 @@ from lockstep.bad_numbers import Bad, BadNumbersError, Judge
 from lockstep.clipping import clip_adaptively, clip_by_value
 from lockstep.collectives import is_main_process
 from lockstep.config import GradientClipConfig
+from lockstep.fused import scales, step_times
 from lockstep.monitor import PhaseClock
 from lockstep.optim import Schedule, TorchSchedule, unfuse
 from lockstep.parallel.exact_norm import exact_norm
@@ -172,8 +173,7 @@ class Step:
             for turn in turns:
                 with turn.entered(self.optimizer):
                     gradients = self.placed.gradients() if turn.gradients is None else turn.gradients
-                    record.clipped = self._clip_and_scale(gradients, turn.to_mean, turn.norm)
-                    self.optimizer.step()
+                    record.clipped = self._clip_and_update(gradients, turn.to_mean, turn.norm)
             self.progress.updates += 1
         if numbers.bad is not None:
             for name, before in self._buffers.items():
@@ -226,24 +226,28 @@ class Step:
             group["lr"] = rate
         return float(groups[0]["lr"])
 
-    def _clip_and_scale(self, gradients: list[Tensor], to_mean: Number, norm: Number) -> Number | None:
-        """Bring the gradients to the mean loss, clipped; one pass over them for a norm.
+    def _clip_and_update(self, gradients: list[Tensor], to_mean: Number, norm: Number) -> Number | None:
+        """Bring the gradients to the mean loss, clipped, and update: by a fused optimizer in one pass over them.
 
         Returns:
             the share of the gradient that clipping changed (see `StepRecord.clipped`).
         """
-        kind, limit, groups = self.clip.strategy, self.clip.value, self.placed.norm_groups
-        device, clipped = self.placed.cursor.device, None
+        kind, limit, clipped = self.clip.strategy, self.clip.value, None
         if kind == "norm":
             to_mean = to_mean * at_most(limit / (norm + 1e-6), 1.0)
             clipped = exceeds(norm, limit)
+        if kind in ("none", "norm") and scales(self.optimizer):
+            step_times(self.optimizer, to_mean)
+            return clipped
         if gradients:
             torch._foreach_mul_(gradients, tensor_of(to_mean))
+        groups, device = self.placed.norm_groups, self.placed.cursor.device
         if kind == "value":
-            return clip_by_value(gradients, limit, groups, device)
+            clipped = clip_by_value(gradients, limit, groups, device)
         if kind == "adaptive":
             parameters = self.placed.parameters.values()
-            return clip_adaptively(parameters, limit, groups, device, exact=self.placed.reproducible)
+            clipped = clip_adaptively(parameters, limit, groups, device, exact=self.placed.reproducible)
+        self.optimizer.step()
         return clipped
 
 

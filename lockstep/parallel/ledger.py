@@ -41,10 +41,13 @@ class Ledger:
 
     def __init__(self, slots: int, device: torch.device, *, shared: bool) -> None:
         self.slots = slots
-        self._table = torch.zeros(2, slots + 1, dtype=torch.float64, device=device)
         self._shared = shared
         self._work: dist.Work | None = None
         self._closed = False
+        self._begin(slots + 1, device)
+
+    def _begin(self, columns: int, device: torch.device) -> None:
+        self._table = torch.zeros(2, columns, dtype=torch.float64, device=device)
 
     def enter(self, share: Share, loss_sum: Tensor, count: int | Tensor) -> None:
         """Write down one micro-batch; dummies count for nothing."""
@@ -94,7 +97,9 @@ class HostLedger(Ledger):
 
     def __init__(self, slots: int, *, shared: bool) -> None:
         super().__init__(slots, torch.device("cpu"), shared=shared)
-        self._losses, self._counts = [0.0] * (slots + 1), [0.0] * (slots + 1)
+
+    def _begin(self, columns: int, device: torch.device) -> None:
+        self._losses, self._counts = [0.0] * columns, [0.0] * columns
 
     def enter(self, share: Share, loss_sum: Tensor, count: int | Tensor) -> None:
         if share.real:

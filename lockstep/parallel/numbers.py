@@ -3,6 +3,8 @@
 Arithmetic is the same text for both; a 0-dim tensor costs ten to fifty times what a float does.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,11 @@ def at_least(value: Number, bound: float) -> Number:
 def at_most(value: Number, bound: float) -> Number:
     """The smaller of the two."""
     return value.clamp(max=bound) if isinstance(value, Tensor) else min(value, bound)
+
+
+def inverse(value: Number) -> Number:
+    """1 / `value`; infinite where it is 0."""
+    return value.reciprocal() if isinstance(value, Tensor) else 1.0 / value if value else math.inf
 
 
 def exceeds(value: Number, bound: float) -> Number:

@@ -1,0 +1,89 @@
+"""Gradients that a fused optimizer brings to scale itself: the update is that of gradients that were scaled before."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.fused import scales, step_times
+from lockstep.trainer import Trainer
+from tests.parity.toy import Tokens, language_model
+
+OPTIMIZERS = [
+    (torch.optim.AdamW, {"lr": 0.1}),
+    (torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+]
+
+
+def over(kind: type[Optimizer], settings: dict[str, Any], *, fused: bool = True) -> tuple[nn.Linear, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    return model, kind(model.parameters(), fused=fused, **settings)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS)
+def test_the_update_is_that_of_scaled_gradients(kind: type[Optimizer], settings: dict[str, Any]) -> None:
+    (model, optimizer), (other, usual) = over(kind, settings), over(kind, settings)
+    assert scales(optimizer)
+    for factor in (0.25, 0.3, 7.0):
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad * factor
+        step_times(optimizer, factor)
+        usual.step()
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.allclose(p, q, rtol=1e-6, atol=1e-7)
+    assert not hasattr(optimizer, "grad_scale"), "a later step() of the caller's own is as ever"
+
+
+def test_a_factor_of_nothing_leaves_a_gradient_of_nothing() -> None:
+    """A norm that overflows makes the factor of clipping 0."""
+    model, optimizer = over(torch.optim.SGD, {"lr": 0.1})
+    before = model.weight.detach().clone()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e30)
+    step_times(optimizer, 0.0)
+    assert torch.equal(model.weight, before)
+
+
+def test_plain_optimizers_and_those_with_hooks_are_left_alone() -> None:
+    _, plain = over(torch.optim.AdamW, {}, fused=False)
+    assert not scales(plain)
+
+    class Own(torch.optim.AdamW):
+        """May look at gradients in its `step`."""
+
+    assert not scales(Own(nn.Linear(2, 2).parameters(), fused=True))
+    _, optimizer = over(torch.optim.AdamW, {})
+    hook = optimizer.register_step_pre_hook(lambda *_: None)
+    assert not scales(optimizer)
+    hook.remove()
+    assert scales(optimizer)
+
+
+def test_hooks_before_an_update_see_the_gradient_of_the_mean_loss() -> None:
+    norms: list[float] = []
+    trainer = Trainer(language_model("transformer"), precision="fp32", max_steps=2, gradient_clip=0.01)
+
+    def watch(optimizer: Optimizer, *_: Any) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    trainer.optimizer.register_step_pre_hook(watch)
+    assert all(record.clipped for record in trainer.steps(Tokens()))
+    assert norms == pytest.approx([0.01, 0.01], rel=1e-4)
+
+
+def test_clipping_is_the_same_with_and_without_a_pass_of_its_own() -> None:
+    def losses(*, hooked: bool) -> list[float]:
+        trainer = Trainer(language_model("transformer"), precision="fp32", max_steps=4, gradient_clip=0.1)
+        assert scales(trainer.optimizer)
+        if hooked:
+            trainer.optimizer.register_step_pre_hook(lambda *_: None)
+        return [float(record.loss) for record in trainer.steps(Tokens())]
+
+    assert losses(hooked=True) == pytest.approx(losses(hooked=False), rel=1e-6)
