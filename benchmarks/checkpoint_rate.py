@@ -3,9 +3,10 @@
     python -m benchmarks.checkpoint_rate [--millions 25] [--rounds 3] [--ranks 1,2,4] [--folder DIR] [--write]
 
 The disk's own rate: `dd` of as many bytes into one file with `conv=fsync`, before each save; and once more past the
-page cache (`oflag=direct`), which is as fast as the disk is, and asks nothing of the processor. A save is the
-whole of it: copy, CRC-32, files, folders and manifest synced, renamed. All ranks write to the same disk, each its shard (fsdp), so
-that more ranks cannot be faster than the disk. Reading is that of the newest checkpoint, checked, from the page cache.
+page cache (`oflag=direct`), which is as fast as the disk is, and asks nothing of the processor. A save is the whole of
+it: copy, CRC-32, files, folders and manifest synced, renamed. All ranks write to the same disk, each its shard (fsdp),
+so that more ranks cannot be faster than the disk. Reading is that of the newest checkpoint, checked, from the page
+cache.
 """
 
 import argparse
