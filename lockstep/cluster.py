@@ -21,6 +21,7 @@ from lockstep.config import DistributedConfig
 from lockstep.cores import threads_per_rank
 from lockstep.environment import RankFacts, rank_facts
 from lockstep.errors import UsageError
+from lockstep.heap import keep_freed_memory
 from lockstep.rendezvous import rendezvous
 
 _log = logging.getLogger("lockstep")
@@ -65,6 +66,8 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     device = _choose_device(config.device, facts)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything else touches a GPU, or every rank makes a context on GPU 0
+    else:
+        keep_freed_memory()
     _share_out_threads(facts)
     backend = _choose_backend(config.backend, device)
     if facts.launcher == "none" and not dist.is_initialized():

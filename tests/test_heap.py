@@ -1,0 +1,75 @@
+"""Memory that is freed and asked for again: counted in page faults, each in a process of its own."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from tests.ranks import REPOSITORY
+
+# 64 blocks of 4 MiB are written and freed, twenty times over, as the gradients of twenty steps are.
+PROGRAM = """
+import resource, sys
+import torch
+from lockstep.heap import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    print(keep_freed_memory())
+faults = []
+for _ in range(20):
+    blocks = [torch.ones(1 << 20) for _ in range(64)]
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    del blocks
+print(faults[-1] - faults[9])
+"""
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="NOT TESTED: the C library is not glibc")
+
+
+def run(what: str, **environment: str) -> list[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, what], env={**kept, **environment}, cwd=REPOSITORY, check=True,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    return done.stdout.split()
+
+
+def test_freed_memory_is_there_again_without_page_faults() -> None:
+    kept, faults = run("keep")
+    assert kept == "True"
+    assert int(faults) < 1000, "256 MiB are 65,536 pages"
+    assert int(run("leave")[0]) > 50_000, "the system took them back, as it does by default"
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"])
+def test_settings_of_ones_own_are_left_alone(name: str) -> None:
+    assert run("keep", **{name: "131072"})[0] == "False"
+
+
+def test_tunables_of_ones_own_are_left_alone() -> None:
+    assert run("keep", GLIBC_TUNABLES="glibc.malloc.trim_threshold=131072")[0] == "False"
+
+
+def test_a_run_on_a_cpu_keeps_it() -> None:
+    program = """
+import resource
+import torch
+from torch import nn
+from lockstep import Trainer
+from lockstep.config import config_from
+
+model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+config = config_from({"training.batch_size": 4, "training.max_steps": 12, "distributed.device": "cpu"})
+trainer = Trainer(model, loss_fn=nn.MSELoss(), config=config)
+data = torch.utils.data.TensorDataset(torch.randn(64, 1024), torch.randn(64, 1024))
+faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt for _ in trainer.steps(data)]
+print((faults[-1] - faults[3]) // (len(faults) - 4))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, check=True, capture_output=True, text=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")},
+    )  # fmt: skip
+    assert int(done.stdout) < 100, "its gradients are 8192 pages"
