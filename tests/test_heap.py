@@ -9,7 +9,7 @@ import pytest
 
 from tests.ranks import REPOSITORY
 
-# 64 blocks of 4 MiB are written and freed, twenty times over, as the gradients of twenty steps are.
+# Blocks of 40 MiB, larger than any that glibc keeps of itself, are written and freed as gradients are.
 PROGRAM = """
 import resource, sys
 import torch
@@ -18,11 +18,11 @@ from lockstep.heap import keep_freed_memory
 if sys.argv[1] == "keep":
     print(keep_freed_memory())
 faults = []
-for _ in range(20):
-    blocks = [torch.ones(1 << 20) for _ in range(64)]
+for _ in range(8):
+    blocks = [torch.ones(10 << 20) for _ in range(4)]
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
     del blocks
-print(faults[-1] - faults[9])
+print(faults[-1] - faults[3])
 """
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="NOT TESTED: the C library is not glibc")
@@ -40,8 +40,8 @@ def run(what: str, **environment: str) -> list[str]:
 def test_freed_memory_is_there_again_without_page_faults() -> None:
     kept, faults = run("keep")
     assert kept == "True"
-    assert int(faults) < 1000, "256 MiB are 65,536 pages"
-    assert int(run("leave")[0]) > 50_000, "the system took them back, as it does by default"
+    assert int(faults) < 1000, "160 MiB are 40,960 pages"
+    assert int(run("leave")[0]) > 100_000, "the system took them back four times, as it does by default"
 
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"])
@@ -72,4 +72,4 @@ print((faults[-1] - faults[3]) // (len(faults) - 4))
         [sys.executable, "-c", program], cwd=REPOSITORY, check=True, capture_output=True, text=True,
         env={name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")},
     )  # fmt: skip
-    assert int(done.stdout) < 100, "its gradients are 8192 pages"
+    assert int(done.stdout) < 1000, "its gradients are 8192 pages"
