@@ -27,15 +27,17 @@ EVERY, CLIP, RATE, SAMPLES, STEPS = 10, 1.0, 1e-3, 100_000, 1_000_000
 
 
 class Size(NamedTuple):
-    """Of a model and its batches; `block`: steps between two words with the conductor, a multiple of `EVERY`."""
+    """Of a model and its batches; `block`: steps between two words with the conductor, a multiple of `EVERY`; `rounds`:
+    in a launch of one rank. A machine's speed wavers by a tenth from second to second: short steps take many rounds."""
 
     width: int
     depth: int
     batch: int
     block: int
+    rounds: int
 
 
-SIZES = {"1ms": Size(64, 4, 8, 200), "5ms": Size(256, 8, 32, 40), "50ms": Size(768, 10, 96, 10)}
+SIZES = {"1ms": Size(64, 4, 8, 200, 40), "5ms": Size(256, 8, 32, 40, 40), "50ms": Size(768, 10, 96, 10, 8)}
 
 
 class Net(nn.Module):

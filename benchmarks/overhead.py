@@ -1,7 +1,6 @@
 """What a step costs besides the model's own work: Lockstep, the loop that one writes by hand, and its peers.
 
-    python -m benchmarks.overhead [--ranks 1,2] [--sizes 1ms,5ms,50ms] [--rounds 7] [--launches 5] [--instructions]
-        [--write]
+    python -m benchmarks.overhead [--ranks 1,2] [--sizes 1ms,5ms,50ms] [--launches 5] [--instructions] [--write]
 
 The contestants (`benchmarks.contestants`) run side by side in one tree of processes and take turns, a block of steps
 each, in a new order every round; all but one stand still. A contestant's figure of a round is divided by that of the
@@ -117,9 +116,10 @@ def present(names: list[str]) -> list[str]:
     return [name for name in names if name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None]
 
 
-def timed(names: list[str], size: str, ranks: int, rounds: int, launches: int) -> dict[str, Found]:
+def timed(names: list[str], size: str, ranks: int, launches: int) -> dict[str, Found]:
     """Rounds of blocks, all contestants in turn; of several launches, for where memory lies makes a difference."""
     found: dict[str, Found] = {name: {} for name in names}
+    rounds = max(3, SIZES[size].rounds // ranks**2)  # over a link a step takes longer
     for _ in range(launches):
         for name, of in launched(names, size, ranks, rounds).items():
             for key, values in of.items():
@@ -183,7 +183,6 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--only", default=",".join(CONTESTANTS), help=f"contestants, {BASE} among them")
-    parser.add_argument("--rounds", type=int, default=7, help="of each launch")
     parser.add_argument("--launches", type=int, default=5)
     parser.add_argument("--instructions", action="store_true", help="count those too, under valgrind")
     parser.add_argument("--write", action="store_true")
@@ -193,7 +192,7 @@ def main() -> None:
     names, lines = present(asked.only.split(",")), []
     for ranks in map(int, asked.ranks.split(",")):
         for size in asked.sizes.split(","):
-            found = timed(names, size, ranks, asked.rounds, asked.launches)
+            found = timed(names, size, ranks, asked.launches)
             if asked.instructions:
                 for name in names:
                     found[name]["instructions"] = [counted(name, size, ranks)]
@@ -206,8 +205,8 @@ def main() -> None:
 def text_of(lines: list[str], asked: Any, absent: list[str]) -> str:
     versions = [f"{p} {importlib.metadata.version(p)}" for p in sorted({"torch", *PACKAGES.values()}) if _has(p)]
     flags = (
-        f"--ranks {asked.ranks} --sizes {asked.sizes} --rounds {asked.rounds} --launches "
-        f"{asked.launches}" + " --instructions" * asked.instructions
+        f"--ranks {asked.ranks} --sizes {asked.sizes} --launches {asked.launches}"
+        + " --instructions" * asked.instructions
     )
     return page(
         "What a step costs besides the model's own work",
@@ -215,9 +214,9 @@ def text_of(lines: list[str], asked: Any, absent: list[str]) -> str:
         f"{', '.join(versions)}; Python {platform.python_version()}, {machine()}"
         + (f"; absent: {', '.join(absent)}" if absent else ""),
         [
-            f"Medians of {asked.launches} launches of {asked.rounds} rounds of blocks in turn; × is the median of the",
-            "rounds' ratios to the hand-written loop (the middle half of them). Calls are those of functions in the",
-            "training thread, a step.",
+            f"Medians over the rounds of {asked.launches} launches, blocks in turn; × is the median of the rounds'",
+            "ratios to the hand-written loop (the middle half of them). Calls are those of functions in the training",
+            "thread, a step.",
         ],
         "| size | ranks | contestant | ms a step | × time | × CPU | calls | M instructions | × |",
         lines,
