@@ -126,6 +126,20 @@ def _precision(config: Config) -> Iterator[Contradiction]:
             "fp16 autocast over bf16 parameters has the range of neither",
             "write mode: bf16, or param_dtype: fp32",
         )
+    if precision.fp8 != "none" and precision.mode == "fp16":
+        yield Contradiction(
+            ("precision.fp8", "precision.mode"),
+            f"fp8: {precision.fp8} is not offered under fp16",
+            "write mode: bf16, or fp8: none",
+            "what the loss scale lifts into fp16's range, float8 scales again; nothing has compared the two",
+        )
+    if precision.fp8 != "none" and config.distributed.strategy == "dp":
+        yield Contradiction(
+            ("precision.fp8", "distributed.strategy"),
+            f"fp8: {precision.fp8} would be another step under dp",
+            "write strategy: ddp, or fp8: none",
+            "dp cuts a micro-batch, and each GPU's part of it would get a scale of its own",
+        )
     if not scale.min_scale <= scale.initial_scale <= scale.max_scale:
         yield Contradiction(
             ("precision.loss_scale.min_scale", "precision.loss_scale.initial_scale", "precision.loss_scale.max_scale"),
@@ -186,6 +200,12 @@ def _reproducible(config: Config) -> Iterator[Contradiction]:
                 f"{key}: {value} rounds differently on another number of ranks, so the bits can't be equal",
                 f"write {key}: {needed}, or reproducible: false",
             )
+    if config.precision.fp8 != "none":
+        yield Contradiction(
+            ("distributed.reproducible", "precision.fp8"),
+            f"equal bits are not shown for precision.fp8: {config.precision.fp8}",
+            "write precision.fp8: none, or reproducible: false",
+        )
     if distributed.ddp.static_graph:
         yield Contradiction(
             ("distributed.reproducible", "distributed.ddp.static_graph"),

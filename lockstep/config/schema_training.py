@@ -230,5 +230,10 @@ class PrecisionConfig(Section):
         description="How parameters are kept. `bf16` is a choice of its own with other results; refused under "
         "`distributed.reproducible`.",
     )
+    fp8: Literal["none", "linears", "emulated"] = Field(
+        default="none",
+        description="`linears`: those inside blocks multiply in float8, on NVIDIA GPUs of compute capability 8.9 on. "
+        "`emulated`: the same roundings on any device, slowly. Needs torchao.",
+    )
     tf32: bool = Field(default=False, description="Allow TF32 in fp32 matrix products on GPUs that have it.")
     loss_scale: LossScaleConfig = Field(default_factory=LossScaleConfig, description="Loss scaling, for `fp16` only.")

@@ -1,6 +1,6 @@
 """`place`: from a model and a layout to `Placed`. One ordered list; each strategy is one file beside this one.
 
-checks → names → keyed randomness → activation checkpointing → compile → shard or replicate → first values
+checks → names → keyed randomness → float8 → activation checkpointing → compile → shard or replicate → first values
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from lockstep.parallel import accelerate, data_parallel, ddp, diloco, divergence
 from lockstep.parallel.blocks import key_model, transform_blocks
 from lockstep.parallel.buffers import refuse_synchronised
 from lockstep.parallel.compiled import ColdStart
+from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.initial import FirstValues, agree, canonical_names, on_meta
 from lockstep.parallel.ledger import Ledger, Share
 from lockstep.parallel.loop import evaluated, in_order, plain_forward
@@ -85,7 +86,8 @@ def _prepared(
     first = FirstValues(model, config.training.seed) if on_meta(model) else None
     if layout.strategy != "dp" or data_parallel.num_gpus(device) == 1:
         key_model(model, cursor, blocks)
-    notices = transform_blocks(model, config.training, cursor, blocks)
+    notices = apply_fp8(model, blocks, config.precision.fp8, device)
+    notices += transform_blocks(model, config.training, cursor, blocks)
     if config.distributed.reproducible:
         reproducible.require(config, layout)
         notices += reproducible.switch_on(device) + reproducible.extra_traffic(config, layout)

@@ -35,6 +35,7 @@ def require(config: Config, layout: Layout) -> None:
     refused = {
         "distributed.strategy": (layout.strategy in ("dp", "accelerate"), layout.strategy, "ddp"),
         "precision.param_dtype": (config.precision.param_dtype != "fp32", config.precision.param_dtype, "fp32"),
+        "precision.fp8": (config.precision.fp8 != "none", config.precision.fp8, "none"),
         "distributed.ddp.compression.kind": (
             layout.strategy == "ddp" and distributed.ddp.compression.kind != "none",
             distributed.ddp.compression.kind,

@@ -36,6 +36,8 @@ def plan(config: Config, asked: Asked) -> str:
         mode = "bf16" if cluster.gpu.has_bf16 else "fp16"
         config = config.replaced({"precision.mode": mode})
         said.append(f"precision.mode auto is {mode} on {cluster.gpu.name}")
+    if config.precision.fp8 != "none":
+        said.append(f"precision.fp8 {config.precision.fp8} is not counted: memory and time are those of fp8: none")
     work = workload_of(config)
     found = candidates(work, config, cluster)
     best = found[0] if found else None

@@ -179,6 +179,9 @@ def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int)
     if config.precision.param_dtype != "fp32":
         notices.append(f"param_dtype fp32 instead of {config.precision.param_dtype}, which one process does not have")
         config = config_from({"precision.param_dtype": "fp32"}, config)
+    if config.precision.fp8 != "none":
+        notices.append("without fp8: where a last bit differs it rounds to another number, as far off as an error is")
+        config = config_from({"precision.fp8": "none"}, config)
     return Spec(config, make, steps, _threads(max(parse_topology(topology)[1] for topology in against))), notices
 
 

@@ -196,8 +196,9 @@ FREE: dict[str, st.SearchStrategy[Any]] = {
     "checkpoint.resume": texts.filter(bool),
 }
 CONTRADICTED = (
-    *("training.lr_scaling", "precision.param_dtype", "data.persistent_workers", "distributed.reproducible"),
-    *("distributed.pipeline.schedule", "distributed.strategy", "distributed.device", "distributed.accelerate"),
+    *("training.lr_scaling", "precision.param_dtype", "precision.fp8", "data.persistent_workers"),
+    *("distributed.reproducible", "distributed.pipeline.schedule", "distributed.strategy", "distributed.device"),
+    "distributed.accelerate",
 )
 drawn = {key: facts for key, facts in all_keys().items() if not key.startswith(CONTRADICTED)}
 chosen = {key: st.sampled_from(facts.choices) for key, facts in drawn.items() if facts.choices}

@@ -38,9 +38,12 @@ def test_plan_ranks_layouts_and_writes_the_best(tmp_path: Path) -> None:
     config, best, chart = tmp_path / "c.yaml", tmp_path / "best.yaml", tmp_path / "chart.svg"
     config.write_text(SMALL)
     said = lockstep(
-        str(config), "--gpus", "2", "--gpu-type", "RTX-4090", "--json", "--write", str(best), "--chart", str(chart)
+        *(str(config), "precision.fp8=linears", "--gpus", "2", "--gpu-type", "RTX-4090"),
+        *("--json", "--write", str(best), "--chart", str(chart)),
     )
-    layouts = json.loads(said)["layouts"]
+    found = json.loads(said)
+    assert any("precision.fp8 linears is not counted" in notice for notice in found["notices"])
+    layouts = found["layouts"]
     assert {"ddp:2", "fsdp:2"} <= {layout["layout"] for layout in layouts}
     speeds = [layout["samples_per_second"] for layout in layouts if layout["fits"]]
     assert speeds == sorted(speeds, reverse=True)

@@ -9,7 +9,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import config_from
 from lockstep.errors import UsageError
-from lockstep.verify import default_against, verify, worker
+from lockstep.verify import _spec, default_against, verify, worker
 from lockstep.verify.subject import Case, Spec
 from tests.test_ready_configs import READY, small
 from tests.verify import subjects
@@ -37,6 +37,12 @@ def test_a_ready_config_is_verified(capsys: pytest.CaptureFixture[str]) -> None:
         ("ddp:2", True, None),
     ]
     assert "ddp:2: 2 steps" in printed.err
+
+
+def test_it_compares_without_float8_and_says_so() -> None:
+    spec, notices = _spec(config_from({"precision.fp8": "emulated"}), None, ["ddp:2"], 2)
+    assert spec.config.precision.fp8 == "none"
+    assert any("without fp8" in notice for notice in notices)
 
 
 def test_a_difference_is_explained_and_the_exit_code_is_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,105 @@
+"""Linear layers that multiply in float8, by torchao: operands in e4m3, gradients of outputs in e5m2.
+
+Each tensor has one scale, which is read from its own largest magnitude as it is multiplied: a whole weight, or one
+micro-batch's activations or their gradients. None of that depends on where a micro-batch runs, so every strategy takes
+the same step. Parameters stay as they are, and so do their names: a checkpoint knows nothing of float8.
+
+Scaling "per tensor" is that of Micikevicius et al., FP8 Formats for Deep Learning, 2022 (arXiv:2209.05433).
+"""
+
+import logging
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.parallel.placement import Blocks
+
+_MULTIPLE = 16  # of both dims, which the GPUs' instructions ask for
+_CAPABILITY = (8, 9)  # of the first NVIDIA GPUs that multiply in float8
+
+
+def apply_fp8(model: nn.Module, blocks: Blocks, kind: str, device: torch.device) -> list[str]:
+    """Let the linears inside `blocks` multiply in float8; call it before anything wraps them.
+
+    Taken are linears of torch's own class, both of whose dims are multiples of 16, without hooks, which would be lost.
+    What is outside blocks (embedding, head) and a block that is a linear itself stay as they are.
+
+    Args:
+        kind: `precision.fp8`: none, linears, or emulated, which rounds to float8 and multiplies in float32.
+
+    Returns:
+        a line to be said at start, unless the kind is none.
+
+    Raises:
+        UsageError: torchao or the hardware is missing, or there is no such linear.
+    """
+    if kind == "none":
+        return []
+    if kind == "linears":
+        _require_hardware(device)
+    inside = {module for _, block in blocks for module in block.modules() if module is not block}
+    fitting = [module for module in inside if _fits(module)]
+    linears = sum(isinstance(module, nn.Linear) for module in model.modules())
+    if not fitting:
+        raise UsageError(
+            f"none of the {linears} nn.Linear in {type(model).__name__} can multiply in float8",
+            where="precision.fp8",
+            why=f"that takes one inside a repeated block, with both dims multiples of {_MULTIPLE}; products that a "
+            "model writes out itself are left alone",
+            fix="write fp8: none, or choose sizes that are such multiples",
+        )
+    convert = _conversion(emulate=kind == "emulated")
+    converted = {module: convert(module) for module in fitting}
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):  # named_children() tells of one that comes twice once
+            if child in converted:
+                setattr(parent, name, converted[child])
+    return [f"fp8: {len(fitting)} of {linears} linears, {kind}, torchao {version('torchao')}"]
+
+
+def _fits(module: nn.Module) -> bool:
+    if type(module) is not nn.Linear:  # a subclass computes something else
+        return False
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return not hooked and module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
+
+
+def _require_hardware(device: torch.device) -> None:
+    cuda = device.type == "cuda"
+    if cuda and torch.version.hip is None and torch.cuda.get_device_capability(device) >= _CAPABILITY:
+        return
+    here = torch.cuda.get_device_name(device) if cuda else f"the device {device.type}"
+    raise UsageError(
+        f"fp8: linears needs an NVIDIA GPU that multiplies in float8, and this is {here}",
+        where="precision.fp8",
+        why="those of compute capability 8.9 on do: Ada (L4, L40S, RTX 4090), Hopper (H100, H200), Blackwell (B200)",
+        fix="write fp8: none, or fp8: emulated, which shows anywhere what float8 does to the loss, and is slow",
+    )
+
+
+def _conversion(*, emulate: bool) -> Callable[[nn.Module], nn.Module]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # torchao tells of kernels for other uses that do not load here
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise UsageError(
+            "precision.fp8 needs torchao, which is not installed",
+            where="precision.fp8",
+            why=str(error),
+            fix="pip install 'lockstep-train[fp8]', or write fp8: none",
+        ) from None
+    finally:
+        logging.disable(before)
+    # Samples × length of a micro-batch may be no multiple of 16 either: the sum over it is filled up with zeros.
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
+
+    def convert(linear: nn.Module) -> nn.Module:
+        converted: Any = convert_to_float8_training(linear, config=config)
+        return converted.train(linear.training)  # type: ignore[no-any-return]
+
+    return convert
