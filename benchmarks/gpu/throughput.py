@@ -1,18 +1,21 @@
 """Tokens a second, MFU and peak memory of Lockstep and of the best loop that one writes by hand, on one GPU.
 
     python -m benchmarks.gpu.throughput [--models transformer-124m,transformer-1.3b,bdh] [--rounds 9] [--steps 20]
+        [--fp8 linears]
     python -m benchmarks.gpu.throughput --device cpu --tiny
 
 Both train the same model from the same data in bf16 (autocast over fp32 parameters), compiled, with fused AdamW, flash
 attention and clipping, and log on every tenth step. They take turns in blocks of steps; the median of the rounds'
 ratios is quoted. FLOPs are those of the model's own matrix products, counted eagerly, so that recomputation counts for
 nothing; the peak is the data sheet's. Predicted memory is `lockstep plan`'s rehearsal of the same step, uncompiled.
+With `--fp8` Lockstep's linears multiply in float8, and the loop by hand stays in bf16.
 """
 
 import gc
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -65,7 +68,7 @@ def by_hand(work: Workload, device: torch.device, compiled: bool) -> Iterator[No
         yield
 
 
-def config_of(work: Workload, device: torch.device, compiled: bool) -> Config:
+def config_of(work: Workload, device: torch.device, compiled: bool, fp8: str = "none") -> Config:
     cuda = device.type == "cuda"
     return config_from(
         {
@@ -77,6 +80,7 @@ def config_of(work: Workload, device: torch.device, compiled: bool) -> Config:
             "training.gradient_clip.value": CLIP,
             "training.compile": compiled,
             "precision.mode": "bf16",
+            "precision.fp8": fp8,
             "data.num_workers": 2 * cuda,
             "data.pin_memory": cuda,
             "distributed.strategy": "single",
@@ -84,11 +88,11 @@ def config_of(work: Workload, device: torch.device, compiled: bool) -> Config:
     )
 
 
-def lockstep(work: Workload, device: torch.device, compiled: bool) -> Iterator[None]:
+def lockstep(work: Workload, device: torch.device, compiled: bool, fp8: str = "none") -> Iterator[None]:
     """One step for each `next`."""
     with torch.device("meta"):
         model = work.model()
-    trainer = Trainer(model, config=config_of(work, device, compiled))
+    trainer = Trainer(model, config=config_of(work, device, compiled, fp8))
     for record in trainer.steps(RandomTokens(work.length, work.args.get("vocab_size", 256))):
         if record.step % EVERY == 0:
             assert float(record.loss) + float(record.grad_norm) > 0
@@ -123,7 +127,7 @@ def predicted(work: Workload, device: torch.device) -> float:
 
 def rows(name: str, work: Workload, device: torch.device, asked: Any) -> list[str]:
     peaks, contestants = {}, {}
-    for title, make in (("by hand", by_hand), ("lockstep", lockstep)):
+    for title, make in (("by hand", by_hand), ("lockstep", partial(lockstep, fp8=asked.fp8))):
         held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         contestants[title] = make(work, device, asked.compile)
         block(contestants[title], 5, device)
@@ -151,6 +155,7 @@ def main() -> None:
     arguments.add_argument("--models", default=",".join(WORKLOADS))
     arguments.add_argument("--rounds", type=int, default=9)
     arguments.add_argument("--steps", type=int, default=20, help="in a block")
+    arguments.add_argument("--fp8", default="none", choices=["none", "linears", "emulated"])
     arguments.add_argument("--no-compile", dest="compile", action="store_false")
     asked = arguments.parse_args()
     device = require(asked.device)
