@@ -287,21 +287,25 @@ def reductions(settings: dict[str, Any]) -> dict[str, int]:
     """How often, in one step, schedules run and gradients are reduced over replicas."""
     counts = {"runs": 0, "reductions": 0}
     trainer = trainer_of(deep(), settings)
-    reduce, run = PipelineStage.perform_reduce_grad, Schedule.run
+    # From torch 2.15 on the first is called, by itself or by the second.
+    name = "start_gradient_reduction" if hasattr(PipelineStage, "start_gradient_reduction") else "perform_reduce_grad"
+    reduce, run = getattr(PipelineStage, name), Schedule.run
 
-    def counted_reduce(self: Any, factor: int) -> None:
+    def counted_reduce(self: Any, *factor: int) -> None:
         counts["reductions"] += 1
-        reduce(self, factor)
+        reduce(self, *factor)
 
     def counted_run(self: Any) -> None:
         counts["runs"] += 1
         run(self)
 
-    PipelineStage.perform_reduce_grad, Schedule.run = counted_reduce, counted_run  # type: ignore[method-assign]
+    setattr(PipelineStage, name, counted_reduce)
+    Schedule.run = counted_run  # type: ignore[method-assign]
     try:
         next(iter(trainer.steps(Tokens())))
     finally:
-        PipelineStage.perform_reduce_grad, Schedule.run = reduce, run  # type: ignore[method-assign]
+        setattr(PipelineStage, name, reduce)
+        Schedule.run = run  # type: ignore[method-assign]
     return counts
 
 

@@ -164,6 +164,7 @@ class Stage(PipelineStage):
         metas = self._input_metas[fwd_chunk_id]
         received = () if self.is_first else self._inputs.pop(fwd_chunk_id)
         inputs = tuple(t.requires_grad_(m.requires_grad) for t, m in zip(received, metas, strict=True))
+        _reduces_by_hand(self.submod)
         with self._forward_at(self.stage_index, fwd_chunk_id):
             output = self.forward_maybe_with_nosync(*inputs)  # type: ignore[no-untyped-call]
         outputs = (output,) if isinstance(output, Tensor) else output
@@ -250,6 +251,16 @@ class Stage(PipelineStage):
         if self._reduces:
             super().perform_reduce_grad(grad_scale_factor)
 
+    # From torch 2.15 on, schedules with several stages a rank call its two halves.
+
+    def start_gradient_reduction(self) -> None:
+        if self._reduces:
+            super().start_gradient_reduction()  # type: ignore[misc]
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        if self._reduces:
+            super().wait_for_gradient_reduction(grad_scale_factor)  # type: ignore[misc]
+
 
 def _sendable(value: Tensor, gradient: Tensor | None) -> Tensor | None:
     """A gradient as the stage before waits for it; an input that was not used has one of zeros."""
@@ -262,6 +273,22 @@ def _shapes(metas: Metas) -> str:
     return ", ".join(f"{str(m.dtype).removeprefix('torch.')}{list(m.shape)}" for m in metas) or "nothing"
 
 
-def reduce_gradients(unit: nn.Module) -> None:
+def _reduces_by_hand(unit: Any) -> None:
+    """From torch 2.15 on FSDP2 wants to know before a forward pass that gradients are reduced when it is told to."""
+    if hasattr(unit, "set_manual_backward_finalization") and torch.is_grad_enabled():
+        unit.set_manual_backward_finalization(True)
+
+
+def reduce_gradients(unit: Any) -> None:
     """Sum the gradients of an FSDP2 unit, whose backward passes are over, over its replicas and shards."""
-    PipelineStage.perform_reduce_grad(SimpleNamespace(submod=unit), 1)  # type: ignore[arg-type]
+    if not hasattr(unit, "finalize_backward"):  # before torch 2.15
+        PipelineStage.perform_reduce_grad(SimpleNamespace(submod=unit), 1)  # type: ignore[arg-type]
+        return
+    _reduces_by_hand(unit)
+    unit.set_requires_gradient_sync(True)
+    unit.set_reshard_after_backward(True)
+    for state in unit._get_fsdp_state()._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            group._post_backward_pending = True  # its forward pass, which would have said so, is none of this step's
+    unit.finalize_backward()
+    unit.set_manual_backward_finalization(False)
