@@ -22,6 +22,7 @@ HEADROOM = 230 * 2**20  # above what a process has before it builds the model; 4
 
 def held_bytes() -> int:
     """Bytes of all storages behind live tensors, each counted once."""
+    gc.collect()  # what an earlier trainer held, in cycles of references, is live no more
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated objects of torch warn when they are looked at
         tensors = [t for t in gc.get_objects() if isinstance(t, Tensor)]
