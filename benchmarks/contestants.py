@@ -34,7 +34,7 @@ class Size(NamedTuple):
     depth: int
     batch: int
     block: int
-    rounds: int
+    rounds: int = 8
 
 
 SIZES = {"1ms": Size(64, 4, 8, 200, 40), "5ms": Size(256, 8, 32, 40, 40), "50ms": Size(768, 10, 96, 10, 8)}
