@@ -55,7 +55,7 @@ class Host:
 def sent_bytes() -> int:
     """Bytes that the host on which this process runs has put on its link, less what TCP sent twice.
 
-    TCP repeats segments whose receiver had no core for a while: 2 % more bytes were seen, of which no program knows.
+    TCP repeats segments whose receiver had no core for a while: 4 % more bytes were seen, of which no program knows.
     """
     sent = int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
     names, values = (line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if "Tcp:" in line)

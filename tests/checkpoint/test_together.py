@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def test_each_rank_keeps_what_it_agreed_on(one_rank_of_a_group: list[int]) -> No
     assert max(one_rank_of_a_group) < 100
 
 
-def test_a_save_sends_no_tensors(one_rank_of_a_group: list[int], tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_save_sends_no_tensors(one_rank_of_a_group: list[int], tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(3)))
     trainer = Trainer(model, loss_fn=nn.MSELoss(), batch_size=1, max_steps=2)
     trainer.training_step((torch.ones(1, 300), torch.zeros(1, 300)))
