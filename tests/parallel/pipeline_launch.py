@@ -40,6 +40,7 @@ ON_TWO: dict[str, tuple[Any, ...]] = {
     "carried, 1F1B": ("Carrying", piped("1F1B")),
     "carried, DualPipeV": ("Carrying", piped("DualPipeV")),
     "carried, InterleavedZeroBubble": ("Carrying", piped("InterleavedZeroBubble")),
+    "twofold, split": ("Twofold", piped("ZBVZeroBubble")),
     "frozen": ("frozen", piped("1F1B")),
     "frozen, split": ("frozen", piped("ZBVZeroBubble")),
     "spare parameter": ("with_spare", piped("1F1B")),

@@ -18,8 +18,8 @@ class Backward:
     The first half computes gradients of the inputs, and keeps the gradient that reached each operation with a weight.
     The second half goes on from there: torch finds, for each weight, these operations. It goes wrong where a weight has
     several of them in a row (layers that share it): what lies between them is gone through anew, and freed, for each
-    such weight. And a weight that has none, because its gradient does not meet the inputs', is passed over. In these
-    cases the second half starts from the outputs.
+    such weight. A weight that has none, because its gradient does not meet the inputs', is passed over. And torch 2.11
+    adds up the gradients of an operation's several outputs. In these cases the second half starts from the outputs.
     """
 
     outputs: tuple[Tensor, ...]
@@ -31,25 +31,45 @@ class Backward:
         self.differentiable = any(output.requires_grad for output in self.outputs)
         self.nothing: Gradients = (None,) * len(self.inputs)
 
-    def arguments(self, *, full: bool) -> dict[str, Any]:
-        """As torch takes them; its two kinds of backward pass say differently that the output is the loss."""
-        sent_back = (None,) if self.sent_back is None and full else self.sent_back
+    def arguments(self) -> dict[str, Any]:
+        """Of a whole backward pass, as torch takes them."""
+        sent_back = (None,) if self.sent_back is None else self.sent_back
         return {"stage_output": self.outputs, "output_grads": sent_back, "input_values": list(self.inputs)}
 
     def remember(self) -> None:
         """Before the first half, which cuts the outputs off."""
         pairs = zip(self.outputs, self.sent_back or (None,), strict=True)
-        kept = [(get_gradient_edge(output), gradient) for output, gradient in pairs if output.requires_grad]
-        self._edges = [edge for edge, _ in kept]
+        kept = [(output, gradient) for output, gradient in pairs if output.requires_grad]
+        self._ends = [output for output, _ in kept]
+        self._edges = [get_gradient_edge(output) for output in self._ends]
         self._gradients = [gradient for _, gradient in kept]
-        inputs = {id(value) for value in self.inputs}
-        self._weights = {node for node in _leaves(self._edges) if id(node.variable) not in inputs}
+        leaves = _leaves(self._edges)
+        inputs, used = {id(value) for value in self.inputs}, {id(node.variable) for node in leaves}
+        self._weights = {node for node in leaves if id(node.variable) not in inputs}
+        self._uses = [id(value) in used for value in self.inputs]
+        self.reaches_inputs = any(self._uses)
+
+    def arguments_of_first_half(self) -> dict[str, Any]:
+        """As torch takes them, and only what has a gradient.
+
+        torch 2.11 stops at outputs and inputs that have none, like integers, or leaves them out of what it returns.
+        """
+        return {
+            "stage_output": self._ends,
+            "output_grads": None if self.sent_back is None else self._gradients,
+            "input_values": [value for value, uses in zip(self.inputs, self._uses, strict=True) if uses],
+        }
+
+    def of_all_inputs(self, gradients: Gradients) -> Gradients:
+        """What torch's first half returned, by input."""
+        found = iter(gradients)
+        return tuple(next(found) if uses else None for uses in self._uses)
 
     def go_on_from(self, groups: list[dict[str, Any]] | None) -> None:
         """After the first half: keep what it found if torch's second half is right for this graph, else the outputs."""
         assert groups is not None
         found = {node for group in groups for node in group["params"]}
-        if found >= self._weights and all(len(group["intermediates"]) == 1 for group in groups):
+        if found >= self._weights and all(map(_is_simple, groups)):
             self.groups = groups
             self._edges.clear()  # what lies behind the weights' operations can go
 
@@ -59,6 +79,11 @@ class Backward:
         for weight, gradient in zip(weights, found, strict=True):
             if gradient is not None:
                 weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+
+def _is_simple(group: dict[str, Any]) -> bool:
+    """A group of weights with one operation, of whose outputs only the first has a gradient."""
+    return len(group["intermediates"]) == 1 and all(gradient is None for gradient in group["grads"][0][1:])
 
 
 def _leaves(edges: Sequence[Any]) -> set[Any]:

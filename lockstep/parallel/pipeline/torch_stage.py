@@ -206,7 +206,7 @@ class Stage(PipelineStage):
     def _whole(self, call: Backward, carried: tuple[Tensor, ...] = ()) -> Gradients:
         if not call.differentiable:
             return call.nothing
-        arguments = call.arguments(full=True)
+        arguments = call.arguments()
         if carried and self._leaves is not None:
             for weight, running_sum in self._leaves.roots(self.stage_index, carried):
                 arguments["stage_output"] += (weight,)
@@ -222,9 +222,11 @@ class Stage(PipelineStage):
         if self.is_first or not call.differentiable:
             return call.nothing
         call.remember()
-        gradients, groups = self.backward_maybe_with_nosync("input", call.arguments(full=False))
+        if not call.reaches_inputs:
+            return call.nothing
+        gradients, groups = self.backward_maybe_with_nosync("input", call.arguments_of_first_half())
         call.go_on_from(groups)
-        return gradients
+        return call.of_all_inputs(gradients)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self._halves:
@@ -237,7 +239,7 @@ class Stage(PipelineStage):
     def _second_half(self, bwd_chunk_id: int, call: Backward) -> None:
         with self._backward_at(self.stage_index, bwd_chunk_id):
             if self.is_first:  # it has no inputs whose gradients come first
-                self.backward_maybe_with_nosync("full", call.arguments(full=True))
+                self.backward_maybe_with_nosync("full", call.arguments())
             elif call.groups is not None:
                 arguments = {"stage_output": call.outputs, "param_groups": call.groups}
                 self.backward_maybe_with_nosync("weight", arguments)
