@@ -1,5 +1,6 @@
 """Gradients that a fused optimizer brings to scale itself: the update is that of gradients that were scaled before."""
 
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.fused import scales, step_times
+from lockstep.fused import _bare_step, scales, step_times
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model
 
@@ -63,6 +64,47 @@ def test_plain_optimizers_and_those_with_hooks_are_left_alone() -> None:
     assert not scales(optimizer)
     hook.remove()
     assert scales(optimizer)
+
+
+def test_what_torch_puts_around_an_update_is_left_out_only_where_nobody_would_notice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A profiler gets its label, a hook its call, and a `step` that somebody has replaced is the one that runs."""
+    model, optimizer = over(torch.optim.AdamW, {})
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with torch.profiler.profile() as profile:
+        step_times(optimizer, 1.0)
+    assert "Optimizer.step#AdamW.step" in {event.key for event in profile.key_averages()}
+
+    calls: list[str] = []
+    hook = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    step_times(optimizer, 1.0)
+    hook.remove()
+    step_times(optimizer, 1.0)
+    assert calls == ["after"]
+
+    labelled: Any = torch.optim.AdamW.step
+
+    @wraps(labelled)
+    def counted(*arguments: Any) -> Any:
+        calls.append("class")
+        return labelled(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.optim.AdamW, "step", counted)
+        step_times(optimizer, 1.0)
+    own = optimizer.step
+    optimizer.step = lambda: (calls.append("own"), own())[1]  # type: ignore[method-assign, assignment]
+    step_times(optimizer, 1.0)
+    assert calls == ["after", "class", "own"]
+    del optimizer.step
+
+
+def test_what_torch_puts_around_an_update_is_what_we_know() -> None:
+    """If torch wraps steps in another way, `step_times` calls `step` as it is: right, and slower."""
+    _, optimizer = over(torch.optim.AdamW, {})
+    assert _bare_step(optimizer) != optimizer.step
 
 
 def test_hooks_before_an_update_see_the_gradient_of_the_mean_loss() -> None:

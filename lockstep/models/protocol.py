@@ -35,13 +35,34 @@ class Objective:
 
     Attributes:
         inputs: batch → (positional, keyword) arguments of forward.
-        loss: (outputs, batch) → 0-dim float32 tensor, the sum over the batch's valid targets.
+        loss: (outputs, batch) → 0-dim float32 tensor, the sum over the batch's valid targets, or their mean.
         count: batch → number of valid targets, an int or a 0-dim tensor.
+        is_mean: whether `loss` is a mean.
     """
 
     inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
     loss: Callable[[Any, Any], Tensor]
     count: Callable[[Any], int | Tensor]
+    is_mean: bool = False
+
+    def summed(self, outputs: Any, batch: Any) -> Tensor:
+        """0-dim float32 tensor, the sum over the batch's valid targets."""
+        loss, times, _count = self.factors(outputs, batch)
+        return loss if times == 1 else loss * times
+
+    def factors(self, outputs: Any, batch: Any) -> tuple[Tensor, int, int | Tensor]:
+        """(loss, times, number of valid targets): the summed loss is loss × times.
+
+        So a mean needs no multiplication in the graph: what backward starts from is multiplied instead.
+        """
+        loss, count = self.loss(outputs, batch), self.count(batch)
+        if not self.is_mean:
+            return loss, 1, count
+        if isinstance(count, int) and count > 0:
+            return loss, count, count
+        n = torch.as_tensor(count, device=loss.device)
+        # A batch without a valid target has the mean 0/0: its sum is 0.
+        return torch.where(n > 0, loss * n, 0.0), 1, count
 
 
 def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> Objective:
@@ -57,11 +78,11 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
         return Objective(inputs, own.loss, own.count)
     if loss_fn is not None:
         count = getattr(model, "count", None) or _count_for(loss_fn)
-        return Objective(inputs, _summed(_with_targets(loss_fn), _reduction(loss_fn), count), count)
+        return _reduced(inputs, _with_targets(loss_fn), _reduction(loss_fn), count)
     if _is_hugging_face(model):
         return Objective(_with_sum(inputs), lambda outputs, _batch: outputs.loss.float(), _shifted_count)
     count = getattr(model, "count", num_samples)
-    return Objective(inputs, _summed(_loss_in_outputs, getattr(model, "loss_reduction", "mean"), count), count)
+    return _reduced(inputs, _loss_in_outputs, getattr(model, "loss_reduction", "mean"), count)
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -209,30 +230,26 @@ def _classes_come_last(outputs: Tensor, targets: Tensor) -> bool:
     return outputs.shape[:-1] == targets.shape and targets.ndim > 1 and not fits_torch
 
 
-def _summed(
-    loss: Callable[[Any, Any], Tensor], reduction: str, count: Callable[[Any], int | Tensor]
-) -> Callable[[Any, Any], Tensor]:
+def _reduced(
+    inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]], loss: Callable[[Any, Any], Tensor],
+    reduction: str, count: Callable[[Any], int | Tensor],
+) -> Objective:  # fmt: skip
     if reduction == "sum":
-        return lambda outputs, batch: loss(outputs, batch).float()
+        return Objective(inputs, lambda outputs, batch: loss(outputs, batch).float(), count)
     if reduction == "none":
-        return lambda outputs, batch: loss(outputs, batch).float().sum()
+        return Objective(inputs, lambda outputs, batch: loss(outputs, batch).float().sum(), count)
     if reduction == "mean":
 
-        def summed(outputs: Any, batch: Any) -> Tensor:
+        def one_number(outputs: Any, batch: Any) -> Tensor:
             mean = loss(outputs, batch)
             if mean.ndim:
                 raise UsageError(
                     f"the loss has the shape {tuple(mean.shape)}, but a mean is one number",
                     fix='declare it with reduction = "none" (it is summed), or return one number',
                 )
-            n = count(batch)
-            if isinstance(n, int) and n > 0:
-                return mean.float() * n
-            n = torch.as_tensor(n, device=mean.device)
-            # A batch without a valid target has the mean 0/0: its sum is 0.
-            return torch.where(n > 0, mean.float() * n, 0.0)
+            return mean.float()
 
-        return summed
+        return Objective(inputs, one_number, count, is_mean=True)
     raise UsageError(f"a loss with reduction {reduction!r}", fix="use mean, sum or none")
 
 

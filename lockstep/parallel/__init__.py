@@ -17,7 +17,7 @@ from lockstep.parallel.buffers import refuse_synchronised
 from lockstep.parallel.compiled import ColdStart
 from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.initial import FirstValues, agree, canonical_names, on_meta
-from lockstep.parallel.ledger import Ledger, Share
+from lockstep.parallel.ledger import Ledger, Loss, Share
 from lockstep.parallel.loop import evaluated, in_order, plain_forward
 from lockstep.parallel.placed import Placed
 from lockstep.parallel.placement import Laid, Placement
@@ -25,7 +25,7 @@ from lockstep.parallel.refused import refuse_impossible, refuse_wrapped
 from lockstep.precision import Precision, switch_tf32
 from lockstep.randomness import Cursor
 
-__all__ = ["Ledger", "Placed", "Share", "place"]
+__all__ = ["Ledger", "Loss", "Placed", "Share", "place"]
 
 STRATEGIES: dict[str, Callable[[Placement], Laid]] = {
     "single": single.lay,

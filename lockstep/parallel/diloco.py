@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lockstep.config import DiLoCoConfig
 from lockstep.parallel.buffers import RunningBuffers
-from lockstep.parallel.ledger import Ledger, Share, WorkersLedger
+from lockstep.parallel.ledger import Ledger, Loss, Share, WorkersLedger
 from lockstep.parallel.local_worker import Flat, Worker, require_one_type
 from lockstep.parallel.loop import looped
 from lockstep.parallel.numbers import Number, number
@@ -142,18 +142,16 @@ class LocalWorkers:
         worker = self._mine[0]
         return lambda share, ledger, factor, last: self._run(worker, share, ledger, factor, last=last)
 
-    def _run(
-        self, worker: Worker, share: Share, ledger: Ledger, factor: float, *, last: bool
-    ) -> tuple[Tensor, int | Tensor]:
-        loss, count = self._micro_step(share, ledger, factor, last)
+    def _run(self, worker: Worker, share: Share, ledger: Ledger, factor: float, *, last: bool) -> Loss:
+        loss = self._micro_step(share, ledger, factor, last)
         if share.real:
-            self._count = self._count + count
+            self._count = self._count + loss.targets
         worker.turn = None
         if last:
             if not isinstance(self._count, int) or self._count > 0 or share.real:
                 worker.turn = self._turn(worker, factor, ledger)
             self._count = 0
-        return loss, count
+        return loss
 
     def _turn(self, worker: Worker, factor: float, ledger: Ledger) -> Turn:
         count = torch.as_tensor(self._count, dtype=torch.float64, device=self._placed.cursor.device).clamp(min=1)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.parallel.ledger import Ledger, Share
+from lockstep.parallel.ledger import Ledger, Loss, Share
 from lockstep.parallel.placed import MicroStep, local
 from lockstep.parallel.tree_reduce import MESSAGE, all_gather_flat
 
@@ -49,7 +49,7 @@ class GlooMessages:
         """
         self._may_wait = True
 
-        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> tuple[Tensor, int | Tensor]:
+        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> Loss:
             self._last = last
             result = micro_step(share, ledger, factor, last)
             self.settle()

@@ -5,8 +5,9 @@ slots are then summed in the order of the micro-batches. So the loss of a step i
 One more column carries the ranks' votes to stop, and the step that each is in: no traffic of their own.
 """
 
+from ctypes import c_float
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,25 @@ class Share:
     real: bool = True
 
 
+class Loss(NamedTuple):
+    """A micro-batch's summed loss, as the product of two factors.
+
+    Attributes:
+        value: 0-dim float32, with its graph.
+        times: what it is multiplied by to be the sum: the number of valid targets where it is a mean, else 1.
+        targets: how many are valid.
+    """
+
+    value: Tensor
+    times: int
+    targets: int | Tensor
+
+    def summed(self) -> Tensor:
+        """The sum, detached."""
+        value = self.value.detach()
+        return value if self.times == 1 else value * self.times
+
+
 class Ledger:
     """One step's, kept on the device: nothing waits for it.
 
@@ -49,11 +69,11 @@ class Ledger:
     def _begin(self, columns: int, device: torch.device) -> None:
         self._table = torch.zeros(2, columns, dtype=torch.float64, device=device)
 
-    def enter(self, share: Share, loss_sum: Tensor, count: int | Tensor) -> None:
+    def enter(self, share: Share, loss: Loss) -> None:
         """Write down one micro-batch; dummies count for nothing."""
         if share.real:
-            self._table[0, share.index] = loss_sum.detach()
-            self._table[1, share.index] = count
+            self._table[0, share.index] = loss.summed()
+            self._table[1, share.index] = loss.targets
 
     def vote_to_stop(self) -> None:
         """This rank was asked to stop after this step."""
@@ -101,10 +121,10 @@ class HostLedger(Ledger):
     def _begin(self, columns: int, device: torch.device) -> None:
         self._losses, self._counts = [0.0] * columns, [0.0] * columns
 
-    def enter(self, share: Share, loss_sum: Tensor, count: int | Tensor) -> None:
+    def enter(self, share: Share, loss: Loss) -> None:
         if share.real:
-            self._losses[share.index] = loss_sum.item()
-            self._counts[share.index] = float(count)
+            self._losses[share.index] = _product(loss.value.item(), loss.times)
+            self._counts[share.index] = float(loss.targets)
 
     def vote_to_stop(self) -> None:
         self._losses[-1] = 1.0
@@ -130,6 +150,11 @@ class HostLedger(Ledger):
     @property
     def stamps(self) -> Number:
         return self._counts[-1]
+
+
+def _product(value: float, times: int) -> float:
+    """Rounded as that of a float32 tensor is."""
+    return value if times == 1 else c_float(value * times).value
 
 
 class WorkersLedger(Ledger):

@@ -4,25 +4,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
-from lockstep.parallel.ledger import Ledger, Share
+from lockstep.parallel.ledger import Ledger, Loss, Share
 from lockstep.parallel.placed import Evaluate, ForwardBackward, MicroStep
 from lockstep.precision import Precision
 from lockstep.randomness import Cursor
 
 
-def forward_loss(
-    model: nn.Module, objective: Objective, precision: Precision, share: Share
-) -> tuple[Tensor, int | Tensor]:
-    """(summed loss, number of valid targets) of one micro-batch."""
+def forward_loss(model: nn.Module, objective: Objective, precision: Precision, share: Share) -> Loss:
+    """Of one micro-batch."""
     with precision.autocast():
         args, kwargs = objective.inputs(share.batch)
         outputs = model(*args, **kwargs)
-        loss = objective.loss(outputs, share.batch)
-    return loss, objective.count(share.batch)
+        return Loss(*objective.factors(outputs, share.batch))
 
 
 def looped(
@@ -39,22 +36,22 @@ def looped(
         after_backward: told after each backward pass.
     """
 
-    def micro_step(share: Share, ledger: Ledger, factor: float, last: bool) -> tuple[Tensor, int | Tensor]:
+    def micro_step(share: Share, ledger: Ledger, factor: float, last: bool) -> Loss:
         set_sync(last)
         cursor.at(share.index)
         with buffers.micro_batch(share.index, real=share.real):
-            loss, count = forward_loss(model, objective, precision, share)
+            loss = forward_loss(model, objective, precision, share)
             buffers.forward_done()
-            ledger.enter(share, loss, count)
+            ledger.enter(share, loss)
             if last:
                 ledger.close()
             # A dummy has weight zero: its backward pass is there for the collectives inside of it.
-            weight = factor * multiplier if share.real else 0.0
-            loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
+            weight = factor * multiplier * loss.times if share.real else 0.0
+            loss.value.backward(torch.full_like(loss.value, weight))  # type: ignore[no-untyped-call]
             after_backward(share)
         if last:
             buffers.finish_step(ledger.slots)
-        return loss.detach(), count
+        return loss
 
     return micro_step
 
@@ -76,7 +73,7 @@ def evaluated(model: nn.Module, objective: Objective, cursor: Cursor, precision:
     def evaluate(shares: Sequence[Share], ledger: Ledger) -> None:
         for share in shares:
             cursor.at(share.index)
-            ledger.enter(share, *forward_loss(model, objective, precision, share))
+            ledger.enter(share, forward_loss(model, objective, precision, share))
 
     return evaluate
 

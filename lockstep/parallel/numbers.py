@@ -38,4 +38,4 @@ def exceeds(value: Number, bound: float) -> Number:
 
 def tensor_of(value: Number) -> Tensor:
     """0-dim, float32, on the device that the number came from."""
-    return value.float() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+    return value.float() if isinstance(value, Tensor) else torch.scalar_tensor(value, dtype=torch.float32)

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lockstep.mesh import Layout
 from lockstep.models.protocol import Objective
-from lockstep.parallel.ledger import HostLedger, Ledger, Share, WorkersLedger
+from lockstep.parallel.ledger import HostLedger, Ledger, Loss, Share, WorkersLedger
 from lockstep.parallel.numbers import Number
 from lockstep.randomness import Cursor
 
@@ -26,11 +27,8 @@ Adds `factor` × the gradient of the summed loss of the *whole* step to `.grad` 
 all ranks once `finish_gradients` has run.
 """
 
-MicroStep = Callable[[Share, Ledger, float, bool], tuple[Tensor, int | Tensor]]
-"""(share, ledger, factor, last): forward and backward of one micro-batch; `last` reduces the gradients over ranks.
-
-Returns its summed loss, detached, and its number of valid targets.
-"""
+MicroStep = Callable[[Share, Ledger, float, bool], Loss]
+"""(share, ledger, factor, last): forward and backward of one micro-batch; `last` reduces the gradients over ranks."""
 
 Evaluate = Callable[[Sequence[Share], Ledger], None]
 """(this rank's shares, ledger): forward passes only."""
@@ -170,8 +168,7 @@ class Placed:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's piece of a DTensor; any other tensor itself."""
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def contiguous_shares(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:

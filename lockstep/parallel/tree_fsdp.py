@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import UsageError
 from lockstep.parallel.fsdp_gloo import Exchange
-from lockstep.parallel.ledger import Ledger, Share
+from lockstep.parallel.ledger import Ledger, Loss, Share
 from lockstep.parallel.placed import MicroStep, local
 from lockstep.parallel.tree import Partials, finish, leaves_of, tree_assignment
 from lockstep.parallel.tree_reduce import tree_all_reduce
@@ -50,7 +50,7 @@ class ShardTree:
         """`micro_step`, whose gradients are summed by this tree."""
         rounds = 0
 
-        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> tuple[Tensor, int | Tensor]:
+        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> Loss:
             nonlocal rounds
             self.leaves, self.last = ledger.slots, last
             mine = leaves_of(self.nodes)

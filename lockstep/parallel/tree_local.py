@@ -13,7 +13,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch'
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.parallel.ledger import Ledger, Share
+from lockstep.parallel.ledger import Ledger, Loss, Share
 from lockstep.parallel.placed import MicroStep
 from lockstep.parallel.tree import Partials, finish, tree_assignment
 from lockstep.parallel.tree_reduce import TreeAllReduce
@@ -32,7 +32,7 @@ class LocalTree:
     def over(self, micro_step: MicroStep) -> MicroStep:
         """`micro_step`, whose gradients are summed by this tree."""
 
-        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> tuple[Tensor, int | Tensor]:
+        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> Loss:
             if not len(self._partials):
                 self._partials = Partials(ledger.slots)
             result = micro_step(share, ledger, factor, last)
@@ -79,7 +79,7 @@ class ReplicaTree:
     def over(self, micro_step: MicroStep) -> MicroStep:
         """`micro_step`, whose gradients are summed by this tree."""
 
-        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> tuple[Tensor, int | Tensor]:
+        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> Loss:
             if self._share is None:
                 self._partials = Partials(ledger.slots)
             self._share = share

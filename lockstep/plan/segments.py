@@ -70,7 +70,7 @@ def measure(work: Workload, config: Config, device: torch.device, rounds: int = 
 
         def run(values: tuple[Any, ...], segment: nn.Module = segment, own: Any = own, last: bool = last) -> Any:
             outputs = segment(*values, **own)
-            return objective.loss(outputs, batch) if last else outputs
+            return objective.summed(outputs, batch) if last else outputs
 
         size = sum(
             p.numel() for p in {*segment.parameters(), *(t for t in own.values() if isinstance(t, nn.Parameter))}

@@ -161,7 +161,7 @@ class _Rank:
         units = fsdp.units_of(self.model, config.distributed.fsdp, blocks)
         self.frees = frees_after_forward(self.layout, config, plan.facts)
         holding = holding_of(self.rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
-        self.io = Io(lambda: self.objective.inputs(self.batch), lambda out: self.objective.loss(out, self.batch))
+        self.io = Io(lambda: self.objective.inputs(self.batch), lambda out: self.objective.summed(out, self.batch))
         stages = plan.parts.of_rank(self.rank)
         self.parts = [part_of(plan, s, holding, blocks, self.io, precision_of(config)) for s in stages]
         release(plan.model, holding)

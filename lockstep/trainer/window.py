@@ -8,7 +8,7 @@ from torch import Tensor
 from lockstep import collectives
 from lockstep.data import batch_length, move
 from lockstep.errors import UsageError
-from lockstep.parallel import Ledger, Share
+from lockstep.parallel import Ledger, Loss, Share
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -51,11 +51,11 @@ class Window:
             self._ledger.vote_to_stop()
         self._samples, self._last = self._samples + batch_length(batch), batch
         last = self._calls + 1 == self._wanted
-        loss_sum, count = self._run(batch, real=True, last=last)
+        loss = self._run(batch, real=True, last=last)
         self._calls += 1
         if last:
             self._close()
-        return loss_sum / torch.as_tensor(count).clamp(min=1)
+        return loss.summed() / torch.as_tensor(loss.targets).clamp(min=1)
 
     def flush(self) -> None:
         """Update with what the window holds; without micro-batches in it there is nothing to do."""
@@ -69,7 +69,7 @@ class Window:
         assert self._wanted is not None
         return self._wanted * self._trainer.layout.data_parallel_size
 
-    def _run(self, batch: Any, *, real: bool, last: bool) -> tuple[Tensor, int | Tensor]:
+    def _run(self, batch: Any, *, real: bool, last: bool) -> Loss:
         placed, step = self._trainer.placed, self._trainer.step
         assert placed.micro_step is not None
         assert self._ledger is not None

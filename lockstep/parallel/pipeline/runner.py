@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
-from lockstep.parallel.ledger import Ledger, Share
+from lockstep.parallel.ledger import Ledger, Loss, Share
 from lockstep.parallel.pipeline.forward import Relay
 from lockstep.parallel.pipeline.part import Part, Work
 from lockstep.parallel.pipeline.shapes import Agreement, Shapes
@@ -122,9 +122,9 @@ class Runner:
     def _loss(self, outputs: Any) -> Tensor:
         """What the last stage returns in training: its share of what is differentiated. Enters it in the ledger."""
         share = self._share
-        loss = self.objective.loss(outputs, share.batch)
+        loss = self.objective.summed(outputs, share.batch)
         assert self._ledger is not None
-        self._ledger.enter(share, loss, self.objective.count(share.batch))
+        self._ledger.enter(share, Loss(loss, 1, self.objective.count(share.batch)))
         return loss * (self._factor if share.real else 0.0)
 
     # ---- shapes ----
@@ -153,7 +153,7 @@ class Runner:
 
         def enter(outputs: Any) -> None:
             share = self._share
-            ledger.enter(share, self.objective.loss(outputs, share.batch), self.objective.count(share.batch))
+            ledger.enter(share, Loss(*self.objective.factors(outputs, share.batch)))
 
         def start(part: Part, place: int) -> None:
             self._take_up(part, shares[place])
