@@ -13,6 +13,7 @@ import os
 import stat
 import zlib
 from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,15 +38,18 @@ class ChecksummedStream(io.RawIOBase):
     only.
 
     What fills a buffer goes past the page cache, where the file system can do that: a checkpoint is not read again
-    soon, would push out what is (the data), and pays for every page that it takes. All of it has been handed to the
-    system when `fileno` is asked for, to sync it, or when it is closed; not at a `flush`, which comes at each tensor.
+    soon, would push out what is (the data), and pays for every page that it takes. While a thread writes one buffer,
+    the next is filled, and its checksum computed. All of it has been handed to the system when `fileno` is asked for,
+    to sync it, or when it is closed; not at a `flush`, which comes at each tensor.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         # "Exclusive": nothing on disk is ever overwritten.
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._buffer = mmap.mmap(-1, _BUFFER)  # begins at a page
+        self._buffer, self._other = _buffer(), _buffer()
+        self._thread = ThreadPoolExecutor(1)  # starts with the first full buffer
+        self._under_way: Future[None] | None = None
         self._held = self._size = self._crc = 0
         self._at_page = True  # all that is in the file ends with a page, as direct writes ask for
 
@@ -66,7 +70,7 @@ class ChecksummedStream(io.RawIOBase):
             self._held += len(more)
             done += len(more)
             if self._held == _BUFFER:
-                self._pass_on(direct=True)
+                self._pass_on()
         self._crc = zlib.crc32(view, self._crc)
         self._size += len(view)
         return len(view)
@@ -75,7 +79,7 @@ class ChecksummedStream(io.RawIOBase):
         return self._size
 
     def fileno(self) -> int:
-        self._pass_on(direct=False)
+        self._finish()
         return self._handle
 
     def close(self) -> None:
@@ -83,23 +87,45 @@ class ChecksummedStream(io.RawIOBase):
             return
         super().close()
         try:
-            self._pass_on(direct=False)
+            self._finish()
         finally:
+            self._thread.shutdown()
             os.close(self._handle)
 
-    def _pass_on(self, *, direct: bool) -> None:
-        held, self._held = self._held, 0  # after a failure nothing is tried again when this is closed
+    def _pass_on(self) -> None:
+        """Have the full buffer written while the other one is filled."""
+        self._held = 0  # after a failure nothing is tried again when this is closed
+        self._wait()
+        self._under_way = self._thread.submit(self._write_out, self._buffer, _BUFFER, direct=True)
+        self._buffer, self._other = self._other, self._buffer
+
+    def _finish(self) -> None:
+        """Hand all that is held to the system."""
+        held, self._held = self._held, 0
+        self._wait()
+        self._write_out(self._buffer, held, direct=False)
+
+    def _wait(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _write_out(self, buffer: mmap.mmap, held: int, *, direct: bool) -> None:
         done = 0
         while done < held:  # a raw write may be short: just before the disk is full
             self._at_page = self._at_page and (held - done) % mmap.PAGESIZE == 0
             _set_direct(self._handle, direct and self._at_page)
-            with memoryview(self._buffer) as whole, whole[done:held] as left:
+            with memoryview(buffer) as whole, whole[done:held] as left:
                 try:
                     done += os.write(self._handle, left)
                 except OSError as error:
                     if error.errno != errno.EINVAL or not (direct and self._at_page):
                         raise
                     self._at_page = False  # it says that it can write directly, and can't: as usual from here on
+
+
+def _buffer() -> mmap.mmap:
+    return mmap.mmap(-1, _BUFFER)  # begins at a page, as direct writes ask for
 
 
 def _set_direct(handle: int, direct: bool) -> None:

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import threading
 import zlib
 from pathlib import Path
 
@@ -99,3 +100,41 @@ def test_a_full_disk_is_told_when_the_bytes_are_due(tmp_path: Path, monkeypatch:
     with pytest.raises(OSError, match="No space left"):
         stream.fileno()
     stream.close()
+
+
+def test_a_disk_that_fills_up_behind_the_writer_is_told_and_nothing_more_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = os.write, []
+
+    def fills_up(handle: int, data: memoryview) -> int:
+        calls.append(len(data))
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, data)
+
+    monkeypatch.setattr(os, "write", fills_up)
+    before = threading.active_count()
+    stream = ChecksummedStream(tmp_path / "file")
+    stream.write(content(disk._BUFFER))
+    with pytest.raises(OSError, match="No space left"):
+        stream.write(content(3 * disk._BUFFER))
+    stream.close()
+    assert calls == [disk._BUFFER] * 2
+    assert threading.active_count() == before
+    assert stream.closed
+
+
+def test_what_is_full_is_written_while_the_next_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, let = os.write, threading.Event()
+
+    def slow(handle: int, data: memoryview) -> int:
+        assert let.wait(20)
+        return write(handle, data)
+
+    monkeypatch.setattr(os, "write", slow)
+    data = content(2 * disk._BUFFER - 1)
+    with ChecksummedStream(tmp_path / "file") as stream:
+        stream.write(data)  # returns, though nothing is written yet
+        let.set()
+    assert (tmp_path / "file").read_bytes() == data
