@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 Gradients = tuple[Tensor | None, ...]
+
+# In torch 2.11 the operation of an `autograd.Function` is gone with the graph before it, though Python still names it.
+_KEEPS_FUNCTIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 @dataclass
@@ -19,7 +23,8 @@ class Backward:
     The second half goes on from there: torch finds, for each weight, these operations. It goes wrong where a weight has
     several of them in a row (layers that share it): what lies between them is gone through anew, and freed, for each
     such weight. A weight that has none, because its gradient does not meet the inputs', is passed over. And torch 2.11
-    adds up the gradients of an operation's several outputs. In these cases the second half starts from the outputs.
+    adds up the gradients of an operation's several outputs, and can't go on from an `autograd.Function`. In these cases
+    the second half starts from the outputs.
     """
 
     outputs: tuple[Tensor, ...]
@@ -82,8 +87,14 @@ class Backward:
 
 
 def _is_simple(group: dict[str, Any]) -> bool:
-    """A group of weights with one operation, of whose outputs only the first has a gradient."""
-    return len(group["intermediates"]) == 1 and all(gradient is None for gradient in group["grads"][0][1:])
+    """A group of weights with one operation to go on from, of whose outputs only the first has a gradient."""
+    operations, gradients = list(group["intermediates"]), group["grads"]
+    return len(operations) == 1 and _can_start(operations[0]) and all(g is None for g in gradients[0][1:])
+
+
+def _can_start(operation: Any) -> bool:
+    """Whether the second half can start at an operation."""
+    return _KEEPS_FUNCTIONS or not isinstance(operation, BackwardCFunction)
 
 
 def _leaves(edges: Sequence[Any]) -> set[Any]:
