@@ -238,7 +238,11 @@ class Trainer:
 
         Returns:
             the checkpoint, `path/step-00000100`.
+
+        Raises:
+            BadNumbersError: the last step's numbers are bad; on a GPU they are read only here.
         """
+        self.step.settle()
         snapshot = self.snapshot(include_optimizer=include_optimizer, metadata=metadata)
         return checkpoint.save(Path(path), self.step.progress.step, snapshot, config_yaml=self.config.to_yaml())
 
