@@ -279,22 +279,36 @@ def _judge_pipeline(
     candidate.model_flops = 3.0 * flops * count * layout.data_parallel_size
 
 
+_MOST_TRIES = 10
+
+
 def largest_batch(work: Workload, config: Config, cluster: Cluster, changes: dict[str, Any]) -> int:
     """The largest `training.batch_size` that fits under one layout; 0 where even 1 does not."""
-    facts = facts_of(work, config)
+    facts, limit = facts_of(work, config), usable(cluster)
+    with progress_of("finding the largest batch", _MOST_TRIES, unit="tries at most") as advance:
 
-    def needs(size: int) -> float:
-        sized = {**changes, "training.batch_size": size, "training.global_batch_size": None}
-        candidate = judge(work, config, cluster, sized, facts)
-        if candidate.refused:
-            raise UsageError(candidate.refused)
-        return candidate.needed if candidate.memory is not None else float("inf")
+        def needs(size: int) -> float:
+            sized = {**changes, "training.batch_size": size, "training.global_batch_size": None}
+            candidate = judge(work, config, cluster, sized, facts)
+            if candidate.refused:
+                raise UsageError(candidate.refused)
+            advance(1)
+            return candidate.needed if candidate.memory is not None else float("inf")
 
-    limit = usable(cluster)
-    one, two = needs(1), needs(2)
-    if one > limit:
-        return 0
-    guess = max(1, int(1 + (limit - one) / max(1.0, two - one)))  # activations grow with the batch, the rest stays
-    while guess > 1 and needs(guess) > limit:
-        guess -= max(1, guess // 50)
-    return guess
+        one = needs(1)
+        if one > limit:
+            return 0
+        fits, size = 1, 2
+        for _ in range(_MOST_TRIES - 1):
+            needed = needs(size)
+            guess = int(1 + (limit - one) / max(1.0, (needed - one) / (size - 1)))  # activations grow with the batch
+            if needed <= limit:
+                fits = size
+                if size > 2:  # it was a guess already
+                    break
+            else:
+                guess = min(guess, size - 1)
+            if guess <= fits:
+                break
+            size = guess
+    return fits

@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.config import load_config
+from lockstep.plan.candidates import judge, largest_batch, usable
+from lockstep.plan.facts import facts_of
+from lockstep.plan.hardware import cluster_of
+from lockstep.plan.workload import workload_of
 
 SMALL = """
 model: {name: transformer, args: {n_layer: 2, n_embd: 64, n_head: 2, vocab_size: 128, block_size: 32}}
@@ -69,3 +73,19 @@ def test_70_billion_parameters_on_512_gpus_take_less_than_a_minute_and_8_gib(tmp
     computed = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert min(computed, time.perf_counter() - since) < 60
     assert after.ru_maxrss / 2**20 < 8
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(SMALL)
+    config, cluster = load_config(path), cluster_of(1, "RTX-4090")
+    config = config.replaced({"precision.mode": "bf16"})
+    work, changes = workload_of(config), {"distributed.strategy": "single"}
+    found = largest_batch(work, config, cluster, changes)
+
+    def needed(size: int) -> float:
+        sized = {**changes, "training.batch_size": size, "training.global_batch_size": None}
+        return judge(work, config, cluster, sized, facts_of(work, config)).needed
+
+    assert found > 1000
+    assert needed(found) <= usable(cluster) < needed(round(found * 1.02))
