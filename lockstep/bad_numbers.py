@@ -5,6 +5,7 @@ Assumes that loss, norm and votes are equal on all ranks, so that every rank dec
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -59,6 +60,14 @@ class Numbers:
     bad: Bad | None = None
 
 
+def _device_of(numbers: Iterable[Number]) -> torch.device | None:
+    """Of the first that is a tensor."""
+    for value in numbers:  # a loop, for this is called in each step, and generators are slower
+        if isinstance(value, Tensor):
+            return value.device
+    return None
+
+
 @dataclass
 class Judge:
     """Reads each step's numbers and finds the bad ones.
@@ -91,7 +100,7 @@ class Judge:
             RunError: the ranks did not meet in this step.
         """
         given = (loss, norm, stop_votes, astray)
-        device = next((value.device for value in given if isinstance(value, Tensor)), None)
+        device = _device_of(given)
         if device is None or device.type == "cpu" or self.skips:
             return self._judge(step, *map(float, given))  # on a GPU the host waits for the device
         numbers = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in given])

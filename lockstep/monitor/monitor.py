@@ -192,6 +192,8 @@ class Monitor:
 
 def _to_be_held(record: StepRecord) -> StepRecord:
     """A record that is held until the next one must not hold the graph of its step."""
+    if isinstance(record.loss, float):  # on the CPU all of them are
+        return record
     numbers = {name: getattr(record, name) for name in ("loss", "grad_norm", "tokens")}
     if all(getattr(value, "grad_fn", None) is None for value in numbers.values()):
         return record
