@@ -7,6 +7,7 @@ Source: docs.pytorch.org/docs/stable/elastic/rendezvous.html. Loads torch; priva
 """
 
 import datetime
+import math
 import os
 import socket
 import time
@@ -16,7 +17,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
@@ -151,6 +156,10 @@ class Elastic(DynamicRendezvousHandler):
             found = super().next_rendezvous()
         except RendezvousTimeoutError as error:
             raise self._came.missing() from error
+        except RendezvousClosedError as error:
+            if not self._came.someone_left():
+                raise
+            raise self._came.missing() from error
         except RendezvousConnectionError as error:
             raise self._came.alone() from error
         self._came.met()
@@ -187,18 +196,30 @@ class Arrivals:
 
     def wait(self) -> None:
         self._waits = True
-        self._store.set(str(self._number), f"waits {self._name}")
+        self._say("waits")
 
     def met(self) -> None:
         self._waits = False
-        self._store.set(str(self._number), f"met {self._name}")
+        self._say("met")
+
+    def _say(self, state: str) -> None:
+        self._store.set(str(self._number), f"{state} {time.time():.0f} {self._name}")
+
+    def _said(self, state: str, seconds: float) -> list[str]:
+        """Who said so last, in the last so many seconds."""
+        said = [self._store.get(str(number)).decode() for number in range(1, self._store.add("count", 0) + 1)]
+        rows = [one.split(" ", 2) for one in said]
+        return [name for found, when, name in rows if found == state and time.time() - float(when) <= seconds]
+
+    def someone_left(self) -> bool:
+        """Whether the time of another machine was up just now: it closes the meeting behind it."""
+        return bool(self._said("left", self._options.patience))
 
     def missing(self) -> RunError:
         """When the time is up. The machine that hosts the store takes all with it that wait."""
-        said = [self._store.get(str(number)).decode() for number in range(1, self._store.add("count", 0) + 1)]
-        here = [name for state, _, name in (one.partition(" ") for one in said) if state == "waits"]
+        here = sorted({*self._said("waits", math.inf), *self._said("left", self._options.patience)})
         self._waits = False
-        self._store.set(str(self._number), f"left {self._name}")
+        self._say("left")
         if is_host(self._options):
             self._store.set("given up", "\n".join(here))
             time.sleep(_GIVING_UP_SECONDS)

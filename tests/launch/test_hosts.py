@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import INTERFACE, Host, _run, hosts, require_root
-from tests.launch.on_hosts import PORT, launch_on
-from tests.launch.shared import script
+from tests.launch.on_hosts import PORT, launch_on, start_on
+from tests.launch.shared import finish, script
 
 pytestmark = pytest.mark.root
 
@@ -53,6 +53,20 @@ def test_whom_one_waits_for_is_named(four: list[Host], tmp_path: Path) -> None:
         assert f"lockstep: 2 of 3 machines came to {other} within 20 s" in one.err, one.err
         assert all(f"host{i} ({four[i].address})" in one.err for i in (1, 3)), one.err
         assert f"traffic between machines: {INTERFACE};" in one.err
+
+
+def test_the_one_whose_time_is_up_first_does_not_hide_who_came(four: list[Host], tmp_path: Path) -> None:
+    """It closes the meeting behind it: torch tells the others no more than that."""
+    script(tmp_path, "")
+    meeting, started = f"{four[0].address}:{PORT}", []
+    for host, seconds in ((four[0], 40), (four[1], 8)):
+        options = ("--nnodes", "3", "--nproc-per-node", "1", "--rdzv-endpoint", meeting)
+        started.append(start_on(host, tmp_path, "launch", *options, "--rdzv-conf", f"timeout={seconds}", "script.py"))
+    waited, left = (finish(process, tmp_path, timeout=100) for process in started)
+    assert [waited.code, left.code] == [1, 1]
+    assert f"lockstep: 2 of 3 machines came to {meeting} within 8 s" in left.err, left.err
+    assert f"lockstep: 2 of 3 machines came to {meeting} within 40 s" in waited.err, waited.err
+    assert "Traceback" not in waited.err + left.err
 
 
 @pytest.mark.fault(

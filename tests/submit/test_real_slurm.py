@@ -122,8 +122,7 @@ def test_a_job_runs_on_two_nodes_and_goes_back_into_the_queue_when_preempted(
     assert job.isdigit()
     said = slurm / "said"
     _until(lambda: said.exists() and "start 1" not in said.read_text() and _state(job) == "PENDING", 60)
-    subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], check=True)  # Slurm would wait two minutes
-    _until(lambda: _state(job) == "COMPLETED", 120)
+    _until(lambda: _at_once(job) == "COMPLETED", 120)
     lines = said.read_text().splitlines()
     host = "n0"  # the first of the allocation
     meeting = f"--rdzv-endpoint {host}:{20000 + int(job) % 20000} --rdzv-id {job}"
@@ -132,6 +131,14 @@ def test_a_job_runs_on_two_nodes_and_goes_back_into_the_queue_when_preempted(
     ]
     assert all("-m lockstep train small.yaml distributed.device=cpu --output-dir runs/small" in line for line in lines)
     assert all(line.endswith(f"--resume auto --nnodes 2 {meeting}") for line in lines)
+
+
+def _at_once(job: str) -> str:
+    """The state of a job that Slurm would put off for two minutes: asked for again, for it may do so after we asked."""
+    state = _state(job)
+    if state == "PENDING":
+        subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], check=False)
+    return state
 
 
 def _state(job: str) -> str:
