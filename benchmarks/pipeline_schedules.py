@@ -1,6 +1,6 @@
 """Schedules of pipelines against theory, with stages that sleep: ranks that compute nothing fit two cores, all of them.
 
-    python -m benchmarks.pipeline_schedules --ranks 2,4,8
+    python -m benchmarks.pipeline_schedules [--ranks 2,4,8] [--write]
 
 A stage sleeps in its forward pass, in the gradient of its input and in that of its weight, each for `--seconds`. It is
 trained through `lockstep.parallel.place`, as any model is. Theory is the schedule's own list of actions with these
@@ -12,7 +12,6 @@ import argparse
 import time
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -150,7 +149,7 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=0.1, help="of a forward pass, and of each half of a backward")
     parser.add_argument("--repeats", type=int, default=2, help="the shortest counts: other programs only add")
-    parser.add_argument("--output", type=Path, default=RESULTS / "pipeline_schedules.md")
+    parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     rows, worst = [], 0.0
     for ranks in map(int, args.ranks.split(",")):
@@ -175,7 +174,7 @@ def main() -> int:
         "| schedule | ranks | stages a rank | micro-batches | theory, s | measured, s | over | bubble |",
         rows,
     )
-    tell(text, args.output)
+    tell(text, RESULTS / "pipeline_schedules.md" if args.write else None)
     return 0 if worst <= GOAL else 1
 
 

@@ -8,9 +8,11 @@ unless `drop_last`, which says how much it drops.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lockstep.errors import UsageError
 from lockstep.randomness import derive_key
@@ -114,7 +116,7 @@ class SampleOrder:
         self.seed = seed
         self.shuffle = shuffle
         self._kept = num_samples - self.dropped_per_epoch
-        self._cached: tuple[int, Any] | None = None  # the current epoch's permutation only
+        self._cached: tuple[int, NDArray[np.int64]] | None = None  # the current epoch's permutation only
 
     @property
     def steps_per_epoch(self) -> int:
@@ -138,7 +140,7 @@ class SampleOrder:
         samples = self._permutation(epoch)[start:stop].tolist() if self.shuffle else range(start, stop)
         return Window(step, epoch, cut(samples, self.batch_size), last_of_epoch=stop == self._kept)
 
-    def _permutation(self, epoch: int) -> Any:
+    def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if self._cached is None or self._cached[0] != epoch:
             # As an array of NumPy's: a piece of it is had in a third of the time.
             self._cached = (epoch, epoch_permutation(self.num_samples, self.seed, epoch).numpy())

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.root
 
 KIND = "distributed.ddp.compression.kind"
 RANK, MEASURED = 2, 4
+LEAST = 0.99  # of theory: what TCP repeats is taken off in whole segments, and some are short
 SIZE = {"n_embd": 128, "n_layer": 3, "mlp_hidden": 512}
 
 
@@ -110,8 +111,7 @@ def test_trap_62_a_compression_sends_the_bytes_that_it_is_calculated_to(found: l
     """Headers of TCP and IP, and the small all-reduces of loss and norm, come on top."""
     for rank in found:
         sent, calculated = rank[kind]["sent"], rank[kind]["calculated"]
-        # What TCP repeats is taken off by segments, of which the last may be a short one.
-        assert 0.99 * calculated <= sent < 1.05 * calculated + 10_000, (sent, calculated)
+        assert LEAST * calculated <= sent < 1.05 * calculated + 10_000, (sent, calculated)
 
 
 def test_trap_62_auto_compresses_on_a_slow_link() -> None:
@@ -135,7 +135,7 @@ def test_trap_02_no_gradient_is_sent_before_the_last_micro_batch(found: list[dic
     for rank in found:
         *early, last = rank[strategy]["sent"]
         assert max(early) < 20_000, early
-        assert 0.99 * rank[strategy]["gradients"] <= last < 1.05 * rank[strategy]["gradients"] + 20_000
+        assert LEAST * rank[strategy]["gradients"] <= last < 1.05 * rank[strategy]["gradients"] + 20_000
 
 
 def test_fsdp_unsharded_gathers_parameters_each_time_and_reduces_gradients_once(found: list[dict[str, Any]]) -> None:

@@ -122,10 +122,10 @@ class Runner:
     def _loss(self, outputs: Any) -> Tensor:
         """What the last stage returns in training: its share of what is differentiated. Enters it in the ledger."""
         share = self._share
-        loss = self.objective.summed(outputs, share.batch)
+        loss = Loss(*self.objective.factors(outputs, share.batch))
         assert self._ledger is not None
-        self._ledger.enter(share, Loss(loss, 1, self.objective.count(share.batch)))
-        return loss * (self._factor if share.real else 0.0)
+        self._ledger.enter(share, loss)
+        return loss.value * (self._factor * loss.times if share.real else 0.0)
 
     # ---- shapes ----
 
