@@ -66,7 +66,8 @@ class FSDPConfig(Section):
     min_num_params: int = Field(default=1_000_000, ge=1, description="The smallest unit under `size`, in parameters.")
     forward_prefetch: bool | None = Field(
         default=None,
-        description="Ask for the next unit before this one computes; unset: on CPUs. On GPUs streams run ahead anyway.",
+        description="Ask for the next unit (on CPUs for the next two) before this one computes; unset: on CPUs. "
+        "On GPUs streams run ahead anyway.",
     )
     backward_prefetch: Literal["pre", "post", "none"] = Field(
         default="pre",

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from lockstep.data.dataset import Data
+from lockstep.data.dataset import Collating, Data
 from lockstep.data.language import check_fraction
 from lockstep.errors import UsageError
 
@@ -18,10 +17,8 @@ SIZES = (8, 16, 32)
 INTERPOLATIONS = ("bilinear", "nearest")
 
 
-class Images(Dataset[dict[str, Tensor]]):
+class Images(Collating):
     """Samples `{"image": float32 [1, S, S] in [0, 1], "label": int64 []}`."""
-
-    deterministic = True
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
@@ -32,8 +29,9 @@ class Images(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"image": self.images[index], "label": self.labels[index]}
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        return [self[index] for index in indices]
+    def collated(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        which = torch.tensor(indices)
+        return {"image": self.images[which], "label": self.labels[which]}
 
 
 def digits(*, image_size: int = 32, interpolation: str = "bilinear", validation_fraction: float = 0.1) -> Data:

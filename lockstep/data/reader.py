@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 from torch.utils.data import get_worker_info as worker_info
 
+from lockstep.data.dataset import Collating
 from lockstep.data.parcel import Parcel
 from lockstep.data.seeding import outer_states_kept, seed_from
 
@@ -45,6 +46,7 @@ class Reader(Dataset[Any]):
         self._collate: Collate = collate_fn or default_collate
         self._draws = not draws_nothing(dataset)
         self._collate_draws = collate_fn not in (None, default_collate)
+        self._at_once = isinstance(dataset, Collating) and not self._draws and not self._collate_draws
         self._seed = seed
         self._at: int | None = None
         # What each worker is reading now, for the message when it dies.
@@ -59,12 +61,23 @@ class Reader(Dataset[Any]):
         return batch if worker_info() is None else Parcel(batch)
 
     def _read(self, request: Request) -> Any:
+        if self._at_once:
+            return self._collated(request)
         if not self._draws and not self._collate_draws:
             return self._collate(self._samples(request))
         with outer_states_kept():
             samples = self._samples(request)
             seed_from("collate", self._seed, request.step, request.micro_batch)
             return self._collate(samples)
+
+    def _collated(self, request: Request) -> Any:
+        self._mark(request.indices[0])
+        try:
+            batch = self.dataset.collated(request.indices)  # type: ignore[attr-defined]
+        except Exception:
+            return self._collate(self._samples(request))  # which fails again, and tells at which sample
+        self._mark(-1)
+        return batch
 
     def being_read(self, worker: int) -> str:
         """What the worker was reading when last heard of."""

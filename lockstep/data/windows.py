@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from lockstep.data.dataset import Collating
 from lockstep.errors import UsageError
 
 IGNORED = -100  # torch's cross entropy skips targets of this value
@@ -27,7 +28,7 @@ class Tokens(Protocol):
     def __getitem__(self, where: slice, /) -> NDArray[Any]: ...
 
 
-class TokenWindows(Dataset[Sample]):
+class TokenWindows(Collating):
     """Windows of `block_size` + 1 tokens, every `stride` tokens (unset: `block_size`, so each token is a target once).
 
     Args:
@@ -37,8 +38,6 @@ class TokenWindows(Dataset[Sample]):
     Raises:
         UsageError: the text is shorter than one sample.
     """
-
-    deterministic = True
 
     def __init__(self, tokens: Tokens, block_size: int, stride: int | None = None, *, where: str = "the text") -> None:
         self.tokens = tokens
@@ -58,14 +57,19 @@ class TokenWindows(Dataset[Sample]):
         return self._length
 
     def __getitem__(self, index: int) -> Sample:
+        window = torch.from_numpy(self._window(index).astype(np.int64))
+        return {"input_ids": window[:-1], "targets": window[1:]}
+
+    def collated(self, indices: Sequence[int]) -> Sample:
+        windows = np.stack([self._window(index) for index in indices])
+        input_ids, targets = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
+        return {"input_ids": torch.from_numpy(input_ids), "targets": torch.from_numpy(targets)}
+
+    def _window(self, index: int) -> NDArray[Any]:
         if not -self._length <= index < self._length:
             raise IndexError(f"sample {index} of {self._length}")
         start = index % self._length * self.stride
-        window = torch.from_numpy(self.tokens[start : start + self.block_size + 1].astype(np.int64))
-        return {"input_ids": window[:-1], "targets": window[1:]}
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        return [self[index] for index in indices]
+        return self.tokens[start : start + self.block_size + 1]
 
 
 class Documents(Dataset[Sample]):

@@ -7,7 +7,6 @@ Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.fully_shard.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -231,10 +230,12 @@ def _divisible_dim(ranks: int) -> Callable[[nn.Parameter], Shard]:
 
 
 def _prefetch(units: Sequence[nn.Module], config: FSDPConfig, *, on_cpu: bool) -> None:
-    shards = [u for u in units if isinstance(u, FSDPModule)]
+    shards: list[FSDPModule] = [u for u in units if isinstance(u, FSDPModule)]
     if on_cpu if config.forward_prefetch is None else config.forward_prefetch:
-        for this, following in pairwise(shards):
-            this.set_modules_to_forward_prefetch([following])
+        # FSDP2 asks for them when this unit's values lie in place. On a CPU the caller lays them there, and the link
+        # would stand still meanwhile, so one more is on its way.
+        for place, this in enumerate(shards):
+            this.set_modules_to_forward_prefetch(shards[place + 1 : place + (3 if on_cpu else 2)])
     if config.backward_prefetch != "pre":
         # FSDP2 gathers the next unit before this one's backward unless a list says otherwise; a unit that names itself,
         # which is gathered already, gathers nothing ahead.

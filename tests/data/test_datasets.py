@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import default_collate
 
 from lockstep.config import DataConfig
 from lockstep.data import Data, build_data
@@ -61,6 +62,23 @@ def test_trap_15_targets_are_shifted_exactly_once(length, block_size, stride):
         assert sample["input_ids"].dtype == sample["targets"].dtype == torch.int64
     used = (len(data) - 1) * stride + block_size + 1
     assert 0 <= length - used < stride
+
+
+@pytest.mark.parametrize("stride", [1, 3, None])
+def test_windows_read_in_one_go_are_the_same(stride: int | None) -> None:
+    data = TokenWindows(np.arange(200, dtype=np.uint16), 8, stride)
+    same_in_one_go(data, [3, 0, 17, 3])
+    with pytest.raises(IndexError, match=f"sample 500 of {len(data)}"):
+        data.collated([1, 500])
+
+
+def same_in_one_go(data: Any, indices: list[int]) -> None:
+    one_go, one_by_one = data.collated(indices), default_collate([data[index] for index in indices])
+    assert one_go.keys() == one_by_one.keys()
+    for key, expected in one_by_one.items():
+        assert torch.equal(one_go[key], expected)
+        assert one_go[key].dtype == expected.dtype
+        assert one_go[key].is_contiguous()
 
 
 def test_by_default_every_token_but_the_first_is_a_target_once():
@@ -253,6 +271,7 @@ def test_digits_are_images_between_0_and_1(size, interpolation):
     data = build("digits", image_size=size, interpolation=interpolation)
     assert (data.facts["image_size"], data.facts["channels"]) == (size, 1)
     assert len(data.train) + len(data.validation) == 1797
+    same_in_one_go(data.train, [5, 0, 100])
     sample = data.train[5]
     assert (sample["image"].shape, sample["image"].dtype) == ((1, size, size), torch.float32)
     assert (sample["label"].shape, sample["label"].dtype, int(sample["label"])) == ((), torch.int64, 5)

@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset
 
 from lockstep.data import SampleOrder, StepLoader
 from lockstep.data.batches import batch_length, move
+from lockstep.data.dataset import Collating
 from lockstep.errors import RunError
 from tests.data.shared import everything, plain, share, whole_from
 
@@ -216,12 +218,26 @@ class BrokenTogether(Broken):
         return [self[index] for index in indices]
 
 
+class BrokenInOneGo(Collating):
+    def __init__(self, how: str) -> None:
+        self.one_by_one = Broken(how)
+
+    def __len__(self) -> int:
+        return len(self.one_by_one)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.one_by_one[index]
+
+    def collated(self, indices: Sequence[int]) -> Any:
+        return torch.tensor([self[index] for index in indices])
+
+
 @pytest.mark.fault(
     "data: a sample that can not be read",
     "the dataset raises",
     "one message with the index of the sample",
 )
-@pytest.mark.parametrize("kind", [Broken, BrokenTogether])
+@pytest.mark.parametrize("kind", [Broken, BrokenTogether, BrokenInOneGo])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_dataset_that_raises_is_named_with_its_index(kind, num_workers):
     with pytest.raises(RunError) as caught:
