@@ -9,6 +9,7 @@ a schedule that splits the backward pass, both of its halves come with the secon
 """
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -30,6 +31,7 @@ from lockstep.precision import Precision
 from tests.ranks import run_ranks
 
 GOAL = 0.03
+RANKS_A_CORE = 4
 
 
 class Sleep(torch.autograd.Function):
@@ -130,10 +132,10 @@ def cases_of(ranks: int, micro_batches: int) -> list[Case]:
     ]
 
 
-def row(case: Case, theory: float, found: float, bubble: float) -> str:
+def row(case: Case, seconds: float, theory: float, found: float, bubble: float) -> str:
     return (
-        f"| {case.schedule} | {case.ranks} | {case.stages_per_rank} | {case.micro_batches} | {theory:.3f} | "
-        f"{found:.3f} | {found / theory - 1:+.1%} | {bubble:.1%} |"
+        f"| {case.schedule} | {case.ranks} | {case.stages_per_rank} | {case.micro_batches} | {seconds:g} "
+        f"| {theory:.3f} | {found:.3f} | {found / theory - 1:+.1%} | {bubble:.1%} |"
     )
 
 
@@ -147,7 +149,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--micro-batches", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=0.1, help="of a forward pass, and of each half of a backward")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.1,
+        help="of a forward pass, and of each half of a backward; more than four ranks a core sleep longer",
+    )
     parser.add_argument("--repeats", type=int, default=2, help="the shortest counts: other programs only add")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
@@ -155,11 +162,12 @@ def main() -> int:
     for ranks in map(int, args.ranks.split(",")):
         cases = cases_of(ranks, args.micro_batches)
         plain = [tuple(case) for case in cases]
-        results = run_ranks(importable(measure), ranks, plain, args.seconds, args.repeats, timeout=3600)
+        seconds = args.seconds * max(1.0, ranks / RANKS_A_CORE / (os.cpu_count() or 1))
+        results = run_ranks(importable(measure), ranks, plain, seconds, args.repeats, timeout=3600)
         for place_, case in enumerate(cases):
             found = min(max(of_rank) for of_rank in zip(*(result[place_] for result in results), strict=True))
-            theory = case.theory(args.seconds)
-            rows.append(row(case, theory.end, found, theory.bubble))
+            theory = case.theory(seconds)
+            rows.append(row(case, seconds, theory.end, found, theory.bubble))
             worst = max(worst, found / theory.end - 1)
             print(rows[-1], flush=True)
     command = f"python -m benchmarks.pipeline_schedules --ranks {args.ranks} --micro-batches {args.micro_batches}"
@@ -168,10 +176,11 @@ def main() -> int:
         f"{command} --seconds {args.seconds:g} --repeats {args.repeats}",
         machine(),
         [
-            f"Stages that sleep {args.seconds * 1000:.0f} ms in a forward pass, and in each half of a backward pass.",
+            "Stages that sleep so many seconds in a forward pass, and in each half of a backward pass. An action takes",
+            f"about 1 ms of a core besides: more than {RANKS_A_CORE} ranks a core sleep longer in proportion.",
             f"Goal: within {GOAL:.0%} of theory. Worst: {worst:+.1%}.",
         ],
-        "| schedule | ranks | stages a rank | micro-batches | theory, s | measured, s | over | bubble |",
+        "| schedule | ranks | stages a rank | micro-batches | sleep, s | theory, s | measured, s | over | bubble |",
         rows,
     )
     tell(text, RESULTS / "pipeline_schedules.md" if args.write else None)
