@@ -1,7 +1,7 @@
 """Loss sums and counts of a step's micro-batches, over all ranks.
 
-Each rank enters what it ran into its own slots; one small exchange adds zeros to them, which changes no bit; the slots
-are then summed in the order of the micro-batches. So the loss of a step is the same number on every topology.
+Each rank enters what it ran into its own slots; one small all-reduce adds zeros to them, which changes no bit; the
+slots are then summed in the order of the micro-batches. So the loss of a step is the same number on every topology.
 One more column carries the ranks' votes to stop, and the step that each is in: no traffic of their own.
 """
 
@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.parallel.numbers import Number, number
-
-AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -86,14 +84,12 @@ class Ledger:
         self._table[1, -1] = step
 
     def close(self) -> None:
-        """All of this rank's micro-batches are entered: start the exchange, to run beside the last backward."""
+        """All of this rank's micro-batches are entered: start the all-reduce, to run beside the last backward."""
         if self._shared and not self._closed:
-            self._work = self._exchanged()
+            # gloo's all-to-all takes two fifths of the time. But it pairs like calls only, and what one rank calls and
+            # the others do not is an all-reduce most often: that one comes in here, and the stamps tell.
+            self._work = dist.all_reduce(self._table, async_op=True)
         self._closed = True
-
-    def _exchanged(self) -> dist.Work | None:
-        work: dist.Work | None = dist.all_reduce(self._table, async_op=True)
-        return work
 
     def totals(self) -> tuple[Number, Number]:
         """(loss sum, number of valid targets) of the step, float64, equal on all ranks."""
@@ -119,11 +115,7 @@ class Ledger:
 
 
 class HostLedger(Ledger):
-    """The same where losses are made on the CPU: a few Python numbers, and a tensor for what other ranks must know.
-
-    gloo's all-reduce goes around a ring twice. Of up to `AT_ONCE` ranks each sends its table to each other one, which
-    takes two fifths of the processor's time, and adds up what came.
-    """
+    """The same where losses are made on the CPU: a few Python numbers, and a tensor for what other ranks must know."""
 
     def __init__(self, slots: int, *, shared: bool) -> None:
         super().__init__(slots, torch.device("cpu"), shared=shared)
@@ -142,21 +134,15 @@ class HostLedger(Ledger):
     def stamp(self, step: int) -> None:
         self._counts[-1] = step
 
-    def _exchanged(self) -> dist.Work | None:
-        ranks, mine = dist.get_world_size(), [self._losses + self._counts]
-        if ranks > AT_ONCE:
-            self._table = torch.tensor(mine, dtype=torch.float64)
-            return super()._exchanged()
-        sent = torch.tensor(mine * ranks, dtype=torch.float64)
-        self._table = torch.empty_like(sent)
-        work: dist.Work | None = dist.all_to_all_single(self._table, sent, async_op=True)
-        return work
+    def close(self) -> None:
+        if self._shared and not self._closed:
+            self._table = torch.tensor([self._losses, self._counts], dtype=torch.float64)
+        super().close()
 
     def totals(self) -> tuple[Number, Number]:
         self._finish()
         if self._shared:
-            sums = self._table.sum(dim=0).tolist()
-            self._losses, self._counts = sums[: len(self._losses)], sums[len(self._losses) :]
+            self._losses, self._counts = self._table.tolist()
         return sum(self._losses[:-1]), sum(self._counts[:-1])
 
     @property

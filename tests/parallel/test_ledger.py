@@ -4,13 +4,10 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.models.protocol import objective_of
-from lockstep.parallel import ledger as ledgers
 from lockstep.parallel.ledger import HostLedger, Ledger, Loss, Share
-from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -28,30 +25,6 @@ def test_the_host_rounds_as_the_device_does(times: int) -> None:
     losses = [Loss(value, times, times) for value in values]
     assert totals(HostLedger(50, shared=False), losses) == totals(Ledger(50, CPU, shared=False), losses)
     assert totals(HostLedger(50, shared=False), losses)[0] == sum((value * times).item() for value in values)
-
-
-def test_few_ranks_and_many_come_to_the_same_sums() -> None:
-    """By an exchange with each other rank, and by an all-reduce."""
-    found = run_ranks(sums_of_ranks, 3)
-    assert found[0] == found[1] == found[2]
-    at_once, around_the_ring = found[0]
-    assert at_once == around_the_ring
-    losses = [math.pi * (rank + 1) * 10 ** (3 * rank) for rank in range(3)]
-    assert at_once == ((sum(torch.tensor(losses).tolist()), 6), 2, 21)
-
-
-def sums_of_ranks() -> list[object]:
-    rank, found = dist.get_rank(), []
-    for ledgers.AT_ONCE in (3, 2):
-        ledger = HostLedger(3, shared=True)
-        ledger.stamp(7)
-        if rank:
-            ledger.vote_to_stop()
-        ledger.enter(Share(rank, None), Loss(torch.tensor(math.pi * (rank + 1) * 10 ** (3 * rank)), 1, rank + 1))
-        ledger.close()
-        found.append((ledger.totals(), ledger.stop_votes, ledger.stamps))
-        assert ledger.totals() == found[-1][0]
-    return found
 
 
 @pytest.mark.parametrize("value", [3e38, math.inf, math.nan])
