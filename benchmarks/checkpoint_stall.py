@@ -116,8 +116,8 @@ def main() -> None:
         "How long a save stops training", f"python -m benchmarks.checkpoint_stall {command} --write", machine(),
         [
             "Model and AdamW, alone and sharded (fsdp) over ranks that share the machine's cores and its disk; CRC-32",
-            "of every byte, every file synced. Seconds: median (least–most). The first save in the background makes its",
-            f"buffers. `waits`: for the save before to be written, where {EVERY} steps take less time than that;",
+            "of every byte, every file synced. Seconds: median (least–most). The first save in the background makes",
+            f"its buffers. `waits`: for the save before to be written, where {EVERY} steps take less time than that;",
             "one is under way at a time. Last: later saves in the background over those that are waited for.",
         ],
         "| ranks | MiB | `async: false` | `async: true`, first | later | waits | of a save that is waited for |", rows,
