@@ -1,6 +1,6 @@
 """Schedules of pipelines against theory, with stages that sleep: ranks that compute nothing fit two cores, all of them.
 
-    python -m benchmarks.pipeline_schedules [--ranks 2,4,8] [--write]
+    python -m benchmarks.pipeline_schedules [--ranks 2,4,8,16] [--write]
 
 A stage sleeps in its forward pass, in the gradient of its input and in that of its weight, each for `--seconds`. It is
 trained through `lockstep.parallel.place`, as any model is. Theory is the schedule's own list of actions with these
