@@ -46,7 +46,7 @@ class Reader(Dataset[Any]):
         self._collate: Collate = collate_fn or default_collate
         self._draws = not draws_nothing(dataset)
         self._collate_draws = collate_fn not in (None, default_collate)
-        self._at_once = isinstance(dataset, Collating) and not self._draws and not self._collate_draws
+        self._at_once = reads_at_once(dataset) and not self._draws and not self._collate_draws
         self._seed = seed
         self._at: int | None = None
         # What each worker is reading now, for the message when it dies.
@@ -143,6 +143,15 @@ def draws_nothing(dataset: Any) -> bool:
     if type(dataset).__module__.startswith("datasets."):  # Hugging Face; a transform may draw
         return bool(dataset.format["type"] != "custom")
     return False
+
+
+def reads_at_once(dataset: Any) -> bool:
+    """Whether `collated` may stand for its samples: not where a subclass reads those in its own way."""
+
+    def defined(name: str) -> int:
+        return next(place for place, kind in enumerate(type(dataset).__mro__) if name in vars(kind))
+
+    return isinstance(dataset, Collating) and defined("collated") <= defined("__getitem__")
 
 
 def users_line(error: BaseException) -> str | None:

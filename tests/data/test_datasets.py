@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 from lockstep.config import DataConfig
 from lockstep.data import Data, build_data
 from lockstep.data.prepare import prepare, run
+from lockstep.data.reader import Reader, Request
 from lockstep.data.tokenizers import Tokenizer
 from lockstep.data.windows import Documents, TokenWindows
 from lockstep.errors import UsageError
@@ -70,6 +71,18 @@ def test_windows_read_in_one_go_are_the_same(stride: int | None) -> None:
     same_in_one_go(data, [3, 0, 17, 3])
     with pytest.raises(IndexError, match=f"sample 500 of {len(data)}"):
         data.collated([1, 500])
+
+
+class Reversed(TokenWindows):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {key: value.flip(0) for key, value in super().__getitem__(index).items()}
+
+
+def test_a_subclass_that_reads_samples_in_its_own_way_is_asked_for_them() -> None:
+    tokens = np.arange(17, dtype=np.uint16)
+    request = Request(step=0, epoch=0, micro_batch=0, indices=[0, 1])
+    plain, own = (Reader(kind(tokens, 8), None, 1, 0)[request] for kind in (TokenWindows, Reversed))
+    assert torch.equal(own["targets"], plain["targets"].flip(1))
 
 
 def same_in_one_go(data: Any, indices: list[int]) -> None:
