@@ -76,11 +76,10 @@ def row(ranks: int, layers: int, saves: int, where: Path | None) -> str:
     measure = import_module("benchmarks.checkpoint_stall").on_rank  # as other processes find it
     folder = Path(tempfile.mkdtemp(prefix="lockstep-stall-", dir=where))
     try:
-        (waiting, _, size), ((first, *later), waits, _) = run_ranks(measure, ranks, folder, layers, saves, timeout=900)[
-            0
-        ]
+        found = run_ranks(measure, ranks, folder, layers, saves, timeout=900)[0]
     finally:
         shutil.rmtree(folder)
+    (waiting, _, size), ((first, *later), waits, _) = found
     return (
         f"| {ranks} | {size / 2**20:.0f} | {_spread(waiting)} | {first:.3f} | {_spread(later)} | {_spread(waits)} "
         f"| {median(later) / median(waiting):.1%} |"

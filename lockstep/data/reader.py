@@ -46,7 +46,7 @@ class Reader(Dataset[Any]):
         self._collate: Collate = collate_fn or default_collate
         self._draws = not draws_nothing(dataset)
         self._collate_draws = collate_fn not in (None, default_collate)
-        self._at_once = reads_at_once(dataset) and not self._draws and not self._collate_draws
+        self._collated = None if collate_fn not in (None, default_collate) else collated_of(dataset)
         self._seed = seed
         self._at: int | None = None
         # What each worker is reading now, for the message when it dies.
@@ -61,23 +61,14 @@ class Reader(Dataset[Any]):
         return batch if worker_info() is None else Parcel(batch)
 
     def _read(self, request: Request) -> Any:
-        if self._at_once:
-            return self._collated(request)
+        if self._collated is not None and not self._draws:
+            return self._together(self._collated, request.indices)
         if not self._draws and not self._collate_draws:
             return self._collate(self._samples(request))
         with outer_states_kept():
             samples = self._samples(request)
             seed_from("collate", self._seed, request.step, request.micro_batch)
             return self._collate(samples)
-
-    def _collated(self, request: Request) -> Any:
-        self._mark(request.indices[0])
-        try:
-            batch = self.dataset.collated(request.indices)  # type: ignore[attr-defined]
-        except Exception:
-            return self._collate(self._samples(request))  # which fails again, and tells at which sample
-        self._mark(-1)
-        return batch
 
     def being_read(self, worker: int) -> str:
         """What the worker was reading when last heard of."""
@@ -87,8 +78,9 @@ class Reader(Dataset[Any]):
     def _samples(self, request: Request) -> list[Any]:
         together = getattr(self.dataset, "__getitems__", None)
         if together is not None and not self._draws:
-            samples = self._together(together, request.indices)
-        elif self._draws or self._reading is not None:
+            samples: list[Any] = self._together(lambda indices: list(together(indices)), request.indices)
+            return samples
+        if self._draws or self._reading is not None:
             samples = [self._sample(request.epoch, index) for index in request.indices]
         else:
             samples = []
@@ -98,10 +90,13 @@ class Reader(Dataset[Any]):
         self._mark(-1)
         return samples
 
-    def _together(self, read: Callable[[list[int]], Sequence[Any]], indices: list[int]) -> list[Any]:
+    def _together(self, read: Callable[[list[int]], Any], indices: list[int]) -> Any:
+        """All of them in one call."""
         self._mark(indices[0])
         try:
-            return list(read(indices))
+            result = read(indices)
+            self._mark(-1)
+            return result
         except Exception:
             for self._at in indices:  # which one was it? A dataset that draws nothing fails again
                 read([self._at])
@@ -145,13 +140,15 @@ def draws_nothing(dataset: Any) -> bool:
     return False
 
 
-def reads_at_once(dataset: Any) -> bool:
-    """Whether `collated` may stand for its samples: not where a subclass reads those in its own way."""
+def collated_of(dataset: Any) -> Collate | None:
+    """What makes a micro-batch of the dataset in one go; None where a subclass reads samples in its own way."""
 
     def defined(name: str) -> int:
         return next(place for place, kind in enumerate(type(dataset).__mro__) if name in vars(kind))
 
-    return isinstance(dataset, Collating) and defined("collated") <= defined("__getitem__")
+    if isinstance(dataset, Collating) and defined("collated") <= defined("__getitem__"):
+        return dataset.collated
+    return None
 
 
 def users_line(error: BaseException) -> str | None:
