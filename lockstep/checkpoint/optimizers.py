@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.local import open_part
 from lockstep.checkpoint.manifest import read_manifest
 from lockstep.checkpoint.names import optimizer_part
 from lockstep.checkpoint.snapshot import as_json
-from lockstep.checkpoint.storage import read_stored_part
 from lockstep.errors import UsageError
 
 SEPARATOR = "//"
@@ -69,7 +69,7 @@ def optimizer_targets(path: str | Path, name: str, parameters: Mapping[str, Tens
         parameters: canonical name → parameter, of this rank.
     """
     folder = Path(path)
-    stored = read_stored_part(folder, read_manifest(folder), optimizer_part(name))
+    stored = open_part(folder, read_manifest(folder), optimizer_part(name)).stored
     return {
         full: _target(key, tensor, parameters[parameter])
         for full, tensor in stored.tensors.items()
