@@ -41,6 +41,8 @@ def register_elementwise(optimizer: type[Optimizer]) -> None:
 def check_shardable(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose update on a shard differs from its update on the whole parameter.
 
+    Fused kernels that torch cannot run on shards are exchanged for plain ones, in place.
+
     Raises:
         UsageError: the class is not known to be elementwise.
     """
@@ -50,6 +52,8 @@ def check_shardable(optimizer: Optimizer) -> None:
             why="under sharding it would see pieces of parameters and train another model",
             fix="use ddp, or call lockstep.optim.register_elementwise(TheOptimizer) if it is elementwise",
         )
+    if not isinstance(optimizer, _FUSED_ON_SHARDS):
+        unfuse(optimizer)
 
 
 def unfuse(optimizer: Optimizer) -> bool:

@@ -24,6 +24,10 @@ SEPARATOR = "//"
 _STEP = "step"  # torch's optimizers keep it on CPU, unless their kernels read it on the device
 _ON_DEVICE = ("capturable", "fused")
 
+# Which kernels compute the update, not what it is: there is no fused SGD for the shards that may go on from whole
+# parameters, and a run on a CPU may go on from one on a GPU. So the running optimizer keeps its own.
+_KERNELS = ("foreach", "fused", "capturable")
+
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state of an optimizer, for a `Snapshot`.
@@ -94,7 +98,8 @@ def restore_optimizer(
     matched = list(_match_groups(optimizer, names, groups["groups"]))
     for group, stored in matched:
         for key, value in stored.items():
-            group[key] = _like(group.get(key), value)
+            if key not in _KERNELS:
+                group[key] = _like(group.get(key), value)
     values: Mapping[str, Mapping[str, Any]] = groups["values"]
     by_parameter: dict[str, dict[str, Tensor]] = {}
     for full, tensor in tensors.items():

@@ -206,7 +206,8 @@ def _lay(
 def _step(
     tracker: Tracker, parts: _Parts, optimizer: torch.optim.Optimizer, batch: Any, count: int, layout: Layout
 ) -> None:
-    ledger = Ledger(count, CPU, shared=layout.world_size > 1)
+    # As many slots as the step has over all ranks: what gathers records of micro-batches makes room for so many.
+    ledger = Ledger(count * layout.data_parallel_size, CPU, shared=layout.world_size > 1)
     with parts.cursor.running("train", 0):
         for place in range(count):
             tracker.mark("forward")

@@ -114,6 +114,17 @@ def test_other_groups_are_refused() -> None:
         checkpoint.restore_optimizer(swapped, names(module), {}, stored)
 
 
+def test_trap_75_the_kernels_of_a_checkpoint_are_not_taken_over() -> None:
+    """One process updates with a fused kernel; shards, which may go on from its checkpoint, have none for SGD."""
+    module = model()
+    saved = torch.optim.SGD(groups(module), lr=0.1, momentum=0.5, fused=True)
+    _, stored = checkpoint.optimizer_state(saved, names(module))
+    plain = torch.optim.SGD(groups(module), lr=0.2, foreach=False)
+    checkpoint.restore_optimizer(plain, names(module), {}, stored)
+    [(momentum, fused, foreach)] = {(g["momentum"], g["fused"], g["foreach"]) for g in plain.param_groups}
+    assert (momentum, fused, foreach) == (0.5, None, False)
+
+
 def test_nested_state_is_refused_not_dropped() -> None:
     module = model()
     optimizer = torch.optim.LBFGS(module.parameters())

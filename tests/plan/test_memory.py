@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lockstep.config import config_from
 from lockstep.mesh import Layout
@@ -29,6 +30,18 @@ def test_predicted_peaks_are_within_5_percent_of_tracked_ones() -> None:
         for one, other in zip(predict(case, 2), measured, strict=True):
             assert not isinstance(other, str), other
             assert abs(one / other - 1) < 0.05, (case, one, other)
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("layout", [Layout("ddp", 1, 2), Layout("fsdp", 1, 1, 2), Layout("fsdp", 1, 2, 2)])
+def test_a_model_with_running_statistics_is_rehearsed_on_several_ranks(layout: Layout) -> None:
+    """Ranks gather a record of each micro-batch: there must be room for those of all ranks."""
+    work = Workload(normalised, (torch.zeros(8), torch.zeros((), dtype=torch.int64)), nn.CrossEntropyLoss())
+    config = config_from({"training.batch_size": 4})
+    assert rehearse(work, config, layout, micro_batches=2, device_type="cpu").peak.total > 0
 
 
 def test_a_long_chain_of_equal_blocks_is_planned_from_five_of_them(monkeypatch) -> None:  # type: ignore[no-untyped-def]
