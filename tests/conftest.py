@@ -45,9 +45,14 @@ def _marked(mark: str) -> list[psutil.Process]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Neither a zombie nor the multiprocessing module's own tracker, which ends with this process."""
+    """Neither a zombie nor one of the multiprocessing module's own servers, which end with this process.
+
+    Ranks are forks of one of them, and have its command line: they are told by their parent.
+    """
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
+        command = " ".join(process.cmdline())
+        is_fork_server = "multiprocessing.forkserver" in command and process.ppid() == os.getpid()
+        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in command and not is_fork_server
     except (psutil.AccessDenied, psutil.NoSuchProcess):
         return False
 

@@ -1,11 +1,17 @@
-"""Run a function on several gloo ranks and bring its values and errors back."""
+"""Run a function on several gloo ranks and bring its values and errors back.
 
+Ranks on this host are forks of one server process that has imported torch and Lockstep already: importing them takes
+four seconds of a core, more than most tests that use ranks. Ranks on other hosts (`on=`) are fresh processes.
+"""
+
+import multiprocessing
 import os
 import pickle
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,31 +19,6 @@ from typing import Any
 from tests.hosts import Host
 
 REPOSITORY = Path(__file__).parent.parent
-
-_MAIN = """
-import gc
-gc.disable()  # imports make objects that stay: collections look at them again and again
-import pickle, sys, traceback
-job, answer = sys.argv[1:3]
-with open(job, "rb") as file:
-    module, name, args = pickle.load(file)
-import importlib, datetime, os
-import torch, torch.distributed as dist
-torch.set_num_threads(1)
-try:
-    function = getattr(importlib.import_module(module), name)
-    gc.freeze()
-    gc.enable()
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-    result = ("value", function(*args))
-except BaseException as error:
-    result = ("error", f"rank {os.environ['RANK']}: {traceback.format_exc()}")
-with open(answer, "wb") as file:
-    pickle.dump(result, file)
-if dist.is_initialized() and result[0] == "value":
-    dist.destroy_process_group()
-os._exit(0 if result[0] == "value" else 1)
-"""
 
 
 def free_port() -> int:
@@ -51,7 +32,7 @@ def run_ranks(
 ) -> list[Any]:
     """`function(*args)` on each of `world_size` ranks, inside a gloo process group.
 
-    The function is imported by name in fresh processes, so it must live at the top of a module.
+    The function is imported by name in other processes, so it must live at the top of a module.
 
     Args:
         on: hosts (`tests.hosts`) that share out the ranks, runs of neighbours; unset: this one.
@@ -66,37 +47,103 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job")
         job.write_bytes(pickle.dumps((function.__module__, function.__name__, args)))
-        common = {
-            **os.environ,
-            "MASTER_ADDR": on[0].address if on else "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(per_host),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        }
-        processes = [
-            subprocess.Popen(
-                [*(host.command if host else ()), sys.executable, "-c", _MAIN, str(job), f"{folder}/{rank}"],
-                env={
-                    **common,
-                    **(host.environment if host else {}),
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank % per_host),
-                },
-                cwd=REPOSITORY,
-            )
+        environments = [
+            {
+                "MASTER_ADDR": on[0].address if on else "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(per_host),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % per_host),
+            }
+            for port in [free_port()]
             for rank in range(world_size)
-            for host in [on[rank // per_host] if on else None]
         ]
-        try:
-            for process in processes:
-                process.wait(timeout)
-        finally:
-            for process in processes:
-                process.kill()
-        answers = [Path(folder, str(rank)) for rank in range(world_size)]
-        results = [pickle.loads(a.read_bytes()) if a.exists() else ("error", f"{a.name} died") for a in answers]
+        start = _run_on_hosts if on else _run_here
+        start(job, environments, timeout, on)
+        answers = [Path(folder, f"job-{rank}") for rank in range(world_size)]
+        results = [pickle.loads(a.read_bytes()) if a.exists() else ("error", f"{a.name.removeprefix('job-')} died") for a in answers]
         errors = [text for kind, text in results if kind == "error"]
         assert not errors, "\n".join(errors)
         return [value for _, value in results]
+
+
+def _run_here(job: Path, environments: Sequence[dict[str, str]], timeout: float, _on: Sequence[Host]) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    processes = [context.Process(target=_fork_main, args=(str(job), {**os.environ, **e})) for e in environments]
+    try:
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                raise TimeoutError(f"a rank still runs after {timeout} s")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _run_on_hosts(job: Path, environments: Sequence[dict[str, str]], timeout: float, on: Sequence[Host]) -> None:
+    per_host = len(environments) // len(on)
+    processes = [
+        subprocess.Popen(
+            [*host.command, sys.executable, "-m", "tests.ranks", str(job)],
+            env={**os.environ, **environment, **host.environment},
+            cwd=REPOSITORY,
+        )
+        for rank, environment in enumerate(environments)
+        for host in [on[rank // per_host]]
+    ]
+    try:
+        for process in processes:
+            process.wait(timeout)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _fork_main(job: str, environment: dict[str, str]) -> None:
+    os.environ.clear()  # the server's are those of its start
+    os.environ.update(environment)
+    os.chdir(REPOSITORY)
+    _rank_main(job)
+
+
+def _rank_main(job: str) -> None:
+    """What a rank does: the job in the file `job`; the answer goes beside it."""
+    import datetime
+    import gc
+    import importlib
+    import traceback
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    rank = os.environ["RANK"]
+    result: tuple[str, Any]
+    try:
+        module, name, args = pickle.loads(Path(job).read_bytes())
+        gc.disable()  # imports make objects that stay: collections look at them again and again
+        function = getattr(importlib.import_module(module), name)
+        gc.freeze()
+        gc.enable()
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+        result = ("value", function(*args))
+    except BaseException:
+        result = ("error", f"rank {rank}: {traceback.format_exc()}")
+    Path(f"{job}-{rank}").write_bytes(pickle.dumps(result))
+    if dist.is_initialized() and result[0] == "value":
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if result[0] == "value" else 1)
+
+
+if __name__ == "__main__":
+    _rank_main(sys.argv[1])
