@@ -63,8 +63,10 @@ def run_ranks(
         ]
         start = _run_on_hosts if on else _run_here
         start(job, environments, timeout, on)
-        answers = [Path(folder, f"job-{rank}") for rank in range(world_size)]
-        results = [pickle.loads(a.read_bytes()) if a.exists() else ("error", f"{a.name.removeprefix('job-')} died") for a in answers]
+        answers = [Path(f"{job}-{rank}") for rank in range(world_size)]
+        results = [
+            pickle.loads(a.read_bytes()) if a.exists() else ("error", f"{r} died") for r, a in enumerate(answers)
+        ]
         errors = [text for kind, text in results if kind == "error"]
         assert not errors, "\n".join(errors)
         return [value for _, value in results]
