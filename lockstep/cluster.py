@@ -12,6 +12,7 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,9 @@ import torch.distributed as dist
 from lockstep import groups
 from lockstep.config import DistributedConfig
 from lockstep.cores import threads_per_rank
-from lockstep.environment import RankFacts, rank_facts
+from lockstep.environment import RankFacts, rank_facts, settle
 from lockstep.errors import UsageError
+from lockstep.existing_group import facts_of_existing_group
 from lockstep.heap import keep_freed_memory
 from lockstep.rendezvous import rendezvous
 
@@ -41,51 +43,80 @@ class Cluster:
     device: torch.device
     backend: str
 
+    def check(self) -> None:
+        """Refuse to train where the script has made another process group since: each rank would train on its own.
+
+        Raises:
+            UsageError: with what to change in the script.
+        """
+        if not dist.is_initialized():
+            return
+        now, then = (dist.get_rank(), dist.get_world_size()), (self.facts.rank, self.facts.world_size)
+        if now != then:
+            raise UsageError(
+                f"this process was rank {then[0]} of {then[1]} when the model was placed, and is rank {now[0]} of "
+                f"{now[1]} now",
+                why="the process group was made afterwards",
+                fix="call init_process_group before lockstep.setup(), Trainer(…) and lockstep.place(…), or not at all:"
+                " Lockstep makes the group",
+            )
+
 
 _current: Cluster | None = None
+_world: Any = None  # the process group that `_current` is about; None: there was none
 _group_is_ours = False
 
 
 def setup(distributed: DistributedConfig | None = None) -> Cluster:
     """Choose this rank's device and join the other ranks. A second call returns what the first one made.
 
-    A process that nobody launched is rank 0 of 1 and needs no process group. A process group that exists already is
-    used as it is.
+    A process that nobody launched is rank 0 of 1 and needs no process group. A process group that exists already, made
+    by the script itself, is the world: all ranks call `setup` then, which may exchange where each of them is.
 
     Raises:
-        UsageError: the device or the backend isn't there, an address is missing, a port is in use.
+        UsageError: the device or the backend isn't there, an address is missing, a port is in use, the process group
+            that exists is another than the environment or the config says.
         RunError: the other ranks did not come within the timeout.
     """
-    global _current
-    if _current is not None:
+    global _current, _world, _group_is_ours
+    if _current is not None and _world is dist.group.WORLD:
         return _current
+    _current, _group_is_ours = None, False  # the script has made or left a group since
+    settle(None)
     config = distributed if distributed is not None else DistributedConfig()
     os.environ.update(environment(config))
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # read by torch once, at its import
-    facts = rank_facts()
-    device = _choose_device(config.device, facts)
+    exists = dist.is_initialized()
+    facts, gpu = facts_of_existing_group() if exists else (rank_facts(), None)
+    if exists:
+        settle(facts)
+    if gpu is None or config.device == "cpu":
+        device = _choose_device(config.device, facts)
+    else:
+        device = torch.device("cuda", gpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything else touches a GPU, or every rank makes a context on GPU 0
     else:
         keep_freed_memory()
     _share_out_threads(facts)
-    backend = _choose_backend(config.backend, device)
-    if facts.launcher == "none" and not dist.is_initialized():
+    backend = _existing_backend(config, device) if exists else _choose_backend(config.backend, device)
+    _warn_of_nccl_timeout(facts)
+    if facts.launcher == "none":
         backend = "none"
-    else:
-        _warn_of_nccl_timeout(facts)
+    elif not exists:
         _join(config, facts, device, backend)
-    _current = Cluster(facts, device, backend)
+    _current, _world = Cluster(facts, device, backend), dist.group.WORLD
     return _current
 
 
 def cleanup() -> None:
     """Leave the process group that `setup` made; harmless where there is none."""
-    global _current, _group_is_ours
+    global _current, _world, _group_is_ours
     groups.forget()  # those that live on into the interpreter's own end take it down with them
     if _group_is_ours and dist.is_initialized():
         dist.destroy_process_group()
-    _current, _group_is_ours = None, False
+    _current, _world, _group_is_ours = None, None, False
+    settle(None)
 
 
 def environment(config: DistributedConfig) -> dict[str, str]:
@@ -143,6 +174,27 @@ def _choose_backend(wanted: str, device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+def _existing_backend(config: DistributedConfig, device: torch.device) -> str:
+    """Return the backend of the process group that the script made.
+
+    Raises:
+        UsageError: the config asks for another one, or the group does not serve the device.
+    """
+    backend, serves = dist.get_backend(), dist.get_backend_config()
+    if config.backend not in ("auto", backend):
+        raise UsageError(
+            f"distributed.backend is {config.backend}, but the process group that exists has {backend}",
+            fix=f'write init_process_group("{config.backend}", …) in the script, or distributed.backend: auto',
+        )
+    if f"{device.type}:" not in serves:
+        raise UsageError(
+            f"the process group that exists has backend {backend}, which does not serve the device {device.type}",
+            where="init_process_group, in the script",
+            fix='write init_process_group("cpu:gloo,cuda:nccl", …), or leave the call out: Lockstep makes the group',
+        )
+    return backend
+
+
 def _warn_of_nccl_timeout(facts: RankFacts) -> None:
     names = sorted(name for name in os.environ if name.startswith("NCCL_TIMEOUT"))
     if names and facts.is_main:
@@ -157,8 +209,6 @@ def _warn_of_nccl_timeout(facts: RankFacts) -> None:
 
 def _join(config: DistributedConfig, facts: RankFacts, device: torch.device, backend: str) -> None:
     global _group_is_ours
-    if dist.is_initialized():
-        return
     timeout = datetime.timedelta(seconds=config.timeout_seconds)
     store = rendezvous(config, facts, timeout)
     # gloo beside nccl serves tensors that live in the host's memory (checkpoints, pickled objects).

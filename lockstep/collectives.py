@@ -1,11 +1,12 @@
 """Who am I, and sums over all ranks: what a loop of one's own needs, and Lockstep's own parts."""
 
+import os
 from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
 
-from lockstep.environment import rank_facts
+from lockstep.environment import facts_for_group, rank_facts
 from lockstep.errors import UsageError
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
@@ -22,8 +23,22 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """This process's index on its machine."""
-    return rank_facts().local_rank
+    """This process's index on its machine.
+
+    Raises:
+        UsageError: the script made the process group itself, and nothing tells the index before `lockstep.setup()`.
+    """
+    facts = rank_facts()
+    if not dist.is_initialized() or facts.world_size == dist.get_world_size():
+        return facts.local_rank
+    complete, local = facts_for_group(dist.get_rank(), dist.get_world_size(), os.environ)
+    if complete is None and local is None:
+        raise UsageError(
+            "the local rank is not known yet in a process group that the script made",
+            why="LOCAL_RANK is not set; lockstep.setup() works it out",
+            fix="call lockstep.setup() on all ranks, after init_process_group",
+        )
+    return complete.local_rank if local is None and complete is not None else local or 0
 
 
 def is_main_process() -> bool:

@@ -6,6 +6,7 @@ LOCAL_WORLD_SIZE; srun sets SLURM_*; Open MPI's mpirun sets OMPI_COMM_WORLD_*, M
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,12 @@ class _Source:
     node_rank: str  # "": it does not say
     also: str | None = None  # which tells a rank from a process that merely runs where ranks could
 
+    def describes(self, env: Mapping[str, str]) -> bool:
+        """Whether this launcher has started this process."""
+        return self.rank in env and self.world_size in env and (self.also is None or self.also in env)
 
+
+_OF_TORCH = ("RANK", "WORLD_SIZE")
 _SOURCES = (
     _Source("torchrun", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
     _Source("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE",
@@ -59,19 +65,83 @@ _SOURCES = (
 )  # fmt: skip
 
 
+_settled: RankFacts | None = None  # of the process group that a script made itself
+
+
+def settle(facts: RankFacts | None) -> None:
+    """Have `rank_facts` return these facts, whatever the environment says; None: the environment counts again."""
+    global _settled
+    _settled = facts
+
+
 def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
     """The facts of this process; a process that nobody launched is rank 0 of 1.
 
     Where a launcher doesn't say how many ranks are on this machine, all of them are.
 
     Raises:
-        UsageError: the variables contradict each other (RANK not below WORLD_SIZE), or are not numbers.
+        UsageError: the variables contradict each other (RANK not below WORLD_SIZE, one of the two without the other),
+            or are not numbers.
     """
+    if environ is None and _settled is not None:
+        return _settled
     env = os.environ if environ is None else environ
+    facts = next((_facts(env, source) for source in _SOURCES if source.describes(env)), None)
+    alone = [name for name in _OF_TORCH if name in env]
+    if len(alone) == 1:
+        _check_half(env, alone[0], facts)
+    return facts or RankFacts()
+
+
+def _check_half(env: Mapping[str, str], name: str, facts: RankFacts | None) -> None:
+    """Refuse RANK without WORLD_SIZE, or the reverse, unless a scheduler's variables say the same.
+
+    Raises:
+        UsageError: the process would train alone.
+    """
+    if facts is not None and _number(env, name) == (facts.rank if name == "RANK" else facts.world_size):
+        return
+    (missing,) = {*_OF_TORCH} - {name}
+    others = f"the variables of {facts.launcher} say rank {facts.rank} of {facts.world_size}" if facts else None
+    raise UsageError(
+        f"{name}={env[name]} is set, but {missing} is not",
+        where="the environment",
+        why=others or "a rank needs both, or it would train alone",
+        fix=f"unset {name}, and start the ranks by `lockstep launch`, torchrun or lockstep.spawn; or set {missing} too",
+    )
+
+
+def facts_for_group(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[RankFacts | None, int | None]:
+    """Return what the environment adds to a process group in which this process is `rank` of `world_size`.
+
+    What schedulers number are tasks, each of which may have started several ranks: where those numbers are others than
+    the group's, they are left alone.
+
+    Returns:
+        the facts, where the environment tells all of them, and LOCAL_RANK, where it is set.
+
+    Raises:
+        UsageError: RANK or WORLD_SIZE is another than in the group.
+    """
+    numbers = dict(zip(_OF_TORCH, (rank, world_size), strict=True))
+    if any(name in env and _number(env, name) != number for name, number in numbers.items()):
+        said = " and ".join(f"{name}={env[name]}" for name in _OF_TORCH if name in env)
+        raise UsageError(
+            f"this process is rank {rank} of {world_size} in its process group, but the environment says {said}",
+            where="init_process_group(…), and the environment",
+            why="RANK numbers processes over all machines and WORLD_SIZE counts them; processes that a script starts"
+            " inherit both",
+            fix="call init_process_group with the numbers of the whole job, and before it, in each rank:"
+            " os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size)); or unset RANK and WORLD_SIZE and start the"
+            " ranks by lockstep.spawn(fn, nprocs=…, nnodes=…, node_rank=…, master_addr=…)",
+        )
+    local_rank = _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else None
     for source in _SOURCES:
-        if source.rank in env and source.world_size in env and (source.also is None or source.also in env):
-            return _facts(env, source)
-    return RankFacts()
+        if source.describes(env) and {source.local_rank, source.local_world_size} <= env.keys():
+            facts = _facts(env, source)
+            if (facts.rank, facts.world_size) == (rank, world_size):
+                return facts, local_rank
+    return None, local_rank
 
 
 def _facts(env: Mapping[str, str], source: _Source) -> RankFacts:
@@ -126,6 +196,15 @@ def _no_number(name: str, text: str) -> UsageError:
         where="the environment",
         fix="the launcher sets it; unset it, or start the ranks by one launcher",
     )
+
+
+def machine_id() -> str:
+    """Tells machines (and network namespaces) apart, where host names may be equal."""
+    try:
+        space = os.readlink("/proc/self/ns/net")
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {space}"
+    except OSError:
+        return socket.gethostname()
 
 
 def parent_identity() -> str:

@@ -59,3 +59,18 @@ def test_trap_30_a_machine_number_as_rank_is_refused() -> None:
 def test_what_is_no_number_is_refused_by_name(wrong: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         rank_facts({"RANK": "0", "WORLD_SIZE": "2", **wrong})
+
+
+@pytest.mark.parametrize(("name", "missing"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
+def test_one_of_rank_and_world_size_alone_is_refused(name: str, missing: str) -> None:
+    """Each process would train alone, without a word."""
+    with pytest.raises(UsageError, match=f"{name}=1 is set, but {missing} is not"):
+        rank_facts({name: "1"})
+
+
+def test_world_size_beside_a_schedulers_variables_must_agree() -> None:
+    """Job scripts export WORLD_SIZE, and srun numbers the tasks."""
+    srun = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
+    assert rank_facts(srun | {"WORLD_SIZE": "2"}).rank == 1
+    with pytest.raises(UsageError, match="the variables of srun say rank 1 of 2"):
+        rank_facts(srun | {"WORLD_SIZE": "4"})

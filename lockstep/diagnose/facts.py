@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import cores
-from lockstep.environment import rank_facts
+from lockstep.environment import machine_id, rank_facts
 
 VARIABLES = re.compile(r"^(NCCL|TORCH|GLOO|CUDA|OMP|MKL|PYTORCH|UCX|FI)_")
 _MAX_FILES = 5000
@@ -61,15 +61,6 @@ def machine_facts(run_directory: Path) -> dict[str, Any]:
         "infiniband": infiniband(),
         "topology": _output("nvidia-smi", "topo", "-m") if gpus() else "",
     }
-
-
-def machine_id() -> str:
-    """Tells machines (and network namespaces) apart, where host names may be equal."""
-    try:
-        space = os.readlink("/proc/self/ns/net")
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {space}"
-    except OSError:
-        return socket.gethostname()
 
 
 def versions() -> dict[str, str]:

@@ -51,6 +51,7 @@ def spawn(
         LockstepError: the first error of a rank, once.
     """
     _refuse_import_of_main()
+    _check_arguments(fn, args, nprocs)
     if nprocs is None:
         from lockstep.launch.options import count_gpus
 
@@ -59,6 +60,7 @@ def spawn(
     if nprocs == nnodes == 1:
         fn(*args)
         return
+    _refuse_second_world(nprocs, nnodes, node_rank)
     common, keep = _meeting_point(nprocs, nnodes, node_rank, master_addr, master_port)
     with tempfile.TemporaryDirectory(prefix="lockstep-failures-") as folder:
         common |= {FAILURES: folder, LAUNCHER_PID: str(os.getpid())}
@@ -81,6 +83,63 @@ def spawn(
     if cause is not None:
         sys.stderr.write(cause.traceback)
         raise cause.error()
+
+
+def _check_arguments(fn: Any, args: Any, nprocs: Any) -> None:
+    """Refuse what other libraries' functions of this name take in these places.
+
+    Raises:
+        UsageError: with the call to write.
+    """
+    name = getattr(fn, "__name__", "train")
+    if not callable(fn):
+        raise UsageError(f"{fn!r} is not a function", where="spawn", fix="pass the function itself: spawn(train, …)")
+    if isinstance(args, int) and not isinstance(args, bool):
+        raise UsageError(
+            f"the second argument of spawn is a tuple of the function's arguments, not the number {args}",
+            where=f"spawn({name}, {args}, …)",
+            fix=f"lockstep.spawn({name}, nprocs={args}) starts {args} ranks; "
+            f"lockstep.spawn({name}, args=({args},), nprocs=…) calls {name}({args}) on each rank",
+        )
+    if not isinstance(args, list | tuple):
+        raise UsageError(
+            f"the function's arguments are a tuple, not a {type(args).__name__}",
+            where=f"spawn({name}, {args!r:.60}, …)",
+            fix=f"lockstep.spawn({name}, args=(value,), nprocs=…); the comma makes a tuple of one value",
+        )
+    if nprocs is not None and (not isinstance(nprocs, int) or isinstance(nprocs, bool)):
+        raise UsageError(
+            f"nprocs is the number of ranks on this machine, not {nprocs!r:.60}",
+            where=f"spawn({name}, …)",
+            fix=f"lockstep.spawn({name}, args=(…), nprocs=2)",
+        )
+
+
+def _refuse_second_world(nprocs: int, nnodes: int, node_rank: int) -> None:
+    """Refuse to start ranks whose numbers are others than the environment's: each machine would train on its own.
+
+    Both of these are right: variables that number the machines, as srun with one task a machine sets them, and
+    variables that number the ranks, RANK being the first one of this machine.
+
+    Raises:
+        UsageError: with the call to write.
+    """
+    facts = rank_facts()
+    machines = (facts.rank, facts.world_size) == (node_rank, nnodes)
+    ranks = (facts.rank, facts.world_size) == (node_rank * nprocs, nnodes * nprocs)
+    if facts.world_size == 1 or machines or ranks:
+        return
+    names = {"torchrun": "RANK and WORLD_SIZE", "srun": "SLURM_PROCID and SLURM_NTASKS"}
+    raise UsageError(
+        f"the environment says rank {facts.rank} of {facts.world_size}, but spawn would start ranks "
+        f"{node_rank * nprocs} to {(node_rank + 1) * nprocs - 1} of {nprocs * nnodes}",
+        where=f"{names.get(facts.launcher, 'the variables of mpirun')} in the environment; spawn("
+        f"nprocs={nprocs}, nnodes={nnodes}, node_rank={node_rank})",
+        why="each process that calls spawn would make a world of its own, with a model of its own",
+        fix=f"on {facts.world_size} machines: spawn(…, nprocs={nprocs}, nnodes=MACHINES, node_rank=0, 1, …,"
+        " master_addr=…), with these variables unset; where a launcher has started one process a rank already, call"
+        " the function itself, without spawn",
+    )
 
 
 def _check(nprocs: int, nnodes: int, node_rank: int, master_addr: str | None) -> None:

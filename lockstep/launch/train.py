@@ -130,8 +130,10 @@ def is_rank(options: LaunchOptions) -> bool:
 
     srun and mpirun start ranks, or one launcher a machine: options that only a launcher needs tell which.
     """
-    launcher = rank_facts().launcher
     starts_ranks = options.nproc_per_node is not None or options.several_nodes
+    if starts_ranks and ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
+        return False  # a job script exports one of them; the ranks that are started get both
+    launcher = rank_facts().launcher
     return launcher == "torchrun" or (launcher != "none" and not starts_ranks)
 
 

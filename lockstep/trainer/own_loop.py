@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep import checkpoint, cluster
+from lockstep.cluster import Cluster
 from lockstep.config import Config, apply_flags, config_from
 from lockstep.data import MicroBatch, StepBatches
 from lockstep.errors import UsageError
@@ -65,7 +66,7 @@ def place(
     precision = Precision(mode, here.device.type)
     objective = objective_of(model, loss_fn or loss_fn_of(config))
     placed = place_over(model, layout, config, objective=objective, device=here.device, precision=precision)
-    return PlacedModel(placed, mode, config)
+    return PlacedModel(placed, mode, config, here)
 
 
 class PlacedModel:
@@ -78,9 +79,9 @@ class PlacedModel:
         notices: what the placement has to say.
     """
 
-    def __init__(self, placed: Placed, mode: str, config: Config) -> None:
+    def __init__(self, placed: Placed, mode: str, config: Config, here: Cluster) -> None:
         self._placed, self._mode, self._config, self.step = placed, mode, config, 0
-        self._dealer = Dealer(placed)
+        self._dealer, self._cluster = Dealer(placed), here
         self.notices = placed.notices
 
     def __repr__(self) -> str:
@@ -124,6 +125,7 @@ class PlacedModel:
             UsageError: gradients of the call before are still there.
         """
         placed = self._placed
+        self._cluster.check()
         if any(parameter.grad is not None for parameter in placed.parameters.values()):
             raise UsageError(
                 "the gradients of the last backward are still there",

@@ -21,6 +21,7 @@ def open_source(trainer: "Trainer", data: Any, epochs: int | None) -> tuple[Step
     Raises:
         UsageError: it can't be trained on, sizes contradict each other, or the schedule needs a number of steps.
     """
+    trainer.cluster.check()
     _take_batch_size(trainer, data)
     training = trainer.config.training
     epochs = epochs or (None if training.max_steps else training.num_train_epochs or 1)

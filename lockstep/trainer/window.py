@@ -1,9 +1,14 @@
 """A step whose micro-batches the caller brings one at a time: `Trainer.training_step`."""
 
+import warnings
+import zlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lockstep import collectives
 from lockstep.data import batch_length, move
@@ -42,6 +47,9 @@ class Window:
             what = "under a pipeline" if trainer.layout.strategy == "pipeline" else "where workers share a rank"
             raise UsageError(f"{what} micro-batches can't be run one at a time", fix="use Trainer.steps(data)")
         batch = move(batch, trainer.device)
+        if self._wanted is None:
+            trainer.cluster.check()
+            _warn_of_equal_batches(trainer, batch)
         self._wanted = self._wanted or _calls_in_a_step(trainer, batch)
         if trainer.step.nominal is None:
             trainer.step.learn_nominal(batch, self._slots)
@@ -105,3 +113,28 @@ def _calls_in_a_step(trainer: "Trainer", first: Any) -> int:
             fix=f"set it to a multiple of {size * ranks}, or use Trainer.steps(data), which shares out any number",
         )
     return calls
+
+
+def _warn_of_equal_batches(trainer: "Trainer", batch: Any) -> None:
+    """Warn where two ranks bring the same first micro-batch: a loader without a sampler reads the same on all ranks."""
+    ranks = trainer.layout.data_parallel_size
+    if ranks == 1:
+        return
+    digests: list[int] = [0] * trainer.layout.world_size
+    dist.all_gather_object(digests, _digest(batch))
+    if trainer.is_main_process and len(set(digests)) < ranks:
+        warnings.warn(
+            "several ranks bring the same samples to training_step: they are trained on several times. Share them out:"
+            " DataLoader(dataset, sampler=lockstep.DistributedSampler(dataset), …)",
+            stacklevel=4,
+        )
+
+
+def _digest(batch: Any) -> int:
+    """Return a checksum of the batch's tensors; where it has none, a number that no other rank returns."""
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+    found = 0 if tensors else -1 - dist.get_rank()
+    for tensor in tensors:
+        found = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), found)
+    return found

@@ -1,14 +1,16 @@
 """`lockstep.spawn` from scripts, from a notebook's kind of process, and on what counts as several machines."""
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launch.spawn import spawn
+from lockstep.launch.spawn import _refuse_second_world, spawn
 from tests.launch.shared import Ended, environment
 
 _SCRIPT = """
@@ -163,3 +165,53 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
             spawn(print, **wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="master_addr"):
         spawn(print, nprocs=2, nnodes=2)
+
+
+def nothing(*_arguments: object) -> None:
+    raise AssertionError("not called")
+
+
+@pytest.mark.parametrize(
+    ("call", "message", "fix"),
+    [
+        (lambda: spawn(nothing, 10), "not the number 10", r"lockstep.spawn\(nothing, nprocs=10\)"),  # type: ignore[arg-type]
+        (lambda: spawn(nothing, "config.yaml", 2), "a tuple, not a str", r"args=\(value,\)"),
+        (lambda: spawn(nothing, (), "2"), "nprocs is the number of ranks", "nprocs=2"),  # type: ignore[arg-type]
+        (lambda: spawn(10, nothing), "10 is not a function", "the function itself"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_in_the_wrong_places_are_an_error_with_the_call(
+    call: Callable[[], None], message: str, fix: str
+) -> None:
+    with pytest.raises(UsageError, match=message) as raised:
+        call()
+    assert re.search(fix, str(raised.value))
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "0", "WORLD_SIZE": "4"},
+        {"RANK": "1", "WORLD_SIZE": "2"},
+        {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"},
+    ],
+)
+def test_trap_30_variables_of_another_world_are_refused(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    """`WORLD_SIZE=4 RANK=0 python train.py` on each of two machines: two worlds of two ranks, without a word."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="but spawn would start ranks 0 to 1 of 2"):
+        spawn(nothing, nprocs=2)
+
+
+@pytest.mark.parametrize("rank", ["1", "2"])
+def test_variables_of_the_same_world_are_right(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+    """RANK as the machine's number of as many machines, or as this machine's first rank of as many ranks."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", {"1": "2", "2": "4"}[rank])
+    _refuse_second_world(nprocs=2, nnodes=2, node_rank=1)
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(UsageError, match="WORLD_SIZE is not"):
+        spawn(nothing, nprocs=2)
