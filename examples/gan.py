@@ -93,8 +93,6 @@ def train(steps: int = 400) -> tuple[list[tuple[float, float]], Tensor]:
         "batch_size": 32,
         "global_batch_size": 64,
         "max_steps": steps,
-        "lr_schedule": "constant",
-        "grad_clip": 0,
     }
     judging = Trainer(judge, SGD(judge.parameters(), lr=0.1), **settings)
     making = Trainer(generator, Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.99)), **settings)

@@ -44,7 +44,8 @@ def train(run: Path, steps: int = 200) -> None:
     model = AutoModelForCausalLM.from_config(config)
     trainer = Trainer(
         model, strategy="fsdp", output_dir=run, batch_size=8, global_batch_size=16, max_steps=steps,
-        warmup_steps=steps // 10, learning_rate=2e-3, save_strategy="none",
+        warmup_steps=steps // 10, learning_rate=2e-3, lr_schedule="cosine", weight_decay=0.1, grad_clip=1.0,
+        precision="auto", save_strategy="none",
     )  # fmt: skip
     trainer.train(Windows("\n".join(topics.values())))
     saved = trainer.save_checkpoint(run / "checkpoints")

@@ -69,7 +69,7 @@ def unfuse(optimizer: Optimizer) -> bool:
 
 
 def build_optimizer(
-    name: str, parameters: Iterable[nn.Parameter], *, learning_rate: float, weight_decay: float,
+    name: str, parameters: Iterable[nn.Parameter], *, learning_rate: float, weight_decay: float | None,
     args: Mapping[str, Any], device: torch.device, reproducible: bool,
 ) -> Optimizer:  # fmt: skip
     """The optimizer that the config names (`adamw`, `adam`, `sgd` or `package.module:Name`).
@@ -90,7 +90,7 @@ def build_optimizer(
     over = list(parameters)
     sharded = any(isinstance(parameter, DTensor) for parameter in over)
     settings: dict[str, Any] = {"lr": learning_rate}
-    if "weight_decay" in accepted:
+    if weight_decay is not None and "weight_decay" in accepted:
         settings["weight_decay"] = weight_decay
     if reproducible and "foreach" in accepted:
         settings["foreach"] = device.type != "cpu"
@@ -182,6 +182,17 @@ class Schedule:
         """The learning rate of each parameter group."""
         factor = self.factor(updates)
         return [group["initial_lr"] * factor for group in groups]
+
+
+class CallersRate:
+    """Leaves the learning rate as the caller has set it: no schedule was asked for, and the optimizer is the caller's.
+
+    So a scheduler that the caller's own loop steps, or a line that writes `group["lr"]`, works as in plain PyTorch.
+    """
+
+    def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[Any]:
+        """Return the learning rate of each parameter group, as it is."""
+        return [group["lr"] for group in groups]
 
 
 class TorchSchedule:

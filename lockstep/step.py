@@ -24,7 +24,7 @@ from lockstep.collectives import is_main_process
 from lockstep.config import GradientClipConfig
 from lockstep.fused import scales, step_times
 from lockstep.monitor import PhaseClock
-from lockstep.optim import Schedule, TorchSchedule, unfuse
+from lockstep.optim import CallersRate, Schedule, TorchSchedule, unfuse
 from lockstep.parallel.exact_norm import exact_norm
 from lockstep.parallel.layer_norms import layer_norms
 from lockstep.parallel.ledger import Ledger, Share
@@ -70,7 +70,7 @@ class Step:
 
     placed: Placed
     optimizer: Optimizer
-    schedule: Schedule | TorchSchedule
+    schedule: Schedule | TorchSchedule | CallersRate
     clip: GradientClipConfig
     loss_scale: LossScale | None = None
     total: int = 0

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep.cli import main
 from tests.parity.table import PAGE as PARITY
 from tests.parity.table import in_page
+from tests.ranks import run_ranks
 
 REPOSITORY = Path(__file__).parent.parent
 PIPELINE = REPOSITORY / "docs/how_to/pipeline.md"
@@ -45,26 +47,63 @@ def test_the_links_in_the_readme_lead_somewhere() -> None:
             assert anchor in [re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings], target
 
 
-def test_the_diff_trains_before_and_after() -> None:
-    """Both sides of it, on a model and data as a script has them."""
+def sides_of_the_diff() -> tuple[str, str]:
+    """The script before and after, as the README has it, without the lines left out."""
     block = re.search(r"```diff\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
     assert block is not None
-    ends = []
-    for side in "-+":
-        lines = [line[1:] for line in block[1].splitlines() if line[0] in (side, " ") and "…" not in line]
-        torch.manual_seed(0)
-        model = nn.Linear(4, 1)
-        data = TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
-        names = {
-            "model": model,
-            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-            "loss_fn": nn.MSELoss(),
-            "train_data": DataLoader(data, batch_size=8, shuffle=True),
-        }
-        before = nn.MSELoss()(model(data.tensors[0]), data.tensors[1]).item()
-        exec("\n".join(lines), names)
-        ends.append(nn.MSELoss()(model(data.tensors[0]), data.tensors[1]).item() / before)
-    assert max(ends) < 1
+    before, after = (
+        "\n".join(line[1:] for line in block[1].splitlines() if line[0] in (side, " ") and "…" not in line)
+        for side in "-+"
+    )
+    return before, after
+
+
+def losses_of(script: str) -> list[float]:
+    """The loss of each update of a side of the diff, on a model and data as a script has them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    x = torch.randn(300, 4)  # the last step of an epoch is short
+    losses: list[float] = []
+    loss_fn = nn.MSELoss()
+
+    class Kept(nn.MSELoss):
+        def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = super().forward(outputs, targets)
+            losses.append(loss.item())
+            return loss
+
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5),  # norms are above 1 at first
+        "loss_fn": Kept() if "backward" in script else loss_fn,
+        "dataset": TensorDataset(x, 3 * x.sum(1, keepdim=True)),
+        "DataLoader": DataLoader,
+        "print": lambda _step, loss: losses.append(loss),
+    }
+    exec(script, names)
+    return losses
+
+
+def losses_under(strategies: list[str]) -> dict[str, list[float]]:
+    """On every rank: the README's script under each strategy."""
+    _, after = sides_of_the_diff()
+    found = {}
+    for strategy in strategies:
+        script = after.replace('strategy="fsdp"', f'strategy="{strategy}"')
+        found[strategy] = losses_of(script)
+    return found
+
+
+def test_the_diff_gives_the_losses_of_the_plain_loop_under_every_strategy() -> None:
+    """50 updates: a schedule or clipping that nobody asked for would show from the first ones on."""
+    before, after = sides_of_the_diff()
+    assert 'strategy="fsdp"' in after
+    plain = losses_of(before)
+    assert len(plain) == 50
+    alone = losses_under(["single", "dp", "fsdp"])
+    ranks = run_ranks(losses_under, 2, ["ddp", "fsdp", "pipeline", "accelerate"])
+    for strategy, losses in [*alone.items(), *ranks[0].items()]:
+        assert losses == pytest.approx(plain, rel=1e-6), strategy
 
 
 def test_the_schedule_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ def main() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     loss_fn = nn.CrossEntropyLoss()
-    trainer = Trainer(model, optimizer, loss_fn, batch_size=25, global_batch_size=50, lr_schedule="constant")
+    trainer = Trainer(model, optimizer, loss_fn, batch_size=25, global_batch_size=50)
     trainer.train(train_data, epochs=5)
     loss = trainer.evaluate(val_data)
     if trainer.is_main_process:

@@ -37,7 +37,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("strategy", "distributed.strategy", "NAME", "auto, single, dp, ddp, fsdp, pipeline, accelerate or diloco"),
     Flag("batch_size", "training.batch_size", "N", "samples in a micro-batch"),
     Flag("gradient_accumulation_steps", "training.gradient_accumulation_steps", "N", "micro-batches per rank and step"),
-    Flag("grad_clip", "training.gradient_clip", "NORM", "clip the global norm of the gradient; 0: off"),
+    Flag("grad_clip", "training.gradient_clip", "NORM", "clip the global norm of the gradient; unset or 0: off"),
     Flag("precision", "precision.mode", "MODE", "auto, fp32, bf16 or fp16"),
     Flag("compile", "training.compile", "", "compile the model's blocks", switch=True),
     Flag("max_steps", "training.max_steps", "N", "optimizer updates in the whole run"),

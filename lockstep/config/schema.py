@@ -40,7 +40,8 @@ class Config(Section):
     def _accelerate_speaks_for_both(self) -> "Config":
         """`accelerate.mixed_precision` and `.cpu` fill `precision.mode` and `device`: others read only those."""
         accelerate = self.distributed.accelerate
-        if accelerate.mixed_precision is not None and self.precision.mode == "auto":
+        is_open = self.precision.mode == "auto" or "mode" not in self.precision.model_fields_set
+        if accelerate.mixed_precision is not None and is_open:
             self.precision.mode = "fp32" if accelerate.mixed_precision == "no" else accelerate.mixed_precision
         if accelerate.cpu and self.distributed.device == "auto":
             self.distributed.device = "cpu"

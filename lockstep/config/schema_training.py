@@ -2,11 +2,14 @@
 
 Field descriptions are the documentation of the keys: `lockstep config schema` and the reference page print them.
 A *step* is one optimizer update, everywhere; a *micro-batch* is `training.batch_size` samples.
+
+What a config does not ask for is not done: its defaults are those of a plain loop in PyTorch, in float32, without
+a schedule and without clipping, on the command line and in Python. The configs that ship write their recipes out.
 """
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -153,8 +156,8 @@ class TrainingConfig(Section):
     )
     learning_rate: float = Field(default=1e-3, ge=0, description="The peak, before `lr_scaling`.")
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        default="cosine",
-        description="After the warm-up: constant; linear or one half-cosine to `min_lr_ratio`; `wsd` "
+        default="constant",
+        description="After the warm-up: constant (or null); linear or one half-cosine to `min_lr_ratio`; `wsd` "
         "(warm-up, stable, decay): constant, then linear over the last `wsd_decay_ratio` of the steps.",
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
@@ -172,9 +175,15 @@ class TrainingConfig(Section):
     wsd_decay_ratio: float = Field(
         default=0.2, gt=0, le=1, description="Under `wsd`, the share of the steps that decays."
     )
-    weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay (L2 for `adam` and `sgd`).")
+    weight_decay: float | None = Field(
+        default=None,
+        ge=0,
+        description="Decoupled weight decay (L2 for `adam` and `sgd`); unset: as the optimizer's class has it "
+        "(`adamw`: 0.01, `adam` and `sgd`: 0).",
+    )
     gradient_clip: GradientClipConfig = Field(
-        default_factory=GradientClipConfig, description="Clipping of the global gradient."
+        default_factory=lambda: GradientClipConfig(strategy="none"),
+        description="Clipping of the global gradient; unset, null or 0: off.",
     )
     bad_numbers: BadNumbersConfig = Field(
         default_factory=BadNumbersConfig, description="What is done about NaN, infinity and spikes."
@@ -192,6 +201,12 @@ class TrainingConfig(Section):
     eval_steps: int | None = Field(
         default=100, ge=1, description="Evaluate every so many steps, and at the end; null: only at the end."
     )
+
+    @field_validator("lr_schedule", "warmup_steps", mode="before")
+    @classmethod
+    def _null_is_off(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        return cls.model_fields[info.field_name].default if value is None else value
 
     @model_validator(mode="before")
     @classmethod
@@ -221,7 +236,7 @@ class PrecisionConfig(Section):
     """In which numbers the model is computed and kept."""
 
     mode: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        default="auto",
+        default="fp32",
         description="Autocast over fp32 parameters, the same under every strategy. `auto`: bf16 on a GPU that has it, "
         "else fp32.",
     )

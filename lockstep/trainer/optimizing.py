@@ -9,7 +9,15 @@ from torch.utils.data import DataLoader
 
 from lockstep.config import Config, TrainingConfig
 from lockstep.errors import UsageError
-from lockstep.optim import Schedule, TorchSchedule, build_optimizer, check_shardable, rebind, scaled_learning_rate
+from lockstep.optim import (
+    CallersRate,
+    Schedule,
+    TorchSchedule,
+    build_optimizer,
+    check_shardable,
+    rebind,
+    scaled_learning_rate,
+)
 from lockstep.parallel import Placed
 
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -95,20 +103,33 @@ def user_schedule(
             where="Trainer(scheduler=…)",
             fix="pass its optimizer to the trainer too, or a function `optimizer -> scheduler`",
         )
-    if both := sorted({"lr_schedule", "warmup_steps"} & training.model_fields_set):
+    asked = {"lr_schedule": training.lr_schedule != "constant", "warmup_steps": training.warmup_steps > 0}
+    if both := next((key for key, is_asked in asked.items() if is_asked), None):
         raise UsageError(
-            f"the learning rate follows {type(scheduler).__name__} or training.{both[0]}, not both",
+            f"the learning rate follows {type(scheduler).__name__} or training.{both}, not both",
             where="Trainer(scheduler=…)",
-            fix=f"leave {both[0]} out",
+            fix=f"write {both}=None",
         )
     return TorchSchedule(scheduler)
 
 
-def schedule_over(training: TrainingConfig, total: int | None) -> Schedule:
-    """The config's schedule.
+def before_data(training: TrainingConfig, *, own_optimizer: bool) -> Schedule | CallersRate:
+    """Return the schedule for as long as the number of steps is not known: the warm-up alone.
+
+    Args:
+        own_optimizer: the user made the optimizer; without a warm-up its learning rate is left alone.
+    """
+    if own_optimizer and training.warmup_steps == 0:
+        return CallersRate()
+    return Schedule("constant", 0, training.warmup_steps)
+
+
+def schedule_over(training: TrainingConfig, total: int | None, *, own_optimizer: bool) -> Schedule | CallersRate:
+    """Return the config's schedule.
 
     Args:
         total: steps of the run; None: nobody knows.
+        own_optimizer: see `before_data`.
 
     Raises:
         UsageError: the schedule needs their number.
@@ -119,6 +140,8 @@ def schedule_over(training: TrainingConfig, total: int | None) -> Schedule:
             where="training.max_steps",
             fix="set training.max_steps, or lr_schedule: constant",
         )
+    if training.lr_schedule == "constant":
+        return before_data(training, own_optimizer=own_optimizer)
     return Schedule(
         training.lr_schedule, total or 0, training.warmup_steps, training.min_lr_ratio, training.wsd_decay_ratio
     )

@@ -32,7 +32,9 @@ def open_source(trainer: "Trainer", data: Any, epochs: int | None) -> tuple[Step
         state=trainer.source_state,
     )  # fmt: skip
     total = _total(training.max_steps, source.steps_per_epoch, epochs)
-    trainer.step.schedule = trainer.user_schedule or schedule_over(training, total)
+    trainer.step.schedule = trainer.user_schedule or schedule_over(
+        training, total, own_optimizer=not trainer.scales_rate
+    )
     trainer.step.total = total or 0
     if source.notice:
         trainer.later_lines.append(source.notice)

@@ -26,7 +26,6 @@ from lockstep.mesh import layout_of
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.monitor import Monitor
 from lockstep.monitor.phases import waits_counted
-from lockstep.optim import Schedule
 from lockstep.parallel import Placed, Share, place
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.initial import canonical_names
@@ -38,7 +37,7 @@ from lockstep.trainer.evaluation import Validation, evaluate, sample_from, valid
 from lockstep.trainer.flight import answer_in_background
 from lockstep.trainer.garbage import what_is_there_kept
 from lockstep.trainer.opening import open_monitor
-from lockstep.trainer.optimizing import MakeOptimizer, MakeScheduler, make_optimizer, user_schedule
+from lockstep.trainer.optimizing import MakeOptimizer, MakeScheduler, before_data, make_optimizer, user_schedule
 from lockstep.trainer.rollback import Rollback
 from lockstep.trainer.saving import Saving, storage_is_shared
 from lockstep.trainer.settings import loss_fn_of, with_settings
@@ -55,10 +54,12 @@ class Trainer:
             unset: as `config.training` says (AdamW).
         loss_fn: `(outputs, targets) -> loss`; unset: the one that the config names, else the model's own.
         scheduler: one of torch's over `optimizer`, or a function `optimizer -> scheduler`; its steps are updates.
-            Unset: as the config says (`lr_schedule`, `warmup_steps`).
+            Unset: as `lr_schedule` and `warmup_steps` say; where nothing is said, the optimizer's rate is left alone.
         config: the whole config; unset: defaults.
         output_dir: the run directory; unset: nothing is written, except where a path is given.
         settings: single keys by their short names: strategy, precision, batch_size, learning_rate, max_steps, compile …
+            What is not asked for is not done: without `lr_schedule`, `warmup_steps` and `grad_clip` this is the plain
+            loop. `None` switches one off that the config asks for.
 
     Raises:
         UsageError: before anything is started, where settings contradict each other or the model.
@@ -87,7 +88,7 @@ class Trainer:
             optimizer, before, self.placed, self.config, self.global_batch_size
         )
         self.user_schedule = user_schedule(scheduler, self.optimizer, training)
-        schedule = self.user_schedule or Schedule("constant", 0, training.warmup_steps)  # until the data are known
+        schedule = self.user_schedule or before_data(training, own_optimizer=not self.scales_rate)
         self.step = Step(
             self.placed, self.optimizer, schedule, training.gradient_clip,
             loss_scale_for(self.config.precision, self.mode), judge=Judge(training.bad_numbers),

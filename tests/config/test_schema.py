@@ -62,8 +62,11 @@ def test_defaults() -> None:
     assert config.training.batch_size == 8
     assert config.training.learning_rate == 1e-3
     assert config.training.seed == 1337
-    assert config.training.gradient_clip.model_dump() == {"strategy": "norm", "value": 1.0}
-    assert config.precision.mode == "auto"
+    assert config.training.gradient_clip.model_dump() == {"strategy": "none", "value": 1.0}
+    assert (config.training.lr_schedule, config.training.warmup_steps, config.training.weight_decay) == (
+        "constant", 0, None,
+    )  # fmt: skip
+    assert config.precision.mode == "fp32"
     assert config.distributed.strategy == "auto"
     assert config.distributed.timeout_seconds == 1800
     assert config.distributed.fsdp.accumulate == "sharded"
@@ -129,6 +132,14 @@ def test_short_forms_mean_the_long_ones(tmp_path: Path) -> None:
     assert config.distributed.env == {"NCCL_IB_DISABLE": "1"}
     assert config.distributed.fsdp.auto_wrap_policy == ["DecoderBlock"]
     assert config_from({"training.gradient_clip": 0}).training.gradient_clip.strategy == "none"
+    assert config_from({"training.gradient_clip.value": 0.5}).training.gradient_clip.strategy == "norm"
+
+
+def test_null_switches_off_what_a_recipe_asks_for() -> None:
+    recipe = load_config("trainers/ddp.yaml")
+    assert (recipe.training.lr_schedule, recipe.training.gradient_clip.strategy) == ("cosine", "norm")
+    keys = ("lr_schedule", "warmup_steps", "weight_decay", "gradient_clip")
+    assert recipe.replaced({f"training.{key}": None for key in keys}).training == Config().training
 
 
 def test_a_section_whose_lines_are_all_comments_has_its_defaults(tmp_path: Path) -> None:

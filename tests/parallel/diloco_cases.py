@@ -14,7 +14,7 @@ from lockstep.config import config_from
 from lockstep.data import SampleOrder
 from lockstep.trainer import Trainer
 from tests.hosts import INTERFACE, sent_bytes
-from tests.parity.toy import Tokens, language_model
+from tests.parity.toy import RECIPE, Tokens, language_model
 
 Run = tuple[str, list[tuple[str, str]], str]
 """(digest of the common model, (loss, gradient norm) of each step as exact text, loss on the data at the end)."""
@@ -48,6 +48,7 @@ def trainer_for(settings: dict[str, Any], model: str = "transformer", **args: An
         "training.batch_size": 2,
         "training.global_batch_size": 16,
         "training.learning_rate": 3e-3,
+        **RECIPE,
         "training.warmup_steps": 3,
         "training.max_steps": 14,
         "precision.mode": "fp32",

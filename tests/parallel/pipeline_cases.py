@@ -14,7 +14,7 @@ from lockstep.config import config_from
 from lockstep.parallel.pipeline.torch_schedule import Schedule
 from lockstep.trainer import Trainer
 from tests.parity import pipelines
-from tests.parity.toy import VOCAB, Tokens, language_model
+from tests.parity.toy import RECIPE, VOCAB, Tokens, language_model
 
 Steps = list[tuple[float, float, float]]
 
@@ -22,6 +22,7 @@ COMMON: dict[str, Any] = {
     "training.batch_size": 2,
     "training.global_batch_size": 12,
     "training.learning_rate": 3e-3,
+    **RECIPE,
     "training.max_steps": 4,
     "precision.mode": "fp32",
 }

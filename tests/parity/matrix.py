@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from lockstep.config import config_from
 from lockstep.models import get_model
 from lockstep.trainer import Trainer
-from tests.parity.toy import SAMPLES, VOCAB, Tokens, language_model
+from tests.parity.toy import RECIPE, SAMPLES, VOCAB, Tokens, language_model
 
 STEPS = 5
 
@@ -88,6 +88,7 @@ def run(case: Case, micro_batches: int) -> Result:
         "training.batch_size": 2,
         "training.global_batch_size": 2 * micro_batches,
         "training.learning_rate": 3e-3,
+        **RECIPE,
         "training.max_steps": STEPS,
         "training.gradient_checkpointing": case.checkpointing,
         "precision.mode": "fp32",

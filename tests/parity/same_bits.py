@@ -10,7 +10,7 @@ import torch
 from lockstep.config import config_from
 from lockstep.mesh import parse_topology
 from lockstep.trainer import Trainer
-from tests.parity.toy import Tokens, language_model
+from tests.parity.toy import RECIPE, Tokens, language_model
 
 Bits = tuple[str, list[tuple[str, str]]]
 """Digest of parameters and optimizer state at the end; (loss, gradient norm) of each step, as exact text."""
@@ -47,6 +47,7 @@ def trainer_for(topology: str, model: str, settings: dict[str, Any], **args: Any
         "training.batch_size": 2,
         "training.global_batch_size": 16,
         "training.learning_rate": 3e-3,
+        **RECIPE,
         "training.warmup_steps": 3,
         "precision.mode": "fp32",
         "distributed.reproducible": True,

@@ -13,6 +13,9 @@ from lockstep.trainer import Trainer
 
 VOCAB, LENGTH, SAMPLES = 61, 16, 83
 
+# What the configs that ship train with, so that comparisons cover schedules, decay and clipping.
+RECIPE = {"training.lr_schedule": "cosine", "training.weight_decay": 0.1, "training.gradient_clip": 1.0}
+
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
     """83 samples whose first 0 to 6 targets do not count, so that micro-batches hold unequal numbers of them."""
@@ -49,6 +52,7 @@ def losses(
         "training.batch_size": 2,
         "training.global_batch_size": 24,
         "training.learning_rate": 1e-3,
+        **RECIPE,
         "training.warmup_steps": 3,
         "training.max_steps": steps,
         "precision.mode": "fp32",

@@ -18,7 +18,7 @@ CONFIG = {
     "data": {"name": "python-docs", "args": {"block_size": 64}},
     "training": {
         "max_steps": 24, "batch_size": 2, "global_batch_size": 8, "warmup_steps": 4, "eval_steps": None, "seed": 3,
-        "optimizer": "adamw",
+        "optimizer": "adamw", "lr_schedule": "cosine", "gradient_clip": 1.0,
     },
     "precision": {"mode": "fp32"},
     "checkpoint": {"save_steps": 6, "save_total_limit": None},

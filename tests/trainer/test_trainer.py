@@ -32,9 +32,8 @@ def linear() -> nn.Module:
 def test_a_plain_model_an_optimizer_and_a_loss_train_as_by_hand() -> None:
     data, model, reference = regression(), linear(), linear()
     trainer = Trainer(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), batch_size=10, grad_clip=0, max_steps=5,
-        lr_schedule="constant", shuffle=False,
-    )  # fmt: skip
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), batch_size=10, max_steps=5, shuffle=False
+    )
     records = list(trainer.steps(data))
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for record, (x, y) in zip(records, DataLoader(data, batch_size=10), strict=True):
@@ -43,6 +42,27 @@ def test_a_plain_model_an_optimizer_and_a_loss_train_as_by_hand() -> None:
         loss.backward()
         optimizer.step()
         assert float(record.loss) == pytest.approx(loss.item(), rel=1e-6)
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_learning_rate_that_the_callers_loop_sets_is_kept() -> None:
+    """An optimizer of their own, no schedule asked for: a scheduler that their loop steps works as in plain PyTorch."""
+    model, reference = linear(), linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    trainer = Trainer(model, optimizer, nn.MSELoss(), batch_size=10, max_steps=5, shuffle=False)
+    rates = []
+    for record in trainer.steps(regression()):
+        rates.append(record.lr)
+        scheduler.step()
+    assert rates == [0.1, 0.1, 0.05, 0.05, 0.025]
+    by_hand = torch.optim.SGD(reference.parameters())
+    for rate, (x, y) in zip(rates, DataLoader(regression(), batch_size=10), strict=True):
+        by_hand.param_groups[0]["lr"] = rate
+        by_hand.zero_grad()
+        nn.functional.mse_loss(reference(x), y).backward()
+        by_hand.step()
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
@@ -160,7 +180,7 @@ def test_trap_18_a_model_that_is_wrapped_already_is_refused_with_the_line_to_del
 
 
 def test_trap_46_records_hold_no_graph() -> None:
-    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=3, lr_schedule="constant")
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=3)
     for record in trainer.steps(regression()):
         assert type(record.loss) is type(record.grad_norm) is type(record.tokens) is float
 
@@ -200,7 +220,7 @@ def test_trap_61_a_gradient_that_is_no_number_stops_the_run_before_the_parameter
 
 def test_a_checkpoint_carries_the_callers_metadata_and_the_optimizer(tmp_path: Path) -> None:
     def trainer() -> Trainer:
-        return Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=4, lr_schedule="constant")
+        return Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=4)
 
     first, whole = trainer(), trainer()
     list(whole.steps(regression()))
@@ -234,7 +254,7 @@ def test_an_iterable_without_a_length_needs_max_steps_for_a_schedule() -> None:
     with pytest.raises(UsageError, match="max_steps"):
         list(Trainer(linear(), loss_fn=nn.MSELoss()).steps(batches))
     batches = ((torch.ones(2, 4), torch.ones(2, 1)) for _ in range(3))
-    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), lr_schedule="constant")
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss())
     assert [r.samples for r in trainer.steps(batches)] == [2, 2, 2]
 
 
@@ -246,9 +266,7 @@ def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize("save_steps", [2, 3])
 def test_data_that_end_unannounced_are_evaluated_and_saved_at_their_end(save_steps: int, tmp_path: Path) -> None:
     """No step knew that it was the last one."""
-    trainer = Trainer(
-        linear(), loss_fn=nn.MSELoss(), lr_schedule="constant", save_steps=save_steps, output_dir=tmp_path
-    )
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), save_steps=save_steps, output_dir=tmp_path)
     trainer.train(batches(), regression())
     assert newest(tmp_path / "checkpoints") == tmp_path / "checkpoints/step-00000003"
     directory = RunDirectory(tmp_path)
