@@ -252,9 +252,9 @@ def test_a_setting_that_is_wrong_is_one_clear_message(settings: dict[str, Any], 
 def test_an_iterable_without_a_length_needs_max_steps_for_a_schedule() -> None:
     batches = ((torch.ones(2, 4), torch.ones(2, 1)) for _ in range(3))
     with pytest.raises(UsageError, match="max_steps"):
-        list(Trainer(linear(), loss_fn=nn.MSELoss()).steps(batches))
+        list(Trainer(linear(), loss_fn=nn.MSELoss(), lr_schedule="cosine").steps(batches))
     batches = ((torch.ones(2, 4), torch.ones(2, 1)) for _ in range(3))
-    trainer = Trainer(linear(), loss_fn=nn.MSELoss())
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), lr_schedule="cosine")
     assert [r.samples for r in trainer.steps(batches)] == [2, 2, 2]
 
 
