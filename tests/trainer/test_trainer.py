@@ -254,7 +254,7 @@ def test_an_iterable_without_a_length_needs_max_steps_for_a_schedule() -> None:
     with pytest.raises(UsageError, match="max_steps"):
         list(Trainer(linear(), loss_fn=nn.MSELoss(), lr_schedule="cosine").steps(batches))
     batches = ((torch.ones(2, 4), torch.ones(2, 1)) for _ in range(3))
-    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), lr_schedule="cosine")
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss())
     assert [r.samples for r in trainer.steps(batches)] == [2, 2, 2]
 
 
