@@ -22,6 +22,7 @@ from lockstep.parallel.loop import evaluated, in_order, plain_forward
 from lockstep.parallel.placed import Placed
 from lockstep.parallel.placement import Laid, Placement
 from lockstep.parallel.refused import refuse_impossible, refuse_wrapped
+from lockstep.parallel.unit_inputs import join_uses_of_inputs
 from lockstep.precision import Precision, switch_tf32
 from lockstep.randomness import Cursor
 
@@ -90,6 +91,7 @@ def _prepared(
     notices += transform_blocks(model, config.training, cursor, blocks)
     if config.distributed.reproducible:
         reproducible.require(config, layout)
+        join_uses_of_inputs(fsdp.units_of(model, config.distributed.fsdp, blocks))
         notices += reproducible.switch_on(device) + reproducible.extra_traffic(config, layout)
     if first is None and shared and not agree(model):
         notices.append("the model's values differed between ranks: all took rank 0's")

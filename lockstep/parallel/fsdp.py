@@ -108,25 +108,18 @@ def apply_fsdp(
     over = mesh["shard"] if replicas_apart else shard_mesh(mesh)
     if reshard_after_forward is None:
         reshard_after_forward = config.sharding_strategy in ("full_shard", "hybrid_shard")
-    reduce_dtype = DTYPES[config.reduce_dtype]
     settings: dict[str, Any] = {
         "mesh": over,
         "reshard_after_forward": reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=None if param_dtype == "fp32" else DTYPES[param_dtype],
-            # Gradients of low-precision parameters are still summed in fp32 unless told otherwise.
-            reduce_dtype=reduce_dtype or (None if param_dtype == "fp32" else torch.float32),
-            cast_forward_inputs=param_dtype != "fp32",
-        ),
         "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
         "shard_placement_fn": _divisible_dim(mesh["shard"].size()),
         "ignored_params": foreign,
     }
     notices = _cast_buffers(model, config)
     units = units_of(model, config, blocks)
-    for _, unit in units:
-        fully_shard(unit, **settings)
-    fully_shard(model, **settings)
+    for unit in (*(unit for _, unit in units), model):  # inner ones first: what is left belongs to the outer one
+        own = own_parameters(unit)
+        fully_shard(unit, mp_policy=_precision_of(own, config, param_dtype, exact=replicas_apart), **settings)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -141,6 +134,23 @@ def apply_fsdp(
             "whole for each forward and backward pass"
         )
     return notices
+
+
+def _precision_of(
+    parameters: Sequence[nn.Parameter], config: FSDPConfig, param_dtype: str, *, exact: bool
+) -> MixedPrecisionPolicy:
+    """The types in which a unit with these parameters is computed with, and its gradients are summed over ranks."""
+    reduce_dtype = DTYPES[config.reduce_dtype]
+    low = param_dtype != "fp32" and torch.float32
+    # Gradients of low-precision parameters are summed in fp32 unless told otherwise; those of float64 never are, and
+    # where the bits count each is summed in its own type, as one process sums them.
+    if exact or any(parameter.dtype == torch.float64 for parameter in parameters):
+        reduce_dtype, low = None, False
+    return MixedPrecisionPolicy(
+        param_dtype=None if param_dtype == "fp32" else DTYPES[param_dtype],
+        reduce_dtype=reduce_dtype or low or None,
+        cast_forward_inputs=param_dtype != "fp32",
+    )
 
 
 def set_sync(model: nn.Module, last: bool, *, accumulate: str) -> None:
