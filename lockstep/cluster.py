@@ -103,7 +103,9 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     _warn_of_nccl_timeout(facts)
     if facts.launcher == "none":
         backend = "none"
-    elif not exists:
+    elif exists:
+        atexit.register(_leave_at_exit)  # its threads are waited for; it stays the script's
+    else:
         _join(config, facts, device, backend)
     _current, _world = Cluster(facts, device, backend), dist.group.WORLD
     return _current
@@ -112,9 +114,7 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
 def cleanup() -> None:
     """Leave the process group that `setup` made; harmless where there is none."""
     global _current, _world, _group_is_ours
-    groups.forget()  # those that live on into the interpreter's own end take it down with them
-    if _group_is_ours and dist.is_initialized():
-        dist.destroy_process_group()
+    groups.leave_world(destroy=_group_is_ours)
     _current, _world, _group_is_ours = None, None, False
     settle(None)
 

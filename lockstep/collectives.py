@@ -8,8 +8,15 @@ import torch.distributed as dist
 
 from lockstep.environment import facts_for_group, rank_facts
 from lockstep.errors import UsageError
+from lockstep.heartbeat import together
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
+_OPERATIONS = {
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 
 
 def rank() -> int:
@@ -46,6 +53,7 @@ def is_main_process() -> bool:
     return rank() == 0
 
 
+@together
 def barrier() -> None:
     """Wait until every rank is here. All ranks must call it."""
     if _joined():
@@ -56,6 +64,7 @@ def barrier() -> None:
 def all_reduce(value: torch.Tensor, op: ReduceOp = ...) -> torch.Tensor: ...
 @overload
 def all_reduce(value: float, op: ReduceOp = ...) -> float: ...
+@together
 def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tensor | float:
     """`value` reduced over all ranks; every rank gets the result. All ranks must call it.
 
@@ -70,25 +79,23 @@ def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tens
     Raises:
         UsageError: `op` is none of these, or the mean of an integer tensor is asked for.
     """
-    operations = {
-        "mean": dist.ReduceOp.SUM,
-        "sum": dist.ReduceOp.SUM,
-        "max": dist.ReduceOp.MAX,
-        "min": dist.ReduceOp.MIN,
-    }
-    if op not in operations:
-        raise UsageError(f"all_reduce can't do {op!r}", fix=f"choose one of {', '.join(operations)}")
+    if op not in _OPERATIONS:
+        raise UsageError(f"all_reduce can't do {op!r}", fix=f"choose one of {', '.join(_OPERATIONS)}")
     if not isinstance(value, torch.Tensor):
         whole = isinstance(value, int) and op != "mean"
         number = torch.tensor(value, dtype=torch.int64 if whole else torch.float64, device=_device_of_numbers())
-        return all_reduce(number, op).item()
+        return _reduced(number, op).item()
+    return _reduced(value, op)
+
+
+def _reduced(value: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     if op == "mean" and not (value.is_floating_point() or value.is_complex()):
         raise UsageError(
             f"the mean of a tensor of {value.dtype} isn't of that dtype", where="all_reduce", fix="pass value.float()"
         )
     result = value.detach().clone(memory_format=torch.contiguous_format)
     if _joined():
-        dist.all_reduce(result, operations[op])
+        dist.all_reduce(result, _OPERATIONS[op])
         if op == "mean":
             result /= dist.get_world_size()
     return result

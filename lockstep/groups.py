@@ -5,14 +5,18 @@ what used the group. A process that places one model after the other (a test, a 
 do little else.
 """
 
-import atexit
+import time
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+_GLOO_WORKER = "pt_gloo_runloop"  # the name that torch gives the threads that run a gloo group's collectives
+_SETTLE_SECONDS = 5.0  # for threads of a busy machine to be given a core
 
 _made: dict[Hashable, Any] = {}
 _world: Any = None  # in which they were made
@@ -40,9 +44,48 @@ def object_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if "cpu:" in config or "gloo" in config else device
 
 
-@atexit.register
 def forget() -> None:
-    """Let go of all groups: before the world is left, and before the interpreter ends."""
+    """Let go of all groups, before the world is left."""
     global _world
     _made.clear()
     _world = None
+
+
+def leave_world(*, destroy: bool) -> None:
+    """Leave the process group, and wait until its threads hold nothing of Python's any more.
+
+    A collective is over for its caller a moment before it is over for the thread that ran it: that thread still has to
+    let go of the tensors, for which it needs Python. If the interpreter ends first, Python ends the thread instead, in
+    the middle of a C++ destructor, and the process dies with "terminate called without an active exception", after its
+    work was done (pytorch/pytorch#190489). The threads themselves end with the last reference to the group, which a
+    model of the user's may hold beyond the interpreter's end; idle, they do no harm.
+
+    Args:
+        destroy: whether the group is Lockstep's to destroy; False: the user's, which stays.
+    """
+    forget()
+    if dist.is_initialized() and destroy:
+        dist.destroy_process_group()
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    before = _work_of_threads()
+    while time.monotonic() < deadline:
+        time.sleep(0.001)  # lets go of the interpreter's lock, for which such a thread waits
+        now = _work_of_threads()
+        if now == before and not any(running for _, running in now.values()):
+            return
+        before = now
+
+
+def _work_of_threads() -> dict[str, tuple[str, bool]]:
+    """How often each thread of gloo's has begun to wait, and whether it runs (Linux)."""
+    found = {}
+    for thread in Path("/proc/self/task").glob("*"):
+        try:
+            if (thread / "comm").read_text().strip() == _GLOO_WORKER:
+                said = (thread / "status").read_text()
+                fields = dict(line.split(":", 1) for line in said.splitlines() if ":" in line)
+                state, switches = fields["State"].split()[0], fields["voluntary_ctxt_switches"].strip()
+                found[thread.name] = switches, state != "S"
+        except OSError:
+            continue  # it has ended
+    return found

@@ -1,31 +1,81 @@
-"""Where each rank is, told to the launcher of its machine at the price of a write to memory.
+"""Where each rank is, told to the launcher and to the other ranks of its machine at the price of a write to memory.
 
-A rank maps a small file and writes its process, step, phase and the time into it; the launcher reads the files. The
-clock is the machine's monotonic one, the same for all of its processes. Nothing here imports torch.
+A rank maps a small file and writes into it its process, step and phase, and the calls that all ranks make together: the
+public functions that hold a collective. The launcher reads the files to find ranks that hang; each rank reads those of
+the others when it begins such a call, for a call that only some ranks make would wait for ever. The clock is the
+machine's monotonic one, the same for all of its processes. Nothing here imports torch.
 """
 
+import contextlib
+import functools
+import json
 import mmap
 import os
 import struct
+import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from lockstep.environment import rank_facts
+from lockstep.errors import UsageError
 
 FOLDER = "LOCKSTEP_HEARTBEATS"  # set by the launcher for its ranks
+_LIMITS = "limits.json"
 DUMP = "dump"  # a file of this name in the folder asks the ranks for their last collectives
-PHASES = ("step", "first", "pause", "done")  # a step; one with nothing to compare it to; an evaluation or a save
-_LAYOUT = struct.Struct("<qqqd")  # process, step, phase, seconds
+PHASES = ("step", "first", "pause", "done")  # a step; one with nothing to compare it to; the caller's own code
+_HEAD = struct.Struct("<qqqdqq")  # process, step, phase, seconds, the newest call's number, how deep in calls
+_CALL = struct.Struct("<qdd24s160s")  # number from 1, begun, ended or 0, name, the caller's line
+_CALLS = 64  # that a file remembers
+_SIZE = _HEAD.size + _CALLS * _CALL.size
+_PACKAGE = str(Path(__file__).parent) + os.sep
+_NOBODYS = (_PACKAGE, "<frozen ", functools.__file__, contextlib.__file__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that all ranks make together.
+
+    Attributes:
+        number: how many such calls the rank had begun, this one included: the same call has the same on all ranks.
+        name: of the function.
+        line: the caller's, `file:line`; empty where no line outside of Lockstep called it.
+        begun, ended: seconds, monotonic; `ended` is 0 while it is under way.
+    """
+
+    number: int
+    name: str
+    line: str
+    begun: float
+    ended: float
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.line}" if self.line else self.name
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a rank was, and when it said so (seconds, monotonic)."""
+    """Where a rank was, and when it said so (seconds, monotonic).
+
+    Attributes:
+        calls: those that it began last, by number.
+        inside: whether it is inside of the newest of them.
+    """
 
     rank: int
     process: int
     step: int
     phase: str
     time: float
+    calls: tuple[Call, ...] = ()
+    inside: bool = False
 
 
 class Heartbeat:
@@ -33,30 +83,132 @@ class Heartbeat:
 
     Args:
         folder: the launcher's, or None.
+        ranks: how many of this machine write there.
     """
 
-    def __init__(self, folder: Path | None, rank: int) -> None:
-        self.folder, self.rank = folder, rank
+    def __init__(self, folder: Path | None, rank: int, ranks: int = 1) -> None:
+        self.folder, self.rank, self._ranks = folder, rank, ranks
+        self._process = os.getpid()
+        self._number = 0
+        self._under_way: list[int] = []  # numbers of the calls, one inside of the other
+        self._state: tuple[int, int, float] = (0, PHASES.index("pause"), time.monotonic())
+        self._others: dict[int, mmap.mmap] = {}
         self._map: mmap.mmap | None = None
-        if folder is None or not folder.is_dir():
-            return
-        handle = os.open(folder / f"beat-{rank}", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(handle, _LAYOUT.size)
-            self._map = mmap.mmap(handle, _LAYOUT.size)
-        finally:
-            os.close(handle)
-
-    @classmethod
-    def of_this_rank(cls, rank: int) -> "Heartbeat":
-        """Into the folder that the launcher names in the environment, if one did."""
-        folder = os.environ.get(FOLDER)
-        return cls(None if folder is None else Path(folder), rank)
+        if folder is not None and folder.is_dir():
+            self._map = _mapped(folder / f"beat-{rank}", create=True)
 
     def beat(self, step: int, phase: str) -> None:
         """Say that `step` (from 1) is under way."""
+        self._state = (step, PHASES.index(phase), time.monotonic())
+        self._write_head()
+
+    def enter(self, name: str) -> None:
+        """Say that a call begins which all ranks make; `leave` follows.
+
+        Raises:
+            UsageError: another rank of this machine makes another call in its place.
+        """
+        if self._map is None or not self._is_mine():
+            return
+        self._number += 1
+        self._under_way.append(self._number)
+        line = _callers_line()
+        self._write_call(Call(self._number, name, line, time.monotonic(), 0.0))
+        self._write_head()
+        self._refuse_another(name, line)
+
+    def leave(self) -> None:
+        """Say that the call that was entered last is over."""
+        if self._map is None or not self._is_mine():
+            return
+        number = self._under_way.pop()
+        if number > self._number - _CALLS:  # its place was not taken by another
+            struct.pack_into("<d", self._map, _HEAD.size + (number - 1) % _CALLS * _CALL.size + 16, time.monotonic())
+        self._write_head()
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """`enter` and `leave` around the block."""
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def _is_mine(self) -> bool:
+        """Calls of a forked data worker, or of a thread beside the rank's own, are not in any order with the others."""
+        return os.getpid() == self._process and threading.current_thread() is threading.main_thread()
+
+    def _write_head(self) -> None:
         if self._map is not None:
-            _LAYOUT.pack_into(self._map, 0, os.getpid(), step, PHASES.index(phase), time.monotonic())
+            step, phase, seconds = self._state
+            _HEAD.pack_into(self._map, 0, self._process, step, phase, seconds, self._number, len(self._under_way))
+
+    def _write_call(self, call: Call) -> None:
+        assert self._map is not None
+        at = _HEAD.size + (call.number - 1) % _CALLS * _CALL.size
+        line = call.line.encode(errors="replace")[-160:]
+        struct.pack_into("<q", self._map, at, 0)  # nobody reads it while it is half written
+        _CALL.pack_into(self._map, at, 0, call.begun, call.ended, call.name.encode(), line)
+        struct.pack_into("<q", self._map, at, call.number)
+
+    def _refuse_another(self, name: str, line: str) -> None:
+        for rank, seen in self._seen().items():
+            other = _read_call(seen, (self._number - 1) % _CALLS)
+            if other is not None and other.number == self._number and other.name != name:
+                mine = Call(self._number, name, line, 0.0, 0.0)
+                self.leave()
+                raise only_some({self.rank: mine, rank: other})
+
+    def _seen(self) -> dict[int, mmap.mmap]:
+        """The other ranks' files, of which those are opened that have come since."""
+        if self.folder is not None and len(self._others) < self._ranks - 1:
+            for path in self.folder.glob("beat-*"):
+                rank = int(path.name.removeprefix("beat-"))
+                if rank != self.rank and rank not in self._others and path.stat().st_size == _SIZE:
+                    self._others[rank] = _mapped(path)
+        return self._others
+
+
+def only_some(calls: dict[int, Call]) -> UsageError:
+    """The error of ranks that make different calls at the same place in their order."""
+    by_rank = sorted(calls.items())
+    said = ", ".join(f"rank {rank} calls {call.name}" for rank, call in by_rank)
+    lines = ", ".join(f"rank {rank} at {call.line or 'a line of Lockstep'}" for rank, call in by_rank)
+    return UsageError(
+        f"the ranks do not make the same calls: {said}",
+        where=lines,
+        why="all ranks must make this call: one that only some of them make waits for the others for ever",
+        fix="call it on every rank, outside of `if is_main_process:`; rank 0 alone then writes the files",
+    )
+
+
+_mine: Heartbeat | None = None
+
+
+def of_this_rank() -> Heartbeat:
+    """This process's, into the folder that the launcher names in the environment, if one did."""
+    global _mine
+    if _mine is None or _mine._process != os.getpid():
+        folder, facts = os.environ.get(FOLDER), rank_facts()
+        _mine = Heartbeat(None if folder is None else Path(folder), facts.rank, facts.local_world_size)
+    return _mine
+
+
+def together(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a public function as one that all ranks call together, under its own name."""
+    name = function.__name__
+
+    @functools.wraps(function)
+    def called(*args: P.args, **more: P.kwargs) -> R:
+        beat = of_this_rank()
+        beat.enter(name)
+        try:
+            return function(*args, **more)
+        finally:
+            beat.leave()
+
+    return called
 
 
 def read_beats(folder: Path) -> list[Beat]:
@@ -64,14 +216,72 @@ def read_beats(folder: Path) -> list[Beat]:
     found = []
     for path in folder.glob("beat-*"):
         data = path.read_bytes()
-        if len(data) == _LAYOUT.size:
-            process, step, phase, seconds = _LAYOUT.unpack(data)
+        if len(data) == _SIZE:
+            process, step, phase, seconds, number, depth = _HEAD.unpack_from(data)
             if process and 0 <= phase < len(PHASES):
-                found.append(Beat(int(path.name.removeprefix("beat-")), process, step, PHASES[phase], seconds))
+                calls = [call for slot in range(min(number, _CALLS)) if (call := _read_call(data, slot)) is not None]
+                rank = int(path.name.removeprefix("beat-"))
+                by_number = tuple(sorted(calls, key=lambda call: call.number))
+                found.append(Beat(rank, process, step, PHASES[phase], seconds, by_number, depth > 0))
     return sorted(found, key=lambda beat: beat.rank)
+
+
+def tell_limits(factor: float | None, seconds: float, patience: float) -> None:
+    """Tell the launcher what this run takes for a hang (`HangWatch`): it has not read a script's own config."""
+    beat = of_this_rank()
+    if beat.folder is not None and beat.folder.is_dir():
+        beside = beat.folder / f".limits-{beat.rank}"
+        beside.write_text(json.dumps([factor, seconds, patience]))
+        beside.rename(beat.folder / _LIMITS)
+
+
+def read_limits(folder: Path) -> tuple[float | None, float, float] | None:
+    """What the run told; None where it told nothing."""
+    try:
+        factor, seconds, patience = json.loads((folder / _LIMITS).read_text())
+    except OSError:
+        return None
+    return factor, seconds, patience
 
 
 def forget_beats(folder: Path) -> None:
     """Before ranks are started anew."""
     for path in folder.iterdir():
         path.unlink(missing_ok=True)
+
+
+def _mapped(path: Path, *, create: bool = False) -> mmap.mmap:
+    handle = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+    try:
+        if create:
+            os.ftruncate(handle, _SIZE)
+        return mmap.mmap(handle, _SIZE)
+    finally:
+        os.close(handle)
+
+
+def _read_call(data: mmap.mmap | bytes, slot: int) -> Call | None:
+    number, begun, ended, name, line = _CALL.unpack_from(data, _HEAD.size + slot * _CALL.size)
+    if not number:
+        return None
+    return Call(number, _text(name), _text(line), begun, ended)
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="replace")
+
+
+def _callers_line() -> str:
+    """The innermost line outside of Lockstep that led here."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOBODYS):
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return ""
+    return f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@functools.cache
+def _shown(path: str) -> str:
+    """Relative to the working directory where it lies below it."""
+    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path

@@ -153,10 +153,15 @@ class HangConfig(Section):
     """When ranks that Lockstep started are taken to hang: their stacks are written, and they are started anew."""
 
     factor: float | None = Field(
-        default=20.0, gt=1, description="A step that takes so many times the median of those before; null: never."
+        default=20.0,
+        gt=1,
+        description="A step, save or evaluation that takes so many times the median of those before; null: never.",
     )
     seconds: float = Field(
-        default=60.0, gt=0, description="And at least so long. First steps, evaluations and saves: `timeout_seconds`."
+        default=60.0,
+        gt=0,
+        description="And at least so long. What has no like before it: `timeout_seconds`. A rank or data worker that a "
+        "signal stopped, and a collective that only some ranks enter, are found after this time.",
     )
 
 

@@ -119,7 +119,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.HEALTHY and self.stop_signal is None:
+        if result.state == WorkerState.HEALTHY:
             self._end_if_hanging(worker_group)
         if result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED) and self._left_early():
             result = RunResult(state=WorkerState.FAILED)
@@ -129,7 +129,8 @@ class Agent(LocalElasticAgent):
     def _end_if_hanging(self, worker_group: WorkerGroup) -> None:
         """The next look at the processes will find them dead, and the failure that is written here."""
         pids = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
-        hanging = self._watch.look(pids, worker_group.workers[0].world_size)
+        world = worker_group.workers[0].world_size
+        hanging = self._watch.look(pids, world, told_to_stop=self.stop_signal is not None)
         if hanging is not None:
             hanging.write(self._failures)
             for pid in pids.values():

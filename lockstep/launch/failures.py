@@ -33,7 +33,8 @@ from lockstep.errors import (
 _PEER_IS_GONE = re.compile(
     r"connection (closed|reset|refused|aborted)|broken pipe|socket timeout|communicator was aborted"
     r"|remote process exited|failed to (recv|send)|recvvalue failed|sendbytes failed|heartbeat"
-    r"|did not meet the other ranks",
+    r"|did not meet the other ranks"
+    r"|DataLoader worker \(pid.*\) is killed by signal: Terminated",  # as the launcher ends what is left of a run
     re.IGNORECASE,
 )
 _NOT_THE_USERS = re.compile(r"<frozen |/runpy\.py$|/lockstep/(launch/|cli/|__main__\.py)")

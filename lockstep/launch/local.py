@@ -40,13 +40,14 @@ class Job:
         arguments: after `python`, the same on every rank.
         logs: the folder of the run's logs.
         environment: variables for every rank.
-        hang: `factor`, `seconds` and `patience` of the `HangWatch`; a factor of None: nothing is taken for a hang.
+        hang: `factor`, `seconds` and `patience` of the `HangWatch`; a script that makes a
+            Trainer tells those of its config.
     """
 
     arguments: Sequence[str]
     logs: Path
     environment: Mapping[str, str] = field(default_factory=dict)
-    hang: tuple[float | None, float, float] = (None, 60.0, 1800.0)
+    hang: tuple[float | None, float, float] = (20.0, 60.0, 1800.0)
 
 
 def launch(job: Job, options: LaunchOptions, processes: int) -> int:

@@ -19,7 +19,8 @@ from lockstep import cores, heartbeat
 from lockstep.environment import parent_identity, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError, UsageError
 from lockstep.launch.failures import Failure, done_mark, from_exception, preempted
-from lockstep.launch.hang import STACKS_SIGNAL, stacks_file
+from lockstep.launch.hang import STACKS_SIGNAL
+from lockstep.launch.stacks import stacks_file
 from lockstep.launch.streams import console, to_log
 
 LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"  # set by Lockstep's launcher for its workers

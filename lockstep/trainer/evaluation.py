@@ -39,7 +39,6 @@ class Validation:
         if self._data is None or not due or self._evaluated == step:
             return
         self._evaluated = step
-        trainer.heartbeat.beat(step, "pause")
         with trainer.step.clock.during("evaluation"):
             loss = trainer.evaluate(self._data)
         trainer.metrics["eval_loss"] = loss

@@ -4,6 +4,7 @@ A rank that hangs sits in a collective and runs no Python of its own; a thread b
 the recorder is torch's; where it keeps nothing, nothing is written.
 """
 
+import atexit
 import threading
 from pathlib import Path
 
@@ -13,21 +14,43 @@ from lockstep.heartbeat import DUMP
 
 _LOOK_SECONDS = 0.5
 
+_answering: set[Path] = set()
+
 
 def answer_in_background(folder: Path | None, rank: int) -> None:
-    """Leave `flight-RANK.json` in the folder once the file `dump` is there; a daemon thread. None: nobody asks."""
+    """Leave `flight-RANK.json` in the folder whenever the file `dump` is new, by a thread that the interpreter joins.
+
+    Args:
+        folder: the launcher's; None: nobody asks. One thread answers there, however often this is called.
+    """
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if folder is None or dump is None:
+    if folder is None or dump is None or folder in _answering:
         return
+    _answering.add(folder)
+    ends = threading.Event()
 
     def watch() -> None:
-        pause = threading.Event()
-        while not (folder / DUMP).exists():
-            if not folder.is_dir():
-                return  # the launcher is gone
-            pause.wait(_LOOK_SECONDS)
-        beside = folder / f".flight-{rank}"
-        beside.write_bytes(dump())
-        beside.rename(folder / f"flight-{rank}.json")
+        answered = 0.0
+        while not ends.wait(_LOOK_SECONDS) and folder.is_dir():
+            asked = _modified(folder / DUMP)
+            if asked > answered:
+                beside = folder / f".flight-{rank}"
+                beside.write_bytes(dump())
+                beside.rename(folder / f"flight-{rank}.json")
+                answered = asked
 
-    threading.Thread(target=watch, name="flight", daemon=True).start()
+    thread = threading.Thread(target=watch, name="flight", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ends.set()
+        thread.join()
+
+    atexit.register(end)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

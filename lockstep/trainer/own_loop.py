@@ -25,6 +25,7 @@ from lockstep.cluster import Cluster
 from lockstep.config import Config, apply_flags, config_from
 from lockstep.data import MicroBatch, StepBatches
 from lockstep.errors import UsageError
+from lockstep.heartbeat import together
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import objective_of
 from lockstep.parallel import Placed
@@ -41,6 +42,7 @@ _SECTIONS = ("distributed", "precision")
 _OF_TRAINING = ("seed", "compile", "gradient_checkpointing", "gradient_checkpointing_every")
 
 
+@together
 def place(
     model: nn.Module, strategy: str | None = None, loss_fn: Callable[..., Tensor] | None = None, *,
     config: Config | None = None, **settings: Any,
@@ -112,6 +114,7 @@ class PlacedModel:
         """The same with the names that they have in the model."""
         return iter(self._placed.parameters.items())
 
+    @together
     def backward(self, *micro_batches: Any) -> Tensor:
         """Forward and backward of one step; `.grad` is then the gradient of its mean loss, on all ranks.
 
@@ -148,6 +151,7 @@ class PlacedModel:
         self.step += 1
         return tensor_of(loss_sum / valid)
 
+    @together
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Bring the gradient's norm down to `max_norm`, if it is above.
 
@@ -164,6 +168,7 @@ class PlacedModel:
         """Forget the gradients of all parameters, whichever optimizers they belong to."""
         self._placed.clear_gradients()
 
+    @together
     def evaluate(self, micro_batches: Iterable[Any]) -> float:
         """The mean loss over all valid targets of all ranks' micro-batches, in evaluation mode.
 
@@ -172,12 +177,14 @@ class PlacedModel:
         """
         return evaluate(self._placed, self._windows(iter(micro_batches)))
 
+    @together
     def __call__(self, *inputs: Any, **more: Any) -> Any:
         """The model's outputs, in evaluation mode and without a graph; the same arguments on all ranks."""
         with evaluating(self._placed), self._placed.cursor.running("sample", self.step):
             self._placed.cursor.at(0)
             return self._placed.forward(*inputs, **more)
 
+    @together
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers, whole, on the CPU, for the plain model's `load_state_dict`.
 
@@ -186,6 +193,7 @@ class PlacedModel:
         """
         return checkpoint.gather(self._placed.kept(), self._aliases())
 
+    @together
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take up what `state_dict` gave, or that of the plain model.
 
@@ -198,6 +206,7 @@ class PlacedModel:
         with evaluating(self._placed):
             checkpoint.scatter(state, self._placed.kept(), self._aliases())
 
+    @together
     def save_checkpoint(
         self,
         path: str | Path,
@@ -218,6 +227,7 @@ class PlacedModel:
             self._placed, Path(path), self.step, optimizers or {}, metadata or {}, config_yaml=config_yaml
         )
 
+    @together
     def load_checkpoint(
         self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None
     ) -> dict[str, Any]:  # fmt: skip

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import checkpoint
 from lockstep.checkpoint.names import STATE, step_name, step_of
 from lockstep.errors import RunError, UsageError
+from lockstep.heartbeat import together
 from lockstep.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Saving:
         elif self._saver is not None:
             self._guard(self._saver.poll, must_succeed=False)
 
+    @together
     def save(self, *, must_succeed: bool) -> None:
         """Save the run as it stands; in the background, if it need not have succeeded when this returns."""
         step = self._trainer.step.progress.step
@@ -75,7 +77,6 @@ class Saving:
             self.finish(must_succeed=must_succeed)
             return
         started = time.perf_counter()
-        self._trainer.heartbeat.beat(step, "pause")
         with self._trainer.step.clock.during("checkpoint"):
             self._trainer.step.settle()  # host waits for the device: what is saved must hold no bad numbers
             self._monitor.flush()  # a run that goes on from here finds its records up to here

@@ -20,8 +20,8 @@ from lockstep import checkpoint, cluster
 from lockstep.bad_numbers import BadNumbersError, Judge
 from lockstep.checkpoint import Snapshot
 from lockstep.config import Config
-from lockstep.data import StepSource
-from lockstep.heartbeat import Heartbeat
+from lockstep.data import StepBatches, StepSource
+from lockstep.heartbeat import of_this_rank, tell_limits, together
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.monitor import Monitor
@@ -98,7 +98,9 @@ class Trainer:
         self.metrics: dict[str, Any] = {}  # the newest, as `checkpoint.keep_best` names them
         self.source_state: dict[str, Any] = {}
         self.last_record: StepRecord | None = None
-        self.heartbeat = Heartbeat.of_this_rank(self.cluster.facts.rank)
+        self.heartbeat = of_this_rank()
+        hang = self.config.distributed.hang
+        tell_limits(hang.factor, hang.seconds, self.config.distributed.timeout_seconds)
         answer_in_background(self.heartbeat.folder, self.cluster.facts.rank)
         self.later_lines: list[str] = []  # to be said at start
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -144,7 +146,7 @@ class Trainer:
         record, last = None, True
         validation = Validation(self, val_data, monitor)
         with worker_deaths_explained(source):
-            for record, last_of_epoch in self._run(source):
+            for record, last_of_epoch in self._run(source, "train"):
                 last = self.step.progress.step == total or self.step.stopping
                 if record is not None:
                     monitor.on_step(record)
@@ -179,37 +181,50 @@ class Trainer:
             )
         try:
             with worker_deaths_explained(source):
-                for record, _ in self._run(source):
+                for record, _ in self._run(source, "steps"):
                     if record is not None:
                         self.heartbeat.beat(self.step.progress.step, "pause")  # the caller may take its time
                         yield record
         finally:
             source.close()
 
-    def _run(self, source: StepSource) -> Iterator[tuple[StepRecord | None, bool]]:
-        """(record, last of its epoch) of each step; no record where the data are passed over."""
-        clock, beat = self.step.clock, self.heartbeat.beat
+    def _run(self, source: StepSource, name: str) -> Iterator[tuple[StepRecord | None, bool]]:
+        """(record, last of its epoch) of each step; no record where the data are passed over.
+
+        Args:
+            name: of the function whose loop this is; each step counts as a call of it, which all ranks make together.
+        """
+        clock, beat, taken = self.step.clock, self.heartbeat.beat, iter(source)
         clock.enter("data")
         beat(self.step.progress.step + 1, "first")
         with waits_counted(clock), what_is_there_kept():
-            for batches in source:
-                self.step.bad, record = None, None
-                if batches.step in self.step.avoid:
-                    self.step.pass_over(batches.samples)
-                    yield None, batches.last_of_epoch
-                    continue
-                shares = [Share(m.index, m.batch, m.real) for m in batches.mine]
-                self.step.progress.epoch = batches.epoch
-                with self.around_step():
-                    record = self.step.run(shares, batches.num_micro_batches, batches.samples)
-                self.source_state, self.last_record = source.state_dict(), record
+            while True:
+                with self.heartbeat.call(name):
+                    batches = next(taken, None)
+                    if batches is None:
+                        break
+                    record = self._take(batches, source)
                 yield record, batches.last_of_epoch
                 beat(self.step.progress.step + 1, "step")
                 clock.enter("data")
         beat(self.step.progress.step, "done")
 
+    def _take(self, batches: StepBatches, source: StepSource) -> StepRecord | None:
+        """One step, or none where its data are passed over."""
+        self.step.bad = None
+        if batches.step in self.step.avoid:
+            self.step.pass_over(batches.samples)
+            return None
+        shares = [Share(m.index, m.batch, m.real) for m in batches.mine]
+        self.step.progress.epoch = batches.epoch
+        with self.around_step():
+            record = self.step.run(shares, batches.num_micro_batches, batches.samples)
+        self.source_state, self.last_record = source.state_dict(), record
+        return record
+
     # ---- one micro-batch at a time ----
 
+    @together
     def training_step(self, batch: Any) -> Tensor:
         """Forward and backward of one micro-batch; every `gradient_accumulation_steps`-th call updates, or with a
         `global_batch_size` the one that fills it.
@@ -222,16 +237,19 @@ class Trainer:
         """
         return self._window.add(batch)
 
+    @together
     def flush(self) -> None:
         """Train on an incomplete window of `training_step`, weighted by what it holds; all ranks call it together."""
         self._window.flush()
 
     # ---- evaluation, checkpoints ----
 
+    @together
     def evaluate(self, val_data: Any) -> float:
         """The mean loss over `val_data`, weighted by valid targets; all ranks call it, and get the same number."""
         return evaluate(self.placed, validation_source(self, val_data))
 
+    @together
     def save_checkpoint(
         self, path: str | Path, include_optimizer: bool = True, metadata: dict[str, Any] | None = None
     ) -> Path:
@@ -251,6 +269,7 @@ class Trainer:
         """What a checkpoint holds of the run as it stands; tensors are the live ones."""
         return state.snapshot(self, include_optimizer=include_optimizer, metadata=metadata or {})
 
+    @together
     def load_checkpoint(self, path: str | Path) -> tuple[int, dict[str, Any]]:
         """Take up a checkpoint, whatever strategy and number of ranks wrote it; all ranks call it.
 
@@ -262,6 +281,7 @@ class Trainer:
         """
         return state.load(self, Path(path))
 
+    @together
     def resume(self, how: str) -> Path | None:
         """Go on from the newest whole checkpoint of the run directory (`auto`), from nowhere (`never`), or from a path.
 

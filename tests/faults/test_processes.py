@@ -195,6 +195,25 @@ def test_a_script_may_end_itself_with_0(tmp_path: Path, launch: Launch) -> None:
 
 
 @pytest.mark.fault(
+    "process: two ranks are killed at once",
+    "the launcher ends the third, and its data workers die of that (SIGTERM)",
+    "the message is about a rank that was killed, not about what the launcher did afterwards",
+)
+def test_the_first_cause_is_told_and_not_what_followed(tmp_path: Path, launch: Launch) -> None:  # noqa: F811
+    script(
+        tmp_path,
+        "def ended(*_):\n"
+        "    raise RuntimeError('DataLoader worker (pid 123) is killed by signal: Terminated. ')\n"
+        "signal.signal(signal.SIGTERM, ended)\n"
+        "os.kill(os.getpid(), signal.SIGKILL) if RANK < 2 else time.sleep(60)\n",
+    )
+    ended = launch("--nproc-per-node", "3", "script.py")
+    assert ended.code == 1
+    assert re.search(r"rank [01] of 3 failed: killed by SIGKILL", ended.err), ended.err
+    assert "Terminated" not in ended.err
+
+
+@pytest.mark.fault(
     "process: the same failure again and again",
     "each start fails alike, and no checkpoint is made in between",
     "after the third time the launcher stops, whatever `--max-restarts` allows, and says what it saw",

@@ -19,16 +19,41 @@ from lockstep.launch.membership import Membership
 from tests.launch.shared import environment, wait_for
 
 _RANK = """
-import faulthandler, signal, sys, time
+import ctypes, faulthandler, os, signal, sys, time
 from pathlib import Path
 from lockstep.heartbeat import Heartbeat
 folder, logs, rank, how = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-beat = Heartbeat(folder, rank).beat
+mine = Heartbeat(folder, rank)
+beat = mine.beat
 if how == "deaf":
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 else:
     faulthandler.register(signal.SIGQUIT, file=open(logs / f"rank-{rank}.stacks.txt", "a"), all_threads=True)
 if how == "a script":
+    time.sleep(60)
+if how == "a data worker":
+    worker = os.fork()
+    if not worker:
+        ctypes.CDLL(None).prctl(15, b"pt_data_worker")  # PR_SET_NAME
+        signal.pause()
+    (folder / f"worker-{rank}").write_text(str(worker))
+    mine.enter("evaluate")
+if how == "a collective":
+    beat(2, "pause")
+    sys.path.insert(0, str(logs / "torch/distributed"))
+    import collective
+    collective.all_reduce()
+if how == "a step":
+    beat(2, "step")
+    mine.enter("steps")
+if how == "a save":
+    for _ in range(3):
+        mine.enter("save")
+        time.sleep(0.01)
+        mine.leave()
+    beat(2, "step")
+    mine.enter("save")
+if how in ("a data worker", "a step", "a save"):
     time.sleep(60)
 beat(19, "step")
 while not (folder / "dump").exists():
@@ -46,7 +71,7 @@ class Ranks:
     def __init__(self, folder: Path, *hows: str) -> None:
         self.beats, logs = folder / "beats", folder / "logs"
         for path in (self.beats, logs):
-            path.mkdir()
+            path.mkdir(exist_ok=True)
         self.watch = HangWatch(self.beats, logs, factor=3.0, seconds=0.3, patience=0.3)
         self.processes = [
             subprocess.Popen([sys.executable, "-c", _RANK, str(self.beats), str(logs), str(rank), how],
@@ -133,6 +158,80 @@ def test_a_stopped_rank_of_a_script_that_tells_no_steps_is_named(ranks: Callable
     time.sleep(1.2)
     both.watch.restart()
     assert not both.watch.look(pids, 2), "a job that is suspended as a whole does not hang"
+
+
+def look(both: Ranks, *, told_to_stop: bool = False) -> list[Failure]:
+    pids = {rank: process.pid for rank, process in enumerate(both.processes)}
+    failure = both.watch.look(pids, 2, told_to_stop=told_to_stop)
+    return [] if failure is None else [failure]
+
+
+def found_in_time(both: Ranks, *, told_to_stop: bool = False) -> Failure:
+    found: list[Failure] = []
+
+    def one() -> bool:
+        found.extend(look(both, told_to_stop=told_to_stop))
+        return bool(found)
+
+    wait_for(one, 30)
+    return found[0]
+
+
+@pytest.mark.fault(
+    "hang: a data worker is stopped (SIGSTOP)",
+    "in a step, an evaluation or a save; torch waits for it without end",
+    "after `hang.seconds` it is named as what it is, with its process and its rank",
+)
+def test_a_stopped_data_worker_is_named_as_one(ranks: Callable[..., Ranks]) -> None:
+    both = ranks("a data worker", "a step")
+    both.watch.patience = 1000.0
+    wait_for(lambda: len(list(both.beats.glob("worker-*"))) == 1 and len(read_beats(both.beats)) == 2)
+    worker = int((both.beats / "worker-0").read_text())
+    assert not look(both)
+    os.kill(worker, signal.SIGSTOP)
+    failure = found_in_time(both)
+    assert failure.rank == 0
+    assert f"in evaluate, after step 0: a signal stopped its data worker (process {worker})" in failure.what
+    os.kill(worker, signal.SIGKILL)
+
+
+def test_how_long_saves_take_is_learned(ranks: Callable[..., Ranks]) -> None:
+    """Of what a rank has done before, nobody waits for the timeout of a collective."""
+    both = ranks("a save", "a save")
+    both.watch.patience = 1000.0
+    failure = found_in_time(both)
+    assert "in save, after step 2: no save for 0 s, where one usually takes 0.01" in failure.what
+
+
+def _in_a_collective(folder: Path) -> None:
+    """Where a stack says that a rank is in a collective of torch's."""
+    (folder / "logs/torch/distributed").mkdir(parents=True)
+    text = "import time\ndef all_reduce():\n    time.sleep(60)\n"
+    (folder / "logs/torch/distributed/collective.py").write_text(text)
+
+
+def test_a_rank_in_a_collective_of_its_own_is_named_with_those_that_wait_for_it(
+    ranks: Callable[..., Ranks], tmp_path: Path
+) -> None:
+    _in_a_collective(tmp_path)
+    both = ranks("a collective", "a step")
+    both.watch.patience = 1000.0
+    failure = found_in_time(both)
+    assert failure.rank == 0
+    assert "it waits in a collective which the others have not entered" in failure.what
+    assert failure.why is not None
+    assert failure.why.startswith("the others wait in steps at <string>:")
+
+
+def test_ranks_that_wait_in_a_collective_do_not_hear_a_signal(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    _in_a_collective(tmp_path)
+    both = ranks("a collective", "a collective")
+    wait_for(lambda: len(read_beats(both.beats)) == 2)
+    time.sleep(0.5)
+    assert not look(both), "nobody waits in a call of Lockstep's: they may know what they do"
+    failure = found_in_time(both, told_to_stop=True)
+    assert failure.why is not None
+    assert "it was told to stop" in failure.why
 
 
 def test_a_meeting_point_that_never_answers_stops_no_watch() -> None:
