@@ -34,6 +34,15 @@ class Tee(io.TextIOBase):
         self._try("console", lambda: self.console.write(text))
         return len(text)
 
+    def write_to_log(self, text: str) -> bool:
+        """Write to the log alone, and return whether it took the text; a refusal is not reported."""
+        try:
+            self.log.write(text)
+        except OSError:
+            self._failed.add("log")
+            return False
+        return True
+
     def flush(self) -> None:
         self._try("log", self.log.flush)
         self._try("console", self.console.flush)
@@ -75,8 +84,11 @@ def console(stream: Any = None) -> TextIO:
 
 
 @contextmanager
-def to_log(path: Path, *, on_console: bool, descriptors: bool) -> Iterator[None]:
+def to_log(path: Path, *, on_console: bool, descriptors: bool) -> Iterator[Tee]:
     """Send this process's output to `path` (appended to) until the end of the block.
+
+    Yields:
+        what stands for `sys.stderr` in the block.
 
     Args:
         path: the log file; its folder is made.
@@ -103,7 +115,7 @@ def to_log(path: Path, *, on_console: bool, descriptors: bool) -> Iterator[None]
     pairs = [Tee(seen, log) if on_console else _LogOnly(seen, log) for seen in consoles]
     sys.stdout, sys.stderr = pairs
     try:
-        yield
+        yield pairs[1]
     finally:
         for pair in pairs:
             pair.flush()

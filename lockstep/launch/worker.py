@@ -12,7 +12,8 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep import cores, heartbeat
@@ -21,7 +22,7 @@ from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError, UsageError
 from lockstep.launch.failures import Failure, done_mark, from_exception, preempted
 from lockstep.launch.hang import STACKS_SIGNAL
 from lockstep.launch.stacks import stacks_file
-from lockstep.launch.streams import console, to_log
+from lockstep.launch.streams import Tee, console, to_log
 
 LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"  # set by Lockstep's launcher for its workers
 FAILURES = "LOCKSTEP_FAILURES"  # the folder where it reads their failures
@@ -47,22 +48,24 @@ def run_as_worker(work: Callable[[], int | None], *, logs: Path, launched: bool 
     os.environ.pop(LAUNCHER_PID, None)
     folder = os.environ.pop(FAILURES, None)
     log = logs / f"rank-{facts.rank}.log"
-    with to_log(log, on_console=facts.is_main, descriptors=launched):
-        if launched:
-            faulthandler.enable(file=2)
-            _answer_with_stacks(logs, facts.rank)
+    stream: Tee | None = None
+    with ExitStack() as stack:
         try:
+            stream = stack.enter_context(to_log(log, on_console=facts.is_main, descriptors=launched))
+            if launched:
+                faulthandler.enable(file=2)
+                _answer_with_stacks(logs, facts.rank)
             code = work() or EXIT_DONE
             failure = preempted(facts) if code == EXIT_PREEMPTED else None
+            if failure is None and folder is not None:
+                Path(folder, done_mark(facts.rank)).touch()
         except SystemExit as error:
             failure = from_exception(error, facts, log)
         except (Exception, KeyboardInterrupt) as error:
             failure = from_exception(error, facts, log)
         if failure is None:
-            if folder is not None:
-                Path(folder, done_mark(facts.rank)).touch()
             return code
-        _tell(failure, None if folder is None else Path(folder))
+        _tell(failure, None if folder is None else Path(folder), stream)
         if failure.kind != "preempted" and launched:
             _leave_at_once(failure.exit_code)
         return EXIT_DONE if failure.kind == "preempted" and folder is not None else failure.exit_code
@@ -75,13 +78,29 @@ def _answer_with_stacks(logs: Path, rank: int) -> None:
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
 
 
-def _tell(failure: Failure, folder: Path | None) -> None:
-    if failure.traceback and failure.kind != "usage":
-        getattr(sys.stderr, "log", sys.stderr).write(failure.traceback)
-    if folder is not None:
-        failure.write(folder)
-    elif failure.kind != "preempted" and first_to_fail():
+def _tell(failure: Failure, folder: Path | None, stream: Tee | None) -> None:
+    """Write the traceback to the log, and leave the failure for the launcher, or print it.
+
+    The disk of the log, or that of the launcher's folder, may be the one that is full.
+
+    Args:
+        stream: the one whose log takes the traceback; None where the log could not be opened.
+    """
+    if failure.traceback and failure.kind != "usage" and (stream is None or not stream.write_to_log(failure.traceback)):
+        failure = replace(failure, log=None)  # the message must not refer to what is not there
+    if not _left(failure, folder) and failure.kind != "preempted" and first_to_fail():
         print_error(failure.error(), failure.traceback)
+
+
+def _left(failure: Failure, folder: Path | None) -> bool:
+    """Whether the failure lies where the launcher reads it."""
+    if folder is None:
+        return False
+    try:
+        failure.write(folder)
+    except OSError:  # the disk of the launcher's folder is full, too: the console is what is left
+        return False
+    return True
 
 
 def _leave_at_once(code: int) -> None:
@@ -107,6 +126,8 @@ def first_to_fail() -> bool:
         )
     except FileExistsError:
         return False
+    except OSError:  # the disk is full: a message too many is better than none
+        return True
     return True
 
 

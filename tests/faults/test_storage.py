@@ -13,6 +13,8 @@ import pytest
 from lockstep import checkpoint
 from lockstep.errors import RunError, UsageError
 from tests.faults.tiny import Points, events, steps, trainer
+from tests.launch.conftest import Launch, launch  # noqa: F401
+from tests.launch.shared import script
 from tests.ranks import run_ranks
 
 BOTH = pytest.mark.parametrize("in_background", [True, False], ids=["async", "sync"])
@@ -126,6 +128,27 @@ def test_a_disk_that_fills_up(small_disk: Path) -> None:
     for path in (small_disk / "checkpoints").iterdir():
         assert path.name in saved(small_disk)
         assert not checkpoint.verify(path)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+@pytest.mark.fault(
+    "storage: the disk of the logs is full",
+    "a rank fails for it, and its log can't take the traceback",
+    "the launcher names the rank and the error as it does on an empty disk; no traceback, no second message",
+)
+def test_a_full_disk_does_not_hide_its_own_message(small_disk: Path, launch: Launch) -> None:  # noqa: F811
+    """The log and the restart's event are on the full disk; so is the folder of the log at the second start."""
+    runs = small_disk.parent / "runs"
+    runs.symlink_to(small_disk)
+    text = "if RANK == 1:\n    with open('runs/filler', 'ab', buffering=0) as file:\n        while True:\n"
+    script(small_disk.parent, text + "            file.write(bytes(4096))\ntime.sleep(30)\n")
+    ended = launch("--nproc-per-node", "2", "--max-restarts", "1", "script.py")
+    assert ended.code == 1
+    told = "rank 1 of 2 failed: OSError: [Errno 28] No space left on device"
+    assert ended.err.count(told) == 2, ended.err  # once for the restart
+    assert "Traceback" not in ended.err + ended.out
+    assert "the whole traceback is in" not in ended.err
 
 
 @pytest.mark.fault(
