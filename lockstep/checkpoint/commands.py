@@ -12,6 +12,7 @@ from lockstep.checkpoint.export import export_safetensors, export_torch, rewrite
 from lockstep.checkpoint.importing import import_weights
 from lockstep.checkpoint.manifest import DamagedError, read_manifest, verify
 from lockstep.checkpoint.names import MANIFEST
+from lockstep.checkpoint.restore import unreadable
 from lockstep.errors import UsageError
 from lockstep.progress import progress_of
 
@@ -80,7 +81,7 @@ def _inspect(path: Path) -> str:
 
 def _verify(path: Path) -> str:
     checkpoints = checkpoints_at(path)
-    problems = {checkpoint: verify(checkpoint) for checkpoint in checkpoints}
+    problems = {checkpoint: verify(checkpoint) or _unreadable(checkpoint) for checkpoint in checkpoints}
     damaged = {checkpoint: found for checkpoint, found in problems.items() if found}
     if damaged:
         raise DamagedError(
@@ -89,6 +90,11 @@ def _verify(path: Path) -> str:
             fix="delete or restore what is damaged; a run resumes from the newest whole one",
         )
     return "\n".join(f"{checkpoint}: whole" for checkpoint in checkpoints)
+
+
+def _unreadable(checkpoint: Path) -> list[str]:
+    reason = unreadable(checkpoint)
+    return [] if reason is None else [reason]
 
 
 def _digest(path: Path) -> str:

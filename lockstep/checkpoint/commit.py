@@ -27,6 +27,7 @@ from lockstep.checkpoint.pieces import Part, dtype_name
 from lockstep.checkpoint.snapshot import Staged, dump_state
 from lockstep.checkpoint.storage import PartWriter, global_plan, local_plan
 from lockstep.checkpoint.together import Ranks
+from lockstep.checkpoint.untrusted import JSON_LIMIT
 from lockstep.errors import RunError, UsageError
 
 _in_flight: set[str] = set()  # tokens of the writers of this process; the sweep of dead writers spares them
@@ -175,10 +176,10 @@ class MainRank:
         ranks: int | None = None,
     ) -> None:  # fmt: skip
         """Add state, config and manifest, and give the folder its name, once all that is in it is on disk."""
-        files[STATE] = write_file(self.folder / STATE, dump_state(self.state, self.groups))
+        files[STATE] = write_file(self.folder / STATE, _bounded(STATE, dump_state(self.state, self.groups)))
         files[CONFIG] = write_file(self.folder / CONFIG, self.config_yaml.encode())
         manifest = Manifest(self.step, files, parameters, tuple(parts), _versions(), ranks)
-        write_file(self.folder / MANIFEST, manifest.to_bytes())
+        write_file(self.folder / MANIFEST, _bounded(MANIFEST, manifest.to_bytes()))
         inside = {self.folder / part for part in parts}
         for folder in sorted(inside | {path.parent for path in inside} | {self.folder}, reverse=True):
             sync_directory(folder)
@@ -193,6 +194,20 @@ class MainRank:
 def is_in_flight(token: str) -> bool:
     """Whether a writer of this process, by its token, is still at work."""
     return token in _in_flight
+
+
+def _bounded(name: str, data: bytes) -> bytes:
+    """What a reader will take.
+
+    Raises:
+        UsageError: it would refuse so much.
+    """
+    if len(data) > JSON_LIMIT:
+        raise UsageError(
+            f"{name} of the checkpoint would have {len(data) >> 20} MiB, and {JSON_LIMIT >> 20} MiB are read at most",
+            fix="keep large data in tensors, in `extra`, or in a file of your own",
+        )
+    return data
 
 
 def _facts(tensor: object, aliases: tuple[str, ...]) -> ParameterFacts:

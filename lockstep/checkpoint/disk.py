@@ -186,6 +186,20 @@ def open_inside(root: Path, relative: str) -> Generator[io.BufferedReader, None,
         yield file
 
 
+def read_inside(root: Path, relative: str, limit: int) -> bytes:
+    """The whole of a file below `root` that describes others, opened as `open_inside` does.
+
+    Raises:
+        ValueError: it has more than `limit` bytes, as no such file has.
+        OSError: see `open_inside`.
+    """
+    with open_inside(root, relative) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"{relative} has more than {limit >> 20} MiB, as nothing that describes a checkpoint has")
+    return data
+
+
 def size_inside(root: Path, relative: str) -> int:
     """The size in bytes of a file below `root`, which is opened as `open_inside` does."""
     with open_inside(root, relative) as file:

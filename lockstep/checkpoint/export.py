@@ -16,14 +16,15 @@ from torch import Tensor
 
 from lockstep.checkpoint.commit import commit
 from lockstep.checkpoint.digest import whole_tensors
-from lockstep.checkpoint.disk import open_inside, sync_directory
+from lockstep.checkpoint.disk import read_inside, sync_directory
 from lockstep.checkpoint.local import Reader, open_part
-from lockstep.checkpoint.manifest import Manifest, proved_manifest, read_manifest
+from lockstep.checkpoint.manifest import DamagedError, Manifest, proved_manifest, read_manifest
 from lockstep.checkpoint.names import CONFIG, MODEL
 from lockstep.checkpoint.pieces import Part, Piece, dtype_of, tensor_bytes
 from lockstep.checkpoint.restore import read_state
 from lockstep.checkpoint.snapshot import GROUPS_KEY, Staged
 from lockstep.checkpoint.together import Ranks
+from lockstep.checkpoint.untrusted import JSON_LIMIT
 from lockstep.errors import UsageError
 from lockstep.progress import Advance
 
@@ -98,11 +99,17 @@ def rewrite_full(
         for part in manifest.parts
     }
     state = read_state(folder)
-    groups = state.pop(GROUPS_KEY)
-    with open_inside(folder, CONFIG) as file:
-        config_yaml = file.read().decode()
+    groups = state.pop(GROUPS_KEY, {})
+    config_yaml = _config(folder)
     staged = Staged(parts, state, groups)
     return commit(Path(output), manifest.step, staged, config_yaml, Ranks.alone())
+
+
+def _config(folder: Path) -> str:
+    try:
+        return read_inside(folder, CONFIG, JSON_LIMIT).decode()
+    except (OSError, ValueError) as error:
+        raise DamagedError("a checkpoint can't be read", where=str(folder / CONFIG), why=str(error)) from None
 
 
 def _lazy_part(reader: Reader, aliases: dict[str, tuple[str, ...]], advance: Advance) -> Part:

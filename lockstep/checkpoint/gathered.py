@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.checkpoint.commit import commit, merge_groups, not_written, unfinished
 from lockstep.checkpoint.disk import make_directories, open_inside, sync_directory, write_file
 from lockstep.checkpoint.manifest import read_manifest
-from lockstep.checkpoint.names import MANIFEST, MODEL, Writer
+from lockstep.checkpoint.names import MANIFEST, MODEL, SHARED_MARK
 from lockstep.checkpoint.pieces import Part, Piece, part_of
 from lockstep.checkpoint.snapshot import Staged
 from lockstep.checkpoint.together import Ranks
@@ -38,18 +38,15 @@ def is_shared(directory: str | Path, group: dist.ProcessGroup | None = None) -> 
     ranks, folder = Ranks(group), Path(directory)
     doing = f"the folder {folder} could not be tried out"
 
-    def leave_mark() -> str:
-        make_directories(folder)
-        mark = folder / Writer.new().folder(".shared")
-        mark.mkdir()
-        return mark.name
+    with unfinished(folder / SHARED_MARK) as mine:
 
-    mark = folder / ranks.same(doing, leave_mark)
-    try:
+        def leave_mark() -> str:
+            make_directories(folder)
+            mine.mkdir()
+            return mine.name
+
+        mark = folder / ranks.same(doing, leave_mark)
         return ranks.judge(doing, lambda: _appears(mark), all)
-    finally:
-        if ranks.is_main:
-            mark.rmdir()
 
 
 def _appears(path: Path) -> bool:

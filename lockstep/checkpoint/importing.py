@@ -9,18 +9,19 @@ Only weights are taken: optimizers, schedules and random states are stored in ea
 run that goes on from an import therefore begins at step 0. Pickles are read by torch's restricted unpickler.
 """
 
-import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
+from lockstep.checkpoint.disk import read_inside
 from lockstep.checkpoint.saving import save_as
+from lockstep.checkpoint.sizes import check_block
 from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint.untrusted import JSON_LIMIT, parse_json, text_of
 from lockstep.errors import UsageError
 
 _DDP = "module."
@@ -48,6 +49,7 @@ def import_weights(source: str | Path, output: str | Path, *, prefix: str = "") 
         UsageError: there are no weights at `source`, or none by that prefix; or they can't be read safely.
     """
     found, aliases = read_weights(Path(source))
+    _check(found, source)
     ddp = _DDP if all(canonical(name).startswith(_DDP) for name in found) else ""
     named = {canonical(name).removeprefix(ddp): tensor for name, tensor in found.items()}
     kept = {name.removeprefix(prefix): _full_precision(t) for name, t in named.items() if name.startswith(prefix)}
@@ -77,10 +79,11 @@ def read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
     file = _file_of(source)
     if file.name == _INDEX:
         try:
-            parts = sorted(set(json.loads(file.read_text())["weight_map"].values()))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise UsageError(f"{file} is no index of weights", why=str(error)) from None
-        if any(Path(part).name != part for part in parts):
+            index = parse_json(read_inside(file.parent, file.name, JSON_LIMIT))
+            parts = sorted({text_of(part) for part in index["weight_map"].values()})
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UsageError(f"{file} is no index of weights", why=_first_line(error)) from None
+        if any(Path(part).name != part or part in ("", "..") or "\0" in part for part in parts):
             raise UsageError(
                 f"{file} names files outside of its folder",
                 why="an index that reaches elsewhere is not one that a trainer wrote",
@@ -123,21 +126,27 @@ def _safetensors(file: Path) -> tuple[Weights, dict[str, str]]:
         with safe_open(file, "pt") as opened:
             weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             metadata: dict[str, str] = opened.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{file} is no safetensors file", why=str(error)) from None
+    except Exception as error:  # besides its own errors: of types that this torch does not have, of memory …
+        raise UsageError(f"{file} is no safetensors file", why=_first_line(error)) from None
     ties = {alias: name for alias, name in metadata.items() if name in weights and alias not in weights}
-    for name, others in json.loads(metadata.get("aliases", "{}")).items():  # as ours are exported
-        ties |= dict.fromkeys(others, name)
+    try:
+        ours = parse_json(metadata.get("aliases", "{}").encode())  # as ours are exported
+        for name, others in ours.items():
+            ties |= dict.fromkeys((text_of(other) for other in others), name)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{file} does not say which names are tied", why=_first_line(error)) from None
     return weights, ties
 
 
 def _pickled(file: Path) -> Weights:
     try:
+        with file.open("rb") as opened:
+            check_block(opened, 0, file.stat().st_size)
         found: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except Exception as error:  # a broken pickle raises nearly anything: IndexError, UnicodeDecodeError, KeyError …
         raise UsageError(
             f"{file} can't be read as weights",
-            why=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            why=_first_line(error),
             fix="save the weights alone, torch.save(model.state_dict(), FILE), or as safetensors; objects of other "
             "classes in a pickle could run code",
         ) from None
@@ -149,12 +158,45 @@ def _pickled(file: Path) -> Weights:
             f"{file} holds a {type(found).__name__}, where weights by name are needed",
             fix="save the weights alone: torch.save(model.state_dict(), FILE)",
         )
-    if strange := [name for name, value in found.items() if not isinstance(value, Tensor)]:
+    if strange := [n for n, value in found.items() if not (isinstance(n, str) and isinstance(value, Tensor))]:
         raise UsageError(
-            f"{file} holds {strange[0]!r}, which is no tensor, among {len(found)} entries",
+            f"{file} holds {strange[0]!r}, which is no tensor, among {len(found)} entries"
+            if isinstance(strange[0], str)
+            else f"{file} holds an entry by the name {strange[0]!r}, where names are texts",
             fix="save the weights alone: torch.save(model.state_dict(), FILE)",
         )
     return dict(found)
+
+
+def _check(weights: Weights, source: str | Path) -> None:
+    """Refuse what can't be stored, or what would become larger in memory than it is in the file.
+
+    Raises:
+        UsageError: with the first such tensor; or two names differ in wrappers alone.
+    """
+    for name, tensor in weights.items():
+        dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
+        if not dense:
+            raise UsageError(
+                f"{name} in {source} can't be imported",
+                why="only dense tensors with values are stored",
+                fix="convert it (Tensor.dequantize, Tensor.to_dense) and save the weights again",
+            )
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise UsageError(
+                f"{name} in {source} has {tensor.numel()} elements, and only some of them are stored",
+                why="it is an expanded view, which would grow in memory",
+                fix="save the weights again with Tensor.contiguous()",
+            )
+    if len({canonical(name) for name in weights}) < len(weights):
+        raise UsageError(
+            f"two names in {source} differ only in what wrappers add to them ({', '.join(_WRAPPERS)})",
+            fix="save the weights of the model alone: torch.save(model.state_dict(), FILE)",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:200] or type(error).__name__
 
 
 def _full_precision(tensor: Tensor) -> Tensor:

@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 
 from lockstep.checkpoint.commit import MainRank, merge_aliases, merge_groups, not_written, on_main, unfinished
 from lockstep.checkpoint.disk import ChecksummedStream, FileFacts, open_inside, sync_directory
-from lockstep.checkpoint.manifest import DamagedError, Manifest, ParameterFacts
+from lockstep.checkpoint.manifest import DamagedError, Manifest, ParameterFacts, problems_of_files
 from lockstep.checkpoint.names import MODEL, raw_file
 from lockstep.checkpoint.pieces import Part, Piece, dtype_name, dtype_of, tensor_bytes
 from lockstep.checkpoint.snapshot import Staged
 from lockstep.checkpoint.storage import PartReader
 from lockstep.checkpoint.stored_metadata import StoredPart
 from lockstep.checkpoint.together import Ranks
+from lockstep.checkpoint.untrusted import JSON_LIMIT, count_of, counts_of, parse_json, text_of
 from lockstep.errors import UsageError
 
 _Facts = dict[str, tuple[tuple[int, ...], str]]  # name → whole shape, dtype
@@ -46,8 +47,11 @@ def open_part(folder: Path, manifest: Manifest, part: str) -> Reader:
     """A reader for one part, whatever format the checkpoint has.
 
     Raises:
-        DamagedError: what describes the part is not what was written.
+        DamagedError: what describes the part is not what was written, or a file of it has another size.
     """
+    files = [path for path in manifest.files if path.startswith(f"{part}/")]
+    if problems := problems_of_files(folder, manifest, files, thorough=False):
+        raise DamagedError("a checkpoint can't be read", where=str(folder / part), why=problems[0])
     return PartReader(folder, manifest, part) if manifest.ranks is None else RawReader(folder, manifest, part)
 
 
@@ -223,26 +227,20 @@ def _read_header(folder: Path, file: str, size: int) -> dict[str, _Block]:
     """
     with open_inside(folder, file) as stream:
         length = int.from_bytes(stream.read(8), "little")
-        if length > size - 8:
+        if length > min(size - 8, JSON_LIMIT):
             raise ValueError(f"the header of {file} claims {length} bytes")
-        header = json.loads(stream.read(length))
+        header = parse_json(stream.read(length))
     blocks = {}
     for name, facts in header.items():
-        shape, offset, block = (_counts(facts[key]) for key in ("shape", "offset", "block"))
-        (at,) = _counts([facts["at"]])
-        found = _Block(file, dtype_of(facts["dtype"]), shape, offset, block, 8 + length + at)
+        shape, offset, block = (counts_of(facts[key]) for key in ("shape", "offset", "block"))
+        start = 8 + length + count_of(facts["at"])
+        found = _Block(file, dtype_of(text_of(facts["dtype"])), shape, offset, block, start)
         if found.start + found.num_bytes > size:
             raise ValueError(f"{file} claims more bytes for {name} than it has")
         if any(o + b > s for o, b, s in zip(offset, block, shape, strict=True)):
             raise ValueError(f"a block of {name} lies outside it")
         blocks[name] = found
     return blocks
-
-
-def _counts(values: Any) -> tuple[int, ...]:
-    if type(values) is not list or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"it holds {values!r}, where counts are needed")
-    return tuple(values)
 
 
 def _described(blocks: list[_Block]) -> TensorStorageMetadata:

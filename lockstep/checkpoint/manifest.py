@@ -9,11 +9,23 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.disk import FileFacts, facts_inside, open_inside, size_inside
-from lockstep.checkpoint.names import CONFIG, MANIFEST, METADATA, MODEL, STATE, is_listed_file, is_part, step_of
+from lockstep.checkpoint.disk import FileFacts, facts_inside, read_inside, size_inside
+from lockstep.checkpoint.names import (
+    CONFIG,
+    MANIFEST,
+    METADATA,
+    MODEL,
+    STATE,
+    is_listed_file,
+    is_part,
+    raw_file,
+    step_of,
+)
+from lockstep.checkpoint.untrusted import JSON_LIMIT, count_of, counts_of, parse_json, text_of
 from lockstep.errors import RunError, UsageError
 from lockstep.progress import Advance, progress_of
 
@@ -74,22 +86,24 @@ class Manifest:
         body += newline
         if data != body + _checksum_line(body):
             raise ValueError("its last line is not the checksum of what is above it")
-        content = json.loads(data)
+        content = parse_json(data)
         version = content.get("format_version")
         if version != FORMAT_VERSION:
             raise UsageError(
                 f"the checkpoint has format version {version}; this Lockstep reads version {FORMAT_VERSION}",
                 fix="use the version of Lockstep that wrote it, or a newer one",
             )
+        ranks = content.get("ranks")
         manifest = cls(
-            step=int(content["step"]),
-            files={path: FileFacts(int(f["size"]), int(f["crc32"], 16)) for path, f in content["files"].items()},
-            parameters={name: _parameter(p) for name, p in content["parameters"].items()},
-            parts=tuple(content["parts"]),
-            written_by=content["written_by"],
-            ranks=None if content.get("ranks") is None else int(content["ranks"]),
+            step=count_of(content["step"]),
+            files={path: _facts(facts) for path, facts in content["files"].items()},
+            parameters={name: _parameter(facts) for name, facts in content["parameters"].items()},
+            parts=tuple(text_of(part) for part in content["parts"]),
+            written_by={text_of(name): text_of(version) for name, version in content["written_by"].items()},
+            ranks=None if ranks is None else count_of(ranks),
         )
         manifest._check_names()
+        manifest._check_sizes()
         return manifest
 
     def _check_names(self) -> None:
@@ -97,9 +111,24 @@ class Manifest:
         stray += [part for part in self.parts if not is_part(part)]
         if stray:
             raise ValueError(f"it lists {stray[0]!r}, which no checkpoint holds")
-        needed = [STATE, CONFIG, *(f"{part}/{METADATA}" for part in self.parts if self.ranks is None)]
+        needed = [STATE, CONFIG]
+        if self.ranks is None:
+            needed += [f"{part}/{METADATA}" for part in self.parts]
+        elif self.ranks > len(self.files):  # a billion names need not be made to see that they are not there
+            raise ValueError(f"it is of {self.ranks} ranks, and lists {len(self.files)} files")
+        else:
+            needed += [raw_file(MODEL, rank) for rank in range(self.ranks)]  # every rank writes one
         if missing := [path for path in needed if path not in self.files]:
             raise ValueError(f"it does not list {missing[0]}")
+        if MODEL not in self.parts:
+            raise ValueError("it lists no part for the model")
+
+    def _check_sizes(self) -> None:
+        """No reader allocates more for the model than its files have."""
+        there = sum(facts.size for path, facts in self.files.items() if path.startswith(f"{MODEL}/"))
+        claimed = sum(prod(facts.shape) for facts in self.parameters.values())
+        if claimed > there:  # an element has a byte at least
+            raise ValueError(f"it claims {claimed} elements for the model, whose files have {there} bytes")
 
     @property
     def num_bytes(self) -> int:
@@ -121,8 +150,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             fix="give a folder checkpoints/step-…; `lockstep checkpoint list RUN_DIR` names them",
         )
     try:
-        with open_inside(folder, MANIFEST) as file:
-            manifest = Manifest.from_bytes(file.read())
+        manifest = Manifest.from_bytes(read_inside(folder, MANIFEST, JSON_LIMIT))
     except FileNotFoundError:
         raise DamagedError(
             f"{folder} has no {MANIFEST}", why="it is not a checkpoint, or was only partly copied"
@@ -200,7 +228,12 @@ def _entries(name: str, entries: Mapping[str, Any]) -> list[str]:
 
 
 def _parameter(content: Mapping[str, Any]) -> ParameterFacts:
-    return ParameterFacts(tuple(content["shape"]), content["dtype"], tuple(content["aliases"]))
+    aliases = tuple(text_of(alias) for alias in content["aliases"])
+    return ParameterFacts(counts_of(content["shape"]), text_of(content["dtype"]), aliases)
+
+
+def _facts(content: Mapping[str, Any]) -> FileFacts:
+    return FileFacts(count_of(content["size"]), int(text_of(content["crc32"]), 16))
 
 
 def _checksum_line(body: bytes) -> bytes:

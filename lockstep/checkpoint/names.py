@@ -2,6 +2,7 @@
 
     step-00000100/                          a checkpoint: it exists because its last file was in place
     step-00000100.tmp-HOST-PID-RANDOM/      being written, or left behind by a writer that died; never read
+    .shared.tmp-HOST-PID-RANDOM/            made for a moment, to see whether all ranks see it; swept like the one above
     step-00000100.aside-RANDOM/             taken out of the row by `set_aside`; never read, never deleted
 
 Every pattern is matched against the whole name, so that nothing but the first form is taken for a checkpoint.
@@ -23,7 +24,8 @@ METADATA = ".metadata"  # in each part: what lies where in its tensor files
 MODEL = "model"
 
 _STEP = re.compile(r"step-([0-9]{8,})")
-_UNFINISHED = re.compile(r"step-[0-9]{8,}\.tmp-([A-Za-z0-9._-]+)-([0-9]+)-([0-9a-f]{8})")
+SHARED_MARK = ".shared"  # by which ranks find out whether they see one folder
+_UNFINISHED = re.compile(r"(?:step-[0-9]{8,}|\.shared)\.tmp-([A-Za-z0-9._-]+)-([0-9]+)-([0-9a-f]{8})")
 _PART = re.compile(r"model|(?:optimizer|extra)/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TENSOR_FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp|rank-[0-9]{5,}\.raw")
 

@@ -1,6 +1,5 @@
 """Reading a checkpoint back: proved first, compared strictly, then filled in place, for any layout of ranks."""
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,13 +7,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.checkpoint.disk import open_inside
+from lockstep.checkpoint.disk import read_inside
 from lockstep.checkpoint.local import Reader, check_topology, open_part
 from lockstep.checkpoint.manifest import DamagedError, Manifest, problems_of_files, read_manifest
 from lockstep.checkpoint.names import MODEL, STATE, extra_part, optimizer_part
 from lockstep.checkpoint.pieces import Piece, dtype_name, pieces_of
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.together import Ranks
+from lockstep.checkpoint.untrusted import JSON_LIMIT, parse_json
 from lockstep.errors import UsageError, listed
 
 
@@ -199,7 +199,27 @@ def _fill(folder: Path, targets: Mapping[str, _Target]) -> dict[str, Any]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """`state.json`; its checksum is the caller's to compare."""
-    with open_inside(folder, STATE) as file:
-        state: dict[str, Any] = json.load(file)
-    return state
+    """`state.json`; its checksum is the caller's to compare.
+
+    Raises:
+        DamagedError: it is not what was written.
+    """
+    try:
+        return parse_json(read_inside(folder, STATE, JSON_LIMIT), finite=False)
+    except (OSError, ValueError) as error:
+        raise DamagedError("a checkpoint can't be read", where=str(folder / STATE), why=str(error)) from None
+
+
+def unreadable(folder: Path) -> str | None:
+    """Why a checkpoint whose files are as they were written can't be read nevertheless; None if it can.
+
+    What describes its parts and its state is read; tensors are not.
+    """
+    try:
+        manifest = read_manifest(folder)
+        for part in manifest.parts:
+            open_part(folder, manifest, part)
+        read_state(folder)
+    except DamagedError as error:
+        return f"{error.where}: {error.why}"
+    return None

