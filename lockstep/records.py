@@ -1,6 +1,6 @@
 """What a run writes to its directory, and how it is read back. Nothing here imports torch.
 
-    runs/NAME/config.yaml  metrics.jsonl  events.jsonl  checkpoints/  logs/rank-0.log …  tensorboard/
+    runs/NAME/config.yaml  metrics.jsonl  events.jsonl  lock.json  checkpoints/  logs/rank-0.log …  tensorboard/
 
 One JSON object a line. A line is written by one `write` of the whole line to a file opened for appending, so that a
 killed process leaves whole lines, and at most one broken last line, which the readers pass over and the next writer

@@ -22,11 +22,12 @@ from lockstep.cores import threads_per_rank
 from lockstep.errors import EXIT_FAILED, LockstepError, RunError
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
-from lockstep.launch.meeting import endpoint, explained, meeting_host
+from lockstep.launch.meeting import endpoint, explained, meeting_host, run_id
 from lockstep.launch.options import LaunchOptions
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, environment_with, print_error
 from lockstep.network import interface_variables
 from lockstep.records import RunDirectory
+from lockstep.run_lock import LAUNCH
 
 _CLOSING_SECONDS = 5.0  # for a farewell; a link that is cut would hold it for a minute
 _OTHERS_SECONDS = 2.0  # how long to wait for another machine's account of a failure
@@ -90,7 +91,8 @@ def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path,
         reason = "machines joined or left" if cause is None else str(cause.error()).replace("\n", "\n  ")
         _say(f"starting the ranks again ({left} more restart{'s' * (left != 1)} left): {reason}")
         if cause is None or not cause.consequence:
-            RunDirectory(job.logs.parent).append_event("restart", reason=reason, left=left)
+            with suppress(OSError):  # the disk is full: the line above says the same
+                RunDirectory(job.logs.parent).append_event("restart", reason=reason, left=left)
 
     handlers = {number: signal.getsignal(number) for number in PASSED_ON}
     agent = store = None
@@ -165,7 +167,7 @@ def _failures_folder(logs: Path, options: LaunchOptions) -> Path:
 def _environment(job: Job, options: LaunchOptions, failures: Path, processes: int) -> dict[str, str]:
     added = {LAUNCHER_PID: str(os.getpid()), FAILURES: str(failures.absolute())}
     if options.several_nodes:
-        added |= interface_variables(meeting_host(options))
+        added |= interface_variables(meeting_host(options)) | {LAUNCH: f"{run_id(options)} at {endpoint(options)}"}
     added |= job.environment
     if "TORCH_FR_BUFFER_SIZE" not in os.environ:
         added.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch's flight recorder remembers

@@ -21,6 +21,7 @@ from lockstep.launch.script import run_script
 from lockstep.launch.worker import environment_with, run_as_worker
 from lockstep.mesh import resolve
 from lockstep.records import RunDirectory
+from lockstep.run_lock import require_free
 
 if TYPE_CHECKING:
     from lockstep.config import Config
@@ -80,6 +81,8 @@ def train(
     config = load_config(path, overrides)
     processes, reason = _processes(config, options)
     _refuse_layout(config, processes, options)
+    if not options.several_nodes:
+        require_free(run.path)
     run.create()
     _announce(f"strategy {config.distributed.strategy}, {_counted(processes, options)} ({reason})")
     if in_this_process(processes, options):

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from lockstep.checkpoint.together import Ranks
 from lockstep.monitor import Figures, Monitor, PhaseClock
 from lockstep.monitor.flops import FirstStep, peak_flops
 from lockstep.monitor.over_ranks import gather_objects
@@ -9,6 +10,16 @@ from lockstep.trainer.about import describe, versions
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
+
+
+def lock_run_directory(trainer: "Trainer") -> None:
+    """Let rank 0 take the run directory's lock, which it has until `train` ends; all ranks call it.
+
+    Raises:
+        UsageError: another run has it; on every rank.
+    """
+    if trainer.lock is not None:
+        Ranks().same("the run directory could not be locked", trainer.lock.acquire)
 
 
 def open_monitor(trainer: "Trainer", total: int | None) -> Monitor:

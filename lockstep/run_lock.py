@@ -1,0 +1,328 @@
+"""One run at a time in a run directory: `lock.json`, which names the run that has it.
+
+The holder keeps a POSIX lock on the file, which the kernel, or the server of a network file system, gives up when the
+process dies, however it dies. Child processes do not inherit it. Some shared file systems have no such locks, or keep
+them on one machine only, and a server may keep the lock of a machine that is gone. So the file also says who holds it,
+and the holder rewrites it every few seconds: a run on another machine is alive if that changes while one looks. No
+clocks are compared. Nothing here imports torch.
+
+Source: fcntl(2), F_SETLK; nfs(5) on locks and cache consistency.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import RunError, UsageError
+
+FILE = "lock.json"
+LAUNCH = "LOCKSTEP_LAUNCH"  # set by the launchers of several machines: the same for all ranks that they ever start
+BEAT_SECONDS = 3.0
+PATIENCE = 15.0  # seconds without a beat after which a run on another machine is taken for dead
+_DYING = 3.0  # seconds that a process which was killed may take to give up its lock
+_LOOK = 0.2
+_SIZE = 1024  # bytes of the file, always, so that a beat needs no room on a full disk
+
+_held: dict[tuple[int, str], "RunLock"] = {}  # of this process: a second open and close of the file would unlock it
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that has, or had, the lock.
+
+    Attributes:
+        machine: its boot's identity; processes with the same one share a kernel.
+        processes: its namespace of process ids; with the same one they see each other.
+        started: when the process started, in the kernel's ticks.
+        since: when it took the lock, in seconds since the Unix epoch.
+        launch: see `LAUNCH`; empty where there is none.
+        beat: grows while it lives.
+    """
+
+    host: str
+    pid: int
+    machine: str
+    processes: str
+    started: str
+    since: float
+    launch: str
+    token: str
+    beat: int = 0
+
+    @classmethod
+    def this_process(cls) -> "Holder":
+        """This process, from now on."""
+        host = socket.gethostname()
+        machine = _text("/proc/sys/kernel/random/boot_id") or host
+        with suppress(OSError):
+            return cls(host, os.getpid(), machine, os.readlink("/proc/self/ns/pid"), _started(os.getpid()),
+                       time.time(), os.environ.get(LAUNCH, ""), secrets.token_hex(8))  # fmt: skip
+        return cls(host, os.getpid(), machine, host, "", time.time(), os.environ.get(LAUNCH, ""), secrets.token_hex(8))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process is there, on this machine."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return _started(self.pid) == self.started
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} on {self.host}, since {since}"
+
+
+class RunLock:
+    """The lock of one run directory, for the process that writes it (rank 0).
+
+    Args:
+        directory: made if it is not there.
+        say: told when a run on another machine has to be waited for.
+    """
+
+    def __init__(self, directory: Path, say: Callable[[str], object] = lambda _text: None) -> None:
+        self._path, self._say = directory / FILE, say
+        self._handle: int | None = None
+        self._me: Holder | None = None
+        self._lost: Holder | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> None:
+        """Take the lock; nothing happens where this process has it.
+
+        Raises:
+            UsageError: another run has it; or the directory can't be written.
+        """
+        if (os.getpid(), self._key) in _held:
+            return
+        self._me = Holder.this_process()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._handle = self._take(self._me)
+        except OSError as error:
+            raise UsageError(
+                f"the run directory {self._path.parent} can't be locked",
+                where=str(self._path),
+                why=error.strerror,
+                fix="choose another with --output-dir DIR",
+            ) from None
+        _held[os.getpid(), self._key] = self
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise if another run has taken over, which took this one for dead.
+
+        Raises:
+            RunError: it has; this one must not write any more.
+        """
+        if self._lost is not None:
+            raise RunError(
+                f"another run has taken over {self._path.parent}: {self._lost}",
+                why=f"this one gave no sign of life for {PATIENCE:g} s",
+                fix="let the other one go on, or end it and start this one again",
+            )
+
+    def release(self) -> None:
+        """Give the lock up; nothing happens where this object does not have it."""
+        if _held.get((os.getpid(), self._key)) is not self or self._handle is None:
+            return
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        with suppress(OSError):
+            if self._lost is None:
+                _write(self._handle, None)
+        os.close(self._handle)
+        self._handle = None
+        del _held[os.getpid(), self._key]
+
+    # ---- how ----
+
+    @property
+    def _key(self) -> str:
+        return os.path.realpath(self._path)
+
+    def _take(self, me: Holder) -> int:
+        """Open and lock the file, once nobody else has it; write down who has it now."""
+        begun, first = time.monotonic(), None
+        while True:
+            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                locked = _lock(handle)
+                holder = _read(handle)
+                waited = time.monotonic() - begun
+                if holder is not None and _is_elsewhere(holder, me, locked):
+                    first = first or self._wait_for(holder)
+                    if (holder.token, holder.beat) != (first.token, first.beat):
+                        raise _refusal(self._path.parent, holder)
+                    if waited > PATIENCE and locked is False and _is_at(handle, self._path):
+                        self._path.unlink()  # a server keeps the lock of a machine that is gone: take a new file
+                        begun, first = time.monotonic(), None
+                    free = waited > PATIENCE and locked is not False
+                else:
+                    free = locked or (locked is None and (holder is None or not holder.is_running))
+                    if not free and waited > _DYING:
+                        raise _refusal(self._path.parent, holder)
+                if free and self._is_ours(handle, me, locked):
+                    return handle
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)
+            time.sleep(_LOOK)
+
+    def _wait_for(self, holder: Holder) -> Holder:
+        self._say(f"{self._path.parent} is that of {holder}: looking for up to {PATIENCE:g} s whether it is alive")
+        return holder
+
+    def _is_ours(self, handle: int, me: Holder, locked: bool | None) -> bool:
+        """Write down who has the lock; without locks of the kernel, the last of several to write has it."""
+        if not _is_at(handle, self._path):
+            return False
+        _write(handle, me)
+        if locked is None:
+            time.sleep(5 * _LOOK)
+        found = _read(handle)
+        return found is not None and found.token == me.token
+
+    def _beat(self) -> None:
+        assert self._me is not None
+        assert self._handle is not None
+        beat = 0
+        while not self._ended.wait(BEAT_SECONDS):
+            beat += 1
+            with suppress(OSError):  # a file system that is away for a while
+                holder = _read_path(self._path, self._handle)
+                if holder is not None and holder.token != self._me.token:
+                    self._lost = holder
+                    return
+                _write(self._handle, Holder(**{**asdict(self._me), "beat": beat}))
+
+
+def holder_of(directory: Path) -> Holder | None:
+    """The run on this machine that has the lock of a run directory; None if there is none, or it can't be told.
+
+    For a look before ranks are started: whether a run on another machine is alive shows only when the lock is taken.
+    """
+    path = directory / FILE
+    if (os.getpid(), os.path.realpath(path)) in _held:
+        return None
+    begun = time.monotonic()
+    while True:
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            holder = _read(handle) if _lock(handle) is False else None
+        finally:
+            os.close(handle)
+        if holder is None or holder.machine != Holder.this_process().machine:
+            return None
+        if time.monotonic() - begun > _DYING:
+            return holder
+        time.sleep(_LOOK)
+
+
+def require_free(directory: Path) -> None:
+    """Raise if a run on this machine has the lock.
+
+    Raises:
+        UsageError: with its name.
+    """
+    if (holder := holder_of(directory)) is not None:
+        raise _refusal(directory, holder)
+
+
+def _refusal(directory: Path, holder: Holder | None) -> UsageError:
+    who = "another process" if holder is None else str(holder)
+    return UsageError(
+        f"another run is writing to {directory}: {who}",
+        where=str(directory / FILE),
+        why="two runs in one run directory would overwrite each other's checkpoints and metrics",
+        fix="wait for it or end it; or give this one a folder of its own with --output-dir DIR",
+    )
+
+
+def _is_elsewhere(holder: Holder, me: Holder, locked: bool | None) -> bool:
+    """Whether only its beats can tell if the holder is alive."""
+    if holder.launch and holder.launch == me.launch:
+        return locked is False and holder.machine != me.machine  # an earlier attempt of this launch, which has ended
+    if locked is None:
+        return (holder.machine, holder.processes) != (me.machine, me.processes)
+    return holder.machine != me.machine
+
+
+def _lock(handle: int) -> bool | None:
+    """Whether this process has the lock on the file now; None where the file system has no locks."""
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _write(handle: int, holder: Holder | None) -> None:
+    text = "{}" if holder is None else json.dumps(asdict(holder))
+    os.pwrite(handle, text.encode().ljust(_SIZE - 1) + b"\n", 0)
+    os.fsync(handle)
+
+
+def _read(handle: int) -> Holder | None:
+    """Who is written down; None if nobody is, or it is not what was written."""
+    try:
+        content: Any = json.loads(os.pread(handle, 2 * _SIZE, 0))
+        return Holder(**{field.name: field.type(content[field.name]) for field in fields(Holder)})  # type: ignore[operator]
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether the open file is the one that has this name now."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _read_path(path: Path, handle: int) -> Holder | None:
+    """Who is written down in the file that has this name now.
+
+    A second open of the locked file would, once closed, give up its lock; so the handle is read while it is that file.
+    """
+    if _is_at(handle, path):
+        return _read(handle)
+    other = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _read(other)
+    finally:
+        os.close(other)
+
+
+def _started(pid: int) -> str:
+    fields_of = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields_of[19] if len(fields_of) > 19 else ""
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
