@@ -2,10 +2,14 @@
 
     python -m benchmarks.chaos --rounds 100        (make chaos ROUNDS=100)
 
-A chain is one small run of two ranks, which is killed `KILLS` times and started again until it is done. A round is one
-kill and what follows it. After every kill each checkpoint that was committed before must still be there, and every one
-that is there must prove whole; at the end of a chain the digest must be that of a run that nobody disturbed.
-Every second chain rotates its checkpoints (then the newest must be whole; older ones may be gone).
+So many rounds for each format of checkpoint, saved in the background and not. A chain is one small run of two ranks,
+which is killed `KILLS` times and started again until it is done. A round is one kill and what follows it. After every
+kill each checkpoint that was committed before must still be there, and every one that is there must prove whole; at
+the end of a chain the digest must be that of a run that nobody disturbed, and the metrics hold each step once. Every
+second chain rotates its checkpoints (then the newest must be whole; older ones may be gone).
+
+Launchers and ranks are forked from this process, which has loaded all that they need (`benchmarks.chaos_fork`); with
+`--started` they are those of `lockstep train`, which takes a minute for a round where two cores are shared.
 """
 
 import argparse
@@ -19,9 +23,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from lockstep import checkpoint
 
@@ -29,22 +34,53 @@ ROOT = Path(__file__).parent.parent
 KILLS = 10  # in a chain
 STEPS = 120
 STRATEGIES = ("ddp", "fsdp")  # in turn
+FORMATS = ("sharded", "full", "local")
 COMMIT_CALLS = 60  # about so many operations on files make a commit; a kill comes at one of them
 TARGETS = ("rank", "rank", "agent", "all", "commit", "commit")
 _CONFIG = """
 model: {{name: "tests.faults.tiny:Net"}}
-data: {{name: "benchmarks.chaos_data:Points", args: {{seconds: 0.01}}}}
+data: {{name: "benchmarks.chaos_data:Points", args: {{seconds: 0.005}}}}
 training: {{max_steps: {steps}, batch_size: 4, global_batch_size: 8, eval_steps: null}}
 distributed: {{device: cpu, strategy: {strategy}}}
-checkpoint: {{save_steps: 3, save_total_limit: {limit}, async: {background}}}
+checkpoint: {{save_steps: 3, save_total_limit: {limit}, format: {format}, async: {background}}}
 monitor: {{log_steps: 1, sinks: [jsonl]}}
 """
+
+
+@dataclass(frozen=True)
+class Case:
+    """How the checkpoints of a run are written."""
+
+    format: str = "sharded"
+    background: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.format}, {'async' if self.background else 'sync'}"
+
+
+CASES = tuple(Case(kept, background) for kept in FORMATS for background in (True, False))
+
+
+class Process(Protocol):
+    """A launcher."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+Launch = Callable[..., Process]  # (config, run directory, **environment)
 
 
 @dataclass
 class Report:
     """What happened."""
 
+    case: Case
     rounds: int = 0
     chains: int = 0
     killed: Counter[str] = field(default_factory=Counter)
@@ -57,12 +93,16 @@ class Report:
 class Chain:
     """One run, killed again and again."""
 
-    def __init__(self, folder: Path, number: int, chance: random.Random, report: Report) -> None:
+    def __init__(
+        self, folder: Path, number: int, strategy: str, case: Case, chance: random.Random, report: Report,
+        launch: Launch, steps: int,
+    ) -> None:  # fmt: skip
         self.run, self.chance, self.report = folder / f"run-{number}", chance, report
+        self.launch, self.steps = launch, steps
         self.keeps_all = number % 2 == 0
-        config = write_config(folder / f"chain-{number}.yaml", None if self.keeps_all else 2, number)
-        self.command = ["train", str(config), "--nproc-per-node", "2", "--max-restarts", "50", "--output-dir", self.run]
-        self.process: subprocess.Popen[bytes] | None = None
+        limit = None if self.keeps_all else 2
+        self.config = write_config(folder / f"chain-{number}.yaml", steps, limit, strategy, case)
+        self.process: Process | None = None
         self.proved: set[str] = set()
 
     def events(self, kind: str) -> list[dict[str, object]]:
@@ -76,7 +116,7 @@ class Chain:
         if self.process is not None and self.process.poll() is None:
             self.kill_all()
         self.report.launches += 1
-        self.process = launch(self.command, CHAOS_COMMIT=commit)
+        self.process = self.launch(self.config, self.run, CHAOS_COMMIT=commit)
 
     def kill_all(self) -> None:
         assert self.process is not None
@@ -102,7 +142,7 @@ class Chain:
             while len(self.events("restart")) == restarts and self.running(deadline):
                 time.sleep(0.02)
         else:
-            time.sleep(self.chance.uniform(0, 2.0))
+            time.sleep(self.chance.uniform(0, 1.0))
             committed = {path.name for path in checkpoint.list_checkpoints(self.run / "checkpoints")}
             self.kill(target, rank)
         if self.process.poll() == 0:
@@ -157,42 +197,49 @@ class Chain:
             if self.process.wait() == 0:
                 break
         self.check(set())
-        found = checkpoint.digest(self.run / f"checkpoints/step-{STEPS:08}")
+        found = checkpoint.digest(self.run / f"checkpoints/step-{self.steps:08}")
         if found != expected:
             self.report.wrong.append(f"{self.run.name}: digest {found}, not {expected}")
         rows = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
-        if (steps := [row["step"] for row in rows]) != list(range(1, STEPS + 1)):
+        if (steps := [row["step"] for row in rows]) != list(range(1, self.steps + 1)):
             self.report.wrong.append(f"{self.run.name}: metrics.jsonl holds {len(steps)} steps, not each once")
         self.report.chains += 1
 
 
-def write_config(path: Path, limit: int | None, number: int) -> Path:
-    strategy = STRATEGIES[number // 2 % 2]
-    background = str(number // 4 % 2 == 0).lower()
+def write_config(path: Path, steps: int, limit: int | None, strategy: str, case: Case) -> Path:
     path.write_text(
-        _CONFIG.format(steps=STEPS, strategy=strategy, limit="null" if limit is None else limit, background=background)
-    )
+        _CONFIG.format(
+            steps=steps, strategy=strategy, limit="null" if limit is None else limit, format=case.format,
+            background=str(case.background).lower(),
+        )
+    )  # fmt: skip
     return path
 
 
-def launch(command: list[object], **environment: str) -> subprocess.Popen[bytes]:
+def forked(config: Path, run: Path, **environment: str) -> Process:
+    from benchmarks.chaos_fork import Forked
+
+    return Forked(["train", config, "--output-dir", run], 2, **environment)
+
+
+def started(config: Path, run: Path, **environment: str) -> Process:
+    options = ["--nproc-per-node", "2", "--max-restarts", "50", "--output-dir", str(run)]
     return subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *map(str, command)],
+        [sys.executable, "-m", "lockstep", "train", str(config), *options],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
 
 
-def undisturbed(folder: Path, strategies: Sequence[str]) -> dict[str, str]:
-    """The digest of each strategy's run."""
+def undisturbed(folder: Path, strategies: Sequence[str], launch: Launch, steps: int) -> dict[str, str]:
+    """The digest of each strategy's run; formats do not change it."""
     found = {}
     for strategy in strategies:
-        number = 2 * STRATEGIES.index(strategy)
-        config = write_config(folder / f"whole-{strategy}.yaml", None, number)
+        config = write_config(folder / f"whole-{strategy}.yaml", steps, None, strategy, Case())
         run = folder / f"whole-{strategy}"
-        code = launch(["train", config, "--nproc-per-node", "2", "--output-dir", run]).wait()
+        code = launch(config, run).wait()
         assert code == 0, f"the undisturbed run ended with {code}"
-        found[strategy] = checkpoint.digest(run / f"checkpoints/step-{STEPS:08}")
+        found[strategy] = checkpoint.digest(run / f"checkpoints/step-{steps:08}")
         shutil.rmtree(run)
     return found
 
@@ -200,44 +247,55 @@ def undisturbed(folder: Path, strategies: Sequence[str]) -> dict[str, str]:
 def bench(
     rounds: int,
     seed: int,
+    case: Case = CASES[0],
+    *,
     kills: int = KILLS,
-    on_chain: Callable[[Report], object] = lambda _report: None,
+    steps: int = STEPS,
     strategies: Sequence[str] = STRATEGIES,
+    launch: Launch = forked,
+    expected: Mapping[str, str] | None = None,
+    on_chain: Callable[[Report], object] = lambda _report: None,
 ) -> Report:
-    """So many kills, over as many chains as that takes."""
-    report, chance, started = Report(), random.Random(seed), time.monotonic()
+    """So many kills, over as many chains as that takes.
+
+    Args:
+        expected: the digests of undisturbed runs, by strategy; unset: they are run.
+    """
+    report, chance, begun = Report(case), random.Random(f"{seed} {case}"), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as name:
         folder = Path(name)
-        expected = undisturbed(folder, strategies)
-        number = 0
+        expected = expected or undisturbed(folder, strategies, launch, steps)
         while report.rounds < rounds:
-            chain = Chain(folder, number, chance, report)
+            number = report.chains
+            strategy = strategies[number // 2 % len(strategies)]
+            chain = Chain(folder, number, strategy, case, chance, report, launch, steps)
             for _ in range(min(kills, rounds - report.rounds)):
                 if not chain.disturb():
                     break
-            chain.finish(expected[STRATEGIES[number // 2 % 2]])
+            chain.finish(expected[strategy])
             shutil.rmtree(chain.run)
-            number += 1
-            report.seconds = time.monotonic() - started
-            print(f"{report.rounds} rounds, {report.chains} chains, {report.seconds:.0f} s: {report.wrong}", flush=True)
+            report.seconds = time.monotonic() - begun
             on_chain(report)
     return report
 
 
-def text_of(report: Report, rounds: int, seed: int) -> str:
-    killed = ", ".join(f"{count} {target}" for target, count in sorted(report.killed.items()))
-    wrong = "\n".join(f"- {line}" for line in report.wrong) or "none"
+def text_of(reports: Sequence[Report], rounds: int, seed: int, how: str) -> str:
+    rows = [
+        f"| {r.case} | {r.rounds} | {', '.join(f'{count} {target}' for target, count in sorted(r.killed.items()))} | "
+        f"{r.launches} | {r.checkpoints_proved} | {r.chains} | {r.seconds:.0f} |"
+        for r in reports
+    ]
+    wrong = "\n".join(f"- {r.case}: {line}" for r in reports for line in r.wrong) or "none"
+    table = "\n".join(rows)
     return f"""# Kill bench
 
-`make chaos ROUNDS={rounds} SEED={seed}`, 2 ranks on a CPU, in {report.seconds:.0f} s.
+`make chaos ROUNDS={rounds} SEED={seed}`, 2 ranks on a CPU, {how}. A round is a kill and the recovery after it; a chain
+is a run, whose digest is compared with that of the run that nobody disturbed. "agent" is the launcher, "commit" a rank
+inside of a commit; launches are those by hand, besides restarts.
 
-| | |
-|---|---|
-| rounds (kills, each followed by a recovery) | {report.rounds} |
-| killed: rank, agent (the launcher), all, inside a commit | {killed} |
-| launches of `lockstep train` by hand, besides its own restarts | {report.launches} |
-| checkpoints proved byte by byte | {report.checkpoints_proved} |
-| chains whose digest was compared with the undisturbed run's | {report.chains} |
+| checkpoints | rounds | killed | launches | checkpoints proved byte by byte | chains | seconds |
+|---|---|---|---|---|---|---|
+{table}
 
 Lost or damaged checkpoints, other digests, steps missing or twice in metrics.jsonl: {wrong}
 """
@@ -245,19 +303,27 @@ Lost or damaged checkpoints, other digests, steps missing or twice in metrics.js
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=100, help="for each format, in the background and not")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--started", action="store_true", help="start launchers and ranks as users do, without forks")
     parser.add_argument("--output", type=Path, help="write the result there")
     given = parser.parse_args()
+    launch, how = (started, "started by `lockstep train`") if given.started else (forked, "forked")
+    reports: list[Report] = []
+    with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as name:
+        expected = undisturbed(Path(name), STRATEGIES, launch, STEPS)
+    for case in CASES:
 
-    def write(report: Report) -> None:
-        if given.output is not None:
-            given.output.parent.mkdir(parents=True, exist_ok=True)
-            given.output.write_text(text_of(report, given.rounds, given.seed))
+        def write(report: Report) -> None:
+            print(f"{report.case}: {report.rounds} rounds, {report.chains} chains, {report.seconds:.0f} s: "
+                  f"{report.wrong}", flush=True)  # fmt: skip
+            if given.output is not None:
+                given.output.parent.mkdir(parents=True, exist_ok=True)
+                given.output.write_text(text_of([*reports, report], given.rounds, given.seed, how))
 
-    report = bench(given.rounds, given.seed, on_chain=write)
-    print(text_of(report, given.rounds, given.seed))
-    return 1 if report.wrong else 0
+        reports.append(bench(given.rounds, given.seed, case, launch=launch, expected=expected, on_chain=write))
+    print(text_of(reports, given.rounds, given.seed, how))
+    return 1 if any(report.wrong for report in reports) else 0
 
 
 if __name__ == "__main__":
