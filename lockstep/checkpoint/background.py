@@ -110,6 +110,15 @@ class AsyncSaver:
         self._control.agree(not_written(save.step), save.result)
         return save.path
 
+    def finish_alone(self) -> None:
+        """Wait for the save in flight, without a word to other ranks: this one is about to end for an error.
+
+        Its process may leave at once, and would take the thread along. The others wait in training for this rank, and
+        their threads write on; where they are gone, the thread's own collectives fail.
+        """
+        if self._save is not None:
+            self._save.join()
+
     def _copy(self, staged: Staged) -> tuple[Staged, tuple[torch.device, torch.cuda.Event] | None]:
         parts = {
             part: Part({name: self._copy_piece(part, name, piece) for name, piece in p.pieces.items()}, p.aliases)
@@ -140,7 +149,7 @@ def _gloo(use: str) -> dist.ProcessGroup | None:
 
 
 class _Save:
-    """One save at work in a thread. It is no daemon: a run that ends or fails lets it finish what it was given."""
+    """One save at work in a thread. A run that ends or fails lets it finish what it was given."""
 
     def __init__(self, path: Path, step: int, work: Callable[[], None]) -> None:
         self.path, self.step = path, step
@@ -153,8 +162,11 @@ class _Save:
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
-    def result(self) -> None:
+    def join(self) -> None:
         self._thread.join()
+
+    def result(self) -> None:
+        self.join()
         if self._error is not None:
             raise self._error
 

@@ -139,6 +139,9 @@ class TrainingConfig(Section):
     eval_batch_size: int | None = Field(
         default=None, ge=1, description="Samples in a micro-batch of evaluation; unset: `batch_size`."
     )
+    eval_batches: int | None = Field(
+        default=None, ge=1, description="Micro-batches of an evaluation, over all ranks; unset: all of the data."
+    )
     gradient_accumulation_steps: int = Field(
         default=1, ge=1, description="Micro-batches per data-parallel rank and step. Follows from `global_batch_size`."
     )

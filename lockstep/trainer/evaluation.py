@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.data import StepBatches, StepSource, adopt
+from lockstep.checkpoint.together import Ranks
+from lockstep.data import MicroBatch, StepBatches, StepSource, adopt
 from lockstep.monitor import Monitor
 from lockstep.parallel import Placed, Share
 from lockstep.parallel.numbers import Number, at_least
@@ -18,8 +19,15 @@ if TYPE_CHECKING:
 WINDOW = 16  # micro-batches whose losses travel in one all-reduce; fixed, so that the order of the sum is
 
 
+class EvaluationStoppedError(Exception):
+    """A rank was asked to stop, and all ranks have ended the evaluation after the same micro-batches."""
+
+
 class Validation:
     """The evaluations of a run; every rank has one, and calls it at the same steps.
+
+    An evaluation ends early where a rank is asked to stop: the run is saved at once, and makes up for the evaluation
+    when it goes on.
 
     Args:
         trainer: whose model is evaluated.
@@ -29,30 +37,68 @@ class Validation:
 
     def __init__(self, trainer: "Trainer", data: Any, monitor: Monitor) -> None:
         self._trainer, self._data, self._monitor = trainer, data, monitor
-        self._evaluated: int | None = None  # after which step
 
-    def after_step(self, *, last: bool) -> None:
-        """Evaluate if it is time, and at the end."""
+    def after_step(self) -> None:
+        """Evaluate if it is time."""
+        if self._is_time():
+            self._evaluate()
+
+    def at_end(self) -> None:
+        """Evaluate after the last step."""
+        self._evaluate()
+
+    def make_up(self) -> None:
+        """Evaluate the step at which the run stands, if its evaluation was stopped; before the first step.
+
+        Rank 0 finds that out: this run directory's run has saved the step and has not written its evaluation down.
+        """
         trainer = self._trainer
-        step, every = trainer.step.progress.step, trainer.config.training.eval_steps
-        due = last or (every is not None and step % every == 0)
-        if self._data is None or not due or self._evaluated == step:
+        step, directory = trainer.step.progress.step, trainer.run_directory
+        if self._data is None or directory is None or not (self._is_time() or step == trainer.step.total):
             return
-        self._evaluated = step
-        with trainer.step.clock.during("evaluation"):
-            loss = trainer.evaluate(self._data)
+
+        def stopped() -> bool:
+            saved = any(event["kind"] == "save" and event["step"] == step for event in directory.read_events())
+            return saved and not any("eval_loss" in row for row in directory.read_metrics() if row["step"] == step)
+
+        if Ranks().same("the metrics of the run could not be read", stopped):
+            self._evaluate()
+
+    def _is_time(self) -> bool:
+        step, every = self._trainer.step.progress.step, self._trainer.config.training.eval_steps
+        return every is not None and step > 0 and step % every == 0
+
+    def _evaluate(self) -> None:
+        if self._data is None:
+            return
+        trainer = self._trainer
+        step = trainer.step.progress.step
+        source = validation_source(trainer, self._data)
+        limit = trainer.config.training.eval_batches
+        with trainer.step.clock.during("evaluation"), trainer.heartbeat.call("evaluate"):
+            try:
+                loss = evaluate(trainer.placed, source, limit=limit, asked=lambda: trainer.step.stop_asked)
+            except EvaluationStoppedError:
+                trainer.step.stopping = True
+                self._monitor.event("evaluation_stopped", step=step)
+                return
         trainer.metrics["eval_loss"] = loss
         trainer.best["eval_loss"] = min(loss, trainer.best.get("eval_loss", loss))
         self._monitor.on_eval({"step": step, "eval_loss": loss})
 
 
 def validation_source(trainer: "Trainer", data: Any) -> StepSource:
-    """One epoch of `data`, in its own order, as `evaluate` takes it; a DataLoader's own batch size stands."""
+    """One epoch of `data`, in its own order, as `evaluate` takes it; a DataLoader's own batch size stands.
+
+    With `training.eval_batches` it ends with the window that holds the last of them.
+    """
     config, training = trainer.config, trainer.config.training
-    size = training.eval_batch_size or training.batch_size
+    size, limit = training.eval_batch_size or training.batch_size, training.eval_batches
+    window = min(WINDOW, limit or WINDOW)
     return adopt(
         data, config.data.model_copy(update={"shuffle": False}), batch_size=size,
-        global_batch_size=size * WINDOW, assign=trainer.placed.assign, epochs=1, seed=training.seed,
+        global_batch_size=size * window, assign=trainer.placed.assign, epochs=1, seed=training.seed,
+        stop_step=None if limit is None else -(-limit // window),
         device=trainer.device, wanted=trainer.placed.wants_data, for_evaluation=True,
     )  # fmt: skip
 
@@ -76,11 +122,19 @@ def evaluating(placed: Placed) -> Iterator[None]:
                 module.reshard()
 
 
-def evaluate(placed: Placed, source: StepSource | Generator[StepBatches, None, None]) -> float:
-    """The mean loss over all of the source.
+def evaluate(
+    placed: Placed, source: StepSource | Generator[StepBatches, None, None], *, limit: int | None = None,
+    asked: Callable[[], bool] = lambda: False,
+) -> float:  # fmt: skip
+    """Return the mean loss over the source, or over its first micro-batches.
 
     Args:
-        source: one epoch, in windows of `WINDOW` micro-batches, shared out by `placed.assign`.
+        source: one epoch, in windows of at most `WINDOW` micro-batches, shared out by `placed.assign`.
+        limit: how many micro-batches count, over all ranks; None: all of them.
+        asked: whether this rank was asked to stop; looked at after each window.
+
+    Raises:
+        EvaluationStoppedError: some rank was; on every rank, after the same window.
     """
     loss_sum: Number = 0.0
     count: Number = 0.0
@@ -89,12 +143,22 @@ def evaluate(placed: Placed, source: StepSource | Generator[StepBatches, None, N
             for batches in source:
                 ledger = placed.ledger(batches.num_micro_batches)
                 with placed.cursor.running("eval", batches.step):
-                    placed.evaluate([Share(m.index, m.batch, m.real) for m in batches.mine], ledger)
+                    placed.evaluate([_counted(m, batches, limit) for m in batches.mine], ledger)
+                if asked():
+                    ledger.vote_to_stop()
                 some_loss, some_count = ledger.totals()
                 loss_sum, count = loss_sum + some_loss, count + some_count
+                if float(ledger.stop_votes):  # host waits for the device
+                    raise EvaluationStoppedError
     finally:
         source.close()
     return float(loss_sum / at_least(count, 1.0))
+
+
+def _counted(micro_batch: MicroBatch, batches: StepBatches, limit: int | None) -> Share:
+    """A micro-batch of an evaluation; one beyond the limit runs as a dummy, as all ranks run equally many."""
+    place = batches.step * WINDOW + micro_batch.index
+    return Share(micro_batch.index, micro_batch.batch, micro_batch.real and (limit is None or place < limit))
 
 
 def sample_from(placed: Placed) -> Callable[[torch.Tensor], Any]:

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from lockstep.checkpoint.names import STATE, step_name, step_of
 from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat import together
 from lockstep.monitor import Monitor
+from lockstep.records import RunDirectory
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -37,6 +39,7 @@ class Saving:
         directory = trainer.run_directory
         self._folder = None if directory is None or self._config.save_strategy == "none" else directory.checkpoints
         self._saver: checkpoint.AsyncSaver | None = None
+        self._evaluated: dict[int, float] = {}
         self._saved: int | None = None  # the last step of which a save was begun
         if self._folder is None:
             return
@@ -46,6 +49,9 @@ class Saving:
                 where="checkpoint.keep_best",
                 fix=f"one of {', '.join(METRICS)}",
             )
+        # The evaluation at the end of a run comes after its last save, which therefore does not hold the result.
+        if self._config.keep_best == "eval_loss" and trainer.is_main_process and directory is not None:
+            self._evaluated = evaluations(directory)
         self._manner = checkpoint.Manner(
             self._config.format, trainer.storage_is_shared, self._config.retries, self._told_of_retry
         )
@@ -96,6 +102,12 @@ class Saving:
         if self._saver is not None:
             self._guard(self._saver.wait, must_succeed=must_succeed)
 
+    def finish_alone(self) -> None:
+        """Wait for the save that is under way on this rank, which ends for an error; the others are not asked."""
+        if self._saver is not None:
+            self._trainer.heartbeat.beat(self._trainer.step.progress.step, "pause")
+            self._saver.finish_alone()
+
     def went_back(self) -> None:
         """The run stands at an earlier step: later ones will be saved anew."""
         self._saved = None
@@ -118,7 +130,8 @@ class Saving:
     def _committed(self, path: Path) -> None:
         """On rank 0, after each commit; in the background where the save was."""
         self._monitor.event("save", step=step_of(path.name), checkpoint=path.name)
-        protected = [] if self._config.keep_best is None else best_of(path.parent, self._config.keep_best)
+        best = self._config.keep_best
+        protected = [] if best is None else best_of(path.parent, best, self._evaluated)
         checkpoint.rotate(path.parent, self._config.save_total_limit, protected)
 
     def _guard(self, call: Any, *, must_succeed: bool) -> None:
@@ -157,13 +170,22 @@ def storage_is_shared(trainer: "Trainer") -> bool:
     return shared
 
 
-def best_of(folder: Path, metric: str) -> list[Path]:
-    """The checkpoint whose metric is least, of those that know it; the newest of equals. Empty if there is none."""
+def evaluations(directory: RunDirectory) -> dict[int, float]:
+    """Step → the loss of its evaluation, as far as metrics.jsonl knows."""
+    return {int(row["step"]): float(row["eval_loss"]) for row in directory.read_metrics() if "eval_loss" in row}
+
+
+def best_of(folder: Path, metric: str, later: Mapping[int, float]) -> list[Path]:
+    """The checkpoint whose metric is least, of those that know it; the newest of equals. Empty if there is none.
+
+    Args:
+        later: step → value, where it was measured after the checkpoint was written.
+    """
     known = []
     for path in checkpoint.list_checkpoints(folder):
         try:
             state = json.loads((path / STATE).read_text())
-            value = float(state.get("metrics", {}).get(metric, math.nan))
+            value = later.get(step_of(path.name) or 0, float(state.get("metrics", {}).get(metric, math.nan)))
         except (OSError, ValueError, AttributeError):  # a damaged one is no candidate, and is kept anyway
             continue
         if math.isfinite(value):

@@ -31,12 +31,13 @@ from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.initial import canonical_names
 from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mode
 from lockstep.records import RunDirectory, StepRecord
+from lockstep.run_lock import RunLock
 from lockstep.step import Step
 from lockstep.trainer import state
 from lockstep.trainer.evaluation import Validation, evaluate, sample_from, validation_source
 from lockstep.trainer.flight import answer_in_background
 from lockstep.trainer.garbage import what_is_there_kept
-from lockstep.trainer.opening import open_monitor
+from lockstep.trainer.opening import lock_run_directory, open_monitor
 from lockstep.trainer.optimizing import MakeOptimizer, MakeScheduler, before_data, make_optimizer, user_schedule
 from lockstep.trainer.rollback import Rollback
 from lockstep.trainer.saving import Saving, storage_is_shared
@@ -94,6 +95,7 @@ class Trainer:
             loss_scale_for(self.config.precision, self.mode), judge=Judge(training.bad_numbers),
         )  # fmt: skip
         self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
+        self.lock = RunLock(self.run_directory.path, _say) if self.run_directory is not None else None
         self.best: dict[str, float] = {}
         self.metrics: dict[str, Any] = {}  # the newest, as `checkpoint.keep_best` names them
         self.source_state: dict[str, Any] = {}
@@ -120,6 +122,14 @@ class Trainer:
         Returns:
             the last step's record, or None if there was nothing left to do.
         """
+        lock_run_directory(self)
+        try:
+            return self._train_locked(train_data, val_data, epochs)
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+
+    def _train_locked(self, train_data: Any, val_data: Any, epochs: int | None) -> StepRecord | None:
         source, total = open_source(self, train_data, epochs)
         monitor = open_monitor(self, total)
         try:
@@ -133,6 +143,9 @@ class Trainer:
                     source.close()
                     self._rollback.go_back(error, monitor, saving)
                     source, _ = open_source(self, train_data, epochs)
+                except Exception:
+                    saving.finish_alone()
+                    raise
             monitor.event("stop", step=self.step.progress.step, reason="preempted" if self.step.stopping else "done")
         finally:
             source.close()
@@ -145,9 +158,12 @@ class Trainer:
         """From where the run stands to its end, or to a step whose numbers are bad."""
         record, last = None, True
         validation = Validation(self, val_data, monitor)
+        validation.make_up()
+        begun = self.step.progress.step
         with worker_deaths_explained(source):
-            for record, last_of_epoch in self._run(source, "train"):
-                last = self.step.progress.step == total or self.step.stopping
+            for record, last_of_epoch in () if self.step.stopping else self._run(source, "train"):
+                if self.lock is not None:
+                    self.lock.check()
                 if record is not None:
                     monitor.on_step(record)
                     monitor.say(*self.placed.said_later)
@@ -155,15 +171,19 @@ class Trainer:
                     self.metrics |= {"loss": record.loss, "grad_norm": record.grad_norm}
                 if self.step.bad is not None:
                     self._rollback.report(monitor, source, self.step.bad)
-                validation.after_step(last=last)
+                last = self.step.progress.step == total or self.step.stopping
+                if not last:
+                    validation.after_step()
+                    last = self.step.stopping
                 saving.after_step(last=last, last_of_epoch=last_of_epoch)
                 if self.step.stopping:
                     break
         self.step.settle()
         if not last:  # the data ended, which nobody knew beforehand
-            validation.after_step(last=True)
             saving.after_step(last=True, last_of_epoch=True)
         saving.finish(must_succeed=True)
+        if self.step.progress.step > begun and not self.step.stopping:
+            validation.at_end()  # after the save: whoever ends the run now costs it this number alone
         return record
 
     def steps(self, train_data: Any, epochs: int | None = None) -> Iterator[StepRecord]:
@@ -246,8 +266,11 @@ class Trainer:
 
     @together
     def evaluate(self, val_data: Any) -> float:
-        """The mean loss over `val_data`, weighted by valid targets; all ranks call it, and get the same number."""
-        return evaluate(self.placed, validation_source(self, val_data))
+        """The mean loss over `val_data`, weighted by valid targets; all ranks call it, and get the same number.
+
+        With `training.eval_batches`: over so many micro-batches of it.
+        """
+        return evaluate(self.placed, validation_source(self, val_data), limit=self.config.training.eval_batches)
 
     @together
     def save_checkpoint(
@@ -288,6 +311,7 @@ class Trainer:
         Returns:
             where it goes on from; None for a fresh start.
         """
+        lock_run_directory(self)
         return state.resume(self, how)
 
     @cached_property
@@ -322,3 +346,7 @@ class Trainer:
     def sampler(self) -> Callable[..., Any]:
         """The model as a function, in evaluation mode, to draw samples from; all ranks call it together."""
         return sample_from(self.placed)
+
+
+def _say(text: str) -> None:
+    print(f"lockstep: {text}", flush=True)

@@ -20,7 +20,7 @@ DOCUMENTED = {
     "training": "max_steps num_train_epochs batch_size eval_batch_size gradient_accumulation_steps global_batch_size "
     "optimizer optimizer_args learning_rate lr_schedule lr_scaling base_batch_size warmup_steps min_lr_ratio "
     "wsd_decay_ratio weight_decay gradient_clip gradient_checkpointing gradient_checkpointing_every compile seed "
-    "eval_steps bad_numbers",
+    "eval_steps eval_batches bad_numbers",
     "training.bad_numbers": "action spike_factor window patience",
     "training.gradient_clip": "strategy value",
     "precision": "mode param_dtype tf32 loss_scale",
