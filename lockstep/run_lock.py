@@ -10,6 +10,7 @@ Source: fcntl(2), F_SETLK; nfs(5) on locks and cache consistency.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import secrets
@@ -44,7 +45,7 @@ class Holder:
         processes: its namespace of process ids; with the same one they see each other.
         started: when the process started, in the kernel's ticks.
         since: when it took the lock, in seconds since the Unix epoch.
-        launch: see `LAUNCH`; empty where there is none.
+        launch: a digest of `LAUNCH`; empty where there is none.
         beat: grows while it lives.
     """
 
@@ -63,10 +64,12 @@ class Holder:
         """This process, from now on."""
         host = socket.gethostname()
         machine = _text("/proc/sys/kernel/random/boot_id") or host
+        processes, pid = host, os.getpid()
         with suppress(OSError):
-            return cls(host, os.getpid(), machine, os.readlink("/proc/self/ns/pid"), _started(os.getpid()),
-                       time.time(), os.environ.get(LAUNCH, ""), secrets.token_hex(8))  # fmt: skip
-        return cls(host, os.getpid(), machine, host, "", time.time(), os.environ.get(LAUNCH, ""), secrets.token_hex(8))
+            processes = os.readlink("/proc/self/ns/pid")
+        launch = os.environ.get(LAUNCH, "")
+        launch = hashlib.sha256(launch.encode()).hexdigest()[:16] if launch else ""
+        return cls(host, pid, machine, processes, _started(pid), time.time(), launch, secrets.token_hex(8))
 
     @property
     def is_running(self) -> bool:
@@ -195,8 +198,9 @@ class RunLock:
         if not _is_at(handle, self._path):
             return False
         _write(handle, me)
-        if locked is None:
-            time.sleep(5 * _LOOK)
+        if locked is not None:
+            return True
+        time.sleep(5 * _LOOK)
         found = _read(handle)
         return found is not None and found.token == me.token
 
@@ -282,13 +286,14 @@ def _lock(handle: int) -> bool | None:
 def _write(handle: int, holder: Holder | None) -> None:
     text = "{}" if holder is None else json.dumps(asdict(holder))
     os.pwrite(handle, text.encode().ljust(_SIZE - 1) + b"\n", 0)
+    os.ftruncate(handle, _SIZE)
     os.fsync(handle)
 
 
 def _read(handle: int) -> Holder | None:
     """Who is written down; None if nobody is, or it is not what was written."""
     try:
-        content: Any = json.loads(os.pread(handle, 2 * _SIZE, 0))
+        content: Any = json.loads(os.pread(handle, _SIZE, 0))
         return Holder(**{field.name: field.type(content[field.name]) for field in fields(Holder)})  # type: ignore[operator]
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
