@@ -42,6 +42,11 @@ class Layout:
         """Ranks among which a step's micro-batches are shared out; of pipelines, how many there are side by side."""
         return self.replicate * self.shard
 
+    @property
+    def batch_shares(self) -> int:
+        """Into how many equal parts a step's samples are shared out: over data-parallel ranks, or diloco's workers."""
+        return self.workers or self.data_parallel_size
+
     def __str__(self) -> str:
         if self.strategy in ("single", "dp"):
             return self.strategy

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.config.checks import check, require_runnable
+    from lockstep.config.checks import check, require_equation, require_runnable
     from lockstep.config.flags import FLAGS, apply_flags, as_overrides
     from lockstep.config.loading import config_from, load_config
     from lockstep.config.objects import build_object, load_object
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "checks": ("check", "require_runnable"),
+    "checks": ("check", "require_equation", "require_runnable"),
     "flags": ("FLAGS", "apply_flags", "as_overrides"),
     "loading": ("config_from", "load_config"),
     "objects": ("build_object", "load_object"),
@@ -109,6 +109,7 @@ __all__ = [
     "config_from",
     "load_config",
     "load_object",
+    "require_equation",
     "require_runnable",
 ]
 

@@ -157,6 +157,8 @@ class _Resolver:
         from lockstep.config.keys import all_keys, keys_named, near_keys
 
         keys = [name] if name in all_keys() else keys_named(name)
+        if len(keys) == 1 and all_keys()[keys[0]].default is None:
+            raise ValueError(f"{keys[0]} is not set")
         if len(keys) == 1:
             return _number(all_keys()[keys[0]].default)
         near = near_keys(name, "")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lockstep.config.schema import Config
+from lockstep.config.schema_training import TrainingConfig
 from lockstep.errors import UsageError
 
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # zero-bubble schedules
@@ -78,6 +79,43 @@ def _sizes(config: Config) -> Iterator[Contradiction]:
             f"write global_batch_size {below}{(whole + 1) * t.batch_size}, or a batch_size that divides "
             f"{t.global_batch_size}: {', '.join(map(str, _divisors(t.global_batch_size, t.batch_size)))}",
         )
+
+
+    elif t.global_batch_size is not None and t.global_batch_size % (t.batch_size * t.accumulation) and not open_yet:
+        whole, rest = divmod(t.global_batch_size, t.batch_size * t.accumulation)
+        yield Contradiction(
+            ("training.gradient_accumulation_steps", "training.global_batch_size"),
+            f"no number of ranks makes batch_size {t.batch_size} × gradient_accumulation_steps {t.accumulation} × "
+            f"data-parallel size = global_batch_size {t.global_batch_size}: {t.global_batch_size} = {whole} × "
+            f"{t.batch_size * t.accumulation} + {rest}",
+            "leave gradient_accumulation_steps out, since it follows from global_batch_size; or, to keep it, write "
+            "training.global_batch_size=null",
+        )
+
+
+def require_equation(training: TrainingConfig, ranks: int, batch_size: int | None = None) -> None:
+    """Refuse a `gradient_accumulation_steps` that is not what `global_batch_size` makes it on so many ranks.
+
+    Args:
+        ranks: the data-parallel size.
+        batch_size: samples in a micro-batch, where the data decide; unset: as `training` says.
+
+    Raises:
+        UsageError: with the equation.
+    """
+    size, accumulation, whole = batch_size or training.batch_size, training.accumulation, training.global_batch_size
+    product = size * accumulation * ranks
+    if whole is None or training.gradient_accumulation_steps is None or product == whole:
+        return
+    follows, rest = divmod(whole, size * ranks)
+    here = f" (here: {follows})" if not rest else ""
+    raise UsageError(
+        f"batch_size {size} × gradient_accumulation_steps {accumulation} × data-parallel size {ranks} = {product}, and "
+        f"global_batch_size is {whole}",
+        where="training.gradient_accumulation_steps, training.global_batch_size",
+        fix=f"leave gradient_accumulation_steps out, since it follows from global_batch_size{here}; or, to keep it, "
+        f"write training.global_batch_size={product}",
+    )
 
 
 def _divisors(number: int, near: int) -> list[int]:

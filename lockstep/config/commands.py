@@ -64,8 +64,8 @@ def summary(config: Config) -> str:
     batch = f"micro-batch {t.batch_size}"
     if t.global_batch_size is not None:
         batch += f", global batch {t.global_batch_size}"
-    elif t.gradient_accumulation_steps > 1:
-        batch += f" × accumulation {t.gradient_accumulation_steps} a rank"
+    elif t.accumulation > 1:
+        batch += f" × accumulation {t.accumulation} a rank"
     epochs = t.num_train_epochs or 1
     length = f"{t.max_steps} steps" if t.max_steps is not None else f"{epochs} epoch{'s' * (epochs > 1)}"
     parts = [f"{config.model.name} on {config.data.name}", f"strategy {config.distributed.strategy}", batch, length]

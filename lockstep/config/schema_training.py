@@ -142,8 +142,11 @@ class TrainingConfig(Section):
     eval_batches: int | None = Field(
         default=None, ge=1, description="Micro-batches of an evaluation, over all ranks; unset: all of the data."
     )
-    gradient_accumulation_steps: int = Field(
-        default=1, ge=1, description="Micro-batches per data-parallel rank and step. Follows from `global_batch_size`."
+    gradient_accumulation_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Micro-batches per data-parallel rank and step; unset: what `global_batch_size` makes it, else 1. "
+        "Set beside a `global_batch_size`, it must agree with it.",
     )
     global_batch_size: int | None = Field(
         default=None,
@@ -210,6 +213,11 @@ class TrainingConfig(Section):
     def _null_is_off(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
         return cls.model_fields[info.field_name].default if value is None else value
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per data-parallel rank and step, where no `global_batch_size` decides."""
+        return self.gradient_accumulation_steps or 1
 
     @model_validator(mode="before")
     @classmethod

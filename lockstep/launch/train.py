@@ -156,6 +156,8 @@ def _refuse_layout(config: "Config", processes: int, options: LaunchOptions) -> 
     Raises:
         UsageError: with the equation.
     """
+    from lockstep.config import require_equation
+
     offloads = config.distributed.strategy == "fsdp" and config.distributed.fsdp.cpu_offload
     if offloads and config.distributed.device == "auto" and not count_gpus():
         raise UsageError(
@@ -163,8 +165,13 @@ def _refuse_layout(config: "Config", processes: int, options: LaunchOptions) -> 
             where="distributed.fsdp.cpu_offload",
             fix="write cpu_offload: false",
         )
-    if config.distributed.strategy != "auto" and options.nnodes.isdecimal():
-        resolve(config.distributed, processes * int(options.nnodes), processes)
+    if not options.nnodes.isdecimal():
+        return
+    world = processes * int(options.nnodes)
+    if config.distributed.strategy != "auto":
+        require_equation(config.training, resolve(config.distributed, world, processes).batch_shares)
+    elif world == 1:  # on several, what is chosen for the user decides
+        require_equation(config.training, 1)
 
 
 def _resume_from(run: RunDirectory, asked: str) -> str:

@@ -76,7 +76,7 @@ def extra_traffic(config: Config, layout: Layout) -> list[str]:
     """A line to be said at start where the tree sends more than a plain reduction would: not on 2ⁿ replicas."""
     replicas = layout.replicate if layout.strategy == "fsdp" else layout.data_parallel_size
     training = config.training
-    micro_batches = training.gradient_accumulation_steps * layout.data_parallel_size
+    micro_batches = training.accumulation * layout.data_parallel_size
     if training.global_batch_size is not None:
         micro_batches = -(-training.global_batch_size // training.batch_size)
     more = traffic(micro_batches, replicas) - 1

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config import Config
+from lockstep.config import Config, require_equation
 from lockstep.errors import UsageError
 from lockstep.mesh import Layout, resolve
 from lockstep.parallel.wire import LARGEST
@@ -210,7 +210,8 @@ def micro_batches(config: Config, layout: Layout) -> int:
     """
     training = config.training
     if training.global_batch_size is None:
-        return training.gradient_accumulation_steps
+        return training.accumulation
+    require_equation(training, layout.batch_shares)
     count, rest = divmod(training.global_batch_size, training.batch_size)
     if rest:
         raise UsageError(

@@ -69,7 +69,7 @@ def study(
     from lockstep.config import load_config
 
     training = load_config(config, overrides).training
-    per_rank = training.batch_size * training.gradient_accumulation_steps
+    per_rank = training.batch_size * training.accumulation
     whole = training.global_batch_size or per_rank * max((*ranks, 1))
     if whole % training.batch_size:
         raise UsageError(
@@ -84,7 +84,10 @@ def study(
             ("sleeping", sleeping, lambda n: 4 * n, SLEEPING),
         ):
             for count in sorted(counts):
-                settings = {**more, "training.global_batch_size": str(batch(count))}
+                settings = {
+                    **more, "training.global_batch_size": str(batch(count)),
+                    "training.gradient_accumulation_steps": "null",
+                }  # fmt: skip
                 rate, seconds = _measure(config, [*overrides, *_as_overrides(settings)], count, steps, Path(folder))
                 first = next((p for p in points if p.kind == kind), None)
                 speedup = rate / first.rate * first.speedup if first else float(count)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config import require_equation
 from lockstep.data import StepSource, adopt
 from lockstep.trainer.optimizing import scaled_rate, schedule_over, with_batch_size_of
 
@@ -24,6 +25,7 @@ def open_source(trainer: "Trainer", data: Any, epochs: int | None) -> tuple[Step
     trainer.cluster.check()
     _take_batch_size(trainer, data)
     training = trainer.config.training
+    require_equation(training, trainer.layout.batch_shares)
     epochs = epochs or (None if training.max_steps else training.num_train_epochs or 1)
     source = adopt(
         data, trainer.config.data, batch_size=training.batch_size, global_batch_size=trainer.global_batch_size,

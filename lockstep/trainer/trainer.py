@@ -335,8 +335,8 @@ class Trainer:
     def global_batch_size(self) -> int:
         """Samples in a full step, over all ranks."""
         training = self.config.training
-        per_round = training.batch_size * (self.layout.workers or self.layout.data_parallel_size)
-        return training.global_batch_size or per_round * training.gradient_accumulation_steps
+        per_round = training.batch_size * self.layout.batch_shares
+        return training.global_batch_size or per_round * training.accumulation
 
     def enable_gradient_checkpointing(self, mode: str = "full") -> None:
         """Recompute the activations of blocks in the backward pass, from now on."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep import collectives
+from lockstep.config import require_equation
 from lockstep.data import batch_length, move
 from lockstep.errors import UsageError
 from lockstep.parallel import Ledger, Loss, Share
@@ -102,8 +103,9 @@ def _calls_in_a_step(trainer: "Trainer", first: Any) -> int:
     """
     training, ranks = trainer.config.training, trainer.layout.data_parallel_size
     if training.global_batch_size is None:
-        return training.gradient_accumulation_steps
+        return training.accumulation
     size = training.batch_size if "batch_size" in training.model_fields_set else batch_length(first)
+    require_equation(training, ranks, size)
     calls, rest = divmod(training.global_batch_size, size * ranks)
     if rest:
         raise UsageError(

@@ -163,9 +163,11 @@ def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int)
         steps = training.max_steps
         notices.append(f"{steps} steps: training.max_steps allows no more")
     if training.global_batch_size is None:
-        size = training.batch_size * training.gradient_accumulation_steps * max(ranks, default=1)
-        config = config_from({"training.global_batch_size": size, "training.gradient_accumulation_steps": 1}, config)
+        size = training.batch_size * training.accumulation * max(ranks, default=1)
+        config = config_from({"training.global_batch_size": size, "training.gradient_accumulation_steps": None}, config)
         notices.append(f"global batch: {size} samples for every topology (training.global_batch_size sets it)")
+    elif training.gradient_accumulation_steps is not None:  # it holds for one number of ranks
+        config = config_from({"training.gradient_accumulation_steps": None}, config)
     why_not = {
         "powersgd": "without PowerSGD: what it leaves out of a step can't be told from an error",
         "auto": "without compression: auto decides by the link; name one to verify it",

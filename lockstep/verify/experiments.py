@@ -32,7 +32,8 @@ def experiments(spec: Spec, topology: str, found: StepResult, data: Any) -> list
         cases.append(Case(name, settings, start=at))
     if ranks > 1:
         size = config.training.batch_size * ranks
-        cases.append(Case(ONE_EACH, {"training.global_batch_size": size, "training.gradient_accumulation_steps": 1}))
+        one_each = {"training.global_batch_size": size, "training.gradient_accumulation_steps": None}
+        cases.append(Case(ONE_EACH, one_each))
     if switches.is_indexed(data):
         cases.append(Case(SAME, start=at, switches=frozenset({switches.SAME})))
         if FLOAT32 not in _switched_off(config):

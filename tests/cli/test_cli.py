@@ -173,6 +173,20 @@ def test_trap_38_under_the_legacy_launcher(tmp_path: Path) -> None:
 # ---- what is refused ----
 
 
+def test_accumulation_that_contradicts_a_ready_config_is_refused_before_ranks_start(
+    refused: Refused, tmp_path: Path
+) -> None:
+    """It was ignored where the config has a global_batch_size, as every ready config has."""
+    flags = ("--gradient_accumulation_steps", "4", "--output-dir", str(tmp_path / "run"))
+    argv = ("train", "ready/vae.yaml", "training.num_train_epochs=1", *flags)
+    for ranks, product in ((1, 64), (4, 256)):
+        message = refused(*argv, "--nproc-per-node", str(ranks), *(() if ranks == 1 else ("--strategy", "ddp")))
+        equation = f"batch_size 16 × gradient_accumulation_steps 4 × data-parallel size {ranks} = {product}"
+        assert f"{equation}, and global_batch_size is 128" in message
+        assert f"training.global_batch_size={product}" in message
+    assert not (tmp_path / "run").exists()
+
+
 def test_foreign_flags_are_answered_with_ours(refused: Refused) -> None:
     message = refused("train", "a.yaml", "--use_fsdp")
     assert "there is no argument --use_fsdp" in message

@@ -46,7 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def preempted(folder: Path) -> Ended:
     """Two ranks under FSDP, told to stop after their first checkpoint."""
-    process = start(folder, "train", "small.yaml", "--nproc-per-node", "2", "--strategy", "fsdp", **_ONE_THREAD)
+    layout = ("--nproc-per-node", "2", "--strategy", "fsdp")
+    agrees = ("--gradient-accumulation-steps", "2")  # with the config's global batch: 2 × 2 × 2 ranks = 8
+    process = start(folder, "train", "small.yaml", *layout, *agrees, **_ONE_THREAD)
     checkpoints = folder / "runs/small/checkpoints"
     wait_for(lambda: process.poll() is not None or list(checkpoints.glob("step-????????")))
     process.send_signal(signal.SIGTERM)

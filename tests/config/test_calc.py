@@ -69,7 +69,7 @@ def test_a_keys_own_name_is_its_default(tmp_path: Path) -> None:
             'training:\n  seed: !calc "batchsize"\n',
             ("run.yaml:2", "no key is named 'batchsize'", "training.batch_size"),
         ),
-        ('training:\n  seed: !calc "max_steps"\n', ("run.yaml:2", "None is not a number")),
+        ('training:\n  seed: !calc "max_steps"\n', ("run.yaml:2", "max_steps is not set")),
         ('training:\n  seed: !calc "1 / 2"\n', ("run.yaml:2", "training.seed should be a whole number", "0.5")),
         ('model:\n  args: {a: !calc "b", b: !calc "a"}\n', ("run.yaml:2", "refers to itself")),
         (

@@ -158,6 +158,22 @@ def test_a_global_batch_size_says_how_many_calls_of_training_step_make_a_step() 
         trainer.training_step(regression()[:5])
 
 
+def test_accumulation_that_contradicts_the_global_batch_is_an_error_with_the_equation() -> None:
+    def trainer(**settings: int) -> Trainer:
+        return Trainer(linear(), loss_fn=nn.MSELoss(), global_batch_size=20, max_steps=1, **settings)
+
+    agreed = trainer(batch_size=5, gradient_accumulation_steps=4)
+    assert len(list(agreed.steps(regression()))) == 1
+    equation = r"batch_size 5 × gradient_accumulation_steps 2 × data-parallel size 1 = 10, and global_batch_size is 20"
+    with pytest.raises(UsageError, match=equation) as caught:
+        list(trainer(batch_size=5, gradient_accumulation_steps=2).steps(regression()))
+    assert "(here: 4); or, to keep it, write training.global_batch_size=10" in str(caught.value)
+    with pytest.raises(UsageError, match="batch_size 10 × gradient_accumulation_steps 4 × "):
+        list(trainer(gradient_accumulation_steps=4).steps(DataLoader(regression(), batch_size=10)))
+    with pytest.raises(UsageError, match=equation):
+        trainer(gradient_accumulation_steps=2).training_step(regression()[:5])
+
+
 def test_trap_06_evaluation_is_weighted_by_valid_targets() -> None:
     """Not divided by the accumulation steps, not the mean over batches of means."""
     trainer = Trainer(language_model("transformer"), gradient_accumulation_steps=4, batch_size=4)

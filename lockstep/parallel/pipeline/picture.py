@@ -9,7 +9,7 @@ and looped schedules (p-1)/(V·m+p-1). What 1F1B saves is memory.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.config import Config
+from lockstep.config import Config, require_equation
 from lockstep.errors import UsageError
 from lockstep.mesh import resolve
 from lockstep.parallel.pipeline.partition import rank_of
@@ -133,8 +133,9 @@ def picture_of(config: Config, ranks: int | None = None) -> str:
         )
     named = (distributed.pipeline_size or 2) * (distributed.replicate_size or 1) * (distributed.shard_size or 1)
     layout = resolve(distributed, ranks or named)
-    micro_batches = training.gradient_accumulation_steps
+    micro_batches = training.accumulation
     if training.global_batch_size is not None:
+        require_equation(training, layout.batch_shares)
         micro_batches = -(-training.global_batch_size // (training.batch_size * layout.data_parallel_size))
     of_a_run = min(micro_batches, kind.n_microbatches or micro_batches)
     return picture(kind.schedule, layout.pipeline, kind.stages_per_rank, of_a_run)
