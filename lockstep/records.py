@@ -38,7 +38,8 @@ class StepRecord:
     clipped: Any = None  # share of the gradient that clipping changed: 1 or 0 (norm), of elements, of units (adaptive)
     skipped: bool = False  # no update was made: overflow under fp16, or numbers that are no good
     step_seconds: float = 0.0
-    tokens_per_second: float = 0.0
+    samples_per_second: float = 0.0
+    tokens_per_second: float = 0.0  # of data that are token ids; rows of others do not have it
     memory_bytes: int = 0
     loss_scale: float | None = None
     time: float = field(default_factory=time.time)  # seconds since the Unix epoch

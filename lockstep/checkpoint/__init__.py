@@ -21,7 +21,7 @@ from lockstep.checkpoint.keep import newest, resume_point, rotate, set_aside
 from lockstep.checkpoint.manifest import DamagedError, verify
 from lockstep.checkpoint.names import list_checkpoints
 from lockstep.checkpoint.optimizers import has_optimizer, optimizer_state, optimizer_targets, restore_optimizer
-from lockstep.checkpoint.restore import has_extra, load, read_state
+from lockstep.checkpoint.restore import config_text, has_extra, load, read_state
 from lockstep.checkpoint.saving import Manner, save, save_as
 from lockstep.checkpoint.snapshot import Snapshot
 
@@ -30,6 +30,7 @@ __all__ = [
     "DamagedError",
     "Manner",
     "Snapshot",
+    "config_text",
     "digest",
     "digest_tensors",
     "export_safetensors",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lockstep.checkpoint.disk import read_inside
 from lockstep.checkpoint.local import Reader, check_topology, open_part
 from lockstep.checkpoint.manifest import DamagedError, Manifest, problems_of_files, read_manifest
-from lockstep.checkpoint.names import MODEL, STATE, extra_part, optimizer_part
+from lockstep.checkpoint.names import CONFIG, MODEL, STATE, extra_part, optimizer_part
 from lockstep.checkpoint.pieces import Piece, dtype_name, pieces_of
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.together import Ranks
@@ -196,6 +196,12 @@ def _fill(folder: Path, targets: Mapping[str, _Target]) -> dict[str, Any]:
             now = {target.owner.get(name, name): name for name in reversed(rest)}
             target.reader.read_into({kept: rest.pop(name) for kept, name in now.items()})
     return read_state(folder)
+
+
+def config_text(folder: Path) -> str:
+    """The resolved config of the run that saved; of imported weights, a comment."""
+    with open_inside(folder, CONFIG) as file:
+        return file.read().decode()
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.names import SECTIONS, advice_for
+from lockstep.config.names import SECTIONS, advice_for, says_to_leave_out
 from lockstep.errors import UsageError
 
 
@@ -42,6 +42,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("compile", "training.compile", "", "compile the model's blocks", switch=True),
     Flag("max_steps", "training.max_steps", "N", "optimizer updates in the whole run"),
     Flag("learning_rate", "training.learning_rate", "LR", "the peak learning rate"),
+    Flag(
+        "allow_changes", "checkpoint.allow_changes", "", "resume though model, data, seed or batch changed", switch=True
+    ),
     Flag("seed", "training.seed", "N", "first values, order of samples, random numbers"),
 )
 BY_NAME: dict[str, Flag] = {flag.name: flag for flag in FLAGS}
@@ -66,6 +69,9 @@ def _key(name: str, where: str) -> str:
         return BY_NAME[name].key
     if name in SECTIONS or "." in name:
         return name  # the schema checks it
+    left_out = says_to_leave_out(name)
+    if left_out is not None:
+        raise UsageError(f"unknown setting {name}", where=where, fix=left_out)
     from lockstep.config.keys import all_keys
 
     keys = shallowest(name, [facts.key for facts in all_keys().values() if facts.key.rpartition(".")[2] == name])

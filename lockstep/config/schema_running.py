@@ -43,6 +43,11 @@ class CheckpointConfig(Section):
         min_length=1,
         description="`auto`: from the newest whole checkpoint, if there is one; `never`; or a path.",
     )
+    allow_changes: bool = Field(
+        default=False,
+        description="Go on although the model, the data, the seed or the global batch changed since the checkpoint; "
+        "else a resume refuses them and names them.",
+    )
 
 
 class ProfileConfig(Section):

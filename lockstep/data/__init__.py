@@ -5,12 +5,12 @@ names.
 """
 
 from lockstep.data.adopt import adopt
-from lockstep.data.batches import Assign, MicroBatch, StepBatches, StepSource, batch_length, move
+from lockstep.data.batches import Assign, MicroBatch, StepBatches, StepSource, batch_length, holds_token_ids, move
 from lockstep.data.dataset import Data
 from lockstep.data.iterable import IterableSteps
 from lockstep.data.loader import StepLoader
 from lockstep.data.order import SampleOrder, Window, check_batch_sizes
-from lockstep.data.registry import build_data
+from lockstep.data.registry import build_data, check_data
 from lockstep.data.sampler import DistributedSampler
 
 __all__ = [
@@ -28,5 +28,7 @@ __all__ = [
     "batch_length",
     "build_data",
     "check_batch_sizes",
+    "check_data",
+    "holds_token_ids",
     "move",
 ]

@@ -48,6 +48,16 @@ class StepSource(Protocol):
     def close(self) -> None: ...
 
 
+def holds_token_ids(batch: Any) -> bool:
+    """Whether a batch is of token ids: `input_ids`, or else its first tensor, are whole numbers, many a sample."""
+    if isinstance(batch, Mapping):
+        values = [batch["input_ids"]] if "input_ids" in batch else list(batch.values())
+    else:
+        values = list(batch) if isinstance(batch, list | tuple) else [batch]
+    first = next((value for value in values if isinstance(value, torch.Tensor)), None)
+    return first is not None and first.ndim > 1 and not (first.is_floating_point() or first.is_complex())
+
+
 def move(batch: Any, device: torch.device) -> Any:
     """`batch` with its tensors on `device`, without waiting for the copies. Other leaves pass through as they are."""
     if isinstance(batch, torch.Tensor):

@@ -1,16 +1,19 @@
 """The user's own callbacks: `monitor.callbacks: [package.module:Name]`, each called with every logged record.
 
 A function is called with the record itself. A class is first made, with the spec's arguments, and the object is
-called. An object whose attribute `every_rank` is true is called on every rank, any other on rank 0.
+called. An object whose attribute `every_rank` is true is called on every rank, any other on rank 0. One that has
+`on_step_end(args, state, control)`, as callbacks of other trainers do, is called so, on every rank.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from lockstep.config import MonitorConfig
-from lockstep.config.objects import build_object, load_object
+from lockstep.config import MonitorConfig, ObjectSpec
+from lockstep.config.objects import build_object, check_object, load_object
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.records import StepRecord, append_line
@@ -18,8 +21,11 @@ from lockstep.records import StepRecord, append_line
 Callback = Callable[[StepRecord], object]
 
 
-def build_callbacks(config: MonitorConfig) -> list[tuple[str, Callback]]:
+def build_callbacks(config: MonitorConfig, run: Path | None = None) -> list[tuple[str, Callback]]:
     """The callbacks by their names.
+
+    Args:
+        run: the run directory, for callbacks that take it as `run_directory`.
 
     Raises:
         UsageError: one can't be imported, made, or called.
@@ -27,35 +33,123 @@ def build_callbacks(config: MonitorConfig) -> list[tuple[str, Callback]]:
     built: list[tuple[str, Callback]] = []
     for number, spec in enumerate(config.callbacks):
         where = f"monitor.callbacks[{number}]"
-        target = load_object(spec.name, where)
-        made = inspect.isclass(target) or spec.args or spec.positional
-        callback = build_object(spec, where) if made else target
+        target = check_callback(spec, where)
+        callback = target
+        if _is_made(spec, target):
+            own = _takes(target, "run_directory") and "run_directory" not in spec.args and run is not None
+            callback = build_object(spec, where, **({"run_directory": run} if own else {}))
+        if hasattr(callback, "on_step_end"):
+            callback = StepEnd(callback)
         if not callable(callback):
             raise UsageError(
-                f"{spec.name} can't be called", where=where, why="a callback is called with each step's record"
+                f"{spec.name} can't be called",
+                where=where,
+                why="a callback is called with each step's record",
+                fix="give it __call__(self, record), or on_step_end(self, args, state, control)",
             )
         built.append((spec.name, callback))
     return built
+
+
+def check_callback(spec: ObjectSpec, where: str) -> Any:
+    """What a callback's spec names, once it is known to take its arguments.
+
+    Raises:
+        UsageError: it can't be imported, or does not take them; of a class: its objects can't be called.
+    """
+    target = load_object(spec.name, where)
+    if _is_made(spec, target):
+        check_object(spec, where)
+    if inspect.isclass(target) and not hasattr(target, "on_step_end") and "__call__" not in dir(target):
+        raise UsageError(
+            f"objects of {spec.name} can't be called",
+            where=where,
+            why="a callback is called with each step's record",
+            fix="give the class __call__(self, record), or on_step_end(self, args, state, control)",
+        )
+    return target
+
+
+def _is_made(spec: ObjectSpec, target: Any) -> bool:
+    return bool(inspect.isclass(target) or spec.args or spec.positional)
+
+
+def _takes(target: Any, name: str) -> bool:
+    try:
+        return name in inspect.signature(target).parameters
+    except ValueError:
+        return False
+
+
+class StepEnd:
+    """A callback in the form of Hugging Face's and Forgather's trainers, called after each logged step on every rank.
+
+    Args:
+        callback: has `on_step_end(args, state, control, **kwargs)`.
+    """
+
+    every_rank = True
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        self._history: list[dict[str, Any]] = []
+
+    def __call__(self, record: StepRecord) -> None:
+        facts, row = rank_facts(), record.as_dict()
+        self._history = [*self._history[-99:], row]
+        state = SimpleNamespace(
+            global_step=record.step, epoch=record.epoch, log_history=self._history, is_world_process_zero=facts.is_main,
+            is_local_process_zero=facts.local_rank == 0, num_input_tokens_seen=None,
+        )  # fmt: skip
+        args = SimpleNamespace(local_rank=facts.local_rank, process_index=facts.rank, world_size=facts.world_size)
+        control = Control()
+        self._callback.on_step_end(args, state, control, logs=row)
+        asked = [name for name, value in vars(control).items() if value]
+        if asked:
+            raise UsageError(
+                f"a callback asked for {asked[0]}, and can only look",
+                where="monitor.callbacks",
+                fix="write the loop yourself: `for record in trainer.steps(data)`, and break or save there",
+            )
+
+    def close(self) -> None:
+        """Tell it that the training is over, if it wants to know."""
+        close = getattr(self._callback, "close", None)
+        if callable(close):
+            close()
+
+
+@dataclass
+class Control:
+    """What such a callback may ask of other trainers."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
 
 
 class JsonLogger:
     """Writes records as lines of JSON to a file of its own.
 
     Args:
-        path: the file, appended to; `{rank}` in it is replaced.
+        path: the file, appended to, in the run directory; `{rank}` in it is replaced.
         name: put into every line as `name`, to tell runs apart.
         rank_filter: the rank or ranks that write; None: every rank.
+        run_directory: where a relative path begins; unset: the run's, or where the program was started.
     """
 
     every_rank = True
 
     def __init__(
-        self, path: str = "metrics-{rank}.jsonl", name: str | None = None, rank_filter: int | Sequence[int] | None = 0
-    ) -> None:
+        self, path: str = "metrics-{rank}.jsonl", name: str | None = None,
+        rank_filter: int | Sequence[int] | None = 0, run_directory: str | Path = ".",
+    ) -> None:  # fmt: skip
         rank = rank_facts().rank
         wanted = [rank_filter] if isinstance(rank_filter, int) else rank_filter
         self._writes = wanted is None or rank in wanted
-        self._path = Path(path.replace("{rank}", str(rank)))
+        self._path = Path(run_directory, path.replace("{rank}", str(rank)))
         self._extra: dict[str, Any] = {"rank": rank} if name is None else {"rank": rank, "name": name}
         if self._writes:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -77,6 +77,8 @@ def step_line(row: Row, total: int | None, seconds_left: float | None) -> str:
     parts.append(f"lr {row['lr']:.3g}")
     if row.get("tokens_per_second"):
         parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    elif row.get("samples_per_second"):
+        parts.append(f"{_rate(row['samples_per_second'])} samples/s")
     if row.get("step_seconds"):
         parts.append(f"{row['step_seconds']:.3g} s/step")
     if row.get("skipped"):
@@ -84,6 +86,11 @@ def step_line(row: Row, total: int | None, seconds_left: float | None) -> str:
     if seconds_left is not None:
         parts.append(f"{duration(seconds_left)} left")
     return "  ".join(parts)
+
+
+def _rate(value: float) -> str:
+    """Three digits where samples take their time, else a whole number."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def number(value: Any) -> str:

@@ -14,6 +14,20 @@ from typing import Any, NamedTuple
 from lockstep.records import StepRecord, plain
 
 
+class Rates(NamedTuple):
+    """How fast the steps of one interval were.
+
+    Attributes:
+        step_seconds: the mean of a step.
+        samples: a second, over all ranks.
+        tokens: valid targets a second, over all ranks.
+    """
+
+    step_seconds: float
+    samples: float
+    tokens: float
+
+
 class Meters:
     """Averages over the steps since the last reading.
 
@@ -25,22 +39,24 @@ class Meters:
         self._clock = clock
         self._since = clock()
         self._steps = 0
+        self._samples = 0
         self._tokens: Any = 0
 
     def count(self, record: StepRecord) -> None:
         """Take in one step. Reads no tensor."""
         self._steps += 1
+        self._samples += record.samples
         self._tokens = self._tokens + without_graph(record.tokens)
 
-    def read(self) -> tuple[float, float]:
-        """Seconds a step and tokens a second since the last reading (waits for the device), and start anew."""
+    def read(self) -> "Rates":
+        """What was measured since the last reading (waits for the device); the next one starts anew."""
         tokens = float(plain(self._tokens))  # host waits for the device
         now = self._clock()
-        seconds, steps = now - self._since, self._steps
-        self._since, self._steps, self._tokens = now, 0, 0
+        seconds, steps, samples = now - self._since, self._steps, self._samples
+        self._since, self._steps, self._samples, self._tokens = now, 0, 0, 0
         if steps == 0 or seconds <= 0:
-            return 0.0, 0.0
-        return seconds / steps, tokens / seconds
+            return Rates(0.0, 0.0, 0.0)
+        return Rates(seconds / steps, samples / seconds, tokens / seconds)
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent on steps: an evaluation, a checkpoint."""

@@ -40,6 +40,9 @@ class Monitor:
         figures: what ranks measure of themselves; None: records hold what the loop knows, and nothing is sent.
         hosts: each rank's machine, to name slow ones.
 
+    Attributes:
+        counts_tokens: whether the data are token ids, whose rate is told in tokens; else samples are counted.
+
     Raises:
         UsageError: a callback or a sink can't be had.
     """
@@ -57,6 +60,7 @@ class Monitor:
     ) -> None:
         self._config, self._run, self._is_main, self._total = config, run, is_main, total_steps
         self._meters = Meters()
+        self.counts_tokens = True
         self._last: StepRecord | None = None  # the newest record, where it was not logged
         self._seen_one = False
         self._skipped = 0
@@ -65,7 +69,11 @@ class Monitor:
         self._stragglers = StragglerWatch(config.straggler)
         self._resources = ResourceMonitor(config.memory.threshold, config.memory.alert_on_imbalance, self.event)
         self._profiler = self._open_profiler() if figures is not None else None
-        callbacks = [(name, call) for name, call in build_callbacks(config) if is_main or _on_every_rank(call)]
+        callbacks = [
+            (name, call)
+            for name, call in build_callbacks(config, None if run is None else run.path)
+            if is_main or _on_every_rank(call)
+        ]
         self._callbacks = [Guarded(f"the callback {name}", _Called(call), self.event) for name, call in callbacks]
         self._sinks: list[Written] = []
         if is_main:
@@ -178,9 +186,12 @@ class Monitor:
             row["skipped_steps"] = self._skipped
         if self._figures is not None:
             self._meters.pause(self._figures.clock.take_pauses())
-        seconds, rate = self._meters.read()
-        row["step_seconds"] = record.step_seconds or seconds
-        row["tokens_per_second"] = record.tokens_per_second or rate
+        rates = self._meters.read()
+        row["step_seconds"] = record.step_seconds or rates.step_seconds
+        row["samples_per_second"] = record.samples_per_second or rates.samples
+        row["tokens_per_second"] = record.tokens_per_second or rates.tokens
+        if not self.counts_tokens or rates.tokens <= rates.samples:  # a target a sample: a class, an image
+            del row["tokens_per_second"]
         row["memory_bytes"] = record.memory_bytes or self._peak_memory(row["time"])
         for sink in self._sinks:
             sink.on_step(row)

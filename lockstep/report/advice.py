@@ -196,7 +196,9 @@ def _overfitting(run: Run) -> Iterator[Advice]:
 
 
 def _slowing(run: Run) -> Iterator[Advice]:
-    values = [row["tokens_per_second"] for row in run.rows if row.get("tokens_per_second")]
+    name = "tokens_per_second" if run.last("tokens_per_second") else "samples_per_second"
+    unit = name.partition("_")[0]
+    values = [row[name] for row in run.rows if row.get(name)]
     if len(values) < 20:
         return
     early, late = median(values[len(values) // 4 : len(values) // 2]), median(values[-len(values) // 4 :])
@@ -205,7 +207,7 @@ def _slowing(run: Run) -> Iterator[Advice]:
             "warn",
             f"The run has become slower: {1 - late / early:.0%} less a second than before.",
             "Look at what else runs on the machines, at the disk, and at “Time per phase” for the phase that grew.",
-            f"{words.count(early)} tokens/s in the second quarter of the run, {words.count(late)} in the last.",
+            f"{words.count(early)} {unit}/s in the second quarter of the run, {words.count(late)} in the last.",
         )
 
 

@@ -113,19 +113,25 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     """(name, value, note)"""
     last, total = run.rows[-1], run.start.get("total_steps")
     best = min((row["eval_loss"] for row in run.evaluations if row.get("eval_loss") is not None), default=None)
-    step, rate, mfu = times.typical_step(run), run.last("tokens_per_second"), run.last("mfu")
+    step, (rate, unit), mfu = times.typical_step(run), _rate(run), run.last("mfu")
     peak = max((row["memory_bytes"] for row in run.rows if row.get("memory_bytes")), default=0)
     loss = run.last("loss")
     tiles = [
         ("steps", f"{last['step']:,}", f"of {total:,}" if total else ""),
         ("loss", f"{loss:.4f}" if loss is not None else "–", f"best evaluation {best:.4f}" if best is not None else ""),
         ("step time", words.seconds(step), "median"),
-        ("tokens / s", words.count(rate), "") if rate else ("", "", ""),
+        (f"{unit} / s", words.count(rate), "") if rate else ("", "", ""),
         ("MFU", f"{mfu:.1%}", str(run.start.get("peak_source", "")).partition(":")[0]) if mfu else ("", "", ""),
         ("peak memory", words.size(peak), "rank 0"),
         ("wall time", words.seconds(times.wall_seconds(run)), ""),
     ]
     return [tile for tile in tiles if tile[0]]
+
+
+def _rate(run: Run) -> tuple[float | None, str]:
+    """The newest rate, and what it counts."""
+    tokens = run.last("tokens_per_second")
+    return (tokens, "tokens") if tokens else (run.last("samples_per_second"), "samples")
 
 
 # ---- tables: {title, head, rows} ----
@@ -135,19 +141,20 @@ def _compared(runs: list[Run]) -> Page | None:
     if len(runs) < 2:
         return None
     rows = [[run.name, run.status, str(run.start.get("layout", "")), *_numbers(run)] for run in runs]
-    head = ["run", "status", "strategy", "steps", "last loss", "best evaluation", "step", "tokens / s", "MFU", "memory"]
+    head = ["run", "status", "strategy", "steps", "last loss", "best evaluation", "step", "rate", "MFU", "memory"]
     return {"title": "The runs side by side", "head": head, "rows": rows}
 
 
 def _numbers(run: Run) -> list[str]:
     best = min((row["eval_loss"] for row in run.evaluations if row.get("eval_loss") is not None), default=None)
-    loss, rate, mfu, peak = (run.last(name) for name in ("loss", "tokens_per_second", "mfu", "memory_bytes"))
+    loss, mfu, peak = (run.last(name) for name in ("loss", "mfu", "memory_bytes"))
+    rate, unit = _rate(run)
     return [
         f"{run.rows[-1]['step']:,}" if run.rows else "0",
         "–" if loss is None else f"{loss:.4f}",
         "–" if best is None else f"{best:.4f}",
         words.seconds(times.typical_step(run)),
-        "–" if not rate else words.count(rate),
+        "–" if not rate else f"{words.count(rate)} {unit} / s",
         "–" if not mfu else f"{mfu:.1%}",
         "–" if not peak else words.size(peak),
     ]

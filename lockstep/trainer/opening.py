@@ -41,7 +41,7 @@ def open_monitor(trainer: "Trainer", total: int | None) -> Monitor:
     )  # fmt: skip
     if config.gradient_norms:
         trainer.step.wants_layer_norms = monitor.logs
-    lines = _lines(trainer)
+    lines = _lines(trainer, total)
     monitor.say(*lines)
     trainer.later_lines.clear()
     monitor.event(
@@ -65,17 +65,39 @@ def _figures(trainer: "Trainer") -> Figures:
     return figures
 
 
-def _lines(trainer: "Trainer") -> list[str]:
+def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
     """What is said at start: the strategy first, always by name."""
     training, ranks = trainer.config.training, trainer.layout.data_parallel_size
     total = trainer.global_batch_size
+    micro_batches = total // training.batch_size
     precision = f"{trainer.mode} ({trainer.why_mode})" if trainer.why_mode else trainer.mode
     return [
         f"strategy {trainer.layout} on {trainer.cluster.facts.world_size} × {trainer.device.type}, {precision}, "
         f"{trainer.placed.num_parameters:,} parameters",
-        f"global batch {total} = {total // training.batch_size} micro-batches × {training.batch_size}, over {ranks} "
+        f"global batch {total} = {micro_batches} micro-batches × {training.batch_size}, over {ranks} "
         f"data-parallel rank{'s' * (ranks != 1)}; {trainer.rate_line}",
+        *_idle(micro_batches, ranks, training.batch_size),
+        *_never_warm(training.warmup_steps, last_step),
         *([trainer.layout.notice] if trainer.layout.notice else []),
         *trainer.placed.notices,
         *trainer.later_lines,
+    ]
+
+
+def _never_warm(warmup: int, last_step: int | None) -> list[str]:
+    """A warning where the learning rate never reaches its peak, as in the first steps of a long run's config."""
+    if last_step is None or warmup <= last_step:
+        return []
+    return [f"warning: the run ends after {last_step} steps, in the warm-up of {warmup}: training.warmup_steps"]
+
+
+def _idle(micro_batches: int, ranks: int, batch_size: int) -> list[str]:
+    """A warning where a step has fewer micro-batches than there are ranks to share them."""
+    idle = ranks - micro_batches
+    if idle <= 0:
+        return []
+    return [
+        f"warning: a step has {micro_batches} micro-batch{'es' * (micro_batches != 1)} for {ranks} data-parallel "
+        f"ranks: {idle} of them compute{'s' * (idle == 1)} nothing that counts. Use {micro_batches} "
+        f"rank{'s' * (micro_batches != 1)}, a smaller batch_size, or global_batch_size={ranks * batch_size}"
     ]

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lockstep.config import Config, build_object, config_from, load_object
+from lockstep.config import Config, ObjectSpec, build_object, config_from, load_object
 from lockstep.config.flags import apply_flags
+from lockstep.config.objects import check_object
 from lockstep.errors import UsageError
 
 
@@ -29,9 +30,19 @@ def loss_fn_of(config: Config) -> Callable[..., Any] | None:
     spec = config.loss_fn
     if spec is None:
         return None
-    found: Callable[..., Any] = load_object(spec.name, "loss_fn")
+    found: Callable[..., Any] = check_loss_fn(spec)
+    return build_object(spec, "loss_fn") if isinstance(found, type) else found
+
+
+def check_loss_fn(spec: ObjectSpec) -> Any:
+    """What the spec of a loss names, once it is known to take its arguments; nothing is made.
+
+    Raises:
+        UsageError: as `loss_fn_of` would.
+    """
+    found = load_object(spec.name, "loss_fn")
     if isinstance(found, type):
-        return build_object(spec, "loss_fn")  # type: ignore[no-any-return]
+        return check_object(spec, "loss_fn")
     if spec.args or spec.positional:
         raise UsageError(
             f"{spec.name} is no class, and its arguments are outputs and targets",

@@ -13,6 +13,7 @@ from lockstep.checkpoint.names import MANIFEST
 from lockstep.errors import UsageError
 from lockstep.records import plain
 from lockstep.step import Progress
+from lockstep.trainer.changes import compare, keep_what_was_changed
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -43,6 +44,8 @@ def snapshot(trainer: "Trainer", *, include_optimizer: bool, metadata: dict[str,
             "nominal": step.nominal,
             "seed": trainer.config.training.seed,
             "layout": str(trainer.layout),
+            "global_batch_size": trainer.global_batch_size,
+            "steps_per_epoch": trainer.steps_per_epoch,
             "workers": trainer.layout.workers,
             "loss_scale": step.loss_scale.state_dict() if step.loss_scale else None,
             "source": trainer.source_state,
@@ -86,16 +89,26 @@ def load(trainer: "Trainer", path: Path) -> tuple[int, dict[str, Any]]:
         raise UsageError(
             f"there is no checkpoint in {path}", fix="give a checkpoint, a run directory or its folder checkpoints/"
         )
+    trainer.is_placed = True
     return restore(trainer, found)
 
 
 def resume(trainer: "Trainer", how: str) -> Path | None:
     """See `Trainer.resume`."""
     started = time.perf_counter()
-    found, step = go_back(trainer, how)
+    found = find(trainer, how)
+    changed = compare(trainer, found) if found is not None else []
+    fresh = [dict(group) for group in trainer.optimizer.param_groups]
+    step = _go_to(trainer, found)
+    trainer.is_placed = True
     if found is None:
         return None
+    if trainer.scales_rate:  # the config's own optimizer; a user's brings its options
+        keep_what_was_changed(trainer.optimizer.param_groups, fresh, changed)
+    trainer.resumed_from = found
     trainer.later_lines.append(f"goes on after step {step}, from {found}")
+    if changed:
+        trainer.later_lines.append(f"changed since that step: {', '.join(map(str, changed))}")
     if trainer.run_directory is not None and trainer.is_main_process:
         seconds = time.perf_counter() - started
         trainer.run_directory.append_event("resume", step=step, checkpoint=str(found), seconds=seconds)
@@ -193,6 +206,11 @@ def go_back(trainer: "Trainer", how: str) -> tuple[Path | None, int]:
         the checkpoint and its step; None and 0 where there is none to go to.
     """
     found = find(trainer, how)
+    return found, _go_to(trainer, found)
+
+
+def _go_to(trainer: "Trainer", found: Path | None) -> int:
+    """The step that the trainer stands at once it, and its run directory, are taken to a checkpoint or to the start."""
     step = restore(trainer, found)[0] if found is not None else 0
     directory = trainer.run_directory
     if directory is not None and trainer.is_main_process:
@@ -201,7 +219,7 @@ def go_back(trainer: "Trainer", how: str) -> tuple[Path | None, int]:
             directory.append_event("set_aside", step=step, checkpoint=path.name)
     if trainer.layout.world_size > 1:
         collectives.barrier()  # nobody looks into the folder before it is in order
-    return found, step
+    return step
 
 
 def _named(path: Path, how: str) -> Path:

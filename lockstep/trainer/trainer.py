@@ -20,7 +20,7 @@ from lockstep import checkpoint, cluster
 from lockstep.bad_numbers import BadNumbersError, Judge
 from lockstep.checkpoint import Snapshot
 from lockstep.config import Config
-from lockstep.data import StepBatches, StepSource
+from lockstep.data import StepBatches, StepSource, holds_token_ids
 from lockstep.heartbeat import of_this_rank, tell_limits, together
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import blocks_of, objective_of
@@ -42,7 +42,7 @@ from lockstep.trainer.optimizing import MakeOptimizer, MakeScheduler, before_dat
 from lockstep.trainer.rollback import Rollback
 from lockstep.trainer.saving import Saving, storage_is_shared
 from lockstep.trainer.settings import loss_fn_of, with_settings
-from lockstep.trainer.source import open_source, worker_deaths_explained
+from lockstep.trainer.source import open_source, take_batch_size, worker_deaths_explained
 from lockstep.trainer.window import Window
 
 
@@ -100,6 +100,10 @@ class Trainer:
         self.metrics: dict[str, Any] = {}  # the newest, as `checkpoint.keep_best` names them
         self.source_state: dict[str, Any] = {}
         self.last_record: StepRecord | None = None
+        self.reads_tokens = False  # known from the first batch on
+        self.is_placed = False  # resumed, loaded, or told to start afresh
+        self.resumed_from: Path | None = None  # until its data are compared with those of this run
+        self.steps_per_epoch: int | None = None
         self.heartbeat = of_this_rank()
         hang = self.config.distributed.hang
         tell_limits(hang.factor, hang.seconds, self.config.distributed.timeout_seconds)
@@ -113,6 +117,8 @@ class Trainer:
 
     def train(self, train_data: Any, val_data: Any = None, epochs: int | None = None) -> StepRecord | None:
         """Train to the end, with logs, evaluations and checkpoints.
+
+        A run that has a run directory, and was not resumed or loaded yet, goes on as `checkpoint.resume` says.
 
         Args:
             train_data: a dataset, a DataLoader, or an iterable of batches.
@@ -130,7 +136,10 @@ class Trainer:
                 self.lock.release()
 
     def _train_locked(self, train_data: Any, val_data: Any, epochs: int | None) -> StepRecord | None:
+        self._place(train_data)
         source, total = open_source(self, train_data, epochs)
+        if total is not None and self.step.progress.step >= total:
+            self.later_lines.append(self._nothing_left(total))
         monitor = open_monitor(self, total)
         try:
             saving = Saving(self, monitor)
@@ -152,6 +161,19 @@ class Trainer:
             monitor.close()
         return record
 
+    def _place(self, train_data: Any) -> None:
+        """Resume a run that stands at its start and has a directory, unless it was told where to begin."""
+        if self.run_directory is not None and not self.is_placed and self.step.progress.step == 0:
+            take_batch_size(self, train_data)
+            self.resume(self.config.checkpoint.resume)
+
+    def _nothing_left(self, total: int) -> str:
+        """The line of a finished run that is started again."""
+        return (
+            f"nothing left to do: {self.step.progress.step} steps are done, and the run has {total}. For more of them "
+            "raise training.max_steps or num_train_epochs; --resume never starts afresh"
+        )
+
     def _train(
         self, source: StepSource, total: int | None, val_data: Any, monitor: Monitor, saving: Saving
     ) -> StepRecord | None:
@@ -165,6 +187,7 @@ class Trainer:
                 if self.lock is not None:
                     self.lock.check()
                 if record is not None:
+                    monitor.counts_tokens = self.reads_tokens
                     monitor.on_step(record)
                     monitor.say(*self.placed.said_later)
                     self.placed.said_later.clear()
@@ -235,6 +258,7 @@ class Trainer:
         if batches.step in self.step.avoid:
             self.step.pass_over(batches.samples)
             return None
+        self.reads_tokens = self.reads_tokens or holds_token_ids(batches.mine[0].batch)
         shares = [Share(m.index, m.batch, m.real) for m in batches.mine]
         self.step.progress.epoch = batches.epoch
         with self.around_step():

@@ -28,6 +28,9 @@ def test_numbers_and_times() -> None:
     assert [duration(s) for s in (5, 65, 3661)] == ["0:05", "1:05", "1:01:01"]
     assert [number(n) for n in (1, 0.12345, float("inf"), "nan")] == ["1.0000", "0.1235", "inf", "nan"]
     assert step_line(_ROW, None, None).startswith("step 10  ")
+    images = {**_ROW, "tokens_per_second": None, "samples_per_second": 1234.5}
+    assert "  1,234 samples/s  " in step_line(images, None, None)
+    assert "  0.123 samples/s  " in step_line({**images, "samples_per_second": 0.1234}, None, None)
 
 
 _LIVE = """

@@ -7,7 +7,7 @@ import sys
 import types
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -140,13 +140,13 @@ def test_meters_average_over_the_interval_and_leave_out_pauses() -> None:
     for step in range(4):
         now[0] += 0.5
         meters.count(record(step, tokens=torch.tensor(100)))
-    assert meters.read() == (0.5, 200.0)
+    assert meters.read() == (0.5, 2.0 * record(0).samples, 200.0)
     now[0] += 2.0
     meters.count(record(5, tokens=100))
     now[0] += 10.0
     meters.pause(10.0)
-    assert meters.read() == (2.0, 50.0)
-    assert meters.read() == (0.0, 0.0)
+    assert meters.read() == (2.0, 0.5 * record(0).samples, 50.0)
+    assert meters.read() == (0.0, 0.0, 0.0)
 
 
 def test_memory_is_this_ranks_own() -> None:
@@ -246,6 +246,42 @@ def test_json_logger_writes_on_the_ranks_of_its_filter(
     if writes:
         assert (rows[0]["rank"], rows[0]["name"], rows[0]["loss"]) == (rank, "a", 0.25)
     assert JsonLogger.every_rank
+
+
+def test_json_logger_writes_into_the_run_directory(run: RunDirectory) -> None:
+    callbacks = ["lockstep.monitor:JsonLogger", {"name": "lockstep.monitor:JsonLogger", "args": {"path": "a/b.jsonl"}}]
+    monitor = Monitor(config(log_steps=1, sinks=[], callbacks=callbacks), run, is_main=True)
+    monitor.on_step(record(1))
+    monitor.close()
+    assert [len(list(read_lines(run.path / name))) for name in ("metrics-0.jsonl", "a/b.jsonl")] == [1, 1]
+
+
+class OnStepEnd:
+    """A callback as other trainers have them."""
+
+    seen: ClassVar[list[tuple[int, bool, float]]] = []
+
+    def __init__(self, stop_at: int = 0) -> None:
+        self.stop_at = stop_at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append((state.global_step, state.is_world_process_zero, kwargs["logs"]["loss"]))
+        control.should_training_stop = state.global_step == self.stop_at
+
+
+def test_a_callback_with_on_step_end_is_called_as_other_trainers_call_it(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    OnStepEnd.seen.clear()
+    callbacks = [{"name": "tests.monitor.test_monitor:OnStepEnd", "args": {"stop_at": 2}}]
+    monitor = Monitor(config(log_steps=1, sinks=[], callbacks=callbacks), run, is_main=True)
+    for step in (1, 2):
+        monitor.on_step(record(step, loss=0.5))
+    monitor.close()
+    assert OnStepEnd.seen == [(1, True, 0.5), (2, True, 0.5)]
+    assert "asked for should_training_stop, and can only look" in caplog.text
+    with pytest.raises(UsageError, match="takes no argument 'stop'; did you mean 'stop_at'"):
+        Monitor(config(callbacks=[{**callbacks[0], "args": {"stop": 2}}]), run, is_main=True)
 
 
 def test_tensorboard_holds_the_scalars(run: RunDirectory) -> None:

@@ -1,5 +1,7 @@
 """A run that was killed goes on from its newest checkpoint, and ends in the same bits."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -7,11 +9,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from lockstep.checkpoint import digest
+from lockstep.errors import UsageError
+from lockstep.records import RunDirectory
+from lockstep.trainer import Trainer
+from tests.ranks import run_ranks
 
 CONFIG = {
     "model": {"name": "bdh", "args": {"n_layer": 2, "n_embd": 32, "n_head": 4, "mlp_multiplier": 4, "dropout": 0.1}},
@@ -109,15 +119,141 @@ def test_trap_54_samples_and_random_numbers_go_on_where_they_were(
 
 def test_a_run_that_is_done_has_nothing_left_to_do(config: Path, undisturbed: Path) -> None:
     before = digest(undisturbed / "checkpoints/step-00000024")
-    finish(start(config, undisturbed))
+    output = finish(start(config, undisturbed))
+    assert "nothing left to do: 24 steps are done, and the run has 24" in output
     assert digest(undisturbed / "checkpoints/step-00000024") == before
 
 
 def test_a_resume_whose_model_differs_names_what_differs(config: Path, undisturbed: Path, tmp_path: Path) -> None:
     path = str(undisturbed / "checkpoints/step-00000024")
-    process = start(config, tmp_path, "--resume", path, "model.args.n_embd=48")
+    assert "model.args.n_embd 32 → 48" in finish(start(config, tmp_path, "--resume", path, "model.args.n_embd=48"), 2)
+    process = start(config, tmp_path, "--resume", path, "model.args.n_embd=48", "--allow-changes")
     output = finish(process, code=2)
     assert "of another shape" in output
     assert "Traceback" not in output
     output = finish(start(config, tmp_path, "--resume", str(tmp_path)), code=2)
     assert "is no checkpoint" in output
+
+
+# ---- what changed since the checkpoint ----
+
+
+def regression(samples: int = 48) -> TensorDataset:
+    x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def trainer(folder: Path, optimizer: str | None = None, **settings: Any) -> Trainer:
+    torch.manual_seed(0)
+    given = {"batch_size": 4, "max_steps": 4, "learning_rate": 0.1, "lr_schedule": "constant", "log_steps": 1}
+    given |= {"output_dir": folder, "eval_steps": None, **settings}
+    return Trainer(nn.Linear(4, 1), optimizer, nn.MSELoss(), **given)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A run of four steps, done."""
+    trainer(tmp_path).train(regression())
+    return tmp_path
+
+
+def test_a_trainer_with_a_run_directory_resumes_as_the_command_does(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = trainer(saved)
+    assert again.train(regression()) is None
+    said = capsys.readouterr().out
+    assert "goes on after step 4, from " in said
+    assert "nothing left to do: 4 steps are done, and the run has 4" in said
+    more = trainer(saved, max_steps=6)
+    more.train(regression())
+    assert [row["step"] for row in RunDirectory(saved).read_metrics()] == [1, 2, 3, 4, 5, 6]
+    afresh = trainer(saved, resume="never")
+    afresh.train(regression())
+    assert [row["step"] for row in RunDirectory(saved).read_metrics()] == [1, 2, 3, 4]
+
+
+def test_a_trainer_goes_on_by_itself_only_from_its_start(saved: Path) -> None:
+    """Not after a checkpoint was loaded, or steps were taken; nor does a loop of one's own resume."""
+    loaded = trainer(saved, max_steps=6)
+    loaded.load_checkpoint(saved)
+    loaded.train(regression(), epochs=None)
+    assert loaded.step.progress.step == 6
+    own = trainer(saved / "own", max_steps=8)
+    assert len(list(zip(range(2), own.steps(regression()), strict=False))) == 2
+    own.train(regression())
+    assert own.step.progress.step == 8
+
+
+def test_a_changed_learning_rate_is_said_and_counts(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(saved, max_steps=6, learning_rate=0.05, weight_decay=0.3).train(regression())
+    said = capsys.readouterr().out
+    changed = "training.learning_rate 0.1 → 0.05, training.max_steps 4 → 6, training.weight_decay 0.1 → 0.3"
+    assert f"lockstep: changed since that step: {changed}\n" in said
+    assert [row["lr"] for row in RunDirectory(saved).read_metrics()] == [0.1] * 4 + [0.05] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "samples", "words"),
+    [
+        ({"seed": 4}, 48, "training.seed 1337 → 4"),
+        ({"batch_size": 8}, 48, "training.batch_size 4 → 8"),
+        ({"global_batch_size": 8}, 48, "training.global_batch_size null → 8"),
+        ({"shuffle": False}, 48, "data.shuffle true → false"),
+        ({}, 60, "an epoch of the data had 12 steps, and has 15 now"),
+    ],
+)
+def test_what_would_be_another_training_is_refused_unless_it_is_allowed(
+    saved: Path, settings: dict[str, Any], samples: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"max_steps": 6, **settings}
+    with pytest.raises(UsageError, match="the run would not go on as it began") as caught:
+        trainer(saved, **settings).train(regression(samples))
+    assert words in str(caught.value)
+    assert "--allow-changes" in str(caught.value)
+    assert "--resume never" in str(caught.value)
+    if samples == 48:
+        assert "step-00000004" in [path.name for path in (saved / "checkpoints").iterdir()], "nothing was touched"
+    capsys.readouterr()
+    trainer(saved, allow_changes=True, **settings).train(regression(samples))
+    if samples == 48:
+        assert words in capsys.readouterr().out
+    assert RunDirectory(saved).read_metrics()[-1]["step"] == 6
+
+
+def test_a_users_optimizer_keeps_the_options_that_were_saved(tmp_path: Path) -> None:
+    def run(max_steps: int, rate: float) -> Trainer:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        return Trainer(model, optimizer, nn.MSELoss(), output_dir=tmp_path, max_steps=max_steps, log_steps=1,
+                       lr_schedule="constant", eval_steps=None)  # fmt: skip
+
+    run(2, 0.1).train(regression())
+    run(4, 0.2).train(regression())
+    assert [row["lr"] for row in RunDirectory(tmp_path).read_metrics()] == [0.1] * 4
+
+
+def test_other_ranks_are_said_and_do_not_stop_a_run(tmp_path: Path) -> None:
+    """Without a `global_batch_size` a step grows with the ranks: nobody changed a key, a machine may just be gone."""
+    trainer(tmp_path).train(regression())
+    said, refused, idle = run_ranks(on_two_ranks, 2, str(tmp_path))[0]
+    assert "the global batch (it follows the ranks: set global_batch_size) 4 → 8" in said
+    assert "training.seed 1337 → 5" in refused
+    assert "warning: a step has 1 micro-batch for 2 data-parallel ranks: 1 of them computes nothing" in idle
+
+
+def on_two_ranks(folder: str) -> list[str]:
+    settings = {"strategy": "ddp", "device": "cpu"}
+    texts = []
+    for changes in ({"max_steps": 6}, {"max_steps": 8, "seed": 5}):
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text):
+            try:
+                trainer(Path(folder), **settings, **changes).train(regression())
+                texts.append(text.getvalue())
+            except UsageError as error:
+                texts.append(str(error))
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        trainer(Path(folder, "idle"), **settings, global_batch_size=4, max_steps=1).train(regression())
+    return [*texts, text.getvalue()]

@@ -123,6 +123,29 @@ def test_what_becomes_known_in_the_first_steps_is_said_once(capsys: pytest.Captu
     assert capsys.readouterr().out.count("lockstep: known by now\n") == 1
 
 
+def test_rates_count_tokens_where_there_are_tokens_and_samples_elsewhere(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A regression, and a language model; a classifier of token ids has a target a sample."""
+    classes = TensorDataset(torch.randint(5, (8, 6)), torch.randint(3, (8,)))
+    classifier = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(24, 3))
+    runs: list[tuple[str, nn.Module, Any, Any]] = [
+        ("samples", linear(), nn.MSELoss(), regression()),
+        ("samples", classifier, nn.CrossEntropyLoss(), classes),
+        ("tokens", language_model("transformer"), None, Tokens()),
+    ]
+    for number, (unit, model, loss_fn, data) in enumerate(runs):
+        output = tmp_path / str(number)
+        settings = {"batch_size": 2, "max_steps": 2, "log_steps": 1, "eval_steps": None}
+        Trainer(model, loss_fn=loss_fn, output_dir=output, save_strategy="none", **settings).train(data)
+        row = RunDirectory(output).read_metrics()[-1]
+        assert row["samples_per_second"] > 0
+        assert ("tokens_per_second" in row) == (unit == "tokens")
+        said = capsys.readouterr().out
+        assert f" {unit}/s" in said
+        assert ("tokens/s" in said) == (unit == "tokens")
+
+
 def test_the_scaling_rule_is_said_at_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trainer = Trainer(
         linear(), loss_fn=nn.MSELoss(), max_steps=1, lr_scaling="sqrt", base_batch_size=5, learning_rate=0.01,
