@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.config import load_object
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, did_you_mean
 
 _BY_NAME = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
@@ -104,6 +104,24 @@ def build_optimizer(
             where="training.optimizer_args",
             fix=f"it accepts {', '.join(n for n in accepted if n != 'params')}",
         ) from None
+
+
+def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
+    """Find out whether a config's optimizer is there and takes its arguments, without making it.
+
+    Raises:
+        UsageError: as `build_optimizer` would.
+    """
+    parameters = inspect.signature(_BY_NAME.get(name) or _imported(name)).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    accepted = [key for key in parameters if key not in ("params", "self")]
+    unknown = [key for key in args if key not in accepted]
+    if unknown and not takes_any:
+        raise UsageError(
+            f"the optimizer {name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}",
+            where=f"training.optimizer_args.{unknown[0]}",
+            fix=f"it takes {', '.join(accepted)}",
+        )
 
 
 def _imported(name: str) -> Callable[..., Optimizer]:

@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         dashed = self._dashed(argv, until_script)
         given, unknown = self.parse_known_args(dashed) if until_script else self.parse_known_intermixed_args(dashed)
         if unknown:
-            self._refuse(argv[dashed.index(unknown[0])])
+            self._refuse([argv[dashed.index(token)] for token in unknown])
         return given
 
     def _dashed(self, argv: list[str], until_script: bool) -> list[str]:
@@ -46,12 +46,14 @@ class Parser(argparse.ArgumentParser):
             result.append(name.replace("_", "-") + equals + value if token.startswith("--") else token)
         return result
 
-    def _refuse(self, token: str) -> NoReturn:
+    def _refuse(self, tokens: list[str]) -> NoReturn:
+        """All of them at once, for commands that come from elsewhere."""
         from lockstep.config.names import advice_for_flag
 
-        advice = advice_for_flag(token) if token.startswith("-") else None
+        advice = {token: (token.startswith("-") and advice_for_flag(token)) or self._nearest(token) for token in tokens}
+        fixes = [text if len(advice) == 1 else f"for {token}, {text}" for token, text in advice.items()]
         where = f"the command {self.prog!r}"
-        raise UsageError(f"there is no argument {token}", where=where, fix=advice or self._nearest(token))
+        raise UsageError(f"there is no argument {', '.join(advice)}", where=where, fix="; ".join(fixes))
 
     def _nearest(self, token: str) -> str:
         from difflib import get_close_matches

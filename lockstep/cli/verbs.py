@@ -80,7 +80,13 @@ def config(argv: list[str]) -> int:
 
     from lockstep.config import commands
 
-    print(commands.run(given.verb, path, overrides))
+    said = commands.run(given.verb, path, overrides)
+    if given.verb == "check" and path is not None:
+        from lockstep.config import load_config
+        from lockstep.trainer.named import check_named
+
+        check_named(load_config(path, overrides), str(path))
+    print(said)
     return EXIT_DONE
 
 

@@ -1,16 +1,18 @@
 """`!calc "max(1, 64 // batch_size)"`: arithmetic over config values, worked out when files and overrides are merged.
 
-Operators + - * / // % **, min and max, numbers, and names. A name is looked up beside the expression, then as a dotted
-key, then as the last name of a key (`batch_size` finds `training.batch_size`), then among the schema's defaults. The
-expression is walked as a syntax tree: nothing is executed.
+Operators + - * / // % **, min and max, numbers, and names. A name is looked up beside the expression, then among the
+variables that the template sets, then as a dotted key, then as the last name of a key (`batch_size` finds
+`training.batch_size`), then in the table of foreign names (`per_device_batch_size` is it, too), then among the schema's
+defaults. The expression is walked as a syntax tree: nothing is executed.
 """
 
 import ast
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.config.names import foreign_key
 from lockstep.config.tree import Node, Path
 from lockstep.errors import UsageError
 
@@ -33,9 +35,14 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
 
 @dataclass(frozen=True)
 class Calc:
-    """An expression still to be worked out."""
+    """An expression still to be worked out.
+
+    Attributes:
+        variables: those that the template sets (`-- set NAME = VALUE`).
+    """
 
     expression: str
+    variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 def evaluate(expression: str, lookup: Callable[[str], Number]) -> Number:
@@ -129,7 +136,8 @@ class _Resolver:
             )
         self.busy.append(path)
         try:
-            return evaluate(node.value.expression, lambda name: self.lookup(name, path))
+            variables = node.value.variables
+            return evaluate(node.value.expression, lambda name: self.lookup(name, path, variables))
         except ValueError as error:
             raise UsageError(
                 f'!calc "{node.value.expression}": {error}',
@@ -139,11 +147,15 @@ class _Resolver:
         finally:
             self.busy.pop()
 
-    def lookup(self, name: str, path: Path) -> Number:
+    def lookup(self, name: str, path: Path, variables: Mapping[str, Any]) -> Number:
         parts = tuple(name.split("."))
-        for place in ((*path[:-1], *parts), parts):
-            if place != path and self.tree.has(place):
-                return self.number(self.tree.find(place), place)
+        beside = (*path[:-1], *parts)
+        if beside != path and self.tree.has(beside):
+            return self.number(self.tree.find(beside), beside)
+        if name in variables:
+            return _number(variables[name])
+        if parts != path and self.tree.has(parts):
+            return self.number(self.tree.find(parts), parts)
         if len(parts) == 1:
             named = [p for p, _ in self.tree.walk() if p and p[-1] == name and p != path and self.tree.has(p)]
             if len(named) == 1:
@@ -151,6 +163,9 @@ class _Resolver:
             if len(named) > 1:
                 options = " or ".join(".".join(map(str, p)) for p in named)
                 raise ValueError(f"{name!r} could be {options}; write the whole name")
+        ours = foreign_key(name) if len(parts) == 1 else None
+        if ours is not None and ours not in (name, ".".join(map(str, path))):
+            return self.lookup(ours, path, variables)
         return self.default(name)
 
     def default(self, name: str) -> Number:

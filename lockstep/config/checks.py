@@ -80,7 +80,6 @@ def _sizes(config: Config) -> Iterator[Contradiction]:
             f"{t.global_batch_size}: {', '.join(map(str, _divisors(t.global_batch_size, t.batch_size)))}",
         )
 
-
     elif t.global_batch_size is not None and t.global_batch_size % (t.batch_size * t.accumulation) and not open_yet:
         whole, rest = divmod(t.global_batch_size, t.batch_size * t.accumulation)
         yield Contradiction(
@@ -126,12 +125,6 @@ def _divisors(number: int, near: int) -> list[int]:
 
 def _schedule(config: Config) -> Iterator[Contradiction]:
     t = config.training
-    if t.max_steps is not None and t.warmup_steps >= t.max_steps:
-        yield Contradiction(
-            ("training.warmup_steps", "training.max_steps"),
-            f"the warm-up of {t.warmup_steps} steps leaves none of the {t.max_steps} steps at the full learning rate",
-            f"write warmup_steps: {t.max_steps // 10}",
-        )
     if t.lr_scaling != "none" and t.base_batch_size is None:
         yield Contradiction(
             ("training.lr_scaling", "training.base_batch_size"),

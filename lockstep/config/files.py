@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def shipped_names() -> list[str]:
 
 def find(path: str | Path) -> ResolvedFile:
     """The file of that path, or the shipped one of that name; `read` says where there is neither."""
+    _require_no_null(str(path), None)
     given = Path(path)
     found = ResolvedFile(given.resolve(), str(path))
     return found if given.is_absolute() or os.path.exists(given) else _shipped(str(path)) or found
@@ -43,6 +45,7 @@ def parent_file(name: str, child: ResolvedFile, where: str) -> ResolvedFile:
     Raises:
         UsageError: there is neither.
     """
+    _require_no_null(name, where)
     beside = (child.path.parent / name).resolve()
     if os.path.exists(beside):
         shown = os.path.join(os.path.dirname(child.shown), name)
@@ -73,7 +76,10 @@ def read(file: ResolvedFile) -> str:
             fix=f"name a file in it: {', '.join(inside[:5])}" if inside else "name a YAML file",
         )
     try:
-        if file.path.stat().st_size > MAX_BYTES:
+        facts = file.path.stat()
+        if not stat.S_ISREG(facts.st_mode):  # a device or a pipe may never end, and ranks read it once more
+            raise UsageError(f"{name} is not a regular file", fix="write the config to a file, and name that")
+        if facts.st_size > MAX_BYTES:
             raise UsageError(
                 f"{name} has more than {MAX_BYTES // 10**6} MB: it is not a config",
                 fix="give the YAML file of a config",
@@ -92,6 +98,11 @@ def read(file: ResolvedFile) -> str:
     if "\0" in text:
         raise UsageError(f"{name} is a binary file", fix="name a YAML file")
     return text
+
+
+def _require_no_null(name: str, where: str | None) -> None:
+    if "\0" in name:
+        raise UsageError(f"{name!r} is not the name of a file", where=where, fix="name a YAML file")
 
 
 def _shipped(name: str) -> ResolvedFile | None:

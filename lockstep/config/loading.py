@@ -1,6 +1,7 @@
 """From a YAML file, the files that it extends, and overrides to a checked `Config`.
 
-Order: the parent (`extends`), the file, the overrides; mappings are merged key by key, anything else is replaced. A
+Order: the parent (`extends`), the file, the overrides; mappings are merged key by key, anything else is replaced.
+`max_steps` replaces a `num_train_epochs` said before, and the reverse: each is the length of the run. A
 file with lines that begin with `-- `, or with the tags of the template language, is a template and is rendered first.
 """
 
@@ -20,6 +21,8 @@ from lockstep.config.tree import Node, Origin, merge, node_of, parse, parse_valu
 from lockstep.config.tree import Path as KeyPath
 from lockstep.errors import UsageError
 
+_LENGTHS = ("max_steps", "num_train_epochs")
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read, merge, check.
@@ -32,7 +35,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         UsageError: one message for all that is wrong, with file, line, key, and what to write instead.
     """
     file = find(path)
-    tree = load_tree(file, ())
+    tree = without_rivals(load_tree(file, ()), _overrides_tree(overrides))
     for override in overrides:
         tree = apply_override(tree, override)
     return _config(tree, str(file.shown))
@@ -46,7 +49,7 @@ def config_from(settings: Mapping[str, Any], base: Config | None = None) -> Conf
     """
     # Only what was set: what follows from other keys when unset must still be unset.
     given = base.model_dump(by_alias=True, exclude_unset=True) if base is not None else {}
-    tree = node_of(given, Origin("the config"))
+    tree = without_rivals(node_of(given, Origin("the config")), _settings_tree(settings))
     for key, value in settings.items():
         tree = _put(tree, key_path(key, key), node_of(value, Origin(f"the setting {key}")), f"the setting {key}")
     return _config(tree, "the configuration")
@@ -69,7 +72,32 @@ def load_tree(file: ResolvedFile, chain: tuple[Path, ...]) -> Node:
             "`extends` takes the name of one file", where=str(extends.origin), fix="extends: trainers/fsdp.yaml"
         )
     parent = parent_file(extends.value, file, str(extends.origin))
-    return merge(load_tree(parent, (*chain, file.path)), Node(rest, tree.origin))
+    over = Node(rest, tree.origin)
+    return merge(without_rivals(load_tree(parent, (*chain, file.path)), over), over)
+
+
+def without_rivals(tree: Node, later: Node) -> Node:
+    """`tree` without the length of a run that a later layer says in the other way: the later one replaces it."""
+    for name, rival in (_LENGTHS, _LENGTHS[::-1]):
+        said = later.has(("training", name)) and later.find(("training", name)).value is not None
+        if said and not later.has(("training", rival)) and tree.has(("training", rival)):
+            training = {key: node for key, node in tree.find(("training",)).value.items() if key != rival}
+            tree = Node({**tree.value, "training": Node(training, tree.find(("training",)).origin)}, tree.origin)
+    return tree
+
+
+def _overrides_tree(overrides: Sequence[str]) -> Node:
+    tree = Node({}, Origin("the overrides"))
+    for override in overrides:
+        tree = apply_override(tree, override)
+    return tree
+
+
+def _settings_tree(settings: Mapping[str, Any]) -> Node:
+    tree = Node({}, Origin("the settings"))
+    for key, value in settings.items():
+        tree = _put(tree, key_path(key, key), node_of(value, Origin(f"the setting {key}")), f"the setting {key}")
+    return tree
 
 
 def _document(file: ResolvedFile) -> Node:

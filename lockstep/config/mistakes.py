@@ -136,6 +136,8 @@ def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
     takes = _takes(details, facts.takes if facts is not None else None, same=facts is not None and facts.key == key)
     value = node.plain()
     fix = advice_for_value(facts.key if facts is not None else key, value)
+    if fix is None and key == "distributed.device" and str(value)[-1:].isdecimal():  # scripts place ranks by hand
+        fix = "leave it out: each rank takes the device of its local rank"
     if fix is None and facts is not None and facts.choices and isinstance(value, str):
         fix = _near_choice(value, facts.choices)
     if fix is None and isinstance(value, str) and _reads_as_number(value) and "number" in takes:

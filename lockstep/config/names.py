@@ -74,6 +74,25 @@ def advice_for_flag(option: str) -> str | None:
     return "; or ".join(texts) or None
 
 
+def advice_for_object(name: str) -> str | None:
+    """What to write instead of an object from elsewhere, `forgather.ml.tb_logger:TBLogger`."""
+    rows = [row for row in table() if row.kind == "python" and row.theirs == name]
+    return "; or ".join(dict.fromkeys(_advice(row, "{ours}: {value}") for row in rows)) or None
+
+
+def foreign_key(name: str) -> str | None:
+    """The one key of ours that a single foreign name stands for, value and all."""
+    rows = [row for row in table() if row.kind == "key" and _normal(row.theirs) == _normal(name)]
+    keys = {row.ours for row in rows if row.is_key and not row.value}
+    return keys.pop() if len(keys) == 1 else None
+
+
+def says_to_leave_out(name: str) -> str | None:
+    """The advice of the table where it is to leave `name` out, as `rank`."""
+    rows = [row for row in table() if row.kind == "key" and row.theirs == name and not row.ours]
+    return rows[0].note if rows else None
+
+
 def advice_for_value(key: str, value: object) -> str | None:
     """What to write as the value of our `key` instead of a value from elsewhere."""
     word = _normal(str(value))

@@ -255,6 +255,8 @@ NANOGPT: Rows = (
 TORCH: Rows = (
     ("device_ids", "", "", "leave it out: the device is the local rank's"),
     ("local_rank", "", "", "leave it out: it is read from the launcher's environment"),
+    ("rank", "", "", "leave it out: it is read from the launcher's environment"),
+    ("world_size", "", "", "leave it out: it is the number of ranks that were started (--nproc-per-node, nprocs)"),
     ("limit_all_gathers", "", "", "leave it out: FSDP2 limits them"),
     ("use_orig_params", "", "", "leave it out: parameters keep their names and shapes"),
     ("powersgd_rank", "distributed.ddp.compression.rank"),

@@ -3,10 +3,12 @@
 import difflib
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+from lockstep.config.names import advice_for_object
 from lockstep.config.schema_training import ObjectSpec
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, did_you_mean
 
 
 def load_object(name: str, where: str) -> Any:
@@ -24,7 +26,7 @@ def load_object(name: str, where: str) -> Any:
         raise UsageError(
             f"there is no module {error.name or module_name!r}, needed by {name}",
             where=where,
-            fix="set PYTHONPATH to the folder that holds it, or install it",
+            fix=advice_for_object(name) or "set PYTHONPATH to the folder that holds it, or install it",
         ) from None
     except Exception as error:  # the user's own module, which may raise anything
         raise UsageError(
@@ -45,27 +47,59 @@ def build_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
     Raises:
         UsageError: it can't be imported, or does not take these arguments.
     """
+    target = check_object(spec, where, **further)
+    positional = [_each_spec(value, lambda inner: build_object(inner, where)) for value in spec.positional]
+    keywords = {key: _each_spec(value, lambda inner: build_object(inner, where)) for key, value in spec.args.items()}
+    return target(*positional, **keywords | further)
+
+
+def check_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
+    """What `spec` names, once it is known to take the arguments; nothing is called.
+
+    Raises:
+        UsageError: as `build_object` would.
+    """
     target = load_object(spec.name, where)
-    positional = [_built(value, where) for value in spec.positional]
-    keywords = {key: _built(value, where) for key, value in spec.args.items()} | further
     if not callable(target):
         raise UsageError(
             f"{spec.name} can't be called", where=where, fix="name a class or a function, as package.module:Name"
         )
+    for value in (*spec.positional, *spec.args.values()):
+        _each_spec(value, lambda inner: check_object(inner, where))
     try:
-        inspect.signature(target).bind(*positional, **keywords)
+        signature = inspect.signature(target)
+    except ValueError:
+        return target  # a builtin without a signature: it checks for itself
+    accepted = keywords_of(signature)
+    unknown = [key for key in spec.args if accepted is not None and key not in accepted]
+    if unknown and accepted is not None:
+        raise UsageError(
+            f"{spec.name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}",
+            where=f"{where}.args.{unknown[0]}",
+            fix=f"it takes {', '.join(accepted)}" if accepted else "leave args out: it takes none",
+        )
+    try:
+        signature.bind(*spec.positional, **spec.args | further)
     except TypeError as error:
         raise UsageError(f"{spec.name} does not take these arguments", where=where, why=str(error)) from None
-    except ValueError:
-        pass  # a builtin without a signature: it checks for itself
-    return target(*positional, **keywords)
+    return target
 
 
-def _built(value: Any, where: str) -> Any:
+def keywords_of(signature: inspect.Signature) -> list[str] | None:
+    """The names that can be given as keywords; None where any can."""
+    parameters = signature.parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [parameter.name for parameter in parameters if parameter.kind in by_name]
+
+
+def _each_spec(value: Any, work: Callable[[ObjectSpec], Any]) -> Any:
+    """`value` with every `{name: package.module:Name, …}` in it replaced by what `work` makes of it."""
     if isinstance(value, dict):
         if set(value) <= {"name", "args", "positional"} and ":" in str(value.get("name", "")):
-            return build_object(ObjectSpec.model_validate(value), where)
-        return {key: _built(inside, where) for key, inside in value.items()}
+            return work(ObjectSpec.model_validate(value))
+        return {key: _each_spec(inside, work) for key, inside in value.items()}
     if isinstance(value, list):
-        return [_built(inside, where) for inside in value]
+        return [_each_spec(inside, work) for inside in value]
     return value

@@ -13,6 +13,8 @@ The blocks of the trainers that ship, and what their content becomes:
 """
 
 import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ import jinja2
 from jinja2 import nodes
 from jinja2.sandbox import SandboxedEnvironment
 
+from lockstep.config.calc import Calc
 from lockstep.config.files import ResolvedFile, parent_file, read
 from lockstep.config.flags import shallowest
 from lockstep.config.keys import all_keys
+from lockstep.config.limits import within_limits
 from lockstep.config.prepass import Prepared, prepare, reindent, unmark
 from lockstep.config.tree import Node, Origin, merge, parse
 from lockstep.errors import UsageError
@@ -34,21 +38,59 @@ def render(file: ResolvedFile) -> Node:
     Raises:
         UsageError: with the file and line, for anything wrong in the language or the YAML.
     """
-    library = _Library()
-    chain = library.chain(file)
-    _check_blocks(chain, library)
-    texts = [_run(library, lambda: library.environment.get_template(str(file.path)).render())]
-    for member in reversed(chain):
-        outside = library.prepared[str(member.path)].outside
-        if outside:
-            texts.append(_run(library, lambda text=outside: library.environment.from_string(text).render(), member))
-    plain, origins = unmark("\n".join(texts))
+    rendered = within_limits(lambda: _rendered(file), file.shown)
+    plain, origins = unmark(rendered.text)
 
     def origin(line: int) -> Origin:
         index, number = origins[min(line, len(origins) - 1)]
-        return Origin(library.files[index].shown, number)
+        return Origin(rendered.files[index], number)
 
-    return _expand(parse(plain, origin, overlay=True))
+    return _expand(_with_variables(parse(plain, origin, overlay=True), rendered.variables))
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """What rendering gives: the text with marks, the variables that were set, and the files that the marks count."""
+
+    text: str
+    variables: dict[str, int | float]
+    files: list[str]
+
+
+def _rendered(file: ResolvedFile) -> _Rendered:
+    library = _Library()
+    chain = library.chain(file)
+    _check_blocks(chain, library)
+    variables: dict[str, Any] = {}
+    texts = [_run(library, lambda: _fill(library.environment.get_template(str(file.path)), variables))]
+    for member in reversed(chain):
+        outside = library.prepared[str(member.path)].outside
+        if outside:
+            texts.append(
+                _run(library, lambda text=outside: _fill(library.environment.from_string(text), variables), member)
+            )
+    numbers = {name: value for name, value in variables.items() if type(value) in (int, float)}
+    return _Rendered("\n".join(texts), numbers, [member.shown for member in library.files])
+
+
+def _fill(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    """The template's text; what it and those that it extends set with `-- set` is added to `variables`."""
+    context = template.new_context()
+    try:
+        text = "".join(template.root_render_func(context))
+    except Exception:
+        template.environment.handle_exception()
+    variables.update({name: context.vars[name] for name in context.exported_vars})
+    return text
+
+
+def _with_variables(node: Node, variables: Mapping[str, int | float]) -> Node:
+    """The same tree, in which `!calc` knows the template's variables."""
+    if isinstance(node.value, dict):
+        return replace(node, value={key: _with_variables(child, variables) for key, child in node.value.items()})
+    if isinstance(node.value, list):
+        return replace(node, value=[_with_variables(child, variables) for child in node.value])
+    return replace(node, value=replace(node.value, variables=variables)) if isinstance(node.value, Calc) else node
 
 
 class _Environment(SandboxedEnvironment):

@@ -40,13 +40,38 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
         return _made(partial(hugging_face, name.removeprefix("hf:")), args, name)
     if ":" in name:
         return _users(name, args, seed)
-    if name not in BUILDERS:
+    return _made(_builder(name), args, name)
+
+
+def check_data(data: DataConfig) -> None:
+    """Find out whether a config's data are known and take their arguments, without making them.
+
+    Raises:
+        UsageError: as `build_data` would.
+    """
+    if data.name is None or data.name.startswith("hf:"):
+        return
+    require_accepted(_builder(data.name), data.args, data.name)
+
+
+def _builder(name: str) -> Callable[..., Any]:
+    if ":" not in name:
+        if name not in BUILDERS:
+            raise UsageError(
+                f"there is no data set {name!r}{did_you_mean(name, BUILDERS)}",
+                where="data.name",
+                fix=f"choose one of {_CHOICES}",
+            )
+        return BUILDERS[name]
+    builder = load_object(name, "data.name")
+    if not callable(builder):
         raise UsageError(
-            f"there is no data set {name!r}{did_you_mean(name, BUILDERS)}",
+            f"{name} is no class or function",
             where="data.name",
-            fix=f"choose one of {_CHOICES}",
+            fix="name a class or a function, as package.module:Name",
         )
-    return _made(BUILDERS[name], args, name)
+    found: Callable[..., Any] = builder
+    return found
 
 
 def _made(builder: Callable[..., Data], args: Mapping[str, Any], name: str) -> Data:
@@ -59,6 +84,16 @@ def called(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> A
 
     Raises:
         UsageError: an argument that it does not take, or one that it needs and does not get.
+    """
+    require_accepted(builder, args, name)
+    return builder(**args)
+
+
+def require_accepted(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> None:
+    """Refuse an argument that `builder` does not take, or the lack of one that it needs.
+
+    Raises:
+        UsageError: with the nearest name.
     """
     accepted = accepted_arguments(builder)
     unknown = [key for key in args if accepted is not None and key not in accepted]
@@ -75,7 +110,6 @@ def called(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> A
             where=f"data.args.{missing[0]}",
             fix=f"set data.args.{missing[0]}",
         )
-    return builder(**args)
 
 
 def accepted_arguments(builder: Callable[..., Any]) -> list[str] | None:
@@ -100,13 +134,7 @@ def _required(builder: Callable[..., Any]) -> list[str]:
 
 def _users(name: str, args: dict[str, Any], seed: int) -> Data:
     """A dataset, or a pair (training, validation), or a `Data`, made by a class or function of the user's."""
-    builder = load_object(name, "data.name")
-    if not callable(builder):
-        raise UsageError(
-            f"{name} is no class or function",
-            where="data.name",
-            fix="name a class or a function, as package.module:Name",
-        )
+    builder = _builder(name)
     accepted = accepted_arguments(builder)
     if accepted is not None and "seed" in accepted:
         args.setdefault("seed", seed)

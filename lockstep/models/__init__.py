@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.config import load_object
+from lockstep.config.names import foreign_key
 from lockstep.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -99,17 +100,8 @@ def _construct(
 ) -> "nn.Module":
     from torch import nn
 
+    accepted = _require_accepted(name, constructor, args)
     parameters = inspect.signature(constructor).parameters
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    accepted = [key for key, parameter in parameters.items() if parameter.kind in by_keyword]
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    unknown = [key for key in args if key not in accepted]
-    if unknown and not takes_any:
-        raise UsageError(
-            f"the model {name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}",
-            where=f"model.args.{unknown[0]}",
-            fix=f"it takes {', '.join(accepted) or 'none'}",
-        )
     filled = {**{key: value for key, value in facts.items() if key in accepted}, **args}
     missing = [key for key in accepted if parameters[key].default is inspect.Parameter.empty and key not in filled]
     if missing:
@@ -124,6 +116,38 @@ def _construct(
             fix="let it return a torch.nn.Module",
         )
     return model
+
+
+def check_model(model_config: ModelSettings) -> None:
+    """Find out whether a config's model is there and takes its arguments, without making it.
+
+    Raises:
+        UsageError: as `build_model` would. What the data may fill in is not missed.
+    """
+    if model_config.name is not None:
+        _require_accepted(model_config.name, _constructor(model_config.name), model_config.args)
+
+
+def _require_accepted(name: str, constructor: Callable[..., "nn.Module"], args: Mapping[str, Any]) -> list[str]:
+    """The names of a constructor's arguments.
+
+    Raises:
+        UsageError: one that is given is none of them.
+    """
+    parameters = inspect.signature(constructor).parameters
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    accepted = [key for key, parameter in parameters.items() if parameter.kind in by_keyword]
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    unknown = [key for key in args if key not in accepted]
+    if unknown and not takes_any:
+        ours = (foreign_key(unknown[0]) or "").removeprefix("model.args.")
+        near = "" if ours in accepted else did_you_mean(unknown[0], accepted)
+        raise UsageError(
+            f"the model {name} takes no argument {unknown[0]!r}{near}",
+            where=f"model.args.{unknown[0]}",
+            fix=f"write {ours}" if ours in accepted else f"it takes {', '.join(accepted) or 'none'}",
+        )
+    return accepted
 
 
 def _known_names() -> str:

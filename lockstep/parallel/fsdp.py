@@ -5,6 +5,7 @@ Gradients are summed, not averaged. Parameters are cut along a dim that the rank
 Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.fully_shard.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -213,8 +214,28 @@ def _candidates(
                 fix="name classes of it: " + ", ".join(sorted({type(m).__name__ for m in model.modules()})[:12]),
             )
         return found
-    pick = load_object(policy, "distributed.fsdp.auto_wrap_policy")
+    pick = _picking(load_object(policy, "distributed.fsdp.auto_wrap_policy"), policy)
     return [(name, m) for name, m in model.named_modules() if name and pick(m)]
+
+
+def _picking(policy: Any, name: str) -> Callable[[nn.Module], object]:
+    """`module -> is it a unit` of what the config names: such a function, one of torch's policies
+    (`ModuleWrapPolicy`, a `partial` of `transformer_auto_wrap_policy` …), or a function that returns either.
+    """
+    if not callable(policy):
+        raise UsageError(
+            f"{name} can't be called",
+            where="distributed.fsdp.auto_wrap_policy",
+            fix="name a function of a module that says whether it is a unit, or one that returns a ModuleWrapPolicy",
+        )
+    parameters = inspect.signature(policy).parameters
+    if "recurse" in parameters:  # torch's: they are also asked whether to look inside, which we always do
+        return lambda module: policy(
+            module, recurse=False, nonwrapped_numel=sum(p.numel() for p in module.parameters())
+        )
+    if not any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        return _picking(policy(), name)
+    return policy  # type: ignore[no-any-return]
 
 
 def _by_size(model: nn.Module, least: int) -> list[tuple[str, nn.Module]]:

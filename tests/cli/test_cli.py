@@ -12,6 +12,8 @@ import pytest
 
 import lockstep.launch.train
 from lockstep import cli
+from lockstep.config import load_config
+from lockstep.config.files import shipped_names
 from lockstep.launch.options import LaunchOptions
 from tests.launch.shared import environment
 
@@ -187,10 +189,50 @@ def test_accumulation_that_contradicts_a_ready_config_is_refused_before_ranks_st
     assert not (tmp_path / "run").exists()
 
 
+def test_config_check_resolves_what_the_config_names(refused: Refused, tmp_path: Path) -> None:
+    """All of it at once, without training: a run would fail at the first."""
+    (tmp_path / "a.yaml").write_text("""
+model: {name: transformer, args: {hidden_dim: 16}}
+data: {name: python-docs, args: {block_sizes: 4}}
+loss_fn: {name: "torch.nn:CrossEntropyLoss", args: {reductions: sum}}
+training: {optimizer_args: {epsilon: 1.0e-8}}
+distributed: {fsdp: {auto_wrap_policy: "lockstep:no_such_policy"}}
+monitor:
+  callbacks:
+    - {name: "forgather.ml.tb_logger:TBLogger"}
+    - {name: "lockstep.monitor:JsonLogger", args: {paths: x.jsonl}}
+    - {name: "lockstep:Config"}
+""")
+    message = refused("config", "check", str(tmp_path / "a.yaml"))
+    assert "has 8 mistakes" in message
+    for words in (
+        "the model transformer takes no argument 'hidden_dim'; write n_embd",
+        "python-docs takes no argument 'block_sizes'; did you mean 'block_size'?",
+        "torch.nn:CrossEntropyLoss takes no argument 'reductions'; did you mean 'reduction'?",
+        "the optimizer adamw takes no argument 'epsilon'; did you mean 'eps'?",
+        "distributed.fsdp.auto_wrap_policy: lockstep has no no_such_policy",
+        "there is no module 'forgather', needed by forgather.ml.tb_logger:TBLogger; write monitor.sinks: [tensorboard]",
+        "JsonLogger takes no argument 'paths'; did you mean 'path'?",
+        "objects of lockstep:Config can't be called",
+    ):
+        assert words in message, message
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_names() if name.startswith("ready/")])
+def test_a_ready_config_can_be_tried_for_two_steps(name: str) -> None:
+    """Its warm-up may be longer, and it may count epochs."""
+    config = load_config(name, ["training.max_steps=2"])
+    assert (config.training.max_steps, config.training.num_train_epochs) == (2, None)
+
+
 def test_foreign_flags_are_answered_with_ours(refused: Refused) -> None:
     message = refused("train", "a.yaml", "--use_fsdp")
     assert "there is no argument --use_fsdp" in message
     assert "write distributed.strategy=fsdp" in message
+    multinode = "--num_nodes 2 --node_rank 0 --num_gpus 4 --master_addr 10.0.0.1 --config config.yaml"
+    message = refused("train", *multinode.split())
+    assert "there is no argument --num_nodes, --num_gpus\n" in message
+    assert "for --num_nodes, write --nnodes; for --num_gpus, write --nproc-per-node" in message
 
 
 def test_misspelt_flags_are_answered_with_the_nearest(refused: Refused) -> None:

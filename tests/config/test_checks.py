@@ -18,7 +18,6 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"training.global_batch_size": 64, "training.batch_size": 8, "training.gradient_accumulation_steps": 3},
         ("8 × gradient_accumulation_steps 3 ×", "64 = 2 × 24 + 16", "leave gradient_accumulation_steps out"),
     ),
-    ({"training.max_steps": 20, "training.warmup_steps": 20}, ("none of the 20 steps", "warmup_steps: 2")),
     ({"training.lr_scaling": "sqrt"}, ("lr_scaling: sqrt", "base_batch_size")),
     ({"data.prefetch_factor": 2}, ("no workers", "num_workers: 1")),
     ({"data.persistent_workers": True}, ("no workers", "num_workers: 1")),
@@ -68,7 +67,7 @@ def test_contradictions_are_refused_with_what_to_write(settings: dict[str, Any],
 
 
 FINE: list[dict[str, Any]] = [
-    {"training.max_steps": 20, "training.warmup_steps": 19},
+    {"training.max_steps": 2, "training.warmup_steps": 100},  # the first steps of a long run
     {"training.max_steps": 1},
     {"training.warmup_steps": 100, "training.num_train_epochs": 1},
     {"training.global_batch_size": 32, "training.batch_size": 8, "training.gradient_accumulation_steps": 2},
@@ -111,9 +110,9 @@ def test_trap_66_and_41_what_accelerate_says_about_data_is_refused(name: str, va
 
 
 def test_a_contradiction_names_the_lines(tmp_path: Path) -> None:
-    message = refusal(tmp_path, "training:\n  max_steps: 3\n", "training.num_train_epochs=2")
-    assert "training.max_steps (run.yaml:2)" in message
-    assert "training.num_train_epochs (the override 'training.num_train_epochs=2')" in message
+    message = refusal(tmp_path, "training:\n  global_batch_size: 9\n", "training.batch_size=2")
+    assert "training.global_batch_size (run.yaml:2)" in message
+    assert "training.batch_size (the override 'training.batch_size=2')" in message
     message = refusal(tmp_path, "training:\n  lr_scaling: linear\n")
     assert "training.base_batch_size (unset)" in message
 

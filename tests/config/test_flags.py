@@ -1,6 +1,7 @@
 """Short names of the command line and of Python's Trainer."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,10 @@ from tests.config.shared import loaded
 def test_the_flags_that_are_promised() -> None:
     assert [flag.option for flag in FLAGS] == [
         *("--strategy", "--batch-size", "--gradient-accumulation-steps", "--grad-clip", "--precision", "--compile"),
-        *("--max-steps", "--learning-rate", "--seed"),
+        *("--max-steps", "--learning-rate", "--allow-changes", "--seed"),
     ]
     assert all(flag.key in all_keys() for flag in FLAGS)
-    assert [flag.option for flag in FLAGS if flag.switch] == ["--compile"]
+    assert [flag.option for flag in FLAGS if flag.switch] == ["--compile", "--allow-changes"]
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:
@@ -90,3 +91,12 @@ def test_dotted_keys_and_sections_are_checked_by_the_schema() -> None:
         config_from(apply_flags({"trainig.seed": 1}))
     with pytest.raises(UsageError, match=r"write training\.seed"):
         config_from(apply_flags({"training": {"sed": 1}}))
+
+
+@pytest.mark.parametrize("settings", [{"world_size": 2}, {"rank": 1}, {"device": 0}, {"device": "cuda:1"}])
+def test_what_the_launcher_knows_is_left_out(settings: dict[str, Any]) -> None:
+    """`Trainer(model, optimizer, device=rank)`; not `shard_size`, nor the rank of a compression."""
+    with pytest.raises(UsageError) as caught:
+        config_from(apply_flags(settings))
+    assert "leave it out" in str(caught.value)
+    assert "shard_size" not in str(caught.value)

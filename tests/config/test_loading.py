@@ -286,3 +286,30 @@ def test_extends_that_leads_nowhere_or_round_in_a_circle(tmp_path: Path) -> None
     assert "the name of one file" in refusal(tmp_path, "extends: [a, b]\n")
     written(tmp_path, "extends: run.yaml\n", "other.yaml")
     assert "run.yaml → other.yaml → run.yaml" in refusal(tmp_path, "extends: other.yaml\n")
+
+
+def test_a_length_said_later_replaces_the_other_kind(tmp_path: Path) -> None:
+    """`--max-steps 2` tries a config that counts epochs; so does a file that extends it, and a setting in Python."""
+    epochs = "training: {num_train_epochs: 5}\n"
+    written(tmp_path, epochs, "base.yaml")
+    for config in (
+        loaded(tmp_path, epochs, "training.max_steps=2"),
+        loaded(tmp_path, "extends: base.yaml\ntraining: {max_steps: 2}\n"),
+        loaded(tmp_path, epochs).replaced({"training.max_steps": 2}),
+    ):
+        assert (config.training.max_steps, config.training.num_train_epochs) == (2, None)
+    both = ("training.max_steps=2", "training.num_train_epochs=5")
+    assert "can't end both after 2 steps and after 5 epochs" in refusal(tmp_path, "training: {}\n", *both)
+    assert loaded(tmp_path, epochs, "training.max_steps=null").training.num_train_epochs == 5
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    """A device or a pipe may never end, and a name with a null byte is none."""
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for name in ("/dev/zero", "pipe.yaml", "/dev/stdin"):
+        assert f"{name} is not a regular file" in refusal(tmp_path, f"extends: {name}\n")
+    assert "is not the name of a file" in refusal(tmp_path, 'extends: "a\\0b.yaml"\n')
+    with pytest.raises(UsageError, match="is not the name of a file"):
+        load_config("a\0b.yaml")
+    with pytest.raises(UsageError, match="is not a regular file"):
+        load_config("/dev/zero")

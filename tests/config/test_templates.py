@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config import load_config
+from lockstep.config import limits, load_config
 from lockstep.config.prepass import is_template
 from tests.config.shared import loaded, refusal, written
 
@@ -323,3 +323,45 @@ def test_what_is_a_template() -> None:
     assert is_template("== super()\n")
     assert is_template("x: !calc '1'\n")
     assert not is_template("---\na: 1\n--x: 2\n# !singleton's cousin !lister\nb: a -- b\nc: '{{ x }}'\n")
+
+
+@pytest.mark.parametrize(
+    ("statement", "of"),
+    [
+        ("{{ 'x' * 10 ** 11 }}", "memory"),
+        ("{{ '{:>99999999999}'.format(1) }}", "memory"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "time"),
+        ("{{ 7 ** (9 ** 9) }}", "time"),
+        ("{% for a in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "text"),
+    ],
+)
+def test_a_template_that_grows_without_end_is_an_error(
+    tmp_path: Path, statement: str, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SECONDS", 1)
+    message = refusal(tmp_path, f"-- set x = 1\ndata: {{name: a{statement}}}\n")
+    assert f"the template takes too much {of}" in message
+    assert "where: run.yaml" in message
+
+
+def test_calc_knows_the_variables_that_a_template_sets(tmp_path: Path) -> None:
+    """With the guide's own expression; what is not set there is one of our keys, under the name of theirs."""
+    text = """
+-- extends 'trainers/pipeline.yaml'
+-- set total_batch_size = 64
+-- block trainer_args
+== super()
+batch_size: 4
+gradient_accumulation_steps: !calc "max(1, total_batch_size // per_device_batch_size)"
+-- endblock trainer_args
+"""
+    assert loaded(tmp_path, text).training.gradient_accumulation_steps == 16
+    text = """
+training:
+  batch_size: 8
+  global_batch_size: 64
+  gradient_accumulation_steps: !calc "max(1, total_batch_size // per_device_batch_size)"
+"""
+    assert loaded(tmp_path, text).training.gradient_accumulation_steps == 8
+    text = '-- set batch = "x"\ntraining: {seed: !calc "batch"}\n'
+    assert "no key is named 'batch'" in refusal(tmp_path, text)

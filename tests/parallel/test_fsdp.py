@@ -1,12 +1,14 @@
 """FSDP2's options: what is gathered as one unit, that ties survive it, what is sharded, and in which types."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 from torch.utils.data import Dataset
 
 from lockstep.config import config_from
@@ -218,6 +220,25 @@ def test_a_policy_that_finds_nothing_names_the_models_classes() -> None:
         units_of(model, FSDPConfig(auto_wrap_policy=["Block"]), [])
     with pytest.raises(UsageError, match="there is no module 'nowhere'"):
         units_of(model, FSDPConfig(auto_wrap_policy="nowhere:nothing"), [])
+
+
+def module_wrap_policy() -> ModuleWrapPolicy:
+    """As the guides write it: a function without arguments that returns a policy of torch's."""
+    return ModuleWrapPolicy({nn.Linear})
+
+
+a_policy = module_wrap_policy()
+a_partial = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})
+
+
+@pytest.mark.parametrize("name", ["module_wrap_policy", "a_policy", "a_partial"])
+def test_policies_of_torch_pick_units(name: str) -> None:
+    from lockstep.config import FSDPConfig
+    from lockstep.parallel.fsdp import units_of
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Sequential(nn.Linear(2, 2)))
+    config = FSDPConfig(auto_wrap_policy=f"tests.parallel.test_fsdp:{name}")
+    assert sorted(name for name, _ in units_of(model, config, [])) == ["0", "2.0"]
 
 
 def test_a_module_whose_parameter_is_used_outside_is_no_unit() -> None:
