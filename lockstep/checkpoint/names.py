@@ -52,7 +52,7 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     """
     try:
         entries = [entry for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     found = [(step, Path(entry.path)) for entry in entries if (step := step_of(entry.name)) is not None]
     return [path for _, path in sorted(found)]
