@@ -56,7 +56,8 @@ class FSDPConfig(Section):
     auto_wrap_policy: str | list[str] = Field(
         default="transformer",
         description="What is gathered as one unit: `transformer`: each block of the model; `size`: any module of "
-        "`min_num_params` or more; a list of class names; or `package.module:name`, a function of a module or one of torch's policies.",
+        "`min_num_params` or more; a list of class names; or `package.module:name`, a function of a module "
+        "or one of torch's policies.",
     )
     accumulate: Literal["sharded", "unsharded"] = Field(
         default="sharded",
