@@ -50,6 +50,7 @@ class Parser(argparse.ArgumentParser):
         """All of them at once, for commands that come from elsewhere."""
         from lockstep.config.names import advice_for_flag
 
+        tokens = [token for token in tokens if token.startswith("-")] or tokens  # the rest may be their values
         advice = {token: (token.startswith("-") and advice_for_flag(token)) or self._nearest(token) for token in tokens}
         fixes = [text if len(advice) == 1 else f"for {token}, {text}" for token, text in advice.items()]
         where = f"the command {self.prog!r}"

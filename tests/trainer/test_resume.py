@@ -145,7 +145,7 @@ def regression(samples: int = 48) -> TensorDataset:
 
 def trainer(folder: Path, optimizer: str | None = None, **settings: Any) -> Trainer:
     torch.manual_seed(0)
-    given = {"batch_size": 4, "max_steps": 4, "learning_rate": 0.1, "lr_schedule": "constant", "log_steps": 1}
+    given = {"batch_size": 4, "max_steps": 4, "learning_rate": 0.1, "weight_decay": 0.1, "log_steps": 1}
     given |= {"output_dir": folder, "eval_steps": None, **settings}
     return Trainer(nn.Linear(4, 1), optimizer, nn.MSELoss(), **given)
 
