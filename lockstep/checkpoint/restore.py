@@ -199,9 +199,15 @@ def _fill(folder: Path, targets: Mapping[str, _Target]) -> dict[str, Any]:
 
 
 def config_text(folder: Path) -> str:
-    """The resolved config of the run that saved; of imported weights, a comment."""
-    with open_inside(folder, CONFIG) as file:
-        return file.read().decode()
+    """The resolved config of the run that saved; of imported weights, a comment.
+
+    Raises:
+        DamagedError: it is not what was written.
+    """
+    try:
+        return read_inside(folder, CONFIG, JSON_LIMIT).decode()
+    except (OSError, ValueError) as error:
+        raise DamagedError("a checkpoint can't be read", where=str(folder / CONFIG), why=str(error)) from None
 
 
 def read_state(folder: Path) -> dict[str, Any]:
