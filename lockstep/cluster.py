@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lockstep import groups
 from lockstep.config import DistributedConfig
 from lockstep.cores import threads_per_rank
-from lockstep.environment import RankFacts, rank_facts, settle
+from lockstep.environment import RankFacts, check_numbers, rank_facts, settle
 from lockstep.errors import UsageError
 from lockstep.existing_group import facts_of_existing_group
 from lockstep.heap import keep_freed_memory
@@ -86,6 +86,7 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     config = distributed if distributed is not None else DistributedConfig()
     os.environ.update(environment(config))
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # read by torch once, at its import
+    check_numbers(os.environ)
     exists = dist.is_initialized()
     facts, gpu = facts_of_existing_group() if exists else (rank_facts(), None)
     if exists:

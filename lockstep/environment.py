@@ -198,6 +198,21 @@ def _no_number(name: str, text: str) -> UsageError:
     )
 
 
+def check_numbers(env: Mapping[str, str]) -> None:
+    """Refuse texts in variables that torch reads as numbers: it ends the process with an error in C++.
+
+    Raises:
+        UsageError: naming the variable.
+    """
+    for name in ("MASTER_PORT", "TORCH_FR_BUFFER_SIZE"):
+        if name in env and not env[name].strip().isdecimal():
+            raise UsageError(
+                f"{name} should be a whole number, but is {env[name]!r}",
+                where="the environment",
+                fix=f"unset {name}: it is chosen then",
+            )
+
+
 def machine_id() -> str:
     """Tells machines (and network namespaces) apart, where host names may be equal."""
     try:

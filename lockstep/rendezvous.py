@@ -3,7 +3,6 @@
 Source: torch.distributed's `env://` and `tcp://` conventions (docs.pytorch.org/docs/stable/distributed.html).
 """
 
-import atexit
 import datetime
 import hashlib
 import os
@@ -14,6 +13,7 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from lockstep import scratch
 from lockstep.config import DistributedConfig
 from lockstep.environment import RankFacts, parent_identity
 from lockstep.errors import RunError, UsageError
@@ -101,10 +101,10 @@ def _file_store(facts: RankFacts) -> Store:
             fix="set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there; under Slurm:"
             ' export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500',
         )
-    name = f"lockstep-{os.getuid()}-{_job_name(facts)}"
-    path = Path(tempfile.gettempdir(), name)
+    path = Path(tempfile.gettempdir(), f"lockstep-meeting-{os.getuid()}-{_job_name(facts)}")
     if facts.rank == 0:
-        atexit.register(path.unlink, missing_ok=True)
+        scratch.sweep()
+        scratch.own(path)
     return FileStore(str(path), facts.world_size)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.environment import RankFacts, rank_facts
+from lockstep.environment import RankFacts, check_numbers, rank_facts
 from lockstep.errors import UsageError
 
 
@@ -74,3 +74,20 @@ def test_world_size_beside_a_schedulers_variables_must_agree() -> None:
     assert rank_facts(srun | {"WORLD_SIZE": "2"}).rank == 1
     with pytest.raises(UsageError, match="the variables of srun say rank 1 of 2"):
         rank_facts(srun | {"WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"WORLD_SIZE": "abc", "RANK": "0"},
+        {"SLURM_PROCID": "x", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"},
+        {"WORLD_SIZE": "abc", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"},
+        {"MASTER_PORT": "abc"},
+        {"TORCH_FR_BUFFER_SIZE": "abc"},
+    ],
+)
+def test_texts_in_the_place_of_numbers_are_one_error(wrong: dict[str, str]) -> None:
+    """torch ended with an error in C++, int() with a traceback."""
+    read = rank_facts if len(wrong) > 1 else check_numbers
+    with pytest.raises(UsageError, match=f"{next(iter(wrong))} should be a whole number, but is '(abc|x)'"):
+        read(wrong)

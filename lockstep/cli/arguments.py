@@ -99,13 +99,13 @@ def config_and_overrides(given: argparse.Namespace, *, required: bool = True) ->
 def add_launch_options(parser: Parser) -> None:
     group = parser.add_argument_group("processes and machines, by torchrun's names")
     group.add_argument(
-        "--nproc-per-node", metavar="N|auto", help="ranks on this machine (default: all visible GPUs, else 1)"
+        "--nproc-per-node", metavar="N|auto|gpu|cpu", help="ranks on this machine (default: all visible GPUs, else 1)"
     )
     group.add_argument("--nnodes", metavar="N|MIN:MAX", default="1", help="machines (default: 1)")
     group.add_argument("--node-rank", metavar="N", type=int, help="this machine's number, from 0")
     group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where machines meet, when they need no number")
     group.add_argument("--rdzv-id", metavar="NAME", help="tells jobs that meet at one endpoint apart")
-    group.add_argument("--rdzv-backend", choices=("c10d", "static"), help=argparse.SUPPRESS)
+    group.add_argument("--rdzv-backend", help=argparse.SUPPRESS)
     group.add_argument("--rdzv-conf", metavar="KEY=VALUE,…", default="", help="for the meeting: timeout=900, is_host=1")
     group.add_argument("--standalone", action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--master-addr", metavar="HOST", help="the machine with --node-rank 0")
@@ -120,6 +120,12 @@ def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "Launc
     """What was said about processes and machines; checked as a whole where ranks are to be started at once."""
     from lockstep.launch.options import LaunchOptions
 
+    if given.rdzv_backend not in (None, "", "c10d", "static"):
+        raise UsageError(
+            f"--rdzv-backend {given.rdzv_backend} is not supported",
+            why="machines meet at a store that the first one hosts, as with torchrun's c10d; etcd is not needed",
+            fix="leave it out: --rdzv-endpoint HOST:PORT, or --master-addr HOST with --node-rank N",
+        )
     conf = dict(pair.partition("=")[::2] for pair in given.rdzv_conf.split(",") if pair)
     options = LaunchOptions(
         nproc_per_node=given.nproc_per_node,
@@ -131,6 +137,8 @@ def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "Launc
         master_addr=given.master_addr,
         master_port=given.master_port,
         max_restarts=given.max_restarts,
+        **{name: vars(given)[name] for name in ("role", "local_addr", "monitor_interval") if name in given},
+        **({} if vars(given).get("shutdown_timeout") is None else {"shutdown_timeout": given.shutdown_timeout}),
     )
     if at_once:
         options.check()

@@ -39,8 +39,11 @@ def train(argv: list[str]) -> int:
 
 def launch(argv: list[str]) -> int:
     """lockstep launch [options] SCRIPT.py [ARGS …]"""
+    from lockstep.cli.torchrun import add_torchrun_options, shown_of
+
     parser = Parser("launch", "Run any script of yours on several ranks.")
     add_launch_options(parser)
+    add_torchrun_options(parser)
     parser.add_argument(
         "--output-dir", metavar="DIR", type=Path, help="logs go to DIR/logs (default: runs/<SCRIPT's name>)"
     )
@@ -53,9 +56,16 @@ def launch(argv: list[str]) -> int:
 
     from lockstep.launch.train import launch_script
 
+    if given.module and given.no_python:
+        raise UsageError("a module is run by Python", where="-m and --no-python", fix="leave one of them out")
     output = given.output_dir or Path("runs", Path(given.script).stem)
     return launch_script(
-        given.script, given.arguments, launch_options(given), module=given.module, logs=Path(output, "logs")
+        given.script,
+        given.arguments,
+        launch_options(given),
+        kind="module" if given.module else "program" if given.no_python else "file",
+        logs=Path(given.log_dir or output / "logs"),
+        shown=shown_of(given),
     )
 
 

@@ -10,24 +10,28 @@ Source: docs.pytorch.org/docs/stable/elastic/agent.html, "Extending the agent". 
 import logging
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
+from lockstep import signals
+from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, RunError
 from lockstep.heartbeat import forget_beats
 from lockstep.launch.failures import Failure, done_mark, first_cause, from_exit_code, read_all
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.membership import Membership
 from lockstep.launch.restarts import CrashLoop
+from lockstep.launch.worker import print_error
 
-PASSED_ON = {
+_CLOSING_SECONDS = 5.0  # for a farewell; a link that is cut would hold it for a minute
+_PASSED_ON = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,  # schedulers' warning ahead of the end
     signal.SIGINT: signal.SIGINT,
@@ -39,8 +43,13 @@ class StoppedBySignalError(Exception):
     """The launcher was told to stop, and the ranks did not end by themselves."""
 
     def __init__(self, number: int) -> None:
-        self.name = signal.Signals(number).name
-        super().__init__(self.name)
+        self.number = number
+        super().__init__(signals.name_of(number))
+
+    def error(self) -> RunError:
+        """The one message about it."""
+        name = signals.name_of(self.number)
+        return RunError(f"stopped by {name}", why="the ranks did not save and leave by themselves")
 
 
 class Agent(LocalElasticAgent):
@@ -52,15 +61,17 @@ class Agent(LocalElasticAgent):
         on_restart: called with the failure and the number of restarts left before ranks are started anew.
         watch: finds ranks that hang.
         checkpoints: the run's folder of them, to know whether a run that fails again and again gets anywhere.
+        shutdown_timeout: seconds that the peers of a failed rank have to end.
     """
 
     def __init__(
         self, spec: WorkerSpec, *, failures: Path, logs: Path, on_restart: Callable[[Failure | None, int], None],
-        watch: HangWatch, checkpoints: Path,
+        watch: HangWatch, checkpoints: Path, shutdown_timeout: int = 30,
     ) -> None:  # fmt: skip
-        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
+        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=shutdown_timeout)
         self._failures, self._logs, self._on_restart = failures, logs, on_restart
         self.stop_signal: int | None = None
+        self._lock, self._starting = threading.Lock(), False
         self._watch, self._loop = watch, CrashLoop(checkpoints)
         handler: Any = spec.rdzv_handler
         self._membership = Membership(handler.num_nodes_waiting)
@@ -71,7 +82,7 @@ class Agent(LocalElasticAgent):
         mine = {worker.global_rank for worker in self._worker_group.workers}
         told = {f.rank: f for f in read_all(self._failures) if f.rank in mine}
         for rank, process in result.failures.items():
-            if rank not in told:
+            if rank not in told and not self._ended_after_its_work(rank, process.exitcode):
                 world = self._worker_group.workers[0].world_size
                 # Its clock has whole seconds; rounded up, so that a rank that wrote a file just before comes first.
                 log = self._logs / f"rank-{rank}.log"
@@ -80,6 +91,11 @@ class Agent(LocalElasticAgent):
             world = self._worker_group.workers[0].world_size
             told[rank] = from_exit_code(rank, world, 0, time.time(), self._logs / f"rank-{rank}.log")
         return list(told.values())
+
+    def _ended_after_its_work(self, rank: int, code: int) -> bool:
+        """Whether the signal that was passed on came to a rank whose work was done, in the interpreter's own end."""
+        stop = None if self.stop_signal is None else _PASSED_ON[signal.Signals(self.stop_signal)]
+        return stop is not None and code == -stop and (self._failures / done_mark(rank)).exists()
 
     def _left_early(self) -> set[int]:
         """Ranks that ended with code 0 and never said that their work was done."""
@@ -114,8 +130,22 @@ class Agent(LocalElasticAgent):
                 (self._failures / name).unlink(missing_ok=True)
         forget_beats(self._watch.folder)
         self._watch.restart()
-        with self.signals_kept():
-            return super()._start_workers(worker_group)  # type: ignore[no-any-return]
+        return self._start_with_signals_held_back(worker_group)
+
+    def _start_with_signals_held_back(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Ranks inherit that signals wait, until they listen: one that comes before would end them unheard."""
+        with self._lock:
+            self._starting = True
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKS_TO_END)
+        try:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.ASKS_TO_END)
+            with self._lock:
+                self._starting = False
+                if self.stop_signal is not None:
+                    self._pass_on(self.stop_signal)
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -149,29 +179,40 @@ class Agent(LocalElasticAgent):
             self._on_restart(cause, self._remaining_restarts)
         super()._restart_workers(worker_group)
 
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Pass the signal on to the ranks. One before there are ranks ends everything, and so does a second Ctrl-C."""
-        running = self.pids()
-        if self.stop_signal is not None and running and number != signal.SIGINT:
-            return  # they were told, and are saving
-        if self.stop_signal is not None or not running:
-            for pid in running:
-                _send(pid, signal.SIGKILL, group=True)
-            self.stop_signal = number
-            raise StoppedBySignalError(number)
-        self.stop_signal = number
-        if number == signal.SIGINT:
-            os.write(2, b"lockstep: interrupted: the ranks may save and stop; a second Ctrl-C ends them at once\n")
-        for pid in running:
-            # To the rank alone: its data workers must live until it has saved.
-            _send(pid, PASSED_ON[signal.Signals(number)])
+    def on_signal(self, number: int) -> None:
+        """Pass the signal on to the ranks. One before there are ranks ends everything, and so does a second Ctrl-C.
 
-    @contextmanager
-    def signals_kept(self) -> Iterator[None]:
-        """The library installs handlers of its own when it starts processes; these stay."""
-        yield
-        for number in PASSED_ON:
-            signal.signal(number, self.on_signal)
+        Called from the thread that reads signals: the main thread may wait for other machines.
+        """
+        with self._lock:
+            running = self.pids()
+            if self.stop_signal is not None and number == signal.SIGINT:
+                for pid in running:
+                    _send(pid, signal.SIGKILL, group=True)
+                print_error(StoppedBySignalError(number).error())
+                signals.end_now(EXIT_FAILED, "")
+            if self.stop_signal is not None:
+                return  # they were told, and are saving
+            if not running and not self._starting:
+                leave_the_others(self)
+                signals.end_now(EXIT_PREEMPTED, f"stopped by {signals.name_of(number)} before ranks were started")
+            self.stop_signal = number
+            if number == signal.SIGINT:
+                os.write(2, b"lockstep: interrupted: the ranks may save and stop; a second Ctrl-C ends them at once\n")
+            if not self._starting:
+                self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        for pid in self.pids():
+            # To the rank alone: its data workers must live until it has saved.
+            _send(pid, _PASSED_ON[signal.Signals(number)])
+
+
+def leave_the_others(agent: Agent) -> None:
+    """Tell the other machines that this one is done, where they can be reached."""
+    closing = threading.Thread(target=agent._rdzv_handler.shutdown, daemon=True)
+    closing.start()
+    closing.join(_CLOSING_SECONDS)
 
 
 def _send(pid: int, number: int, *, group: bool = False) -> None:

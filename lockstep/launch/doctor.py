@@ -5,7 +5,6 @@ A rank is `python -m lockstep.launch.doctor FOLDER REQUEST`; FOLDER belongs to t
 
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from lockstep.launch.local import Job, launch
 from lockstep.launch.options import LaunchOptions, how_many
 from lockstep.launch.train import in_this_process, is_rank
 from lockstep.launch.worker import run_as_worker
+from lockstep.scratch import temporary
 
 _VERDICT = "verdict.json"
 
@@ -42,7 +42,8 @@ def doctor(request: Request, options: LaunchOptions) -> int:
     Returns:
         the exit code: 0, or 1 where something was found that will not work.
     """
-    with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder:
+    with temporary("doctor") as path:
+        folder = str(path)
         logs = Path(folder, "logs")
         if is_rank(options):
             code = run_as_worker(lambda: _look(request, Path(folder)), logs=logs)

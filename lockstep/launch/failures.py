@@ -205,12 +205,16 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
     return min(ended, key=lambda f: (f.consequence, f.time), default=None)
 
 
-def exit_code(failures: Iterable[Failure]) -> int:
-    """The launcher's exit code when all ranks have ended."""
+def exit_code(failures: Iterable[Failure], *, told: bool = True) -> int:
+    """The launcher's exit code when all ranks have ended.
+
+    Args:
+        told: whether somebody may have told the ranks to stop; else the ones that left did so because one had failed.
+    """
     failures = list(failures)
     cause = first_cause(failures)
     # A rank that was told to stop before it had begun leaves; those that it was to meet then fail for that.
-    explained = cause is not None and cause.consequence and any(f.kind == "preempted" for f in failures)
+    explained = told and cause is not None and cause.consequence and any(f.kind == "preempted" for f in failures)
     if cause is not None and not explained:
         return cause.exit_code
     return EXIT_PREEMPTED if failures else EXIT_DONE

@@ -11,6 +11,7 @@ import math
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,14 @@ def _host_or_join(options: LaunchOptions) -> TCPStore:
         ) from error
 
 
+def job_id(options: LaunchOptions, store: Store) -> str:
+    """Return what ranks find in TORCHELASTIC_RUN_ID: the user's name for the job, else one that no other job has."""
+    if options.rdzv_id is not None:
+        return options.rdzv_id
+    agreed: bytes = store.compare_set("lockstep/job", "", uuid.uuid4().hex)
+    return agreed.decode()
+
+
 def handler(options: LaunchOptions, store: TCPStore) -> RendezvousHandler:
     """What the agent of this machine meets the others through."""
     if options.numbered or not options.several_nodes:
@@ -86,7 +95,7 @@ class Numbered(RendezvousHandler):
     def __init__(self, options: LaunchOptions, store: TCPStore) -> None:
         self._options, self._store = options, store
         self._rank = (options.node_rank or 0) if options.several_nodes else 0
-        self._round = 0
+        self._round, self._job_id = 0, job_id(options, store)
         self._of_round: Any = None
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -118,7 +127,7 @@ class Numbered(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        return run_id(self._options)
+        return self._job_id
 
     def shutdown(self) -> bool:
         return True
@@ -128,6 +137,7 @@ class Elastic(DynamicRendezvousHandler):
     """Machines that come and go, numbered as they come. Whom one waits for in vain can only be told by who came."""
 
     _came: "Arrivals"
+    _job_id: str
 
     @classmethod
     def over(cls, options: LaunchOptions, store: TCPStore) -> "Elastic":
@@ -135,18 +145,20 @@ class Elastic(DynamicRendezvousHandler):
             return datetime.timedelta(seconds=options.seconds(name, default))
 
         fewest, most = options.nodes
-        own = own_address(options)
+        # Once enough machines have come, the last call is for the others: it is no part of the patience for the first.
+        last_call = min(30.0, options.patience)
+        own = options.local_addr or own_address(options)
         came = Arrivals(store, options, f"{socket.gethostname()} ({own or os.getpid()})")
         made: Elastic = cls.from_backend(
             run_id(options), store, _Backend(store, run_id(options), came), fewest, most, own,
             RendezvousTimeout(
-                seconds("join_timeout", options.patience), seconds("last_call_timeout", 30),
+                seconds("join_timeout", options.patience + last_call), seconds("last_call_timeout", last_call),
                 seconds("close_timeout", 30), seconds("heartbeat_timeout", 5),
             ),
             keep_alive_interval=int(options.seconds("keep_alive_interval", 5)),
             keep_alive_max_attempt=int(options.seconds("keep_alive_max_attempt", 3)),
         )  # fmt: skip
-        made._came = came
+        made._came, made._job_id = came, job_id(options, store)
         return made
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -165,6 +177,9 @@ class Elastic(DynamicRendezvousHandler):
         self._came.met()
         return found
 
+    def get_run_id(self) -> str:
+        return self._job_id
+
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         return host_store(master_addr, master_port, datetime.timedelta(seconds=_STORE_SECONDS))
 
@@ -178,6 +193,7 @@ class _Backend(C10dRendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Any] | None:
         self._came.raise_if_given_up()
+        self._came.raise_if_too_few()
         return super().get_state()
 
 
@@ -192,10 +208,10 @@ class Arrivals:
         self._store = PrefixStore(f"lockstep/arrivals/{run_id(options)}", store)
         self._options, self._name = options, name
         self._number = self._store.add("count", 1)
-        self._waits = False
+        self._waits, self._since = False, time.monotonic()
 
     def wait(self) -> None:
-        self._waits = True
+        self._waits, self._since = True, time.monotonic()
         self._say("waits")
 
     def met(self) -> None:
@@ -224,6 +240,18 @@ class Arrivals:
             self._store.set("given up", "\n".join(here))
             time.sleep(_GIVING_UP_SECONDS)
         return self._error(here)
+
+    def raise_if_too_few(self) -> None:
+        """
+        Raises:
+            RunError: so long after this machine began to wait, fewer have come than are needed.
+        """
+        if not self._waits or "join_timeout" in self._options.rdzv_conf:
+            return
+        if time.monotonic() - self._since > self._options.patience:
+            if len(self._said("waits", math.inf)) < self._options.nodes[0]:
+                raise self.missing()
+            self._since = math.inf  # enough are there: the last call decides
 
     def raise_if_given_up(self) -> None:
         """

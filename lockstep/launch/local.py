@@ -8,18 +8,17 @@ where `--node-rank` numbers the machines. Loads torch inside functions only.
 """
 
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep import heartbeat
+from lockstep import heartbeat, signals
 from lockstep.cores import threads_per_rank
-from lockstep.errors import EXIT_FAILED, LockstepError, RunError
+from lockstep.environment import check_numbers
+from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, LockstepError
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.meeting import endpoint, explained, meeting_host, run_id
@@ -28,8 +27,8 @@ from lockstep.launch.worker import FAILURES, LAUNCHER_PID, environment_with, pri
 from lockstep.network import interface_variables
 from lockstep.records import RunDirectory
 from lockstep.run_lock import LAUNCH
+from lockstep.scratch import remove, scratch_folder
 
-_CLOSING_SECONDS = 5.0  # for a farewell; a link that is cut would hold it for a minute
 _OTHERS_SECONDS = 2.0  # how long to wait for another machine's account of a failure
 
 
@@ -58,19 +57,22 @@ def launch(job: Job, options: LaunchOptions, processes: int) -> int:
         the exit code: 0, 1 or 2 after one message, 75 where all ranks were preempted and have saved.
     """
     options.check()
+    check_numbers(os.environ)
     job.logs.mkdir(parents=True, exist_ok=True)
-    failures = _failures_folder(job.logs, options)
-    beats = Path(tempfile.mkdtemp(prefix="lockstep-heartbeats-"))
+    scratch = scratch_folder("launch")
+    failures, beats = _failures_folder(job.logs, options, scratch), scratch / "heartbeats"
+    beats.mkdir()
     try:
-        with environment_with(_environment(job, options, failures, processes) | {heartbeat.FOLDER: str(beats)}):
+        with (
+            signals.answered(_leave),
+            environment_with(_environment(job, options, failures, processes) | {heartbeat.FOLDER: str(beats)}),
+        ):
             return _run_agent(job, options, processes, failures, HangWatch(beats, job.logs, *job.hang))
     except LockstepError as error:
         print_error(error)
         return error.exit_code
     finally:
-        shutil.rmtree(beats, ignore_errors=True)
-        if not options.several_nodes:
-            shutil.rmtree(failures, ignore_errors=True)
+        remove(scratch)
         for path in job.logs.glob("rank-*.stacks.txt"):
             with suppress(FileNotFoundError):  # launchers of other machines tidy the same folder
                 if not path.stat().st_size:
@@ -78,9 +80,7 @@ def launch(job: Job, options: LaunchOptions, processes: int) -> int:
 
 
 def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path, watch: HangWatch) -> int:
-    import signal
-
-    from lockstep.launch.agent import PASSED_ON, Agent, StoppedBySignalError, quiet_library, wait_for_files
+    from lockstep.launch.agent import Agent, StoppedBySignalError, leave_the_others, quiet_library, wait_for_files
     from lockstep.launch.handlers import open_store
 
     quiet_library()
@@ -94,7 +94,6 @@ def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path,
             with suppress(OSError):  # the disk is full: the line above says the same
                 RunDirectory(job.logs.parent).append_event("restart", reason=reason, left=left)
 
-    handlers = {number: signal.getsignal(number) for number in PASSED_ON}
     agent = store = None
     try:
         store = open_store(options, _say)  # the others find it as long as it is held
@@ -102,10 +101,9 @@ def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path,
         agent = Agent(
             _worker_spec(job, options, processes, store),
             failures=failures, logs=job.logs, on_restart=on_restart, watch=watch,
-            checkpoints=RunDirectory(job.logs.parent).checkpoints,
+            checkpoints=RunDirectory(job.logs.parent).checkpoints, shutdown_timeout=options.shutdown_timeout,
         )  # fmt: skip
-        with agent.signals_kept():
-            pass
+        signals.listen(agent.on_signal)
         result = agent.run()
         ended = agent.failed(result)
         cause = first_cause(ended)
@@ -115,27 +113,16 @@ def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path,
             raise StoppedBySignalError(agent.stop_signal)
         if cause is not None:
             print_error(cause.error(), cause.traceback)
-        return exit_code(ended)
+        return exit_code(ended, told=agent.stop_signal is not None or options.several_nodes)
     except StoppedBySignalError as stopped:
-        print_error(RunError(f"stopped by {stopped.name}", why="the ranks did not save and leave by themselves"))
+        print_error(stopped.error())
         return EXIT_FAILED
     except Exception as error:
         raise explained(error, options) from error
     finally:
         if agent is not None:
-            _leave_the_others(agent)
+            leave_the_others(agent)
         del store
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _leave_the_others(agent: Any) -> None:
-    """Tell the other machines that this one is done, where they can be reached."""
-    import threading
-
-    closing = threading.Thread(target=agent._rdzv_handler.shutdown, daemon=True)
-    closing.start()
-    closing.join(_CLOSING_SECONDS)
 
 
 def _worker_spec(job: Job, options: LaunchOptions, processes: int, store: Any) -> Any:
@@ -144,28 +131,31 @@ def _worker_spec(job: Job, options: LaunchOptions, processes: int, store: Any) -
     from lockstep.launch.handlers import handler, own_address
 
     return WorkerSpec(
-        role="rank",
+        role=options.role,
         local_world_size=processes,
         entrypoint=sys.executable,
         args=tuple(job.arguments),
         rdzv_handler=handler(options, store),
         max_restarts=options.max_restarts,
-        monitor_interval=0.1,
-        local_addr=own_address(options),
+        monitor_interval=options.monitor_interval,
+        local_addr=options.local_addr or own_address(options),
     )
 
 
-def _failures_folder(logs: Path, options: LaunchOptions) -> Path:
+def _leave(number: int) -> None:
+    signals.end_now(EXIT_PREEMPTED, f"stopped by {signals.name_of(number)} before ranks were started")
+
+
+def _failures_folder(logs: Path, options: LaunchOptions, scratch: Path) -> Path:
     """On one machine a folder of its own; on several one that they share, so that each can tell the first cause."""
-    if not options.several_nodes:
-        return Path(tempfile.mkdtemp(prefix="lockstep-failures-"))
-    folder = logs / "failures"
+    folder = (logs if options.several_nodes else scratch) / "failures"
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def _environment(job: Job, options: LaunchOptions, failures: Path, processes: int) -> dict[str, str]:
     added = {LAUNCHER_PID: str(os.getpid()), FAILURES: str(failures.absolute())}
+    added["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # else its handlers take the place of ours, and raise
     if options.several_nodes:
         added |= interface_variables(meeting_host(options)) | {LAUNCH: f"{run_id(options)} at {endpoint(options)}"}
     added |= job.environment

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
+from lockstep import cores
 from lockstep.errors import UsageError
 
 # Of --rdzv-conf: seconds, but for the last two.
@@ -26,6 +27,10 @@ class LaunchOptions:
     master_addr: str | None = None
     master_port: int | None = None
     max_restarts: int = 0
+    role: str = "rank"
+    local_addr: str | None = None
+    monitor_interval: float = 0.1
+    shutdown_timeout: int = 30
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -57,13 +62,19 @@ class LaunchOptions:
         """How many a machine, where a number was given; None: as many as there are GPUs.
 
         Raises:
-            UsageError: it is neither a number from 1 on nor `auto` nor `gpu`.
+            UsageError: it is neither a number from 1 on nor `auto`, `gpu` or `cpu`.
         """
         asked = self.nproc_per_node
-        if asked is None or asked in ("auto", "gpu"):
+        if asked is None or asked in ("auto", "gpu", "cpu"):
             return None
         if not asked.isdecimal() or int(asked) < 1:
-            raise UsageError(f"--nproc-per-node {asked} is not a number from 1 on, or auto", where="--nproc-per-node")
+            raise UsageError(
+                f"--nproc-per-node {asked} is not a number from 1 on, or auto, gpu or cpu",
+                where="--nproc-per-node",
+                why="GPUs of other makers than those that torch calls cuda are not supported"
+                if asked == "xpu"
+                else None,
+            )
         return int(asked)
 
     @property
@@ -103,8 +114,16 @@ class LaunchOptions:
         if self.max_restarts < 0:
             raise UsageError(f"--max-restarts {self.max_restarts} is below 0", where="--max-restarts")
         _ = self.processes
-        if self.master_port is not None and not 0 < self.master_port < 65536:
+        if self.master_port is not None and not 0 <= self.master_port < 65536:
             raise UsageError(f"--master-port {self.master_port} is no port", where="--master-port")
+        if self.master_port == 0 and most > 1:
+            raise UsageError(
+                "--master-port 0 leaves the choice to the first machine, and the others would not know it",
+                where="--master-port",
+                fix="--master-port 29500, or any port that is free on the first machine",
+            )
+        if self.monitor_interval <= 0 or self.shutdown_timeout < 0:
+            raise UsageError("--monitor-interval is above 0, and --shutdown-timeout is not below it")
         if self.node_rank is not None and not 0 <= self.node_rank < most:
             raise UsageError(
                 f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}",
@@ -149,6 +168,8 @@ def how_many(options: LaunchOptions, *, use_gpus: bool = True, alone: str | None
     asked = options.nproc_per_node
     if alone is not None and asked is None:
         return 1, alone
+    if asked == "cpu":
+        return len(cores.allowed()), "one for each core"
     gpus = count_gpus() if use_gpus else 0
     if gpus:
         return gpus, "one for each visible GPU"

@@ -9,7 +9,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
@@ -22,6 +21,7 @@ from lockstep.errors import EXIT_USAGE, UsageError
 from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
 from lockstep.network import DEFAULT_PORT
+from lockstep.scratch import remove, scratch_folder
 
 _CAUSE_SECONDS = 5.0  # how long to wait for the cause where only its consequences are known
 
@@ -62,24 +62,25 @@ def spawn(
         return
     _refuse_second_world(nprocs, nnodes, node_rank)
     common, keep = _meeting_point(nprocs, nnodes, node_rank, master_addr, master_port)
-    with tempfile.TemporaryDirectory(prefix="lockstep-failures-") as folder:
-        common |= {FAILURES: folder, LAUNCHER_PID: str(os.getpid())}
-        method = _start_method(fn)
-        context: Any = multiprocessing.get_context(method)
-        ranks = range(node_rank * nprocs, (node_rank + 1) * nprocs)
-        processes = []
-        try:
-            for local, rank in enumerate(ranks):
-                environment = common | {"RANK": str(rank), "LOCAL_RANK": str(local)}
-                process = context.Process(target=_run, args=(fn, tuple(args), environment, method), name=f"rank-{rank}")
-                with environment_with(environment):  # for what the child imports before `_run`
-                    process.start()
-                processes.append(process)
-            _wait(processes)
-            cause = _cause(processes, ranks, nprocs * nnodes, Path(folder))
-        finally:
-            _end(processes)
-            del keep
+    method = _start_method(fn)
+    context: Any = multiprocessing.get_context(method)
+    ranks = range(node_rank * nprocs, (node_rank + 1) * nprocs)
+    folder = scratch_folder("failures")
+    common |= {FAILURES: str(folder), LAUNCHER_PID: str(os.getpid())}
+    processes: list[BaseProcess] = []
+    try:
+        for local, rank in enumerate(ranks):
+            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(local)}
+            process = context.Process(target=_run, args=(fn, tuple(args), environment, method), name=f"rank-{rank}")
+            with environment_with(environment):  # for what the child imports before `_run`
+                process.start()
+            processes.append(process)
+        _wait(processes)
+        cause = _cause(processes, ranks, nprocs * nnodes, folder)
+    finally:
+        _end(processes)
+        remove(folder)
+        del keep
     if cause is not None:
         sys.stderr.write(cause.traceback)
         raise cause.error()

@@ -7,11 +7,74 @@ it is a terminal where it is one.
 
 import io
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
+
+from lockstep.errors import UsageError
+
+_copiers: list[subprocess.Popen[bytes]] = []  # they end when nobody writes to them any more
+_SHOWN = "LOCKSTEP_SHOWN"  # what the launcher tells its ranks of the console
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Which ranks' output the console shows: rank 0's, unless options of torchrun say otherwise.
+
+    Attributes:
+        tee, redirects: streams to show, and to keep off the console: 0 none, 1 stdout, 2 stderr, 3 both, of all local
+            ranks or as `0:3,1:2` of some.
+        only: local ranks, as `0,2`; empty: rank 0 alone.
+    """
+
+    tee: str = "0"
+    redirects: str = "0"
+    only: str = ""
+
+    def check(self) -> None:
+        """
+        Raises:
+            UsageError: naming the option that can't be read.
+        """
+        _streams_of("--tee", self.tee, 0)
+        _streams_of("--redirects", self.redirects, 0)
+        if not re.fullmatch(r"(\d+(,\d+)*)?", self.only):
+            raise UsageError(f"--local-ranks-filter {self.only} is not a list of local ranks, as 0,2")
+
+    def streams(self, local_rank: int, *, is_main: bool) -> tuple[bool, bool]:
+        """Return whether a rank's stdout and its stderr are shown."""
+        shown = str(local_rank) in self.only.split(",") if self.only else is_main
+        bits = 3 * shown | _streams_of("--tee", self.tee, local_rank)
+        bits &= ~_streams_of("--redirects", self.redirects, local_rank)
+        return bool(bits & 1), bool(bits & 2)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variable by which ranks are told."""
+        return {_SHOWN: "|".join((self.tee, self.redirects, self.only))}
+
+    @classmethod
+    def told(cls) -> "Shown":
+        """Return what the launcher told this rank; the variable is taken out of the environment."""
+        text = os.environ.pop(_SHOWN, None)
+        return cls() if text is None else cls(*text.split("|"))
+
+
+def _streams_of(option: str, text: str, local_rank: int) -> int:
+    if re.fullmatch("[0-3]", text):
+        return int(text)
+    if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+        raise UsageError(
+            f"{option} {text} can't be read",
+            where=option,
+            fix=f"{option} 3 for stdout and stderr of all ranks (1: stdout, 2: stderr), or by local rank: 0:3,1:2",
+        )
+    pairs = dict(pair.split(":") for pair in text.split(","))
+    return int(pairs.get(str(local_rank), 0))
 
 
 class Tee(io.TextIOBase):
@@ -84,7 +147,9 @@ def console(stream: Any = None) -> TextIO:
 
 
 @contextmanager
-def to_log(path: Path, *, on_console: bool, descriptors: bool) -> Iterator[Tee]:
+def to_log(
+    path: Path, *, on_console: tuple[bool, bool], descriptors: bool, children_too: bool = False
+) -> Iterator[Tee]:
     """Send this process's output to `path` (appended to) until the end of the block.
 
     Yields:
@@ -92,8 +157,9 @@ def to_log(path: Path, *, on_console: bool, descriptors: bool) -> Iterator[Tee]:
 
     Args:
         path: the log file; its folder is made.
-        on_console: also show it where it went before.
+        on_console: whether to show stdout and stderr where they went before, too.
         descriptors: take over file descriptors 1 and 2 themselves, not only Python's streams.
+        children_too: show also what the processes write that this one starts, and its libraries in C.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -108,11 +174,14 @@ def to_log(path: Path, *, on_console: bool, descriptors: bool) -> Iterator[Tee]:
             open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
             for fd in saved
         )
-        os.dup2(handle, 1)
-        os.dup2(handle, 2)
+        for number, seen, shown in zip((1, 2), saved, on_console, strict=True):
+            copied = _copier(path, seen) if shown and children_too else None
+            os.dup2(handle if copied is None else copied, number)
+            if copied is not None:
+                os.close(copied)
     log = open(handle, "w", buffering=1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
     # Ranks that don't show keep a way to the console for the one message of a failure: `console()`.
-    pairs = [Tee(seen, log) if on_console else _LogOnly(seen, log) for seen in consoles]
+    pairs = [(Tee if shown else _LogOnly)(seen, log) for seen, shown in zip(consoles, on_console, strict=True)]
     sys.stdout, sys.stderr = pairs
     try:
         yield pairs[1]
@@ -125,6 +194,20 @@ def to_log(path: Path, *, on_console: bool, descriptors: bool) -> Iterator[Tee]:
             os.close(fd)
         with suppress(OSError):  # the disk is full: what the log could not take was said
             log.close()
+
+
+def _copier(path: Path, console: int) -> int:
+    """Start a process that copies what it reads to the log and to the console; returns the descriptor to write to.
+
+    It is no thread of this process, so that it still copies what a crash prints last.
+    """
+    read, write = os.pipe()
+    copier = subprocess.Popen(
+        ["tee", "-a", str(path)], stdin=read, stdout=console, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    os.close(read)
+    _copiers.append(copier)
+    return write
 
 
 class _LogOnly(Tee):

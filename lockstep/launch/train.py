@@ -4,20 +4,19 @@ A config that is wrong is refused before any process is started.
 """
 
 import os
-import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from lockstep.environment import rank_facts
-from lockstep.errors import EXIT_PREEMPTED, UsageError
+from lockstep.errors import UsageError
 from lockstep.launch.local import Job, launch
 from lockstep.launch.options import LaunchOptions, count_gpus, how_many
 from lockstep.launch.script import run_script
+from lockstep.launch.streams import Shown
 from lockstep.launch.worker import environment_with, run_as_worker
 from lockstep.mesh import resolve
 from lockstep.records import RunDirectory
@@ -66,8 +65,6 @@ def train(
     run = RunDirectory(output_dir)
 
     def work() -> int:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, _leave)
         config = load_config(path, overrides)
         if config.distributed.strategy == "auto":
             config = import_module("lockstep.plan.auto").resolve(config)
@@ -91,13 +88,17 @@ def train(
     return launch(job, options, processes)
 
 
-def launch_script(script: str, arguments: Sequence[str], options: LaunchOptions, *, module: bool, logs: Path) -> int:
+def launch_script(
+    script: str, arguments: Sequence[str], options: LaunchOptions, *, kind: str, logs: Path, shown: Shown
+) -> int:
     """`lockstep launch`.
 
     Args:
-        script: a file, or a module's name where `module`.
+        script: a file, a module's name or a program, as `kind` (`file`, `module`, `program`) says.
         logs: where every rank's output goes.
+        shown: what of it the console shows.
     """
+    shown.check()
     if is_rank(options):
         raise UsageError(
             "`lockstep launch` was itself started by a launcher, as one of its ranks",
@@ -105,15 +106,15 @@ def launch_script(script: str, arguments: Sequence[str], options: LaunchOptions,
             fix=f"start the script itself: python {script}; or, with srun or mpirun starting one process a machine,"
             " say --nnodes and --nproc-per-node",
         )
-    if not module and not Path(script).is_file():
+    if kind == "file" and not Path(script).is_file():
         raise UsageError(f"there is no file {script}", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
     processes, reason = how_many(options)
     _announce(f"{script}: {_counted(processes, options)} ({reason})")
     if in_this_process(processes, options):
         with environment_with(_RANK_0_OF_1):
-            return run_as_worker(lambda: run_script(script, arguments, module=module), logs=logs, launched=False)
-    started = ("-m", "lockstep.launch.script", str(logs), *(("-m",) if module else ()), script, *arguments)
-    return launch(Job(started, logs), options, processes)
+            return run_as_worker(lambda: run_script(script, arguments, kind=kind), logs=logs, launched=False)
+    started = ("-m", "lockstep.launch.script", str(logs), kind, script, *arguments)
+    return launch(Job(started, logs, shown.environment()), options, processes)
 
 
 def _compare_ranks(config: "Config") -> None:
@@ -138,11 +139,6 @@ def is_rank(options: LaunchOptions) -> bool:
         return False  # a job script exports one of them; the ranks that are started get both
     launcher = rank_facts().launcher
     return launcher == "torchrun" or (launcher != "none" and not starts_ranks)
-
-
-def _leave(_number: int, _frame: FrameType | None) -> None:
-    """Told to stop before the training has begun: there is nothing to save."""
-    raise SystemExit(EXIT_PREEMPTED)
 
 
 def _processes(config: "Config", options: LaunchOptions) -> tuple[int, str]:

@@ -12,29 +12,32 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep import cores, heartbeat
+from lockstep import cores, heartbeat, scratch, signals
 from lockstep.environment import parent_identity, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError, UsageError
 from lockstep.launch.failures import Failure, done_mark, from_exception, preempted
 from lockstep.launch.hang import STACKS_SIGNAL
 from lockstep.launch.stacks import stacks_file
-from lockstep.launch.streams import Tee, console, to_log
+from lockstep.launch.streams import Shown, Tee, console, to_log
 
 LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"  # set by Lockstep's launcher for its workers
 FAILURES = "LOCKSTEP_FAILURES"  # the folder where it reads their failures
 _PR_SET_PDEATHSIG = 1
 
 
-def run_as_worker(work: Callable[[], int | None], *, logs: Path, launched: bool = True) -> int:
+def run_as_worker(
+    work: Callable[[], int | None], *, logs: Path, launched: bool = True, children_too: bool = False
+) -> int:
     """`work()` as this process's rank, its output in `logs/rank-N.log`.
 
     Args:
         work: returns an exit code (None is 0); may raise.
         launched: a launcher started this process for this; False: a person did, and the process is theirs.
+        children_too: where this rank's output is shown, that of the processes which it starts is shown as well.
 
     Returns:
         the exit code for this process. Under Lockstep's launcher a preempted rank leaves with 0, having said so in its
@@ -48,12 +51,29 @@ def run_as_worker(work: Callable[[], int | None], *, logs: Path, launched: bool 
     os.environ.pop(LAUNCHER_PID, None)
     folder = os.environ.pop(FAILURES, None)
     log = logs / f"rank-{facts.rank}.log"
+
+    def leave(number: int) -> None:
+        """There is nothing to save before the training has begun; whoever trains answers the signals then."""
+        if folder is not None:
+            preempted(facts).write(Path(folder))
+        if facts.is_main:
+            said = f"stopped by {signals.name_of(number)} before the training began"
+            with suppress(OSError):
+                os.write(console(sys.stderr).fileno(), f"lockstep: {said}\n".encode())
+        signals.end_now(EXIT_PREEMPTED if folder is None else EXIT_DONE, "")
+
+    shown = Shown.told().streams(facts.local_rank, is_main=facts.is_main)
+    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):  # where torch's @record writes; the agent names none
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str((logs / f"rank-{facts.rank}.error.json").absolute())
     stream: Tee | None = None
     with ExitStack() as stack:
+        stack.enter_context(signals.answered(leave))
         try:
-            stream = stack.enter_context(to_log(log, on_console=facts.is_main, descriptors=launched))
+            stream = stack.enter_context(
+                to_log(log, on_console=shown, descriptors=launched, children_too=children_too)
+            )
             if launched:
-                faulthandler.enable(file=2)
+                faulthandler.enable(file=log.open("a"))
                 _answer_with_stacks(logs, facts.rank)
             code = work() or EXIT_DONE
             failure = preempted(facts) if code == EXIT_PREEMPTED else None
@@ -120,6 +140,7 @@ def first_to_fail() -> bool:
     except UsageError:  # the environment contradicts itself, for each rank in its own way
         return True
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    scratch.sweep()
     try:
         Path(tempfile.gettempdir(), f"lockstep-failed-{os.getuid()}-{parent_identity()}-{attempt}").touch(
             exist_ok=False
@@ -155,11 +176,15 @@ def environment_with(added: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def die_with_this_process() -> None:
+    """In a process that was just made: have the kernel kill it when the one that made it dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def die_with_parent() -> None:
     """Have the kernel kill this process when its launcher dies, however it dies (Linux)."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_this_process()
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is not None and int(launcher) != os.getppid():
         os._exit(1)  # the launcher died before the line above

@@ -11,7 +11,6 @@ what the exchange of gradients alone costs.
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from lockstep.report.drawing import chart
 from lockstep.report.page import Page
 from lockstep.report.read import read_run
 from lockstep.report.times import settled
+from lockstep.scratch import temporary
 
 # What people expect of GPUs over PCIe, before there is a measurement: speed-up, from and to.
 EXPECTED = {2: (1.8, 1.9), 4: (3.5, 3.8), 8: (6.5, 7.5), 16: (12.0, 14.0)}
@@ -77,7 +77,7 @@ def study(
             fix="choose a batch_size that divides it",
         )
     points: list[Point] = []
-    with tempfile.TemporaryDirectory(prefix="lockstep-scaling-") as folder:
+    with temporary("scaling") as folder:
         for kind, counts, batch, more in (
             ("weak", ranks, lambda n: per_rank * n, {}),
             ("strong", ranks, lambda _n: whole, {}),
@@ -88,7 +88,7 @@ def study(
                     **more, "training.global_batch_size": str(batch(count)),
                     "training.gradient_accumulation_steps": "null",
                 }  # fmt: skip
-                rate, seconds = _measure(config, [*overrides, *_as_overrides(settings)], count, steps, Path(folder))
+                rate, seconds = _measure(config, [*overrides, *_as_overrides(settings)], count, steps, folder)
                 first = next((p for p in points if p.kind == kind), None)
                 speedup = rate / first.rate * first.speedup if first else float(count)
                 points.append(Point(kind, count, rate, seconds, speedup))

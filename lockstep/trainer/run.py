@@ -1,17 +1,17 @@
 """From a config to a finished run: what `lockstep train` does on each rank."""
 
+import multiprocessing
 import os
 import signal
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch import nn
 
-from lockstep import cluster
+from lockstep import cluster, signals
 from lockstep.config import Config
 from lockstep.data import Data, build_data
-from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, UsageError
+from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
 from lockstep.models import build_model
 from lockstep.randomness import derive_key, seeded
 from lockstep.trainer.trainer import Trainer
@@ -54,19 +54,22 @@ def build(config: Config, data: Data) -> nn.Module:
 
 
 def stop_on_signals(trainer: Trainer) -> None:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop: the ranks agree on the step, save there and end.
+    """SIGTERM, SIGUSR1, SIGHUP and Ctrl-C ask for a stop: the ranks agree on the step, save there and end.
 
     A second SIGTERM or SIGUSR1 is harmless; a second Ctrl-C is a person's who does not want to wait.
     """
-    mine = os.getpid()
+    interrupted = False
 
-    def ask(number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != mine:  # a data worker inherits this, and a terminal's Ctrl-C: it reads until the end
-            return
+    def ask(number: int) -> None:
+        nonlocal interrupted
         trainer.step.stop_asked = True
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.write(2, b"lockstep: interrupted: saves and stops; a second Ctrl-C ends it at once, without saving\n")
+        if number != signal.SIGINT:
+            return
+        if interrupted:
+            for child in multiprocessing.active_children():
+                child.kill()
+            signals.end_now(EXIT_FAILED, "interrupted twice: ended without saving")
+        interrupted = True
+        os.write(2, b"lockstep: interrupted: saves and stops; a second Ctrl-C ends it at once, without saving\n")
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, ask)
+    signals.listen(ask)

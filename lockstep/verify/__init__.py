@@ -10,7 +10,6 @@ can make of them. With `distributed.reproducible` the topology runs on by itself
 
 import os
 import pickle
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from lockstep.cores import threads_per_rank
 from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, UsageError
 from lockstep.mesh import parse_topology
+from lockstep.scratch import temporary
 from lockstep.verify.causes import Cause, Evidence, cause_of
 from lockstep.verify.differences import ASPECTS, Difference, StepResult
 from lockstep.verify.experiments import experiments
@@ -117,8 +117,7 @@ def verify(
     spec, notices = _spec(config, make, against, steps)
     start = start or _spawn
     outcomes = []
-    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as name:
-        folder = Path(name)
+    with temporary("verify") as folder:
         report(f"reference: {spec.steps} steps in one process")
         main = Case(steps=spec.steps)
         start(_record, ([(spec, (main,), folder)],), 1)

@@ -1,0 +1,99 @@
+"""Temporary folders and files that no process leaves behind, however it ends.
+
+Each has an owner, which holds a lock on a file beside it until it ends. What a killed process left is removed by the
+next one: nobody holds its lock any more. The lock is the kernel's, so that it also tells processes of other containers
+that share the folder.
+"""
+
+import atexit
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_OWNER = ".owner"
+_owned: dict[Path, int] = {}  # what this process made, and the descriptor that holds the lock
+
+
+def scratch_folder(purpose: str) -> Path:
+    """Make a new folder, which `remove` removes, or this process's end, or the next process that sweeps."""
+    sweep()
+    return own(Path(tempfile.mkdtemp(prefix=f"lockstep-{purpose}-{os.getuid()}-")))
+
+
+@contextmanager
+def temporary(purpose: str) -> Iterator[Path]:
+    """A new folder for the length of the block."""
+    folder = scratch_folder(purpose)
+    try:
+        yield folder
+    finally:
+        remove(folder)
+
+
+def own(path: Path) -> Path:
+    """Have `path`, which need not be there yet, removed when this process ends; returns it."""
+    if path in _owned:
+        return path
+    handle = os.open(_lock_of(path), os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _owned[path] = handle
+    return path
+
+
+def remove(path: Path) -> None:
+    """Remove what this process owns."""
+    handle = _owned.pop(path, None)
+    if handle is not None:
+        _delete(path)
+        os.close(handle)
+
+
+@atexit.register
+def remove_all() -> None:
+    """Remove all that this process owns; for a process that ends past the interpreter's own end, too."""
+    for path in list(_owned):
+        remove(path)
+
+
+def sweep() -> None:
+    """Remove what processes of this user left behind that were killed."""
+    folder = Path(tempfile.gettempdir())
+    for lock in folder.glob(f"lockstep-*-{os.getuid()}-*{_OWNER}"):
+        with suppress(OSError):
+            handle = os.open(lock, os.O_RDWR)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _delete(lock.with_name(lock.name.removesuffix(_OWNER)))
+            finally:
+                os.close(handle)
+    for mark in folder.glob(f"lockstep-failed-{os.getuid()}-*"):
+        parent = re.match(r"(\d+)", mark.name.removeprefix(f"lockstep-failed-{os.getuid()}-"))
+        if parent and not Path("/proc", parent[1]).exists():
+            mark.unlink(missing_ok=True)
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + _OWNER)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+    _lock_of(path).unlink(missing_ok=True)
+
+
+def _in_fork() -> None:
+    """A fork shares the locks, but owns nothing: it must remove nothing at its end."""
+    for handle in _owned.values():
+        os.close(handle)
+    _owned.clear()
+
+
+os.register_at_fork(after_in_child=_in_fork)

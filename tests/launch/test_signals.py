@@ -1,0 +1,92 @@
+"""Signals from the first instruction to the last: no traceback, no hang, nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep import scratch
+from tests.launch.shared import Ended, environment, finish, script, start, wait_for
+from tests.ranks import REPOSITORY, free_port
+
+
+def listens(pid: int) -> bool:
+    """Whether the process catches SIGTERM."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+def told(process: "subprocess.Popen[str]", folder: Path, number: signal.Signals) -> tuple[Ended, float]:
+    since = time.monotonic()
+    process.send_signal(number)
+    return finish(process, folder, timeout=30), time.monotonic() - since
+
+
+@pytest.mark.fault(
+    "process: a signal at any moment of a start",
+    "SIGTERM or Ctrl-C comes while the launcher loads its libraries, a machine waits for the others, or a rank waits "
+    "for its peers inside of the library",
+    "all end within seconds with exit code 75 and one line; the next start finds no temporary files",
+)
+def test_signals_while_a_run_starts(tmp_path: Path) -> None:
+    script(tmp_path, "time.sleep(60)\n")
+    (tmp_path / "tiny.yaml").write_text(
+        "model: {name: 'tests.faults.tiny:Net'}\ndata: {name: 'tests.faults.tiny:Points'}\n"
+        "training: {max_steps: 5, batch_size: 4}\ndistributed: {device: cpu}\n"
+    )
+    (tmp_path / "tmp").mkdir()
+    own = {"TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
+    port = str(free_port())
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    rank = start(tmp_path, "train", "tiny.yaml", **own, **alone, MASTER_PORT=port)  # rank 1 never comes
+    waiting = start(
+        tmp_path, "launch", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1",
+        "--master-port", str(free_port()), "script.py", **own,
+    )  # fmt: skip
+    for number in (signal.SIGTERM, signal.SIGINT):
+        early = start(tmp_path, "launch", "--nproc-per-node", "2", "script.py", **own)
+        wait_for(lambda pid=early.pid: listens(pid))  # type: ignore[misc]
+        ended, seconds = told(early, tmp_path, number)
+        assert ended.code == 75
+        assert ended.err == f"lockstep: stopped by {number.name} before anything was started\n"
+        assert seconds < 5
+    os.set_blocking(waiting.stderr.fileno(), True)  # type: ignore[union-attr]
+    line = waiting.stderr.readline()  # type: ignore[union-attr]
+    while "waiting for machine 1" not in line:
+        line = waiting.stderr.readline()  # type: ignore[union-attr]
+    ended, seconds = told(waiting, tmp_path, signal.SIGTERM)
+    assert (ended.code, seconds < 5) == (75, True), ended.err
+    assert "lockstep: stopped by SIGTERM before ranks were started\n" in ended.err
+    wait_for(lambda: f":{int(port):04X} " in Path("/proc/net/tcp").read_text())
+    time.sleep(0.5)
+    ended, seconds = told(rank, tmp_path, signal.SIGINT)
+    assert (ended.code, seconds < 5) == (75, True), ended.err
+    assert "lockstep: stopped by SIGINT before the training began\n" in ended.err
+    assert "Traceback" not in ended.err
+    assert list((tmp_path / "tmp").glob("lockstep-*")) == []
+
+
+def test_what_a_killed_process_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
+    program = "from lockstep import scratch; print(scratch.scratch_folder('launch'), flush=True); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPOSITORY, env=environment(TMPDIR=str(tmp_path)), text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    theirs = Path(process.stdout.readline().strip())
+    own = scratch.scratch_folder("launch")
+    assert theirs.is_dir(), "its owner is alive"
+    process.kill()
+    process.communicate()
+    mark = tmp_path / f"lockstep-failed-{os.getuid()}-{process.pid}-17-0"
+    mark.touch()
+    scratch.sweep()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [own.name, f"{own.name}.owner"]
+    scratch.remove(own)
+    assert list(tmp_path.iterdir()) == []
