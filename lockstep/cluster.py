@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep import groups
 from lockstep.config import DistributedConfig
 from lockstep.cores import threads_per_rank
 from lockstep.environment import RankFacts, check_numbers, rank_facts, settle
 from lockstep.errors import UsageError
-from lockstep.existing_group import facts_of_existing_group
+from lockstep.existing_group import facts_of_existing_group, facts_over_store
 from lockstep.heap import keep_freed_memory
-from lockstep.rendezvous import rendezvous
+from lockstep.rendezvous import choose_interface, rendezvous
 
 _log = logging.getLogger("lockstep")
 
@@ -89,7 +90,11 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     check_numbers(os.environ)
     exists = dist.is_initialized()
     facts, gpu = facts_of_existing_group() if exists else (rank_facts(), None)
-    if exists:
+    store = None
+    if not exists and facts.launcher == "torchrun" and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        store = _meet(config, facts)
+        facts = facts_over_store(facts, store)
+    if exists or store is not None:
         settle(facts)
     if gpu is None or config.device == "cpu":
         device = _choose_device(config.device, facts)
@@ -107,7 +112,7 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     elif exists:
         atexit.register(_leave_at_exit)  # its threads are waited for; it stays the script's
     else:
-        _join(config, facts, device, backend)
+        _join(config, facts, device, backend, store)
     _current, _world = Cluster(facts, device, backend), dist.group.WORLD
     return _current
 
@@ -208,10 +213,15 @@ def _warn_of_nccl_timeout(facts: RankFacts) -> None:
 # ---- the process group ----
 
 
-def _join(config: DistributedConfig, facts: RankFacts, device: torch.device, backend: str) -> None:
+def _meet(config: DistributedConfig, facts: RankFacts) -> Store:
+    return rendezvous(config, facts, datetime.timedelta(seconds=config.timeout_seconds))
+
+
+def _join(config: DistributedConfig, facts: RankFacts, device: torch.device, backend: str, store: Store | None) -> None:
     global _group_is_ours
     timeout = datetime.timedelta(seconds=config.timeout_seconds)
-    store = rendezvous(config, facts, timeout)
+    store = _meet(config, facts) if store is None else store
+    choose_interface(config, facts)
     # gloo beside nccl serves tensors that live in the host's memory (checkpoints, pickled objects).
     both = "cpu:gloo,cuda:nccl" if backend == "nccl" and config.backend == "auto" else backend
     dist.init_process_group(

@@ -1,16 +1,18 @@
-"""The place of this process in a process group that its script made itself, with `dist.init_process_group`.
+"""The place of this process among the ranks, where its environment does not tell it, or a script has made the group.
 
 The group is the world. The environment may add what a group does not know (the local rank, the machine's number), and
 must not contradict it. Where it says nothing, as in a script that uses `torch.multiprocessing.spawn`, the ranks tell
 each other which machine they are on.
 """
 
+import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep.environment import RankFacts, facts_for_group, machine_id
 from lockstep.errors import UsageError
@@ -52,6 +54,22 @@ def facts_of_existing_group(environ: Mapping[str, str] | None = None) -> tuple[R
     if world_size > 1:
         dist.all_gather_object(places, own)
     return facts_from_places(rank, places)
+
+
+def facts_over_store(facts: RankFacts, store: Store, environ: Mapping[str, str] | None = None) -> RankFacts:
+    """Return the facts of a rank that has only its rank and the world size, from where the other ranks are.
+
+    Where the environment tells the local rank and the number of ranks on the machine, they stand, and nothing is
+    exchanged. Else all ranks call it, before they make the process group: the device follows from the local rank.
+    """
+    complete, local_rank = facts_for_group(facts.rank, facts.world_size, os.environ if environ is None else environ)
+    if complete is not None or facts.world_size == 1:
+        return facts
+    own = {"machine": machine_id(), "local_rank": local_rank}
+    store.set(f"lockstep/place/{facts.rank}", json.dumps(own))
+    told = [json.loads(store.get(f"lockstep/place/{rank}")) for rank in range(facts.world_size)]
+    found, _ = facts_from_places(facts.rank, [Place(**one, cuda=None) for one in told])
+    return replace(found, launcher=facts.launcher)
 
 
 def facts_from_places(rank: int, places: Sequence[Place]) -> tuple[RankFacts, int | None]:

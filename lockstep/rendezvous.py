@@ -67,11 +67,16 @@ def rendezvous(config: DistributedConfig, facts: RankFacts, timeout: datetime.ti
             f"distributed.init_method {config.init_method!r} is neither env:// nor tcp://HOST:PORT",
             fix="leave it out: the launcher knows the address",
         )
-    if facts.num_nodes > 1:
-        os.environ.update(interface_variables(method.hostname or os.environ["MASTER_ADDR"]))
     store.set_timeout(timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"lockstep/attempt-{attempt}", store)
+
+
+def choose_interface(config: DistributedConfig, facts: RankFacts) -> None:
+    """Have gloo and NCCL use the interface that leads to rank 0's machine, where there are several machines."""
+    if facts.num_nodes > 1:
+        host = urlparse(config.init_method).hostname or os.environ["MASTER_ADDR"]
+        os.environ.update(interface_variables(host))
 
 
 def _tcp_store(host: str, port: int, facts: RankFacts, timeout: datetime.timedelta, *, hosted_elsewhere: bool) -> Store:

@@ -106,8 +106,8 @@ def _config_given(path: Path, overrides: list[str], *, against: str | None, **_r
     return _train(path, overrides, None)
 
 
-def _launch(script: str, *_args: Any, module: bool, **_rest: Any) -> int:
-    assert module or Path(script).is_file(), f"there is no file {script}"
+def _launch(script: str, *_args: Any, kind: str, **_rest: Any) -> int:
+    assert kind != "file" or Path(script).is_file(), f"there is no file {script}"
     return 0
 
 
