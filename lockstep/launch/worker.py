@@ -54,13 +54,12 @@ def run_as_worker(
 
     def leave(number: int) -> None:
         """There is nothing to save before the training has begun; whoever trains answers the signals then."""
-        if folder is not None:
-            preempted(facts).write(Path(folder))
+        told = folder is not None and _left(preempted(facts), Path(folder))
         if facts.is_main:
             said = f"stopped by {signals.name_of(number)} before the training began"
             with suppress(OSError):
                 os.write(console(sys.stderr).fileno(), f"lockstep: {said}\n".encode())
-        signals.end_now(EXIT_PREEMPTED if folder is None else EXIT_DONE, "")
+        signals.end_now(EXIT_DONE if told else EXIT_PREEMPTED, "")
 
     shown = Shown.told().streams(facts.local_rank, is_main=facts.is_main)
     if not os.environ.get("TORCHELASTIC_ERROR_FILE"):  # where torch's @record writes; the agent names none
@@ -69,9 +68,7 @@ def run_as_worker(
     with ExitStack() as stack:
         stack.enter_context(signals.answered(leave))
         try:
-            stream = stack.enter_context(
-                to_log(log, on_console=shown, descriptors=launched, children_too=children_too)
-            )
+            stream = stack.enter_context(to_log(log, on_console=shown, descriptors=launched, children_too=children_too))
             if launched:
                 faulthandler.enable(file=log.open("a"))
                 _answer_with_stacks(logs, facts.rank)
