@@ -11,11 +11,13 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _OWNER = ".owner"
+_NEW_SECONDS = 10.0  # a lock so young may be one that its owner is about to take
 _owned: dict[Path, int] = {}  # what this process made, and the descriptor that holds the lock
 
 
@@ -65,6 +67,8 @@ def sweep() -> None:
     folder = Path(tempfile.gettempdir())
     for lock in folder.glob(f"lockstep-*-{os.getuid()}-*{_OWNER}"):
         with suppress(OSError):
+            if time.time() - lock.stat().st_mtime < _NEW_SECONDS:
+                continue
             handle = os.open(lock, os.O_RDWR)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

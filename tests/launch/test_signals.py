@@ -84,6 +84,7 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path, monkeypatch: pytest
     assert theirs.is_dir(), "its owner is alive"
     process.kill()
     process.communicate()
+    os.utime(f"{theirs}.owner", (0, 0))
     mark = tmp_path / f"lockstep-failed-{os.getuid()}-{process.pid}-17-0"
     mark.touch()
     scratch.sweep()
