@@ -76,7 +76,7 @@ def test_raw_shards_that_claim_what_is_not_there_are_refused(saved: Saved, tmp_p
         ({"shape": [9], "offset": [4], "block": [9]}, "lies outside it"),
         ({"shape": [9], "offset": [0], "block": [5]}, "do not make up the whole"),
         ({"dtype": "load"}, "is not a dtype"),
-        ({"at": -4}, "where counts are needed"),
+        ({"at": -4}, "where a count is needed"),
         ({"block": "9"}, "where counts are needed"),
     )):  # fmt: skip
         path = tmp_path / f"{number}" / raw.name

@@ -210,7 +210,7 @@ def test_floats_come_back_to_the_bit(tmp_path: Path) -> None:
     )
 )
 def test_any_name_survives_the_manifest(parameters: dict[str, ParameterFacts]) -> None:
-    files = dict.fromkeys(("state.json", "config.yaml", "model/.metadata"), FileFacts(1, 2))
+    files = dict.fromkeys(("state.json", "config.yaml", "model/.metadata"), FileFacts(1 << 24, 2))
     manifest = Manifest(3, files, parameters, ("model",), {"torch": "x"})
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
 
