@@ -102,8 +102,10 @@ def key_segments(cursor: Cursor, segments: Sequence[tuple[str, nn.Module]], *, c
         segments: (canonical name, module). Hooks go on the modules, outside of a replaced `forward`, so that compiled
             and recomputed code lies inside of them.
         chain: the segments are the whole forward pass. Else what follows each of them is keyed as a segment of its own.
+            Segments that were made of a model which is keyed in that way bring its keys along, as `random_key`.
     """
-    for name, module in segments:
+    for segment, module in segments:
+        name = str(getattr(module, "random_key", segment))
 
         def before(_module: nn.Module, _args: object, *, name: str = name) -> None:
             cursor.enter(name)

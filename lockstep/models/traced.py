@@ -6,15 +6,20 @@ torch.export captures the forward pass twice, for training and for evaluation. E
 begins, and behind the last one; what later segments still need travels along as further outputs. Parameters stay in
 the model under their names, and segments borrow them (`lockstep.models.chain`): checkpoints are those of the model that
 was traced. Blocks are graphs then: FSDP takes a stage as one unit, and recomputation of blocks is not to be had.
+
+The chain draws the random numbers of the model that was traced: each block draws from the key of its name, and what
+follows a block from the key that the model's own hooks set behind it (`lockstep.randomness.key_segments`). What lies
+between two blocks is therefore a segment of its own where it draws.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lockstep.errors import UsageError
 from lockstep.models.chain import look_up, run_segments
@@ -29,9 +34,10 @@ def trace(model: nn.Module, *example: Tensor) -> "Chain":
     Args:
         model: real, on the CPU; its parameters become the chain's, by the same names.
         example: positional arguments of its forward pass; dim 0 of each is the micro-batch, of two samples or more.
+            The other dims are those that the chain takes.
 
     Raises:
-        UsageError: torch can't export it, or its outputs are no tensors, or it keeps running statistics.
+        UsageError: torch can't export it, it keeps running statistics, or a block draws random numbers in a second run.
     """
     blocks = [name for name, _ in blocks_of(model)]
     if not blocks:
@@ -39,18 +45,23 @@ def trace(model: nn.Module, *example: Tensor) -> "Chain":
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     was_training = model.training
     try:
-        cuts = [_Cutter(_exported(model.train(mode), example), blocks, parameters).cut() for mode in (True, False)]
+        training, evaluation = (_exported(model.train(mode), example) for mode in (True, False))
     finally:
         model.train(was_training)
-    names = ["inputs", *blocks, "outputs"]
-    pieces = {name: Piece(one, other, model) for name, one, other in zip(names, *cuts, strict=True)}
-    return Chain(model, {name: piece for name, piece in pieces.items() if piece.computes}, len(example))
+    cutter = _Cutter(training, blocks, parameters)
+    gaps = cutter.gaps_that_draw()
+    cuts = cutter.cut(gaps), _Cutter(evaluation, blocks, parameters).cut(gaps)
+    pieces = {
+        place.name: Piece(place.random_key, one, other, model)
+        for place, one, other in zip(_places(blocks, gaps), *cuts, strict=True)
+    }
+    return Chain(model, {name: piece for name, piece in pieces.items() if piece.computes}, example)
 
 
 class Chain(nn.Module):
     """A traced model: its parameters where they were, its forward pass in pieces."""
 
-    def __init__(self, model: nn.Module, pieces: Mapping[str, "Piece"], num_inputs: int) -> None:
+    def __init__(self, model: nn.Module, pieces: Mapping[str, "Piece"], example: Sequence[Tensor]) -> None:
         super().__init__()
         persistent = model.state_dict(keep_vars=True)
         for name, parameter in model.named_parameters(recurse=False):
@@ -61,7 +72,8 @@ class Chain(nn.Module):
             self.add_module(name, child)
         self._names, self._pieces = list(pieces), nn.ModuleList(pieces.values())
         self._borrows = {name: piece.borrows for name, piece in pieces.items()}
-        self._arguments = list(inspect.signature(model.forward).parameters)[:num_inputs]
+        self._arguments = list(inspect.signature(model.forward).parameters)[: len(example)]
+        self._pieces[0].register_forward_pre_hook(_only_shapes_of(example))
         for key in ("inputs", "loss", "count", "loss_reduction"):
             if hasattr(model, key):
                 setattr(self, key, getattr(model, key))
@@ -90,10 +102,15 @@ class Chain(nn.Module):
 
 
 class Piece(nn.Module):
-    """One segment: a graph for training and one for evaluation, which own nothing but constants."""
+    """One segment: a graph for training and one for evaluation, which own nothing but constants.
 
-    def __init__(self, training: "_Cut", evaluation: "_Cut", model: nn.Module) -> None:
+    Attributes:
+        random_key: the key under which the traced model draws what is drawn here.
+    """
+
+    def __init__(self, random_key: str, training: "_Cut", evaluation: "_Cut", model: nn.Module) -> None:
         super().__init__()
+        self.random_key = random_key
         self.computes = training.computes or evaluation.computes
         self.borrows: dict[str, str] = {}  # keyword → canonical name
         self._wanted = {True: list(training.attributes), False: list(evaluation.attributes)}
@@ -105,16 +122,42 @@ class Piece(nn.Module):
                     self.borrows[keyword] = canonical[id(parameters[name])]
                 else:
                     self.register_buffer(keyword, tensor, persistent=False)
-        self._training, self._evaluation = (fx.GraphModule({}, cut.graph) for cut in (training, evaluation))
+        self._training, self._evaluation = (fx.GraphModule(cut.inner, cut.graph) for cut in (training, evaluation))
+        self._structures = {True: training.structure, False: evaluation.structure}
 
     def forward(self, *values: Any, **borrowed: Tensor) -> Any:
         """Positional: what the piece before returns."""
         tensors = {key: borrowed[key] if key in borrowed else getattr(self, key) for key in self._wanted[self.training]}
-        graph = self._training if self.training else self._evaluation
-        return graph(*values, **tensors)
+        outputs = (self._training if self.training else self._evaluation)(*values, **tensors)
+        structure = self._structures[self.training]
+        return outputs if structure is None else tree_unflatten(outputs, structure)
 
 
-def _exported(model: nn.Module, example: tuple[Tensor, ...]) -> fx.GraphModule:
+def _only_shapes_of(example: Sequence[Tensor]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """Make a hook that refuses inputs of other shapes than those traced: a graph holds them as constants."""
+    traced = [tuple(tensor.shape[1:]) for tensor in example]
+
+    def check(_piece: nn.Module, inputs: tuple[Any, ...]) -> None:
+        given = [tuple(tensor.shape[1:]) for tensor in inputs]
+        if given != traced:
+            raise UsageError(
+                f"the model was traced with samples of the shapes {traced}, and gets samples of {given}",
+                why="a traced model takes any number of samples, of one shape",
+                fix="trace it with an example from the data, and make all samples of one length",
+            )
+
+    return check
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """A captured forward pass, and the structure of what it returns."""
+
+    module: fx.GraphModule
+    structure: TreeSpec
+
+
+def _exported(model: nn.Module, example: tuple[Tensor, ...]) -> _Exported:
     dims = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
     try:
         program = torch.export.export(model, example, dynamic_shapes=(dims,) if _variadic(model) else dims)
@@ -130,20 +173,33 @@ def _exported(model: nn.Module, example: tuple[Tensor, ...]) -> fx.GraphModule:
             why="a traced model keeps no running statistics",
             fix="give the model segments() of its own, or use a normalisation without them",
         )
-    spec = program.call_spec.out_spec
-    if spec is None or not (spec.is_leaf() or (spec.type is tuple and spec.num_children == spec.num_leaves)):
-        raise UsageError(
-            f"{type(model).__name__} returns something else than a tensor or a tuple of them",
-            fix="wrap it in a module that returns tensors",
-        )
-    graph = program.module()
-    assert isinstance(graph, fx.GraphModule)
-    return graph
+    module, structure = program.module(), program.call_spec.out_spec
+    assert isinstance(module, fx.GraphModule)
+    assert structure is not None
+    return _Exported(module, structure)
 
 
 def _variadic(model: nn.Module) -> bool:
     kinds = [p.kind for p in inspect.signature(model.forward).parameters.values()]
     return inspect.Parameter.VAR_POSITIONAL in kinds
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A piece's name in the chain, and the key under which the uncut model draws what is drawn in it."""
+
+    name: str
+    random_key: str
+
+
+def _places(blocks: Sequence[str], gaps: Sequence[int]) -> list[_Place]:
+    """All pieces in order; `gaps` are the numbers of those blocks behind which a piece of its own comes."""
+    places = [_Place("inputs", "")]
+    for number, block in enumerate(blocks):
+        places.append(_Place(block, block))
+        if number in gaps:
+            places.append(_Place(f"{block}.after", f"{block}/after"))
+    return [*places, _Place("outputs", f"{blocks[-1]}/after")]
 
 
 @dataclass
@@ -153,12 +209,16 @@ class _Cut:
     Attributes:
         graph: takes live values, then `attributes` by keyword; returns live values.
         attributes: keyword → (name in the model, tensor).
+        inner: name → graph that this one calls: what runs without gradients, or without autocast.
         computes: it does more than hand on what it gets.
+        structure: of what the last piece returns, flat; None for the others.
     """
 
     graph: fx.Graph
     attributes: dict[str, tuple[str, Tensor]]
+    inner: dict[str, fx.GraphModule]
     computes: bool
+    structure: TreeSpec | None
 
 
 class _Cutter:
@@ -168,40 +228,77 @@ class _Cutter:
     is made of constants alone (masks, positions), are computed anew in each piece.
     """
 
-    def __init__(self, module: fx.GraphModule, blocks: Sequence[str], parameters: Iterable[str]) -> None:
-        self._module, self._blocks, self._parameters = module, blocks, set(parameters)
-        self._last = len(blocks) + 1
-        self._nodes = [n for n in module.graph.nodes if n.op in ("placeholder", "call_function")]
+    def __init__(self, exported: _Exported, blocks: Sequence[str], parameters: Iterable[str]) -> None:
+        self._module, self._structure = exported.module, exported.structure
+        self._blocks, self._parameters = blocks, set(parameters)
+        graph = self._module.graph
+        self._nodes = [n for n in graph.nodes if n.op in ("placeholder", "call_function")]
+        [self._output] = [n for n in graph.nodes if n.op == "output"]
         self._repeated: set[fx.Node] = set()  # computed anew in each piece
+        # Of a node: 0 before all blocks, 2i + 1 in block i, 2i + 2 behind it.
+        self._region: dict[fx.Node, int] = {}
         self._piece: dict[fx.Node, int] = {}
         current = 0
         for node in self._nodes:
-            current = max(current, self._piece_of(node, current))
+            current = max(current, self._region_of(node, current))
             if self._repeats(node):
                 self._repeated.add(node)
             else:
-                self._piece[node] = 0 if node.op == "placeholder" else current
+                self._region[node] = 0 if node.op == "placeholder" else current
+
+    def gaps_that_draw(self) -> list[int]:
+        """Numbers of the blocks, but the last, behind which random numbers are drawn before the next one begins."""
+        drawing = {region for node, region in self._region.items() if self._draws(node)}
+        return [number for number in range(len(self._blocks) - 1) if 2 * number + 2 in drawing]
+
+    def cut(self, gaps: Sequence[int]) -> list[_Cut]:
+        """Cut the graph into pieces, in order.
+
+        Args:
+            gaps: numbers of blocks behind which a piece of its own comes; elsewhere that belongs to the block's.
+        """
+        piece_of, count = {0: 0}, 0
+        for number in range(len(self._blocks)):
+            count += 1
+            piece_of[2 * number + 1] = count
+            count += number in gaps or number == len(self._blocks) - 1
+            piece_of[2 * number + 2] = count
+        self._last = count
+        self._piece = {node: piece_of[region] for node, region in self._region.items()}
         self._refuse_changes_across()
-        [self._output] = [n for n in module.graph.nodes if n.op == "output"]
+        return [self._cut(piece) for piece in range(count + 1)]
 
-    def cut(self) -> list[_Cut]:
-        """All pieces, in order."""
-        return [self._cut(piece) for piece in range(self._last + 1)]
+    def _region_of(self, node: fx.Node, current: int) -> int:
+        stack = node.meta.get("nn_module_stack", {})
+        for call, (path, _) in stack.items():
+            if path in self._blocks:
+                if "@" in call and self._draws(node):  # torch numbers a module's second run, third …
+                    raise UsageError(
+                        f"{path} runs more than once in a forward pass, and draws random numbers",
+                        why="the traced model would draw others than the model",
+                        fix="give the model segments() of its own, or switch its dropout off",
+                    )
+                return 2 * self._blocks.index(path) + 1
+        return current + current % 2 if stack else current
 
-    def _piece_of(self, node: fx.Node, current: int) -> int:
-        stack = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-        for i, block in enumerate(self._blocks, start=1):
-            if block in stack:
-                return i
-        # Between blocks a node belongs to the one before it; behind the last, to the end.
-        return self._last if stack and current == len(self._blocks) else current
+    def _draws(self, node: fx.Node) -> bool:
+        """Whether it draws random numbers, itself or in a graph that it calls."""
+        if _SEEDED in getattr(node.target, "tags", ()):
+            return True
+        inner = [_inner_graph(self._module, argument) for argument in node.all_input_nodes]
+        return any(
+            _SEEDED in getattr(each.target, "tags", ())
+            for module in inner
+            if module is not None
+            for each in module.graph.nodes
+        )
 
     def _repeats(self, node: fx.Node) -> bool:
         if node.op == "placeholder":
             return False
         if not isinstance(node.meta.get("val"), Tensor | tuple | list):
             return True  # a size
-        if _SEEDED in getattr(node.target, "tags", ()):
+        if self._draws(node):
             return False
         return all(self._is_constant(n) or n in self._repeated for n in node.all_input_nodes)
 
@@ -240,7 +337,12 @@ class _Cutter:
         for node in live:
             copies[node] = graph.placeholder(node.name)
         wanted = list(self._constants_of(own if piece < self._last else [*own, self._output]))
+        inner: dict[str, fx.GraphModule] = {}
         for node in wanted:
+            module = _inner_graph(self._module, node)
+            if module is not None:
+                inner[str(node.target)], copies[node] = module, graph.get_attr(str(node.target))
+                continue
             copies[node] = graph.placeholder(node.name)
             attributes[node.name] = (str(node.target), look_up(self._module, str(node.target)))
 
@@ -256,13 +358,15 @@ class _Cutter:
             copied(node)
         if piece == self._last:
             [values] = self._output.args
+            assert isinstance(values, tuple | list)
+            graph.output(tuple(copied(value) if isinstance(value, fx.Node) else value for value in values))
+            structure = self._structure
         else:
-            values = tuple(self._live(piece + 1))
-        assert isinstance(values, tuple | list)
-        returned = tuple(copied(value) for value in values)
-        graph.output(returned[0] if len(returned) == 1 else returned)
-        graph.lint()
-        return _Cut(graph, attributes, computes=any(node.op != "placeholder" for node in own))
+            returned = tuple(copied(value) for value in self._live(piece + 1))
+            graph.output(returned[0] if len(returned) == 1 else returned)
+            structure = None
+        computes = any(node.op != "placeholder" for node in own) or structure is not None
+        return _Cut(graph, attributes, inner, computes, structure)
 
     def _constants_of(self, nodes: Sequence[fx.Node]) -> Iterable[fx.Node]:
         """Parameters and constants that nodes need, also by way of what is computed anew."""
@@ -274,6 +378,12 @@ class _Cutter:
                     seen[node] = None
                     queue.append(node)
         return [node for node in seen if node.op == "get_attr"]
+
+
+def _inner_graph(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """The graph that a node names, to be called by another node; None where it names a tensor, or nothing."""
+    found = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+    return found if isinstance(found, fx.GraphModule) else None
 
 
 def _same_size(node: fx.Node, live: Sequence[fx.Node], copies: dict[fx.Node, fx.Node]) -> tuple[fx.Node, int]:

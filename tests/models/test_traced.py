@@ -5,7 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
+from lockstep.models.protocol import blocks_of
 from lockstep.models.traced import trace
+from lockstep.parallel.blocks import key_model
+from lockstep.randomness import Cursor
+from tests.models.decoders import decoder
 from tests.parity.pipelines import NoChain
 from tests.parity.toy import VOCAB
 
@@ -53,13 +57,15 @@ class Branching(Running):
         return self.layers[0](x) if x.sum() > 0 else x
 
 
-class Dictionary(nn.Module):
+class Again(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(2))
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"y": self.layers[0](x)}
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers):
+            x = layer(x)
+        return x
 
 
 @pytest.mark.parametrize(
@@ -67,10 +73,101 @@ class Dictionary(nn.Module):
     [
         (Running, "changes buffers in its forward pass: layers.0.1"),
         (Branching, "torch can't export Branching"),
-        (Dictionary, "Dictionary returns something else than a tensor"),
+        (Again, "layers.0 runs more than once in a forward pass, and draws random numbers"),
         (lambda: nn.Linear(4, 4), "no repeated blocks"),
     ],
 )
 def test_what_can_not_be_traced_is_said(model: type[nn.Module], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         trace(model(), torch.randn(3, 4))
+
+
+class Drawing(nn.Module):
+    """Draws before, in, between and behind its blocks; the second and third have nothing between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3)) for _ in range(4))
+        self.head, self.dropout = nn.Linear(16, VOCAB), nn.Dropout(0.3)
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, None]:
+        x = self.dropout(self.embedding(input_ids))
+        for place, layer in enumerate(self.layers):
+            x = layer(x)
+            if place != 1:
+                x = self.dropout(x.tanh())
+        return self.head(self.dropout(x)), None
+
+
+def test_a_traced_model_draws_what_the_model_draws() -> None:
+    """Law 1: keyed by micro-batch and block, cut by the tracer or not, the same dropout, the same bits."""
+    batch, results = ids(3), []
+    for cut in (False, True):
+        model: nn.Module = Drawing()
+        model = trace(model, batch) if cut else model
+        cursor = Cursor(7, torch.device("cpu"))
+        key_model(model, cursor, blocks_of(model))
+        with cursor.running("train", 2):
+            cursor.at(1)
+            logits, nothing = model(batch)
+            assert nothing is None
+            logits.square().sum().backward()
+        results.append((logits, [p.grad for p in model.parameters()]))
+    (one, gradients), (other, others) = results
+    assert torch.equal(one, other)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
+
+
+def test_what_comes_between_blocks_is_a_segment_where_it_draws() -> None:
+    names = [name for name, _ in trace(Drawing(), ids(2)).segments()]
+    assert names == [
+        "inputs", "layers.0", "layers.0.after", "layers.1", "layers.2", "layers.2.after", "layers.3", "outputs",
+    ]  # fmt: skip
+
+
+class Dictionary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"y": x, "more": (x.sum(), None, 3)}
+
+
+def test_outputs_keep_their_structure_and_samples_of_another_shape_are_refused() -> None:
+    x = torch.randn(3, 4)
+    expected, found = Dictionary(), trace(Dictionary(), x)
+    found.load_state_dict(expected.state_dict())
+    one, other = expected(x), found(x)
+    assert torch.equal(one["y"], other["y"])
+    assert torch.equal(one["more"][0], other["more"][0])
+    assert other["more"][1:] == (None, 3)
+    with pytest.raises(
+        UsageError, match=r"traced with samples of the shapes \[\(4,\)\], and gets samples of \[\(5,\)\]"
+    ):
+        found(torch.randn(3, 5))  # a graph holds lengths as constants: masks and positions would be of the traced one
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+        return logits
+
+
+def test_decoders_of_the_library_that_are_wrapped_for_logits() -> None:
+    """Their angles are computed without gradients and without autocast: graphs within the graph."""
+    model = Logits(decoder("mixtral", attention_dropout=0.0))
+    chain = trace(model, ids(2))
+    assert [name for name, _ in chain.segments()][1:-1] == [f"model.model.layers.{i}" for i in range(3)]
+    batch = ids(3)
+    for precision in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+            assert torch.equal(chain(batch), model(batch))
