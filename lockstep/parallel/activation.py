@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lockstep.errors import UsageError
+from lockstep.parallel.recomputed_runs import recompute_runs
 from lockstep.randomness import Cursor
 
 # What selective checkpointing keeps: results that cost much to compute for their size. The rest is recomputed.
@@ -37,12 +38,12 @@ def apply_activation_checkpointing(
     Args:
         blocks: (name, module) in the order in which they run.
         mode: none | full (each block) | selective (each block, keeping products of matrices) | every_n (each
-            `every`-th) | sequential (as full; a pipeline stage is a sequence of blocks).
-        every: n of every_n.
+            `every`-th) | sequential (runs of `every` blocks: see `lockstep.parallel.recomputed_runs`).
+        every: n of every_n and of sequential.
         compiled: the blocks will be compiled; the cursor's context is then left to the hooks outside of them.
 
     Raises:
-        UsageError: the model names no blocks.
+        UsageError: the model names no blocks, or runs of them would have to be compiled.
     """
     if mode == "none":
         return
@@ -52,6 +53,15 @@ def apply_activation_checkpointing(
             where="training.gradient_checkpointing",
             fix="give the model a method blocks() -> [(name, module)]",
         )
+    if mode == "sequential":
+        if compiled:
+            raise UsageError(
+                "a run of blocks is recomputed at once, and blocks are compiled one by one",
+                where="training.gradient_checkpointing, training.compile",
+                fix="set training.gradient_checkpointing: full, or training.compile: false",
+            )
+        recompute_runs(blocks, every, cursor)
+        return
     chosen = blocks[::every] if mode == "every_n" else blocks
     for _, block in chosen:
         block.forward = _checkpointed(block.forward, cursor, selective=mode == "selective", compiled=compiled)

@@ -89,7 +89,7 @@ def rehearse(
     # Further replicas and micro-batches change nothing that the second did not.
     layout = Layout(layout.strategy, 1, min(layout.replicate, 2), layout.shard)
     model, left_out = work.model(), 0
-    if config.training.gradient_checkpointing != "every_n":
+    if config.training.gradient_checkpointing not in ("every_n", "sequential"):
         model, left_out = shortened(model)
     with pretended_ranks(layout.world_size), ExitStack() as modes:
         mesh = layout.mesh("cpu") if layout.world_size > 1 else None

@@ -1,0 +1,205 @@
+"""Activation checkpointing over runs of blocks: of several blocks in a row, the input of the first is all that is kept.
+
+The blocks are called by the model's own code, one after the other. While they run, what autograd would save is left
+out; the first time the backward pass asks for any of it, the whole run is computed again. A block continues a run if it
+is given what the block before returned; where a model does something in between, a run ends, so that nothing is
+computed again but blocks.
+
+Against `torch.utils.checkpoint`, which recomputes one function: here no function has the whole run.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lockstep.randomness import Cursor, generator_of
+
+
+def recompute_runs(blocks: Sequence[tuple[str, nn.Module]], length: int, cursor: Cursor) -> None:
+    """Replace the `forward` of blocks in place, so that runs of `length` of them are recomputed at once."""
+    runs = _Runs(cursor)
+    for place, (_, block) in enumerate(blocks):
+        block.forward = runs.over(block, starts=place % length == 0)
+
+
+@dataclass(frozen=True)
+class _Previous:
+    """Stands for an output of the block before, by its place among the outputs."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One block's call in a forward pass.
+
+    Attributes:
+        arguments: (positional, keyword); tensors are detached, and those from the block before are left out.
+        generator: state of the device's generator when the block began.
+        captured: where the cursor stood.
+    """
+
+    block: nn.Module
+    forward: Callable[..., Any]
+    arguments: Any
+    generator: Tensor
+    captured: tuple[str, int, int, dict[str, int]]
+
+
+class _Runs:
+    """The runs of a model's blocks. One is open at a time: forward passes of micro-batches do not interleave."""
+
+    def __init__(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+        self._open: _Run | None = None
+        self._returned: list[weakref.ref[Tensor]] = []  # by the block that ran last
+
+    def over(self, block: nn.Module, *, starts: bool) -> Callable[..., Any]:
+        forward = block.forward
+
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            arguments = tree_map(self._linked, (args, kwargs))
+            continues = any(isinstance(leaf, _Previous) for leaf in tree_leaves(arguments))
+            run = self._open
+            if run is None or starts or not continues:
+                run = self._open = _Run(self._cursor)
+                arguments = (args, kwargs)
+            run.calls.append(
+                _Call(block, forward, tree_map(_detached, arguments), _state(self._cursor), self._cursor.capture())
+            )
+            with saved_tensors_hooks(run.pack, run.unpack):
+                outputs = forward(*args, **kwargs)
+            self._returned = [weakref.ref(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            return outputs
+
+        return recomputed
+
+    def _linked(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            for place, returned in enumerate(self._returned):
+                if _same(leaf, returned()):
+                    return _Previous(place)
+        return leaf
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Where a tensor would be that autograd saves."""
+
+    run: "_Run"
+    place: int
+
+
+@dataclass(eq=False)
+class _Run:
+    """Blocks that are recomputed at once."""
+
+    cursor: Cursor
+    calls: list[_Call] = field(default_factory=list)
+    _saved: int = 0
+    _values: dict[int, Tensor] = field(default_factory=dict)  # place → tensor, once recomputed
+
+    def __post_init__(self) -> None:
+        kind = self.cursor.device.type
+        self._autocast = (
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            if torch.is_autocast_enabled(kind)
+            else None
+        )
+
+    def pack(self, _tensor: Tensor) -> _Slot:
+        self._saved += 1
+        return _Slot(self, self._saved - 1)
+
+    def unpack(self, slot: _Slot) -> Tensor:
+        if slot.place not in self._values:
+            self._recompute()
+        return self._values.pop(slot.place)
+
+    def _recompute(self) -> None:
+        found: list[Tensor] = []
+        generator, outer = generator_of(self.cursor.device), _state(self.cursor)
+        outputs: list[Any] = []
+        try:
+            with torch.enable_grad(), self._precision(), saved_tensors_hooks(_collected_in(found), _never):
+                for call in self.calls:
+                    _gather(call.block)
+                    generator.set_state(call.generator)
+                    args, kwargs = tree_map(_attached(outputs), call.arguments)
+                    with self.cursor.recomputing(call.captured):
+                        made = call.forward(*args, **kwargs)
+                    outputs[:] = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        finally:
+            generator.set_state(outer)
+        if len(found) != self._saved:
+            raise RuntimeError(
+                f"blocks saved {self._saved} tensors in the forward pass, and {len(found)} when they were recomputed"
+            )
+        self._values = dict(enumerate(found))
+
+    def _precision(self) -> Any:
+        if self._autocast is None:
+            return nullcontext()
+        kind, dtype, cached = self._autocast
+        return torch.autocast(kind, dtype, cache_enabled=cached)
+
+
+def _state(cursor: Cursor) -> Tensor:
+    return generator_of(cursor.device).get_state()
+
+
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    """Whether two tensors are one, or aliases of one: FSDP2 passes a block's inputs through a node of its own."""
+    if other is None or one.shape != other.shape or one.stride() != other.stride():
+        return False
+    bases = [tensor if tensor._base is None else tensor._base for tensor in (one, other)]
+    return bases[0] is bases[1] and one.storage_offset() == other.storage_offset()
+
+
+@dataclass(frozen=True)
+class _Input:
+    """A tensor that a run was given, without the graph that made it."""
+
+    tensor: Tensor
+    requires_grad: bool
+
+
+def _detached(leaf: Any) -> Any:
+    return _Input(leaf.detach(), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _attached(outputs: Sequence[Tensor]) -> Callable[[Any], Any]:
+    def attached(leaf: Any) -> Any:
+        if isinstance(leaf, _Previous):
+            return outputs[leaf.place]
+        return leaf.tensor.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, _Input) else leaf
+
+    return attached
+
+
+def _collected_in(found: list[Tensor]) -> Callable[[Tensor], None]:
+    def collect(tensor: Tensor) -> None:
+        found.append(tensor.detach())
+
+    return collect
+
+
+def _never(_nothing: None) -> Tensor:
+    raise AssertionError("the graph of a recomputation is not differentiated")
+
+
+def _gather(block: nn.Module) -> None:
+    """FSDP2 has freed a block's parameters unless its backward pass goes on; it frees them again after that."""
+    for module in block.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
