@@ -42,6 +42,21 @@ def run_segments(model: nn.Module, *inputs: Any, keywords: Mapping[str, Mapping[
     return outputs
 
 
+def run_segment(
+    segment: nn.Module, values: tuple[Any, ...], keywords: Mapping[str, Any],
+    inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
+) -> Any:  # fmt: skip
+    """Call one segment.
+
+    Args:
+        values: what the segment before returned.
+        inputs: (positional, keyword) arguments of the whole model, for a segment that says `takes_inputs`.
+    """
+    if getattr(segment, "takes_inputs", False):
+        keywords = {**keywords, "inputs": inputs}
+    return segment(*values, **keywords)
+
+
 def shared_parameters_of(model: nn.Module) -> dict[str, dict[str, str]]:
     """Which parameters which segments borrow: {segment: {keyword: canonical name}}; empty where the model says none."""
     own: Callable[[], dict[str, dict[str, str]]] | None = getattr(model, "shared_parameters", None)

@@ -57,8 +57,10 @@ class CausalModel(LanguageModel):
     config: Any
     _no_split_modules: Any
 
-    def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = super(LanguageModel, self).forward(input_ids=ids, use_cache=False).logits
+    def forward(self, ids: Tensor | None = None, **arguments: Any) -> Tensor:
+        """Ids [B, T] → logits [B, T, V]; `arguments` are those of the library's forward pass."""
+        arguments = {"input_ids": ids, "use_cache": False, **arguments}
+        logits: Tensor = super(LanguageModel, self).forward(**arguments).logits
         return logits
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
@@ -81,7 +83,7 @@ class CutModel(CausalModel):
             head.register_parameter("weight", None)
             _swap_class(head, BorrowingHead)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]  # its segments take nothing else
         logits: Tensor = run_segments(self, ids)
         return logits
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
+from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts
 
 IGNORED_TARGET = -100  # torch's default `ignore_index`
 _TARGET_KEYS = ("targets", "target", "labels", "label", "y")
@@ -85,15 +86,20 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
     return _reduced(inputs, _loss_in_outputs, getattr(model, "loss_reduction", "mean"), count)
 
 
+def offered(model: nn.Module, name: str) -> Callable[..., Any] | None:
+    """The method of a model's by which it helps; None where it has none, or a module of that name: `self.blocks`."""
+    found = getattr(model, name, None)
+    return found if callable(found) and not isinstance(found, nn.Module) else None
+
+
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The repeated blocks of `model`, in order, with their canonical names; empty where none are found.
 
     Asked for in this order: `model.blocks()`; the classes that a Hugging Face model must not split; the longest
     `ModuleList` or `Sequential` whose members are of one class.
     """
-    own: Any = model
-    if hasattr(model, "blocks"):
-        return list(own.blocks())
+    if own := offered(model, "blocks"):
+        return list(own())
     unsplittable = set(getattr(model, "_no_split_modules", None) or ())
     if unsplittable:
         return [(name, m) for name, m in model.named_modules() if type(m).__name__ in unsplittable]
@@ -108,18 +114,34 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if not lists:
         return []
     prefix, longest = max(lists, key=lambda item: len(item[1]))
-    return [(f"{prefix}.{name}" if prefix else name, m) for name, m in longest.named_children()]
+    return _without_containers(prefix, longest)
+
+
+def _without_containers(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """A list's members, and in place of those that are lists themselves, and are never called, theirs."""
+    found = []
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found += _without_containers(path, child)
+        elif any(True for _ in child.parameters()):
+            found.append((path, child))
+    return found
 
 
 def segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
     """The forward pass of `model` as a chain of modules, or None where the model does not say."""
-    own: Any = model
-    if hasattr(model, "segments"):
-        return list(own.segments())
+    if own := offered(model, "segments"):
+        return list(own())
     if isinstance(model, nn.Sequential):
         # Not named_children(), which leaves out a module that comes a second time: one ReLU for all layers.
         return list(zip(model._modules, model, strict=True))
     return None
+
+
+def pipeline_segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
+    """The chain that a pipeline runs: the model's own, or that of a decoder of the Hugging Face library."""
+    return segments_of(model) or decoder_segments(model)
 
 
 def require_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -128,8 +150,9 @@ def require_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Raises:
         UsageError: the model does not say; with what it may offer.
     """
-    segments = segments_of(model)
+    segments = pipeline_segments_of(model)
     if segments is None:
+        refuse_balanced_experts(model)
         raise UsageError(
             f"{type(model).__name__} can't be cut into stages",
             where="distributed.strategy: pipeline",
@@ -279,8 +302,9 @@ def _loss_in_outputs(outputs: Any, _batch: Any) -> Tensor:
     if isinstance(outputs, Tensor) and outputs.ndim == 0:
         return outputs
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if found is None and isinstance(outputs, tuple) and outputs:
-        found = outputs[0] if isinstance(outputs[0], Tensor) and not outputs[0].ndim else None
+    if found is None and isinstance(outputs, tuple):
+        numbers = [member for member in outputs if isinstance(member, Tensor) and not member.ndim]
+        found = numbers[0] if len(numbers) == 1 else None  # (logits, loss), as nanoGPT returns them
     if not isinstance(found, Tensor):
         raise UsageError(
             f"the model returned {type(outputs).__name__}, in which there is no loss",

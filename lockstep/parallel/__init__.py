@@ -86,7 +86,7 @@ def _prepared(
     cursor = Cursor(config.training.seed, device)
     first = FirstValues(model, config.training.seed) if on_meta(model) else None
     if layout.strategy != "dp" or data_parallel.num_gpus(device) == 1:
-        key_model(model, cursor, blocks)
+        key_model(model, cursor, blocks, cut=shared and layout.strategy == "pipeline")
     notices = apply_fp8(model, blocks, config.precision.fp8, device)
     notices += transform_blocks(model, config.training, cursor, blocks)
     if config.distributed.reproducible:

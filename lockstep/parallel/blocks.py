@@ -3,16 +3,20 @@
 from torch import nn
 
 from lockstep.config import TrainingConfig
-from lockstep.models.protocol import segments_of
+from lockstep.models.protocol import require_segments, segments_of
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.placement import Blocks
 from lockstep.randomness import Cursor, key_segments
 
 
-def key_model(model: nn.Module, cursor: Cursor, blocks: Blocks) -> None:
-    """Key random numbers by segment; a model that names none is one segment."""
-    segments = segments_of(model)
+def key_model(model: nn.Module, cursor: Cursor, blocks: Blocks, *, cut: bool = False) -> None:
+    """Key random numbers by segment; a model that names none is one segment.
+
+    Args:
+        cut: the model runs in stages of a pipeline.
+    """
+    segments = require_segments(model) if cut else segments_of(model)
     if segments is not None:
         key_segments(cursor, segments, chain=True)
     else:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lockstep.config import Config
-from lockstep.models.protocol import blocks_of, segments_of
+from lockstep.models.protocol import blocks_of, pipeline_segments_of
 from lockstep.parallel import fsdp
 from lockstep.parallel.compression import sent_numbers
 from lockstep.plan.workload import Workload
@@ -45,6 +45,6 @@ def facts_of(work: Workload, config: Config) -> Facts:
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     low_rank = sent_numbers(shapes, "powersgd", config.distributed.ddp.compression.rank)
     return Facts(
-        sum(p.numel() for p in model.parameters()), len(blocks), len(segments_of(model) or []), len(units),
+        sum(p.numel() for p in model.parameters()), len(blocks), len(pipeline_segments_of(model) or []), len(units),
         held / len(units) if units else 0.0, optimizer, 4 * low_rank,
     )  # fmt: skip

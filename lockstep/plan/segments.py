@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.config import Config
 from lockstep.errors import UsageError
-from lockstep.models.chain import lent, shared_parameters_of
+from lockstep.models.chain import lent, run_segment, shared_parameters_of
 from lockstep.models.protocol import require_segments
 from lockstep.parallel.pipeline.partition import KEY, Partition, balanced_cuts, table
 from lockstep.plan.workload import Workload, workload_of
@@ -62,14 +62,14 @@ def measure(work: Workload, config: Config, device: torch.device, rounds: int = 
     objective = work.objective(model)
     batch = work.batch(config.training.batch_size, device)
     borrowed = shared_parameters_of(model)
-    values, keywords = objective.inputs(batch)
+    inputs = values, keywords = objective.inputs(batch)
     found = []
     for place, (name, segment) in enumerate(segments):
         own = {**keywords, **lent(model, borrowed.get(name, {}))}
         last = place == len(segments) - 1
 
         def run(values: tuple[Any, ...], segment: nn.Module = segment, own: Any = own, last: bool = last) -> Any:
-            outputs = segment(*values, **own)
+            outputs = run_segment(segment, values, own, inputs)
             return objective.summed(outputs, batch) if last else outputs
 
         size = sum(
@@ -77,7 +77,7 @@ def measure(work: Workload, config: Config, device: torch.device, rounds: int = 
         )
         found.append(Measured(name, size, *_timed(run, values, model, device, rounds)))
         with torch.no_grad():
-            outputs = segment(*values, **own)
+            outputs = run_segment(segment, values, own, inputs)
         values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
     return found
 

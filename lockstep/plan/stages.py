@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import Config
 from lockstep.mesh import Layout
-from lockstep.models.chain import lent, shared_parameters_of
-from lockstep.models.protocol import Objective, blocks_of, segments_of
+from lockstep.models.chain import lent, run_segment, shared_parameters_of
+from lockstep.models.protocol import Objective, blocks_of, require_segments
 from lockstep.parallel import fsdp
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.blocks import key_model
@@ -120,14 +120,13 @@ def _metas(work: Workload, config: Config, plan: Plan, low: bool) -> list[Metas]
         model.to_empty(device=CPU)
         if low:
             model.to(torch.bfloat16)
-        segments, shared = segments_of(model), shared_parameters_of(model)
-        assert segments is not None
-        values, keywords = objective.inputs(work.batch(config.training.batch_size))
+        segments, shared = require_segments(model), shared_parameters_of(model)
+        inputs = values, keywords = objective.inputs(work.batch(config.training.batch_size))
         for stage in plan.parts.stages:
             for name, segment in segments[stage.start : stage.stop]:
                 key = (looks(segment), tuple(Meta.of(value) for value in values))
                 if key not in known:
-                    known[key] = segment(*values, **keywords, **lent(model, shared.get(name, {})))
+                    known[key] = run_segment(segment, values, keywords | lent(model, shared.get(name, {})), inputs)
                 values, keywords = known[key] if isinstance(known[key], tuple) else (known[key],), {}
             found.append(tuple(Meta.of(value) for value in values))
     return found
@@ -154,7 +153,7 @@ class _Rank:
         self.batch = self.work.batch(config.training.batch_size)
         cursor = Cursor(config.training.seed, CPU)
         blocks = blocks_of(self.model)
-        key_model(self.model, cursor, blocks)
+        key_model(self.model, cursor, blocks, cut=True)
         apply_activation_checkpointing(
             blocks, config.training.gradient_checkpointing, cursor, every=config.training.gradient_checkpointing_every
         )

@@ -152,9 +152,12 @@ def holding_of(
             owner = holding.extra if len(stages) > 1 else holding.of_stage.setdefault(min(stages), Borrowed())
             here = [owner.add(spots[0].tensor())]
         holding.parameters[name] = here
-    owners = {id(m): rank_of[stage_of[name]] for name, s in segments for m in s.modules()}
+    owners: dict[int, set[int]] = {}
+    for name, segment in segments:
+        for module in segment.modules():
+            owners.setdefault(id(module), set()).add(rank_of[stage_of[name]])
     for name, spots in model.buffers.items():
-        here = [spot for spot in spots if owners.get(id(spot.module), rank_of[0]) == rank]
+        here = [spot for spot in spots if rank in owners.get(id(spot.module), {rank_of[0]})]
         if here:
             holding.buffers[name] = here
     return holding

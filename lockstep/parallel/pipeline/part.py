@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lockstep.models.chain import run_segment
 from lockstep.precision import Precision
 from lockstep.randomness import Cursor
 
@@ -99,15 +100,17 @@ class Part(nn.Module):
         cursor.calls.update(self._earlier)
 
     def forward(self, *values: Any) -> Any:
-        keywords: dict[str, Any] = {}
+        keywords: Mapping[str, Any] = {}
+        # Stages in the middle have no batch.
+        inputs = self._work.inputs() if self.is_first or self.is_last else ((), {})
         given = {id(value) for value in values}
         with self._precision.autocast():
             if self.is_first:
-                values, keywords = self._work.inputs()
+                values, keywords = inputs
             outputs: Any = values
             for link, segment in zip(self._links, self.segments_here, strict=True):
                 lent = {keyword: spot.tensor() for keyword, spot in link.borrowed.items()}
-                outputs = segment(*values, **keywords, **lent)
+                outputs = run_segment(segment, values, {**keywords, **lent}, inputs)
                 values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
             if self.is_last:
                 return self._work.finish(outputs)

@@ -1,0 +1,94 @@
+"""Every family that is cut: segment by segment it computes the bits of the library's own forward pass."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+from lockstep.models.chain import run_segment
+from lockstep.models.hf_decoder import FAMILIES
+from lockstep.models.protocol import blocks_of, require_segments, segments_of
+from lockstep.parallel.blocks import key_model
+from lockstep.randomness import Cursor
+from tests.models.decoders import decoder
+from tests.parity.toy import VOCAB
+
+LENGTH = 12
+
+
+def folded(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    """The model's outputs, through its segments; what travels is detached from nothing."""
+    values: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = batch
+    outputs: Any = None
+    for _, segment in require_segments(model):
+        outputs = run_segment(segment, values, keywords, ((), batch))
+        values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
+    return outputs
+
+
+def batches() -> list[dict[str, Tensor]]:
+    ids = torch.randint(0, VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, 9:], mask[1, 5:] = 0, 0
+    labels = ids.masked_fill(mask == 0, -100)
+    return [{"input_ids": ids, "labels": ids}, {"input_ids": ids, "labels": labels, "attention_mask": mask}]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_chain_is_the_librarys_forward_pass(family: str) -> None:
+    """Loss, logits and gradients, with a mask and without, dropout on: the whole model keyed by its blocks, the chain
+    by its segments."""
+    whole = decoder(family)
+    cut = copy.deepcopy(whole)
+    assert segments_of(whole) is None  # one process runs the library's own pass
+    blocks = blocks_of(cut)
+    assert [name for name, _ in require_segments(cut)] == ["inputs", *(name for name, _ in blocks), "outputs"]
+    cursors = [Cursor(7, torch.device("cpu")) for _ in range(2)]
+    key_model(whole, cursors[0], blocks_of(whole))
+    key_model(cut, cursors[1], blocks, cut=True)
+    for batch in batches():
+        for model, cursor in zip((whole, cut), cursors, strict=True):
+            model.zero_grad()
+            with cursor.running("train", 3):
+                cursor.at(2)
+                outputs = folded(model, batch) if model is cut else model(**batch)
+                outputs.loss.backward()
+            if model is whole:
+                expected = outputs
+        assert torch.equal(outputs.loss, expected.loss)
+        assert torch.equal(outputs.logits, expected.logits)
+        others = dict(cut.named_parameters())
+        for name, parameter in whole.named_parameters():
+            if parameter.grad is None:
+                assert others[name].grad is None
+            else:
+                torch.testing.assert_close(others[name].grad, parameter.grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_each_layer_belongs_to_one_segment_and_nothing_else_does_twice(family: str) -> None:
+    model = decoder(family, tie_word_embeddings=False)
+    owners: dict[str, list[str]] = {}
+    for name, segment in require_segments(model):
+        ours = {id(p) for p in segment.parameters()}
+        for parameter, tensor in model.named_parameters():
+            if id(tensor) in ours:
+                owners.setdefault(parameter, []).append(name)
+    assert set(owners) == {name for name, _ in model.named_parameters()}
+    assert all(len(segments) == 1 for segments in owners.values())
+    assert require_segments(model)[1][1] is require_segments(model)[1][1]  # the hooks of one are the hooks of the other
+
+
+def test_balancing_losses_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"balances its experts[\s\S]*output_router_logits=False"):
+        require_segments(decoder("mixtral", output_router_logits=True))
+
+
+def test_what_stages_do_not_hand_on_is_refused() -> None:
+    model, [batch, _] = decoder("llama"), batches()
+    with pytest.raises(UsageError, match="a batch with position_ids, which stages"):
+        folded(model, {**batch, "position_ids": torch.arange(LENGTH)[None]})
