@@ -56,6 +56,21 @@ def check_shardable(optimizer: Optimizer) -> None:
         unfuse(optimizer)
 
 
+def refuse_closures(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that evaluates the loss itself, several times in an update (LBFGS).
+
+    Raises:
+        UsageError: its `step` can't be called without a closure.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{type(optimizer).__name__} evaluates the loss again within an update, by a closure",
+            why="a step here is one forward and backward pass over its micro-batches, and one update",
+            fix="use an optimizer that updates from the gradients alone, such as AdamW",
+        )
+
+
 def unfuse(optimizer: Optimizer) -> bool:
     """Let an optimizer use its plain kernels, in place; returns whether it had asked for fused ones.
 
@@ -89,12 +104,15 @@ def build_optimizer(
     accepted = inspect.signature(kind).parameters
     over = list(parameters)
     sharded = any(isinstance(parameter, DTensor) for parameter in over)
+    of_complex = any(parameter.is_complex() for parameter in over)
     settings: dict[str, Any] = {"lr": learning_rate}
     if weight_decay is not None and "weight_decay" in accepted:
         settings["weight_decay"] = weight_decay
     if reproducible and "foreach" in accepted:
         settings["foreach"] = device.type != "cpu"
-    elif "fused" in accepted and device.type in ("cuda", "cpu") and (kind in _FUSED_ON_SHARDS or not sharded):
+    elif "fused" not in accepted or device.type not in ("cuda", "cpu") or of_complex:
+        pass  # there is no such kernel
+    elif kind in _FUSED_ON_SHARDS or not sharded:
         settings["fused"] = True
     try:
         return kind(over, **{**settings, **args})

@@ -21,7 +21,7 @@ from lockstep.parallel.ledger import Ledger, Loss, Share
 from lockstep.parallel.loop import evaluated, in_order, plain_forward
 from lockstep.parallel.placed import Placed
 from lockstep.parallel.placement import Laid, Placement
-from lockstep.parallel.refused import refuse_impossible, refuse_wrapped
+from lockstep.parallel.refused import refuse_impossible, refuse_parameters, refuse_wrapped
 from lockstep.parallel.unit_inputs import join_uses_of_inputs
 from lockstep.precision import Precision, switch_tf32
 from lockstep.randomness import Cursor
@@ -60,6 +60,7 @@ def place(
     """
     refuse_wrapped(model)
     refuse_impossible(config, layout, device)
+    refuse_parameters(model, layout, reproducible=config.distributed.reproducible)
     switch_tf32(config.precision.tf32)
     names, aliases = canonical_names(model)
     size = sum(p.numel() for p in model.parameters())
@@ -117,7 +118,7 @@ def _placed(placement: Placement) -> Placed:
     placed = Placed(
         layout=p.layout,
         parts=[model],
-        parameters=dict(model.named_parameters()),
+        parameters=dict(model.named_parameters()) | laid.parameters,
         buffers={name: buffer for name, buffer in model.named_buffers() if name in persistent},
         objective=p.objective,
         cursor=p.cursor,
@@ -129,6 +130,7 @@ def _placed(placement: Placement) -> Placed:
         finish_gradients=laid.tree.finish if laid.tree is not None else lambda: None,
         settle=laid.compression.settle,
         norm_groups=laid.norm_groups,
+        counted=laid.counted,
         notices=p.notices,
         said_later=said_later,
         state=laid.compression.state,

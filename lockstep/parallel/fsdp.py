@@ -17,11 +17,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from lockstep.config import Config, FSDPConfig, load_object
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, listed
 from lockstep.mesh import Layout
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.protocol import segments_of
 from lockstep.parallel.fsdp_gloo import GlooMessages, own_parameters
+from lockstep.parallel.fsdp_scalars import Scalars, scalars_of
+from lockstep.parallel.fsdp_usage import Usage, callable_units, implements_forward
 from lockstep.parallel.placed import MicroStep, strided_shares
 from lockstep.parallel.placement import Laid, Placement, shared_out
 from lockstep.parallel.tree import hybrid_shares
@@ -42,9 +44,11 @@ def lay(placement: Placement) -> Laid:
     )
     if p.first is not None:
         p.materialise()
+    scalars, usage = Scalars(p.model), Usage(p.model, p.device)
     micro_step = p.loop(p.model, set_sync=partial(set_sync, p.model, accumulate=kind.accumulate))
     if p.device.type == "cpu":
         micro_step = over_gloo(p.model, layout, micro_step, reproducible=p.reproducible)
+    micro_step = scalars.over(usage.over(micro_step))
     assign, tree = shared_out(strided_shares, p), None
     if p.reproducible:
         replica, shard = divmod(p.rank, layout.shard)
@@ -56,8 +60,17 @@ def lay(placement: Placement) -> Laid:
         micro_step,
         assign,
         tree=tree,
+        parameters=scalars.placed,
+        counted=_counted(p.model, scalars, p.rank % layout.shard),
         norm_groups=[mesh["shard"].get_group()] if layout.shard > 1 else [],
     )
+
+
+def _counted(model: nn.Module, scalars: Scalars, shard: int) -> set[str] | None:
+    """Names of what this rank counts in a norm over the shards: of what each holds whole, the first."""
+    if not scalars.placed or shard == 0:
+        return None
+    return {name for name, _ in model.named_parameters()} - set(scalars.placed)
 
 
 def over_gloo(model: nn.Module, layout: Layout, micro_step: MicroStep, *, reproducible: bool = False) -> MicroStep:
@@ -73,6 +86,12 @@ def shard_stage(
     foreign: set[nn.Parameter], frees: bool,
 ) -> list[str]:  # fmt: skip
     """FSDP2 over a pipeline's stage, or over what stages share; units were chosen before the model was cut."""
+    if scalars := scalars_of(root):
+        raise UsageError(
+            f"the parameter {listed(list(scalars))} has no dim, so FSDP can't cut it",
+            where="distributed.strategy: pipeline",
+            fix="give it one, torch.ones(1) for torch.ones(()), or write strategy: fsdp or ddp",
+        )
     notices = apply_fsdp(
         root, mesh, config.distributed.fsdp.model_copy(update={"auto_wrap_policy": "transformer"}), units,
         param_dtype=config.precision.param_dtype, reshard_after_forward=frees, foreign=foreign,
@@ -114,12 +133,13 @@ def apply_fsdp(
         "reshard_after_forward": reshard_after_forward,
         "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
         "shard_placement_fn": _divisible_dim(mesh["shard"].size()),
-        "ignored_params": foreign,
+        "ignored_params": (foreign or set()) | set(scalars_of(model).values()),
     }
     notices = _cast_buffers(model, config)
     units = units_of(model, config, blocks)
     for unit in (*(unit for _, unit in units), model):  # inner ones first: what is left belongs to the outer one
         own = own_parameters(unit)
+        _refuse_mixture(unit, own)
         fully_shard(unit, mp_policy=_precision_of(own, config, param_dtype, exact=replicas_apart), **settings)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -135,6 +155,24 @@ def apply_fsdp(
             "whole for each forward and backward pass"
         )
     return notices
+
+
+def _refuse_mixture(unit: nn.Module, own: Sequence[nn.Parameter]) -> None:
+    """FSDP2 reduces a unit's gradients as one flat tensor.
+
+    Raises:
+        UsageError: they are of several types.
+    """
+    dtypes = {parameter.dtype: parameter for parameter in own if parameter.requires_grad and parameter.ndim}
+    if len(dtypes) > 1:
+        names = {id(parameter): name for name, parameter in unit.named_parameters()}
+        raise UsageError(
+            f"{type(unit).__name__} has parameters of several types: "
+            + ", ".join(f"{names[id(p)]} is {str(d).removeprefix('torch.')}" for d, p in dtypes.items()),
+            where="distributed.strategy: fsdp",
+            why="FSDP sums the gradients of what it gathers at once in one type",
+            fix="convert them: model.to(torch.float32); or write strategy: ddp",
+        )
 
 
 def _precision_of(
@@ -176,9 +214,7 @@ def units_of(
 
     A module is no unit if a parameter of it is also used outside of it: tied weights stay in one unit, the root.
     """
-    chosen = [
-        (n, m) for n, m in _candidates(model, config, blocks) if m is not model and any(True for _ in m.parameters())
-    ]
+    chosen = callable_units((name, m) for name, m in _candidates(model, config, blocks) if m is not model)
     users: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -244,7 +280,7 @@ def _by_size(model: nn.Module, least: int) -> list[tuple[str, nn.Module]]:
     found = []
     for name, module in reversed(list(model.named_modules())):  # children come before their parents
         free = [p for p in module.parameters() if id(p) not in taken]
-        if name and sum(p.numel() for p in free) >= least and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if name and sum(p.numel() for p in free) >= least and implements_forward(module):
             found.append((name, module))
             taken |= {id(p) for p in free}
     return found[::-1]

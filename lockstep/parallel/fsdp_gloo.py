@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lockstep.parallel.ledger import Ledger, Loss, Share
 from lockstep.parallel.placed import MicroStep, local
@@ -39,8 +40,9 @@ class GlooMessages:
         self._may_wait, self._last = False, True
         for module in model.modules():
             if isinstance(module, FSDPModule):
+                cut = [parameter for parameter in own_parameters(module) if isinstance(parameter, DTensor)]
                 module.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
-                module.set_custom_reduce_scatter(_ReduceScatter(self, own_parameters(module)))  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(_ReduceScatter(self, cut))  # type: ignore[arg-type]
 
     def over(self, micro_step: MicroStep) -> MicroStep:
         """`micro_step`, whose gradients are complete when it returns, and not before.

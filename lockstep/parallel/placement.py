@@ -117,6 +117,8 @@ class Laid:
         tree: where the step must be the same in every bit.
         compression: of gradients on the wire.
         norm_groups: process groups over which squared norms of the local gradients add up.
+        counted: see `Placed.counted`.
+        parameters: what is trained in place of the model's own parameter of that name.
         local: for local updates, changes what was placed in the end.
     """
 
@@ -125,6 +127,8 @@ class Laid:
     tree: Tree | None = None
     compression: Compression = field(default_factory=Compression)
     norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
+    counted: set[str] | None = None
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     local: Callable[[Placed], None] = lambda _placed: None
 
 

@@ -72,6 +72,8 @@ class ReplicaTree:
         self._group = group
         self._partials = Partials(0)
         self._share: Share | None = None
+        self._may_miss = model.find_unused_parameters  # whether a backward pass may leave parameters out
+        self._used_before: set[int] = set()  # places of those that earlier micro-batches of the step used
         self._folding: list[tuple[TreeAllReduce, Tensor]] = []  # the all-to-all runs
         self._gathering: list[tuple[TreeAllReduce, Tensor]] = []  # the all-gather runs
         model.register_comm_hook(None, self._reduce)
@@ -83,6 +85,11 @@ class ReplicaTree:
             if self._share is None:
                 self._partials = Partials(ledger.slots)
             self._share = share
+            if last:
+                # DDP remembers what earlier micro-batches of the step used, and wants a gradient of it to reduce.
+                for place in self._used_before:
+                    self._parameters[place].grad = torch.zeros_like(self._parameters[place])
+                self._used_before.clear()
             result = micro_step(share, ledger, factor, last)
             if last:
                 assert not self._folding
@@ -90,7 +97,9 @@ class ReplicaTree:
             else:
                 if share.real:
                     self._partials.add(share.index, [p.grad for p in self._parameters])
-                for parameter in self._parameters:
+                for place, parameter in enumerate(self._parameters):
+                    if parameter.grad is not None and self._may_miss:
+                        self._used_before.add(place)
                     parameter.grad = None
             return result
 

@@ -16,6 +16,7 @@ from lockstep.optim import (
     build_optimizer,
     check_shardable,
     rebind,
+    refuse_closures,
     scaled_learning_rate,
 )
 from lockstep.parallel import Placed
@@ -50,6 +51,7 @@ def make_optimizer(
         rebind(optimizer := given, before, placed.parameters)
     else:
         optimizer = given(list(placed.parameters.values()))
+    refuse_closures(optimizer)
     if given is not None:
         line = f"learning rate {optimizer.param_groups[0]['lr']:g}, as {type(optimizer).__name__} says"
     if placed.layout.shard > 1:

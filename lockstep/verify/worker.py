@@ -1,5 +1,6 @@
 """What runs in the processes: one takes the reference's steps and writes them down, ranks take them and compare."""
 
+import copy
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -201,7 +202,8 @@ def _trainer(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tu
             stack.enter_context(switches.double_by_default())
         config, subject = spec.build({**settings_of(topology), **case.settings})
         stack.callback(subject.close)
-        model = subject.model.double() if double else subject.model
+        # A copy: whoever builds what is verified may hand out one model each time, which goes on in float32.
+        model = copy.deepcopy(subject.model).double() if double else subject.model
         if topology == "single":
             stack.callback(cluster.cleanup)
         trainer = Trainer(model, subject.optimizer, subject.loss_fn, config=config)

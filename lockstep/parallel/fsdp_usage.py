@@ -1,0 +1,203 @@
+"""Which units and parameters of a sharded model a forward pass uses, where ranks or micro-batches differ in that.
+
+FSDP2 takes for granted that every rank calls the same units in the same order, by calling the units themselves, and
+that the same parameters get gradients on all of them. Where a model routes by its data this is not so. Here
+
+- a parameter that some rank does not use stands there as zeros; one that no rank uses in a step gets no gradient, as in
+  one process;
+- in the first step ranks compare which unit is called before they gather it; and after each step (on GPUs, where a
+  comparison would hold up the host, after those of models that left something unused) in which order they called the
+  units: a difference is an error, not a hang or another unit's values;
+- a unit whose parameters are used though it is never called is named.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep.errors import UsageError
+from lockstep.parallel.fsdp_gloo import own_parameters
+from lockstep.parallel.ledger import Ledger, Loss, Share
+from lockstep.parallel.placed import MicroStep
+
+_MIXED = "mixed torch.Tensor and DTensor"  # what torch says where a sharded parameter meets a plain tensor
+_END = 0  # the place of the model itself in the list of units: its forward pass is over
+
+
+class Usage:
+    """Watches the units of a sharded model.
+
+    Args:
+        model: sharded; its own forward pass is the root's.
+        device: on which ranks exchange what they saw.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._units: list[tuple[str, nn.Module]] = [
+            (name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
+        ]
+        self._names = [name for name, p in model.named_parameters() if p.ndim and p.requires_grad]
+        self._used: set[str] = set()
+        self._order = 0  # a checksum of the units called in this step, in order
+        self._calls: dict[int, int] = {}  # place of a unit → calls in this forward pass
+        self._ever: set[int] = set()  # units that were called
+        self._forward, self._first_step = False, True
+        self._varies = False  # whether a rank left a parameter unused when they last compared
+        for place, (name, unit) in enumerate(self._units):
+            unit.register_forward_pre_hook(partial(self._before, place), prepend=True)  # before FSDP2's own
+            unit.register_forward_pre_hook(self._watching(name, unit))  # after it: the parameters are whole
+            _fill_unused(unit, True)
+        model.register_forward_hook(self._after)
+
+    def over(self, micro_step: MicroStep) -> MicroStep:
+        """`micro_step`, after whose last call parameters that no rank used have no gradient.
+
+        Raises:
+            UsageError: (when it runs) ranks call other units, or parameters of a unit are used that is not called.
+        """
+
+        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> Loss:
+            self._forward = True
+            try:
+                result = micro_step(share, ledger, factor, last)
+            except RuntimeError as error:
+                if _MIXED not in str(error):
+                    raise
+                raise self._not_called() from error
+            finally:
+                self._forward = False
+                self._calls.clear()
+            if last:
+                self._compare()
+                self._used.clear()
+                self._order, self._first_step = 0, False
+            return result
+
+        return step
+
+    def _before(self, place: int, unit: nn.Module, _args: object) -> None:
+        if not self._forward:
+            return
+        self._ever.add(place)
+        self._order = crc32(place.to_bytes(4, "little"), self._order)
+        self._calls[place] = self._calls.get(place, 0) + 1
+        if self._calls[place] == 2:
+            _fill_unused(unit, False)  # its gradient is there after the last call's backward: others would send zeros
+        if self._first_step and place != _END:
+            self._agree(place)
+
+    def _after(self, _model: nn.Module, _args: object, _output: object) -> None:
+        if self._forward and self._first_step:
+            self._agree(_END)
+        self._forward = False
+
+    def _agree(self, place: int) -> None:
+        """All ranks call the same unit now, or all have called their last one."""
+        both = torch.tensor([place, -place], device=self._device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        high, low = int(both[0]), -int(both[1])
+        if high != low:
+            unit = self._units[high][0] if low == _END else self._units[low][0]
+            other = "none" if low == _END else self._units[high][0]
+            raise self._differing(unit, f"one rank's forward pass calls {unit} where another's calls {other}")
+
+    def _watching(self, unit_name: str, unit: nn.Module) -> Any:
+        """A hook that, once, has each whole parameter of the unit note that it got a gradient."""
+        seen = False
+        own = {id(parameter) for parameter in own_parameters(unit)}
+        mine = [name for name, parameter in unit.named_parameters() if id(parameter) in own and parameter.ndim]
+
+        def watch(module: nn.Module, _args: object) -> None:
+            nonlocal seen
+            if seen or not torch.is_grad_enabled():
+                return
+            seen = True
+            for name in mine:
+                whole = module.get_parameter(name)
+                if whole.requires_grad:
+                    full = f"{unit_name}.{name}" if unit_name else name
+                    whole.register_post_accumulate_grad_hook(partial(self._note, full))  # type: ignore[no-untyped-call]
+
+        return watch
+
+    def _note(self, name: str, _parameter: Tensor) -> None:
+        self._used.add(name)
+
+    def _compare(self) -> None:
+        if self._device.type != "cpu" and not self._first_step and not self._varies:
+            return  # the host would wait for the device in each step
+        used_here = [name in self._used for name in self._names]
+        numbers = [*used_here, not all(used_here), self._order, -self._order]
+        flags = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        *used, varies, high, low = flags.tolist()
+        self._varies = bool(varies)
+        if high != -low:
+            raise self._differing(
+                self._units[-1][0], "ranks called other units, or called them in another order, in one step"
+            )
+        for name, there in zip(self._names, used, strict=True):
+            if not there:
+                self._model.get_parameter(name).grad = None
+
+    def _differing(self, unit: str, what: str) -> UsageError:
+        outer = [
+            module for depth in range(unit.count("."), 0, -1)
+            for module in [self._model.get_submodule(unit.rsplit(".", depth)[0])] if implements_forward(module)
+        ]  # fmt: skip
+        fix = "let every rank call it, and multiply by 0 what is not wanted; or write strategy: ddp and "
+        fix += "ddp.find_unused_parameters: true"
+        if outer:
+            fix = f"gather what is always called: auto_wrap_policy: [{_class_of(outer[-1])}]"
+        return UsageError(
+            what,
+            where="distributed.fsdp.auto_wrap_policy",
+            why="FSDP gathers a unit from all ranks at once, so none can leave it out for its data",
+            fix=fix,
+        )
+
+    def _not_called(self) -> UsageError:
+        name, unit = next((u for place, u in enumerate(self._units) if place not in self._ever), self._units[_END])
+        inside = sorted({_class_of(m) for _, m in callable_units(unit.named_children())})
+        return UsageError(
+            f"parameters of {name or 'the model'} are used, but its forward() is not called",
+            where="distributed.fsdp.auto_wrap_policy",
+            why="FSDP gathers the parameters of a unit when the unit itself is called",
+            fix=f"gather what is called: auto_wrap_policy: [{', '.join(inside)}]; or write strategy: ddp",
+        )
+
+
+def _class_of(module: nn.Module) -> str:
+    """The name of its class, without what FSDP2 makes of it."""
+    return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def _fill_unused(unit: nn.Module, wanted: bool) -> None:
+    """Whether zeros stand for the gradients of parameters that a backward pass does not reach; since torch 2.13."""
+    if hasattr(unit, "set_reduce_scatter_unused_params"):
+        unit.set_reduce_scatter_unused_params(wanted, recurse=False)  # type: ignore[operator]
+
+
+def implements_forward(module: nn.Module) -> bool:
+    """Whether the module can be called; containers such as ModuleList can't."""
+    return type(module).forward is not nn.Module.forward
+
+
+def callable_units(modules: Any) -> Sequence[tuple[str, nn.Module]]:
+    """(name, module) of those that can be called and have parameters; in place of a container, its members."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in modules:
+        if not any(True for _ in module.parameters()):
+            continue
+        if implements_forward(module):
+            found.append((name, module))
+        else:
+            found += callable_units((f"{name}.{child}", m) for child, m in module.named_children())
+    return found
