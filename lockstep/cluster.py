@@ -10,6 +10,7 @@ import atexit
 import datetime
 import logging
 import os
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,9 @@ class Cluster:
 
 
 _current: Cluster | None = None
-_world: Any = None  # the process group that `_current` is about; None: there was none
+# The process group that `_current` is about; None: there was none. A strong reference would keep a group that the script
+# has destroyed, and its port, for the rest of the process.
+_world: "weakref.ref[Any] | None" = None
 _group_is_ours = False
 
 
@@ -80,7 +83,7 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
         RunError: the other ranks did not come within the timeout.
     """
     global _current, _world, _group_is_ours
-    if _current is not None and _world is dist.group.WORLD:
+    if _current is not None and _is_same_world():
         return _current
     _current, _group_is_ours = None, False  # the script has made or left a group since
     settle(None)
@@ -113,8 +116,14 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
         atexit.register(_leave_at_exit)  # its threads are waited for; it stays the script's
     else:
         _join(config, facts, device, backend, store)
-    _current, _world = Cluster(facts, device, backend), dist.group.WORLD
+    group = dist.group.WORLD
+    _current, _world = Cluster(facts, device, backend), None if group is None else weakref.ref(group)
     return _current
+
+
+def _is_same_world() -> bool:
+    group = dist.group.WORLD
+    return group is None if _world is None else group is not None and _world() is group
 
 
 def cleanup() -> None:
