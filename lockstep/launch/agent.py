@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -37,6 +38,11 @@ _PASSED_ON = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGHUP: signal.SIGTERM,
 }
+
+
+_ENDED = "lockstep/ended"  # in the store of a round: how the ranks of each machine ended
+_WELL, _FAILED = "well", "failed"
+_LOOK_SECONDS = 0.1
 
 
 class StoppedBySignalError(Exception):
@@ -72,6 +78,7 @@ class Agent(LocalElasticAgent):
         self._failures, self._logs, self._on_restart = failures, logs, on_restart
         self.stop_signal: int | None = None
         self._lock, self._starting = threading.Lock(), False
+        self.others_failed = False
         self._watch, self._loop = watch, CrashLoop(checkpoints)
         handler: Any = spec.rdzv_handler
         self._membership = Membership(handler.num_nodes_waiting)
@@ -123,6 +130,40 @@ class Agent(LocalElasticAgent):
         for rank in range(group.group_world_size):
             attempts.append(int(group.store.get(f"lockstep/attempt/{rank}")))
         self._remaining_restarts = group.spec.max_restarts - max(attempts)
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        """Run until this machine's ranks have ended; where they did not end well, the other machines hear of it."""
+        try:
+            result: RunResult = super()._invoke_run(role)
+        except BaseException:
+            self._tell_end(_FAILED)
+            raise
+        if result.state != WorkerState.SUCCEEDED:
+            self._tell_end(_FAILED)
+        return result
+
+    def _tell_end(self, how: str) -> None:
+        group: Any = self._worker_group
+        if group.store is not None:
+            with suppress(dist.DistError, RuntimeError):  # the machine that hosts the store has gone
+                group.store.set(f"{_ENDED}/{group.group_rank}", how)
+
+    def _exit_barrier(self) -> None:
+        """Wait until the ranks of all machines have ended, for so long at most as the agent's timeout says.
+
+        In the library's own, a machine whose ranks failed never arrives, and the others wait for it for 300 s.
+        """
+        group: Any = self._worker_group
+        self._tell_end(_WELL)
+        keys = [f"{_ENDED}/{rank}" for rank in range(group.group_world_size)]
+        deadline = time.monotonic() + self._exit_barrier_timeout
+        with suppress(dist.DistError, RuntimeError):  # the machine that hosts the store has seen all and has gone
+            while self.stop_signal is None and time.monotonic() < deadline:
+                ended = [group.store.get(key).decode() for key in keys if group.store.check([key])]
+                self.others_failed = _FAILED in ended
+                if self.others_failed or len(ended) == len(keys):
+                    return
+                time.sleep(_LOOK_SECONDS)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for worker in worker_group.workers:

@@ -107,13 +107,16 @@ def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path,
         result = agent.run()
         ended = agent.failed(result)
         cause = first_cause(ended)
-        if cause is not None and cause.consequence and options.several_nodes:
+        if agent.others_failed or (cause is not None and cause.consequence and options.several_nodes):
             cause = first_cause(wait_for_files(failures, _OTHERS_SECONDS)) or cause
+        if agent.others_failed and cause is None:
+            raise RunError("the ranks of another machine failed", fix="its launcher says why")
         if cause is not None and agent.stop_signal is not None and cause.kind == "signal":
             raise StoppedBySignalError(agent.stop_signal)
         if cause is not None:
             print_error(cause.error(), cause.traceback)
-        return exit_code(ended, told=agent.stop_signal is not None or options.several_nodes)
+        told = agent.stop_signal is not None or options.several_nodes
+        return exit_code(ended if cause is None else [*ended, cause], told=told)
     except StoppedBySignalError as stopped:
         print_error(stopped.error())
         return EXIT_FAILED

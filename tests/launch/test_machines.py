@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,22 @@ raise RuntimeError("Connection reset by peer")
     for one in ended:
         assert "rank 3 of 4 failed: ValueError: the disk is full" in one.err, one.err
         assert one.err.count("failed:") == 1
+
+
+@pytest.mark.fault(
+    "process: a rank fails when those of another machine are done",
+    "the launcher of the other machine waits for this one's ranks to end",
+    "it hears that they failed, says so, and ends with exit code 1 at once",
+)
+def test_a_machine_whose_ranks_are_done_does_not_wait_for_one_whose_ranks_failed(tmp_path: Path) -> None:
+    """The library lets it wait for 300 s: the test of two hosts hung where a rank died after its work was done."""
+    script(tmp_path, "if RANK == 3:\n    time.sleep(2)\n    os._exit(3)\n")
+    since = time.monotonic()
+    ended = two_machines(tmp_path, "--master-addr", "127.0.0.1", "--master-port", str(free_port()), numbered=True)
+    assert time.monotonic() - since < 60
+    assert [e.code for e in ended] == [1, 1], ended
+    assert "rank 3 of 4 failed: the program left with code 3" in ended[1].err, ended
+    assert "the ranks of another machine failed" in ended[0].err, ended
 
 
 @pytest.mark.fault(
