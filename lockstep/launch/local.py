@@ -18,7 +18,7 @@ from typing import Any
 from lockstep import heartbeat, signals
 from lockstep.cores import threads_per_rank
 from lockstep.environment import check_numbers
-from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, LockstepError
+from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, LockstepError, RunError
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.meeting import endpoint, explained, meeting_host, run_id
