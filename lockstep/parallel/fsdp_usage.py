@@ -40,9 +40,8 @@ class Usage:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
-        self._units: list[tuple[str, nn.Module]] = [
-            (name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
-        ]
+        sharded = {type(module) for module in model.modules() if isinstance(module, FSDPModule)}
+        self._units = [(name, m) for name, m in model.named_modules() if type(m) in sharded]
         self._names = [name for name, p in model.named_parameters() if p.ndim and p.requires_grad]
         self._used: set[str] = set()
         self._order = 0  # a checksum of the units called in this step, in order
