@@ -99,7 +99,7 @@ class Step:
     def learn_nominal(self, first: Any, slots: int) -> None:
         """Set it, once and for all steps: by the very first micro-batch of the run, which rank 0 has, for all ranks."""
         placed = self.placed
-        count = float(placed.objective.count(first)) if is_main_process() else 0.0  # host waits for the device
+        count = float(placed.objective.estimate(first)) if is_main_process() else 0.0  # host waits for the device
         if placed.layout.world_size > 1:
             box = torch.tensor([count], dtype=torch.float64, device=placed.cursor.device)
             dist.broadcast(box, src=0)

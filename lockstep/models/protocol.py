@@ -10,14 +10,15 @@ Any `nn.Module` trains. A model may help by having
     init_weights()                   fills every parameter and buffer in place; then it can be built on `meta`
 
 Without `loss`, the loss comes from `loss_fn(outputs, targets)`, or from the outputs themselves (`outputs["loss"]`,
-`outputs.loss`, or a 0-dim tensor). Such a loss counts as a mean over `count(batch)` targets unless `loss_fn.reduction`
-(or the model's `loss_reduction`) says "sum": means are multiplied by their count, because only sums add up to the same
-loss however a batch is cut.
+`outputs.loss`, or a 0-dim tensor). Such a loss is a mean unless `loss_fn.reduction` (or the model's `loss_reduction`)
+says "sum": means are multiplied by their count, because only sums add up to the same loss however a batch is cut. The
+count is `count(batch)`; without it, what torch's loss functions divided by (`lockstep.models.observed`); where they do
+not tell, the number of samples. In a run's first steps this is checked (`lockstep.trainer.loss_check`).
 """
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,9 +26,25 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts
+from lockstep.models.observed import LossCalls, loss_calls
 
 IGNORED_TARGET = -100  # torch's default `ignore_index`
 _TARGET_KEYS = ("targets", "target", "labels", "label", "y")
+
+
+@dataclass
+class Observed:
+    """What was found out about a loss when it was last computed.
+
+    Attributes:
+        told: torch's loss functions told what it is a mean over.
+        looks: whether it is looked for auxiliary terms.
+        auxiliary: some were added to it that no cut of the batch keeps: the load balancing of experts.
+    """
+
+    told: bool = False
+    looks: bool = True
+    auxiliary: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,26 +54,60 @@ class Objective:
     Attributes:
         inputs: batch → (positional, keyword) arguments of forward.
         loss: (outputs, batch) → 0-dim float32 tensor, the sum over the batch's valid targets, or their mean.
-        count: batch → number of valid targets, an int or a 0-dim tensor.
+        count: batch → number of valid targets, an int or a 0-dim tensor. Where the loss is observed, it counts only
+            where that tells nothing.
         is_mean: whether `loss` is a mean.
+        in_outputs: the loss is computed by the model's forward pass.
+        observed: what a mean without a declared count is divided by is observed; None where it is declared.
+        must_be_told: a loss of which nothing tells what it is a mean over is refused, unless a cut shows that it is one
+            over samples.
     """
 
     inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
     loss: Callable[[Any, Any], Tensor]
     count: Callable[[Any], int | Tensor]
     is_mean: bool = False
+    in_outputs: bool = False
+    observed: Observed | None = None
+    must_be_told: bool = False
+
+    def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int, int | Tensor]:
+        """One forward pass: (loss, times, number of valid targets), as `factors` has them."""
+        args, kwargs = self.inputs(batch)
+        if self.observed is None or not self.in_outputs:
+            return self.factors(model(*args, **kwargs), batch)
+        with loss_calls() as calls:
+            outputs = model(*args, **kwargs)
+        return self.factors(outputs, batch, calls)
 
     def summed(self, outputs: Any, batch: Any) -> Tensor:
         """0-dim float32 tensor, the sum over the batch's valid targets."""
         loss, times, _count = self.factors(outputs, batch)
         return loss if times == 1 else loss * times
 
-    def factors(self, outputs: Any, batch: Any) -> tuple[Tensor, int, int | Tensor]:
+    def factors(self, outputs: Any, batch: Any, calls: LossCalls | None = None) -> tuple[Tensor, int, int | Tensor]:
         """(loss, times, number of valid targets): the summed loss is loss × times.
 
         So a mean needs no multiplication in the graph: what backward starts from is multiplied instead.
+
+        Args:
+            calls: of torch's loss functions in the forward pass, where the loss was computed there.
         """
-        loss, count = self.loss(outputs, batch), self.count(batch)
+        count: int | Tensor | None = None
+        if self.observed is None:
+            loss = self.loss(outputs, batch)
+        else:
+            if calls is None:
+                with loss_calls() as calls:
+                    loss = self.loss(outputs, batch)
+            else:
+                loss = self.loss(outputs, batch)
+            count = calls.count(batch, num_samples)
+            self.observed.told = count is not None
+            if self.observed.looks:
+                self.observed.auxiliary = _has_auxiliary(outputs)
+        if count is None:
+            count = self.count(batch)
         if not self.is_mean:
             return loss, 1, count
         if isinstance(count, int) and count > 0:
@@ -64,6 +115,14 @@ class Objective:
         n = torch.as_tensor(count, device=loss.device)
         # A batch without a valid target has the mean 0/0: its sum is 0.
         return torch.where(n > 0, loss * n, 0.0), 1, count
+
+    def estimate(self, batch: Any) -> int | Tensor:
+        """About how many valid targets there are, before anything ran: what backward divides by for the time being."""
+        targets = targets_of(batch, default=None) if self.observed is not None else None
+        if isinstance(targets, Tensor) and not targets.is_floating_point():
+            valid: Tensor = targets != IGNORED_TARGET
+            return valid.sum()
+        return self.count(batch)
 
 
 def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> Objective:
@@ -77,13 +136,17 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
                 fix="add count(batch) -> number of valid targets in the batch",
             )
         return Objective(inputs, own.loss, own.count)
+    declared = getattr(model, "count", None)
     if loss_fn is not None:
-        count = getattr(model, "count", None) or _count_for(loss_fn)
-        return _reduced(inputs, _with_targets(loss_fn), _reduction(loss_fn), count)
-    if _is_hugging_face(model):
-        return Objective(_with_sum(inputs), lambda outputs, _batch: outputs.loss.float(), _shifted_count)
-    count = getattr(model, "count", num_samples)
-    return _reduced(inputs, _loss_in_outputs, getattr(model, "loss_reduction", "mean"), count)
+        counted = declared or _count_for(loss_fn)
+        return _reduced(
+            inputs, _with_targets(loss_fn), _reduction(loss_fn), counted or num_samples, observes=counted is None
+        )
+    objective = _reduced(
+        inputs, _loss_in_outputs, getattr(model, "loss_reduction", "mean"), declared or num_samples,
+        observes=declared is None,
+    )  # fmt: skip
+    return replace(objective, in_outputs=True, must_be_told=declared is None and _is_hugging_face(model))
 
 
 def offered(model: nn.Module, name: str) -> Callable[..., Any] | None:
@@ -212,16 +275,21 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Callable[[Any], tuple[
     return inputs
 
 
-def targets_of(batch: Any) -> Any:
+_REQUIRED: Any = object()
+
+
+def targets_of(batch: Any, default: Any = _REQUIRED) -> Any:
     """The targets in a batch: the last member of a pair, or the member named targets, labels, …
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, and no `default` was given.
     """
     if isinstance(batch, Mapping):
         for key in _TARGET_KEYS:
             if key in batch:
                 return batch[key]
+        if default is not _REQUIRED:
+            return default
         raise UsageError(
             f"no targets for the loss function in a batch with the keys {', '.join(map(str, batch))}",
             fix=f"name them one of {', '.join(_TARGET_KEYS)}, or give the model loss(outputs, batch) and count(batch)",
@@ -255,7 +323,7 @@ def _classes_come_last(outputs: Tensor, targets: Tensor) -> bool:
 
 def _reduced(
     inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]], loss: Callable[[Any, Any], Tensor],
-    reduction: str, count: Callable[[Any], int | Tensor],
+    reduction: str, count: Callable[[Any], int | Tensor], *, observes: bool,
 ) -> Objective:  # fmt: skip
     if reduction == "sum":
         return Objective(inputs, lambda outputs, batch: loss(outputs, batch).float(), count)
@@ -272,7 +340,7 @@ def _reduced(
                 )
             return mean.float()
 
-        return Objective(inputs, one_number, count, is_mean=True)
+        return Objective(inputs, one_number, count, is_mean=True, observed=Observed() if observes else None)
     raise UsageError(f"a loss with reduction {reduction!r}", fix="use mean, sum or none")
 
 
@@ -280,10 +348,11 @@ def _reduction(loss_fn: Callable[..., Tensor]) -> str:
     return str(getattr(loss_fn, "reduction", "mean"))
 
 
-def _count_for(loss_fn: Callable[..., Tensor]) -> Callable[[Any], int | Tensor]:
+def _count_for(loss_fn: Callable[..., Tensor]) -> Callable[[Any], int | Tensor] | None:
+    """What a loss function of torch's kind says of itself; None where it says nothing."""
     ignored = getattr(loss_fn, "ignore_index", None)
     if ignored is None:
-        return num_samples
+        return None
     weight = getattr(loss_fn, "weight", None)
 
     def count(batch: Any) -> int | Tensor:
@@ -317,16 +386,9 @@ def _is_hugging_face(model: nn.Module) -> bool:
     return hasattr(model, "loss_function") and hasattr(model, "config") and hasattr(model, "_no_split_modules")
 
 
-def _with_sum(
-    inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
-) -> Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]:
-    def with_sum(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = inputs(batch)
-        return args, {**kwargs, "num_items_in_batch": 1}  # its loss is then the sum, not the mean
-
-    return with_sum
-
-
-def _shifted_count(batch: Any) -> Tensor:
-    valid: Tensor = batch["labels"][..., 1:] != IGNORED_TARGET  # the model shifts labels itself
-    return valid.sum()
+def _has_auxiliary(outputs: Any) -> bool:
+    """By the names that the library gives to what balances experts: aux_loss, encoder_z_loss …"""
+    return isinstance(outputs, Mapping) and any(
+        str(key).endswith(("aux_loss", "aux_losses", "z_loss", "z_losses")) and value is not None
+        for key, value in outputs.items()
+    )

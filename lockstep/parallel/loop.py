@@ -17,9 +17,7 @@ from lockstep.randomness import Cursor
 def forward_loss(model: nn.Module, objective: Objective, precision: Precision, share: Share) -> Loss:
     """Of one micro-batch."""
     with precision.autocast():
-        args, kwargs = objective.inputs(share.batch)
-        outputs = model(*args, **kwargs)
-        return Loss(*objective.factors(outputs, share.batch))
+        return Loss(*objective.of(model, share.batch))
 
 
 def looped(

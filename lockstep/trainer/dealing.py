@@ -79,7 +79,7 @@ class Dealer:
         batches = [move(batch, self.placed.cursor.device) for batch in micro_batches]
         self._last = batches[-1:] or self._last
         first = bool(batches) and self.nominal == 0 and self.placed.wants_data
-        count = float(self.placed.objective.count(batches[0])) if first else 0.0  # host waits for the device, once
+        count = float(self.placed.objective.estimate(batches[0])) if first else 0.0  # host waits for the device, once
         mine = _Row(step, _DOINGS.index(doing), self.column, len(batches), bool(self._last), count)
         rows = _told(mine, self.placed)
         _require_agreement(rows)

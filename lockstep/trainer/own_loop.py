@@ -36,6 +36,7 @@ from lockstep.step import gradient_norm
 from lockstep.trainer import own_checkpoint
 from lockstep.trainer.dealing import Dealer
 from lockstep.trainer.evaluation import WINDOW, evaluate, evaluating
+from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.settings import loss_fn_of
 
 _SECTIONS = ("distributed", "precision")
@@ -84,6 +85,7 @@ class PlacedModel:
     def __init__(self, placed: Placed, mode: str, config: Config, here: Cluster) -> None:
         self._placed, self._mode, self._config, self.step = placed, mode, config, 0
         self._dealer, self._cluster = Dealer(placed), here
+        self._loss_check = LossCheck(placed, compiled=config.training.compile, coarse=mode != "fp32")
         self.notices = placed.notices
 
     def __repr__(self) -> str:
@@ -139,6 +141,7 @@ class PlacedModel:
         shares, slots = self._dealer.deal(micro_batches, self.step, "backward")
         if not shares:
             raise UsageError("no rank brings a micro-batch", fix="end the loop when all ranks have run out of data")
+        self._loss_check.before_step(shares, slots, self.step)
         ledger, nominal = placed.ledger(slots), self._dealer.nominal
         with placed.cursor.running("train", self.step):
             placed.forward_backward(shares, ledger, 1.0 / nominal)

@@ -37,6 +37,7 @@ from lockstep.trainer import state
 from lockstep.trainer.evaluation import Validation, evaluate, sample_from, validation_source
 from lockstep.trainer.flight import answer_in_background
 from lockstep.trainer.garbage import what_is_there_kept
+from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.opening import lock_run_directory, open_monitor
 from lockstep.trainer.optimizing import MakeOptimizer, MakeScheduler, before_data, make_optimizer, user_schedule
 from lockstep.trainer.rollback import Rollback
@@ -110,6 +111,7 @@ class Trainer:
         answer_in_background(self.heartbeat.folder, self.cluster.facts.rank)
         self.later_lines: list[str] = []  # to be said at start
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.loss_check = LossCheck(self.placed, compiled=training.compile, coarse=self.mode != "fp32")
         self._window = Window(self)
         self._rollback = Rollback(self)
 
@@ -261,6 +263,8 @@ class Trainer:
         self.reads_tokens = self.reads_tokens or holds_token_ids(batches.mine[0].batch)
         shares = [Share(m.index, m.batch, m.real) for m in batches.mine]
         self.step.progress.epoch = batches.epoch
+        if self.loss_check.left:
+            self.loss_check.before_step(shares, batches.num_micro_batches, batches.step)
         with self.around_step():
             record = self.step.run(shares, batches.num_micro_batches, batches.samples)
         self.source_state, self.last_record = source.state_dict(), record

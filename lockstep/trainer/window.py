@@ -55,6 +55,7 @@ class Window:
         if trainer.step.nominal is None:
             trainer.step.learn_nominal(batch, self._slots)
         if self._ledger is None:
+            trainer.loss_check.before_step([Share(0, batch)], self._slots, trainer.step.progress.step)
             self._ledger, self._calls, self._samples = trainer.step.open(self._slots), 0, 0
         if trainer.step.stop_asked:
             self._ledger.vote_to_stop()

@@ -207,6 +207,8 @@ def _trainer(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tu
         if topology == "single":
             stack.callback(cluster.cleanup)
         trainer = Trainer(model, subject.optimizer, subject.loss_fn, config=config)
+        if topology != "single" or case.name != MAIN:  # the reference says it once
+            trainer.loss_check.skip()
         subject.prepare(trainer)
         switches.apply(trainer, case.switches)
         if double:

@@ -1,0 +1,162 @@
+"""What a loss was divided by, observed in the calls of torch's loss functions while it is computed.
+
+Means of micro-batches add up to the mean of the whole batch only if each is weighted by what it was divided by:
+samples, targets that are not ignored, or the weights of their classes. Models differ in it, each in its own way
+(shifted or not, another ignored index, several terms). So it is read off the calls themselves, and a model that nobody
+has seen before is counted as its author wrote it.
+
+While `loss_calls` is entered, the loss functions of `torch.nn.functional` are replaced by ones that do what they did
+and note the call; `nn.CrossEntropyLoss` and its like call these, too. Other threads of the process are not meant to
+compute losses at that time. Inside of compiled code, and in losses that are written out in other operations, nothing is
+noted.
+"""
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Mean(NamedTuple):
+    """A mean that a loss function took.
+
+    Attributes:
+        size: elements that went in.
+        divisor: what their sum was divided by; an integer where that follows from shapes alone.
+        of_elements: each element of the outputs is one, rather than each target.
+    """
+
+    size: int
+    divisor: int | Tensor
+    of_elements: bool
+
+
+@dataclass
+class LossCalls:
+    """The calls of one forward pass.
+
+    Attributes:
+        means: those that returned a mean.
+        others: how many returned a sum, or one loss for each element, which the caller then reduced by itself.
+    """
+
+    means: list[Mean]
+    others: int
+
+    def count(self, batch: Any, samples: Callable[[Any], int]) -> int | Tensor | None:
+        """What a loss made of these means is a mean over; None where the calls do not tell.
+
+        Args:
+            batch: the micro-batch.
+            samples: their number in it. It stands for the elements of outputs, which are a multiple of it.
+        """
+        if not self.means or self.others:
+            return None
+        if len(self.means) == 1 and not self.means[0].of_elements:
+            return self.means[0].divisor
+        if all(mean.of_elements for mean in self.means):
+            return samples(batch)
+        if len({mean.size for mean in self.means}) == 1:  # of the same targets: start and end of an answer
+            return _average([mean.divisor for mean in self.means])
+        # Several means over different things have one weight in common only where none of them leaves anything out.
+        return samples(batch) if all(int(mean.divisor) == mean.size for mean in self.means) else None
+
+
+def _average(counts: list[int | Tensor]) -> int | Tensor:
+    if all(isinstance(count, int) and count == counts[0] for count in counts):
+        return counts[0]
+    return torch.stack([torch.as_tensor(count, dtype=torch.float32) for count in counts]).mean()
+
+
+class loss_calls:  # noqa: N801  # a context manager, without the calls that a generator takes in every micro-batch
+    """The calls of torch's loss functions inside."""
+
+    def __init__(self) -> None:
+        self._calls = LossCalls([], 0)
+
+    def __enter__(self) -> LossCalls:
+        self._before = dict(zip(_READERS, _look_up(_NAMESPACE), strict=True))
+        _ENTERED.append((self._calls, self._before))
+        _NAMESPACE.update(_NOTING)
+        return self._calls
+
+    def __exit__(self, *_error: object) -> None:
+        _NAMESPACE.update(self._before)
+        _ENTERED.pop()
+
+
+def _noting(name: str) -> Callable[..., Tensor]:
+    function = _NAMESPACE[name]
+    arguments, read = tuple(inspect.signature(function).parameters), _READERS[name]
+    inside = False  # torch calls the function by its name again, where a mode or a subclass of Tensor takes part
+
+    @functools.wraps(function)
+    def noting(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal inside
+        calls, before = _ENTERED[-1] if _ENTERED else (None, {})
+        original = before.get(name, function)
+        if calls is None or inside or torch.compiler.is_compiling():
+            unnoted: Tensor = original(*args, **kwargs)
+            return unnoted
+        inside = True
+        try:
+            result: Tensor = original(*args, **kwargs)
+        finally:
+            inside = False
+        call = dict(zip(arguments, args, strict=False)) | kwargs
+        if call.get("reduction", "mean") in ("mean", "batchmean") and result.ndim == 0:
+            calls.means.append(read(call))
+        else:
+            calls.others += 1
+        return result
+
+    return noting
+
+
+def _targets(call: Mapping[str, Any]) -> Mean:
+    """Count class indices that are not ignored, or the weights of their classes; of probabilities each position."""
+    scores, target, weight = call["input"], call["target"], call.get("weight")
+    if target.is_floating_point():
+        positions = target.numel() // max(1, scores.shape[1 if scores.ndim > 1 else 0])
+        return Mean(positions, positions, of_elements=False)
+    valid: Tensor = target != call.get("ignore_index", -100)
+    if weight is not None:
+        each = weight.detach().to(target.device)[torch.where(valid, target, 0)]
+        return Mean(target.numel(), torch.where(valid, each, 0.0).sum(), of_elements=False)
+    count = valid.sum()
+    return Mean(target.numel(), int(count) if count.device.type == "cpu" else count, of_elements=False)
+
+
+def _elements(call: Mapping[str, Any]) -> Mean:
+    """Count each element of the outputs."""
+    size = max(call["input"].numel(), call["target"].numel())
+    return Mean(size, size, of_elements=True)
+
+
+def _samples(call: Mapping[str, Any]) -> Mean:
+    """Count texts: their losses are divided by their own lengths, and then by their number."""
+    size = len(call["input_lengths"])
+    return Mean(size, size, of_elements=True)
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], Mean]] = {
+    "cross_entropy": _targets,
+    "nll_loss": _targets,
+    "ctc_loss": _samples,
+    **dict.fromkeys(
+        ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "poisson_nll_loss",
+         "binary_cross_entropy_with_logits", "soft_margin_loss"),
+        _elements,
+    ),
+}  # fmt: skip
+
+_NAMESPACE = vars(F)
+_look_up = operator.itemgetter(*_READERS)
+_NOTING = {name: _noting(name) for name in _READERS}
+_ENTERED: list[tuple[LossCalls, dict[str, Any]]] = []

@@ -1,0 +1,248 @@
+"""Whether a loss adds up, compared in the first steps of a run: of a micro-batch whole, and of its two halves.
+
+A mean that is weighted by something else than what it was divided by gives another loss, and another gradient, for
+every cut of the same samples. All topologies agree on it, so only another cut shows it. The comparison runs in
+evaluation mode, without gradients; it leaves buffers, random numbers and what modules count as they were.
+
+Nothing is compared where a step is one micro-batch, for then no cut matters; where the forward pass draws random
+numbers even in evaluation mode; under pipelines, dp, diloco and torch.compile; and in batches that can't be halved.
+"""
+
+import math
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lockstep.collectives import is_main_process
+from lockstep.errors import UsageError
+from lockstep.models.protocol import num_samples
+from lockstep.monitor.over_ranks import gather_objects
+from lockstep.parallel import Ledger, Loss, Placed, Share
+from lockstep.trainer.evaluation import evaluating
+from lockstep.trainer.loss_weights import line_to_write
+
+STEPS = 3  # of a run, in which it is compared: targets that are left out need not be in the first
+_TOLERANCE = 1e-4  # of the loss: rounding of float32 is a hundred times less
+_COARSE_TOLERANCE = 1e-2  # in low precision, and on GPUs, whose kernels change with the size of the batch
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The same samples whole, and in two halves."""
+
+    whole: Any
+    halves: tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """What one rank found.
+
+    Attributes:
+        adds_up: None: can't be told.
+        told: torch's loss functions tell what the loss is a mean over.
+        auxiliary: it has a term that no cut keeps, as its author knows.
+        text: what it says where it does not add up: (what, fix).
+    """
+
+    adds_up: bool | None
+    told: bool
+    auxiliary: bool
+    text: tuple[str, str] | None = None
+
+
+class LossCheck:
+    """Compares the loss in the first steps of a run; every rank has one, and calls it before each step.
+
+    Args:
+        placed: the model.
+        compiled: its blocks are compiled.
+        coarse: it computes in low precision.
+
+    Attributes:
+        left: steps in which it will compare.
+    """
+
+    def __init__(self, placed: Placed, *, compiled: bool, coarse: bool) -> None:
+        self._placed, self.left = placed, STEPS
+        strategy = placed.layout.strategy
+        self._compares = not (compiled or placed.workers is not None or strategy in ("pipeline", "dp"))
+        coarse = coarse or placed.cursor.device.type != "cpu"
+        coarse = coarse or any(p.dtype in (torch.bfloat16, torch.float16) for p in placed.parameters.values())
+        self._tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE
+
+    def skip(self) -> None:
+        """Compare nothing in this run."""
+        self.left = 0
+
+    def before_step(self, shares: Sequence[Share], slots: int, step: int) -> None:
+        """Compare, if it is time; on rank 0 warn where the loss does not add up, with the line to write.
+
+        Args:
+            shares: this rank's of the step that follows.
+            slots: micro-batches in it, over all ranks.
+
+        Raises:
+            UsageError: a Hugging Face model's loss does not add up, or nothing tells what it is a mean over.
+        """
+        if not self.left or slots < 2:
+            return
+        self.left -= 1
+        observed = self._placed.objective.observed
+        if observed is not None:
+            observed.looks = self.left > 0
+        if self._compares:
+            self._judge(gather_objects(self._found(shares, step)))
+        elif self.left < STEPS - 1 and observed is not None:  # the step before has shown what its loss tells
+            self._judge(gather_objects(_Finding(None, observed.told, observed.auxiliary)))
+
+    def _judge(self, findings: list[_Finding]) -> None:
+        """Speak of what all ranks found."""
+        must_be_told = self._placed.objective.must_be_told
+        text = next((f.text for f in findings if f.text and not (f.told and f.auxiliary)), None)
+        if text is None and must_be_told and any(f.adds_up is None and not f.told for f in findings):
+            text = ("nothing tells what the model's loss is a mean over", line_to_write())
+        if text is None:
+            return
+        self.left = 0
+        what, fix = text
+        why = "a step weighs the losses of its micro-batches, so each cut of the same samples gives another step"
+        if must_be_told:
+            raise UsageError(what, where="the loss", why=why, fix=fix)
+        if is_main_process():
+            warnings.warn(f"{what}\n  why: {why}\n  do: {fix}", stacklevel=2)
+
+    def _found(self, shares: Sequence[Share], step: int) -> _Finding:
+        """What this rank finds; all ranks run the same forward passes."""
+        placed, objective = self._placed, self._placed.objective
+        cut = _halved(shares)
+        batches = [shares[0].batch] if cut is None else [cut.whole, *cut.halves]
+        if not all(gather_objects(cut is not None)):
+            batches = [shares[0].batch] if objective.must_be_told else []
+        with evaluating(placed), _unchanged(placed):
+            losses = self._losses(batches, step, "check the loss")
+            adds_up = self._adds_up(losses)
+            if not all(found is not False for found in gather_objects(adds_up)):
+                again = self._losses(batches[:1], step, "check the loss again")
+                if adds_up is False and not self._close(losses[0][0], again[0][0], losses):
+                    adds_up = None  # it draws random numbers
+        observed = objective.observed
+        text = None
+        if adds_up is False and cut is not None:
+            text = _text(cut, losses, counted=observed is None)
+        told, auxiliary = (True, False) if observed is None else (observed.told, observed.auxiliary)
+        return _Finding(adds_up, told, auxiliary, text)
+
+    def _losses(self, batches: Sequence[Any], step: int, phase: str) -> list[tuple[float, float]]:
+        """(mean, count) of each batch; fewer where the model returns no loss in evaluation mode."""
+        placed, losses = self._placed, _Losses()
+        with placed.cursor.running(phase, step):
+            for batch in batches:
+                try:
+                    placed.evaluate([Share(0, batch)], losses)
+                except (
+                    Exception
+                ):  # whatever a model raises where it is not trained: what matters will raise in training
+                    break
+        return losses.found
+
+    def _adds_up(self, losses: list[tuple[float, float]]) -> bool | None:
+        if len(losses) < 3 or not all(math.isfinite(mean) for mean, _ in losses):
+            return None
+        (whole, _), *halves = losses
+        count = sum(each for _, each in halves)
+        return self._close(whole, sum(mean * each for mean, each in halves) / count, losses) if count else None
+
+    def _close(self, one: float, other: float, losses: list[tuple[float, float]]) -> bool:
+        return abs(one - other) <= self._tolerance * max(abs(mean) for mean, _ in losses)
+
+
+class _Losses(Ledger):
+    """Keeps the mean loss of each micro-batch, and what it counts; of this rank alone."""
+
+    def __init__(self) -> None:
+        super().__init__(0, torch.device("cpu"), shared=False)
+        self.found: list[tuple[float, float]] = []
+
+    def enter(self, share: Share, loss: Loss) -> None:
+        count = float(loss.targets)
+        self.found.append((float(loss.summed()) / count if count else 0.0, count))
+
+
+@contextmanager
+def _unchanged(placed: Placed) -> Iterator[None]:
+    """Put back what a forward pass may change besides: buffers, plain numbers in modules, random states."""
+    modules = [module for part in placed.parts for module in part.modules()]
+    buffers = [(buffer, buffer.clone()) for part in placed.parts for buffer in part.buffers()]
+    numbers = [{k: v for k, v in vars(m).items() if isinstance(v, bool | int | float | str)} for m in modules]
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        for module, before in zip(modules, numbers, strict=True):
+            for name, value in before.items():
+                if name != "training" and vars(module).get(name) != value:
+                    setattr(module, name, value)
+        for buffer, kept in buffers:
+            buffer.copy_(kept)
+
+
+def _halved(shares: Sequence[Share]) -> _Cut | None:
+    """A micro-batch and its halves, or where it is one sample, two of them and both; None where that can't be."""
+    try:
+        batch, size = shares[0].batch, num_samples(shares[0].batch)
+    except UsageError:
+        return None
+    if size > 1:
+        one, other = (_sliced(batch, size, part) for part in (slice(size // 2), slice(size // 2, size)))
+        return _Cut(batch, (one, other)) if one is not None and other is not None else None
+    if len(shares) > 1:
+        both = _joined(shares[0].batch, shares[1].batch)
+        return _Cut(both, (shares[0].batch, shares[1].batch)) if both is not None else None
+    return None
+
+
+def _sliced(batch: Any, size: int, part: slice) -> Any:
+    """Some samples of a batch of tensors; None where it holds something else, or tensors that are not cut so."""
+    leaves, spec = tree_flatten(batch)
+    if not all(_by_samples(leaf, size) for leaf in leaves):
+        return None
+    return tree_unflatten([leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves], spec)
+
+
+def _joined(one: Any, other: Any) -> Any:
+    """Two samples as one batch; None where their shapes differ."""
+    (leaves, spec), (others, other_spec) = tree_flatten(one), tree_flatten(other)
+    if spec != other_spec or not all(_by_samples(leaf, 1) for leaf in (*leaves, *others)):
+        return None
+    pairs = list(zip(leaves, others, strict=True))
+    tensors = [pair for pair in pairs if isinstance(pair[0], Tensor)]
+    if not all(isinstance(b, Tensor) and a.shape == b.shape and a.ndim for a, b in tensors):
+        return None
+    return tree_unflatten([torch.cat(pair) if isinstance(pair[0], Tensor) else pair[0] for pair in pairs], spec)
+
+
+def _by_samples(leaf: Any, size: int) -> bool:
+    return leaf is None or (isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] == size))
+
+
+def _text(cut: _Cut, losses: list[tuple[float, float]], *, counted: bool) -> tuple[str, str]:
+    """What a loss that does not add up says, and the line to write."""
+    (whole, _), (one, n), (other, m) = losses
+    what = (
+        f"the loss does not add up: {num_samples(cut.whole)} samples have {whole:.6g}; their halves have {one:.6g} and "
+        f"{other:.6g}, which with the counts {n:g} and {m:g} make {(one * n + other * m) / (n + m):.6g}"
+    )
+    weight = (whole - other) / (one - other) if one != other else -1.0
+    return what, line_to_write(cut.halves, weight, counted=counted)

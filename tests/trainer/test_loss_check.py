@@ -1,0 +1,174 @@
+"""A loss that does not add up over micro-batches is told in the first steps; one that does is left alone."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lockstep import Trainer
+from tests.ranks import run_ranks
+
+SAMPLES, LENGTH, CLASSES = 8, 6, 5
+WEIGHTS = torch.tensor([1.0, 5.0, 0.5, 2.0, 9.0])
+
+
+class Samples(Dataset[dict[str, Tensor]]):
+    """Texts, of which the later ones leave out more of their targets."""
+
+    deterministic = True
+
+    def __init__(self, ignored: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.ids = torch.randint(CLASSES, (SAMPLES, LENGTH), generator=generator)
+        self.targets = torch.randint(CLASSES, (SAMPLES, LENGTH), generator=generator)
+        for row in range(SAMPLES):
+            self.targets[row, LENGTH - row % LENGTH :] = ignored
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"ids": self.ids[index], "targets": self.targets[index]}
+
+    def whole(self) -> dict[str, Tensor]:
+        return {"ids": self.ids, "targets": self.targets}
+
+
+class Scores(nn.Module):
+    """ids [B, T] → scores of classes [B, T, C]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scores = nn.Sequential(nn.Embedding(CLASSES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.scores(ids)
+        return scores
+
+
+class NanoGPT(Scores):
+    """Returns (logits, loss) in nanoGPT's way: targets of −1 are left out."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        logits = super().forward(ids)
+        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)}
+
+
+class Weighted(Scores):
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        logits = super().forward(ids).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), weight=WEIGHTS)
+
+
+class ByHand(Scores):
+    """A mean over targets that are not −100, written out."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        log_p = super().forward(ids).log_softmax(-1)
+        valid = targets != -100
+        picked = log_p.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+        return {"loss": -(picked * valid).sum() / valid.sum()}
+
+
+class Contrastive(Scores):
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        made = super().forward(ids).mean(1)
+        return F.cross_entropy(made @ made.T * 10, torch.arange(len(ids)))
+
+
+class WithTerms(Scores):
+    """Two means over different targets: no one count is right."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        logits = super().forward(ids)
+        first = F.cross_entropy(logits.mean(1), ids[:, 0])
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + first
+
+
+def class_weighted(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), weight=WEIGHTS)
+
+
+def weighted_by_hand(outputs: Tensor, targets: Tensor) -> Tensor:
+    valid = (targets >= 0).float()
+    each = F.cross_entropy(outputs.flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none")
+    return (each * valid.flatten()).sum() / valid.sum()
+
+
+def train(
+    model: nn.Module, loss_fn: Any = None, *, ignored: int = -100, batch_size: int = 2, **settings: Any
+) -> tuple[float, Tensor, list[str]]:
+    """(loss of the first step, parameters after three, warnings)."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        settings = {"global_batch_size": SAMPLES, "max_steps": 3, **settings}
+        trainer = Trainer(model, optimizer, loss_fn, batch_size=batch_size, **settings)
+        losses = [float(record.loss) for record in trainer.steps(Samples(ignored), epochs=3)]
+    texts = [str(w.message) for w in caught if "does not add up" in str(w.message)]
+    return losses[0], nn.utils.parameters_to_vector(model.parameters()).detach(), texts
+
+
+def plain(model: nn.Module, loss_fn: Any, ignored: int) -> float:
+    batch = Samples(ignored).whole()
+    with torch.no_grad():
+        if loss_fn is not None:
+            return float(loss_fn(model(batch["ids"]), batch["targets"]))
+        found = model(**batch)
+        return float(found["loss"] if isinstance(found, Mapping) else found)
+
+
+@pytest.mark.parametrize(
+    ("make", "loss_fn", "ignored"),
+    [
+        (NanoGPT, None, -1), (Weighted, None, -100), (Scores, class_weighted, -100),
+        (Scores, nn.CrossEntropyLoss(weight=WEIGHTS), -100),
+    ],
+)  # fmt: skip
+def test_what_torchs_loss_functions_divide_by_is_counted(make: Callable[[], nn.Module], loss_fn: Any, ignored: int) -> None:
+    expected = plain(make(), loss_fn if not isinstance(loss_fn, nn.Module) else class_weighted, ignored)
+    first, after, texts = train(make(), loss_fn, ignored=ignored, batch_size=SAMPLES)
+    assert first == pytest.approx(expected, abs=1e-6)
+    for size in (1, 2, 4):
+        loss, parameters, more = train(make(), loss_fn, ignored=ignored, batch_size=size)
+        assert loss == pytest.approx(expected, abs=1e-5), size
+        torch.testing.assert_close(parameters, after, rtol=1e-5, atol=1e-6)
+        assert not texts + more
+
+
+@pytest.mark.parametrize(
+    ("make", "loss_fn", "says"),
+    [
+        (ByHand, None, '(batch["targets"] != -100).sum()'),
+        (Scores, weighted_by_hand, '(batch["targets"] != -100).sum()'),
+        (WithTerms, None, "what its loss is divided by"),
+        (Contrastive, None, "depends on the others"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_what_does_not_add_up_is_told_with_the_line_to_write(
+    make: Callable[[], nn.Module], loss_fn: Any, says: str, size: int
+) -> None:
+    _, _, texts = train(make(), loss_fn, batch_size=size)
+    assert len(texts) == 1
+    assert says in texts[0]
+
+
+def test_the_line_that_is_named_makes_it_right() -> None:
+    class Told(ByHand):
+        def count(self, batch: Any) -> Tensor:
+            return (batch["targets"] != -100).sum()
+
+    loss, _, texts = train(Told())
+    assert loss == pytest.approx(plain(ByHand(), None, -100), abs=1e-6)
+    assert not texts
+
+
+def test_a_step_of_one_micro_batch_is_right_as_it_is() -> None:
+    assert not train(ByHand(), batch_size=SAMPLES)[2]
