@@ -2,8 +2,9 @@
 
 It stays the library's object and its parameters keep their names, so `save_pretrained` and checkpoints agree with
 other tools. Its class is swapped for a subclass that takes ids [B, T] and returns logits [B, T, V], with our own loss:
-targets are shifted by the data, and the library's loss would shift again. What else the library adds to its loss (the
-load balancing of experts) is left out.
+targets are shifted by the data, and the library's loss would shift again. A mixture of experts whose config says
+`output_router_logits` balances them by a further term of its loss: there the library's own loss is taken, told that
+targets are shifted. That term is of each micro-batch as a whole; a step weighs it as it weighs their mean losses.
 
 The Llama and GPT-2 families are also cut by hand into segments, each a module of the model under its own name:
 
@@ -17,7 +18,7 @@ under which the library lists it, too.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.models.chain import run_segments
 from lockstep.models.language import LanguageModel
+from lockstep.models.observed import LossCalls, loss_calls
+from lockstep.models.protocol import IGNORED_TARGET
 
 # With these kinds of rotary positions angles do not depend on the length of the text.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -42,7 +45,9 @@ def can_be_cut(config: Any) -> bool:
 
 def meet_protocol(model: Any) -> nn.Module:
     """Swap the classes of the library's model, in place; it is returned."""
-    kind = {"llama": Llama, "gpt2": GPT2}[model.config.model_type] if can_be_cut(model.config) else CausalModel
+    kind: type[CausalModel] = MixtureModel if getattr(model.config, "output_router_logits", False) else CausalModel
+    if can_be_cut(model.config):
+        kind = {"llama": Llama, "gpt2": GPT2}[model.config.model_type]
     _swap_class(model, kind)
     model.block_size = getattr(model.config, "max_position_embeddings", None) or 1024
     if isinstance(model, CutModel):
@@ -66,6 +71,42 @@ class CausalModel(LanguageModel):
     def blocks(self) -> list[tuple[str, nn.Module]]:
         names = set(self._no_split_modules or ())
         return [(name, module) for name, module in self.named_modules() if type(module).__name__ in names]
+
+
+class MixtureModel(CausalModel):
+    """A causal mixture of experts, with its library's loss: ids [B, T], targets [B, T] → (logits, mean loss)."""
+
+    _takes_targets_as_they_are = False  # found out in the first forward pass
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Any:
+        if targets is None:
+            return super().forward(ids)
+        with loss_calls() as calls:
+            found = super(LanguageModel, self).forward(
+                input_ids=ids, labels=targets, shift_labels=targets, use_cache=False
+            )
+        if not self._takes_targets_as_they_are:
+            self._require_as_they_are(calls, targets)
+        return found.logits, found.loss.float()
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> Any:
+        return batch["input_ids"], batch["targets"]
+
+    def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """Sum of the cross entropy over the valid targets, and the balance of experts times their number."""
+        count = self.count(batch)
+        return torch.where(count > 0, outputs[1] * count, 0.0)
+
+    def _require_as_they_are(self, calls: LossCalls, targets: Tensor) -> None:
+        counted = calls.count(targets, len)
+        if counted is None or int(counted) != int((targets != IGNORED_TARGET).sum()):
+            raise UsageError(
+                f"the loss of {type(self).__name__} in transformers shifts targets that are shifted already",
+                where="model.args.output_router_logits",
+                fix="leave it out, and experts are not balanced; or hand the library's model to lockstep.Trainer with "
+                "batches of input_ids and labels",
+            )
+        self._takes_targets_as_they_are = True
 
 
 class CutModel(CausalModel):

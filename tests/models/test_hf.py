@@ -256,3 +256,31 @@ def test_mistakes_are_named(name: str, args: dict[str, Any], says: str) -> None:
 def test_a_text_longer_than_gpt2s_positions_is_refused() -> None:
     with pytest.raises(UsageError, match="17 tokens, and the model has 16 positions"):
         get_model("hf:gpt2")(**SIZES["gpt2"])(torch.zeros(1, 17, dtype=torch.int64))
+
+
+EXPERTS: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "initializer_range": 0.2, "router_aux_loss_coef": 0.5,
+}  # fmt: skip
+MIXTURES = {
+    "mixtral": {**EXPERTS, "num_local_experts": 4},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_balanced_as_their_author_wrote_it(family: str) -> None:
+    model = get_model(f"hf:{family}")(**MIXTURES[family], output_router_logits=True)
+    batch = texts()
+    logits, _ = outputs = model(*model.inputs(batch))
+    loss = model.loss(outputs, batch) / model.count(batch)
+    plain = get_model(f"hf:{family}")(**MIXTURES[family])
+    plain.load_state_dict(model.state_dict())
+    without = plain.loss(plain(*plain.inputs(batch)), batch) / plain.count(batch)
+    assert torch.equal(model(batch["input_ids"]), logits)
+    theirs = transformers.AutoModelForCausalLM.from_config(model.config)
+    theirs.load_state_dict(model.state_dict())
+    balance = theirs(input_ids=batch["input_ids"], output_router_logits=True).aux_loss
+    torch.testing.assert_close(loss, without + 0.5 * balance, rtol=1e-5, atol=1e-6)
+    assert balance > 1  # 2 where both experts of a token are always the same
+    assert model.loss(outputs, {**batch, "targets": torch.full_like(batch["targets"], -100)}) == 0
