@@ -1,13 +1,14 @@
 """Any class of transformers in a tiny size, and a batch that it takes with its labels. Nothing is fetched.
 
-A config is shrunk by the names of its sizes; a batch is made by the names of the arguments of the forward pass. What can
-be built neither way is reported with what the library says.
+A config is shrunk by the names of its sizes; a batch is made by the names of the arguments of the forward pass. What
+can be built neither way is reported with what the library says.
 """
 
 import inspect
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 SAMPLES, LENGTH, CLASSES, VOCABULARY = 4, 10, 3, 96
@@ -44,8 +45,10 @@ def tiny_config(kind: type[Any], changed: dict[str, Any] | None = None) -> Any:
     values: dict[str, Any] = {}
     inside = getattr(kind, "sub_configs", None) or {}
     for name, value in default.to_dict().items():
-        if name in inside and isinstance(getattr(default, name, None), object) and hasattr(
-            getattr(default, name, None), "to_dict"
+        if (
+            name in inside
+            and isinstance(getattr(default, name, None), object)
+            and hasattr(getattr(default, name, None), "to_dict")
         ):
             values[name] = tiny_config(type(getattr(default, name)), changed).to_dict()
         elif isinstance(value, bool) or name.startswith("_") or name in ("transformers_version", "model_type"):
@@ -54,8 +57,12 @@ def tiny_config(kind: type[Any], changed: dict[str, Any] | None = None) -> Any:
             shrunk = changed[name] if name in changed else _shrunk(name, value)
             if shrunk is not None:
                 values[name] = shrunk
-    values |= {"num_labels": CLASSES, "use_cache": False}
-    return kind(**values)
+    values |= {"use_cache": False}
+    made = kind(**values)
+    for name in ("decoder_start_token_id", "pad_token_id"):
+        if getattr(made, name, None) is None:
+            setattr(made, name, 0)
+    return made
 
 
 def _shrunk(name: str, value: Any) -> Any:
@@ -73,7 +80,7 @@ def _shrunk(name: str, value: Any) -> Any:
     return None
 
 
-class _Unknown(Exception):
+class UnknownError(Exception):
     """A forward pass wants something that no rule makes."""
 
 
@@ -104,6 +111,8 @@ def batch_for(model: nn.Module, task: str) -> dict[str, Tensor]:
         made[name] = torch.randn(shapes[name], generator=generator)
     if task in _BOTH and "input_ids" in parameters:
         made["input_ids"] = ids
+    if task == "MULTIPLE_CHOICE":
+        made["input_ids"] = torch.stack([ids.roll(by, 1) for by in range(CLASSES)], dim=1)
     made |= _labels(task, parameters, ids, vocabulary, generator, side)
     return made
 
@@ -125,8 +134,17 @@ def _labels(
     per_token = ids.clone()
     for row in range(SAMPLES):
         per_token[row, LENGTH - 2 * row :] = -100
-    if task in ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ", "TEXT_TO_WAVEFORM",
-                "MULTIMODAL_LM", "TEXT_RECOGNITION", "CTC"):
+    if task in (
+        "CAUSAL_LM",
+        "MASKED_LM",
+        "SEQ_TO_SEQ_CAUSAL_LM",
+        "IMAGE_TEXT_TO_TEXT",
+        "SPEECH_SEQ_2_SEQ",
+        "TEXT_TO_WAVEFORM",
+        "MULTIMODAL_LM",
+        "TEXT_RECOGNITION",
+        "CTC",
+    ):
         return {"labels": per_token}
     if task == "PRETRAINING":
         more = {"next_sentence_label": classes % 2, "sentence_order_label": classes % 2}
@@ -142,8 +160,8 @@ def _labels(
     if "labels" in parameters:
         return {"labels": classes % 2 if task == "NEXT_SENTENCE_PREDICTION" else classes}
     if "return_loss" in parameters:
-        return {}
-    raise _Unknown("no rule makes labels for it")
+        return {"return_loss": torch.tensor(True)}
+    raise UnknownError("no rule makes labels for it")
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -157,13 +175,29 @@ VARIANTS: list[dict[str, Any]] = [
 LARGEST = 40_000_000  # parameters
 
 
-def tiny_model(kind: type[Any], config_kind: type[Any], variant: dict[str, Any]) -> Any:
-    """A model of the class with random values, in evaluation mode."""
-    config = tiny_config(config_kind, variant)
-    if variant:
-        with torch.device("meta"):
-            size = sum(p.numel() for p in kind(config).parameters())
-        if size > LARGEST:
-            raise _Unknown(f"{size:,} parameters where its sizes are not shrunk")
-    torch.manual_seed(0)
-    return kind(config).float().eval()
+def tiny(name: str, model_type: str, task: str = "") -> Any:
+    """A model of the library's class with random values, in evaluation mode.
+
+    Raises:
+        UnknownError: it is large in all variants of its size, or the library does not have the class.
+    """
+    kind, config_kind = getattr(transformers, name, None), transformers.CONFIG_MAPPING[model_type]
+    if kind is None:
+        raise UnknownError("transformers does not export it")
+    problem: Exception | None = None
+    for variant in VARIANTS:
+        try:
+            config = tiny_config(config_kind, variant)
+            config.num_labels = (
+                2 if task.endswith("QUESTION_ANSWERING") or task == "NEXT_SENTENCE_PREDICTION" else CLASSES
+            )
+            with torch.device("meta"):
+                size = sum(p.numel() for p in kind(config).parameters()) if variant else 0
+            if size > LARGEST:
+                raise UnknownError(f"{size:,} parameters where its sizes are not shrunk")
+            torch.manual_seed(0)
+            return kind(config).float().eval()
+        except Exception as error:  # whatever a config or a constructor of the library raises
+            problem = problem or error
+    assert problem is not None
+    raise problem

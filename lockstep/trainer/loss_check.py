@@ -234,7 +234,11 @@ def _joined(one: Any, other: Any) -> Any:
 
 
 def _by_samples(leaf: Any, size: int) -> bool:
-    return leaf is None or (isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] == size))
+    return (
+        leaf is None
+        or isinstance(leaf, bool)
+        or (isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] == size))
+    )
 
 
 def _text(cut: _Cut, losses: list[tuple[float, float]], *, counted: bool) -> tuple[str, str]:

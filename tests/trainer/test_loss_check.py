@@ -1,8 +1,10 @@
 """A loss that does not add up over micro-batches is told in the first steps; one that does is left alone."""
 
+import random
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep import Trainer
+from lockstep.trainer.loss_check import LossCheck
 from tests.ranks import run_ranks
 
 SAMPLES, LENGTH, CLASSES = 8, 6, 5
@@ -131,7 +134,9 @@ def plain(model: nn.Module, loss_fn: Any, ignored: int) -> float:
         (Scores, nn.CrossEntropyLoss(weight=WEIGHTS), -100),
     ],
 )  # fmt: skip
-def test_what_torchs_loss_functions_divide_by_is_counted(make: Callable[[], nn.Module], loss_fn: Any, ignored: int) -> None:
+def test_what_torchs_loss_functions_divide_by_is_counted(
+    make: Callable[[], nn.Module], loss_fn: Any, ignored: int
+) -> None:
     expected = plain(make(), loss_fn if not isinstance(loss_fn, nn.Module) else class_weighted, ignored)
     first, after, texts = train(make(), loss_fn, ignored=ignored, batch_size=SAMPLES)
     assert first == pytest.approx(expected, abs=1e-6)
@@ -172,3 +177,77 @@ def test_the_line_that_is_named_makes_it_right() -> None:
 
 def test_a_step_of_one_micro_batch_is_right_as_it_is() -> None:
     assert not train(ByHand(), batch_size=SAMPLES)[2]
+
+
+class Restless(Scores):
+    """Draws, counts its calls, keeps running statistics, and uses Python's random numbers; its loss adds up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.calls = nn.BatchNorm1d(CLASSES), nn.Dropout(0.3), 0
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        self.calls += 1
+        scores = self.drop(self.norm(super().forward(ids).mean(1))) * (1 + self.calls / 8 + random.random() / 8)
+        return F.cross_entropy(scores, targets[:, 0].clamp(min=0))
+
+
+class Noisy(Scores):
+    """Draws in evaluation mode, too, as a variational autoencoder may."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        scores = super().forward(ids).mean(1)
+        return F.cross_entropy(scores + torch.randn_like(scores), targets[:, 0].clamp(min=0))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.lstm = nn.Embedding(CLASSES, 8), nn.LSTM(8, CLASSES, batch_first=True)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        outputs, _ = self.lstm(self.embedding(ids))
+        return {"loss": F.cross_entropy(outputs.flatten(0, 1), targets.flatten())}
+
+
+class InEvaluationNothing(Scores):
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        scores = super().forward(ids)
+        return F.cross_entropy(scores.flatten(0, 1), targets.flatten()) if self.training else {"scores": scores}
+
+
+@pytest.mark.parametrize("make", [Restless, Noisy, Recurrent, InEvaluationNothing])
+def test_sound_models_are_left_alone_in_every_bit(make: Callable[[], nn.Module]) -> None:
+    random.seed(0)
+    _, compared, texts = train(make())
+    with patch.object(LossCheck, "before_step"):
+        random.seed(0)
+        _, left_alone, _ = train(make())
+    assert not texts
+    assert torch.equal(compared, left_alone)
+
+
+def on_ranks() -> dict[str, Any]:
+    found = {}
+    for strategy in ("ddp", "fsdp"):
+        for make in (ByHand, NanoGPT, Contrastive, Recurrent):
+            model = make()
+            ignored = -1 if make is NanoGPT else -100
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                trainer = Trainer(model, optimizer, batch_size=2, global_batch_size=SAMPLES, strategy=strategy)
+                record = next(iter(trainer.steps(Samples(ignored), epochs=3)))
+            texts = [str(w.message) for w in caught if "does not add up" in str(w.message)]
+            found[f"{strategy} {make.__name__}"] = float(record.loss), texts
+    return found
+
+
+def test_on_several_ranks_one_of_them_tells() -> None:
+    one, other = run_ranks(on_ranks, 2)
+    for name, (loss, texts) in one.items():
+        assert len(texts) == (name.endswith(("ByHand", "Contrastive"))), name
+        assert other[name] == (loss, []), name
+        if name.endswith("NanoGPT"):
+            assert loss == pytest.approx(plain(NanoGPT(), None, -1), abs=1e-6)

@@ -1,0 +1,149 @@
+"""Losses of transformers' models are counted as each model's own forward pass computes them.
+
+The reference is the author's own loop in plain PyTorch: the loss and gradient of `model(**batch)` for the whole batch.
+"""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep import Trainer
+from tests.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+from benchmarks import families  # noqa: E402
+from benchmarks.tiny_models import batch_for, tiny  # noqa: E402
+from lockstep.errors import UsageError  # noqa: E402
+
+EQUAL = {
+    "T5ForConditionalGeneration": ("t5", "SEQ_TO_SEQ_CAUSAL_LM", "labels that are not -100"),
+    "WhisperForConditionalGeneration": ("whisper", "SPEECH_SEQ_2_SEQ", "labels that are not -100"),
+    "BertForMaskedLM": ("bert", "MASKED_LM", "labels that are not -100"),
+    "BertForSequenceClassification": ("bert", "SEQUENCE_CLASSIFICATION", "samples"),
+    "BertForTokenClassification": ("bert", "TOKEN_CLASSIFICATION", "labels that are not -100"),
+    "BertForQuestionAnswering": ("bert", "QUESTION_ANSWERING", "samples"),
+    "ViTForImageClassification": ("vit", "IMAGE_CLASSIFICATION", "samples"),
+    "ResNetForImageClassification": ("resnet", "IMAGE_CLASSIFICATION", "samples"),
+    "GPT2LMHeadModel": ("gpt2", "CAUSAL_LM", "labels that are not -100, shifted by the model"),
+    "LlamaForCausalLM": ("llama", "CAUSAL_LM", "labels that are not -100, shifted by the model"),
+    "Qwen3ForCausalLM": ("qwen3", "CAUSAL_LM", "labels that are not -100, shifted by the model"),
+    "MixtralForCausalLM": ("mixtral", "CAUSAL_LM", "labels that are not -100, shifted by the model"),
+    "MambaForCausalLM": ("mamba", "CAUSAL_LM", "labels that are not -100, shifted by the model"),
+}
+REFUSED = {
+    "CLIPModel": ("clip", "ZERO_SHOT_IMAGE_CLASSIFICATION"),  # a sample's loss depends on the others
+    "BertForPreTraining": ("bert", "PRETRAINING"),  # the mean over masked words plus the mean over samples
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_each_cut_of_the_batch_has_the_loss_and_gradient_of_the_whole(name: str) -> None:
+    model_type, task, how = EQUAL[name]
+    row = families.walk(task, model_type, name)
+    assert (row.outcome, row.how) == (families.EQUAL, how)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_not_be_told_is_refused_before_it_trains(name: str) -> None:
+    model_type, task = REFUSED[name]
+    row = families.walk(task, model_type, name)
+    assert row.outcome == families.REFUSED, row
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+def test_every_class_of_every_mapping_is_equal_or_refused() -> None:
+    rows = [families.walk(*one) for one in families.classes()]
+    assert not [row for row in rows if row.outcome == families.WRONG]
+    assert sum(row.outcome == families.EQUAL for row in rows) > 400
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    deterministic = True
+
+    def __init__(self, batch: dict[str, Tensor]) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return len(next(iter(self.batch.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {key: value[index] for key, value in self.batch.items()}
+
+
+def first_step(
+    name: str, model_type: str, task: str, strategy: str, batch_size: int, **args: Any
+) -> tuple[float, float]:
+    """(loss of a step over the whole batch, the plain loop's)."""
+    model = tiny(name, model_type)
+    for key, value in args.items():
+        setattr(model.config, key, value)
+    batch = batch_for(model, task)
+    with torch.no_grad():
+        expected = float(model(**batch).loss)
+    trainer = Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), strategy=strategy, batch_size=batch_size,
+        global_batch_size=4, max_steps=1,
+    )  # fmt: skip
+    return float(next(iter(trainer.steps(Rows(batch)))).loss), expected
+
+
+def on_ranks() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for strategy in ("ddp", "fsdp"):
+        for name in ("T5ForConditionalGeneration", "ViTForImageClassification", "BertForMaskedLM"):
+            model_type, task, _ = EQUAL[name]
+            found[f"{strategy} {name}"] = [first_step(name, model_type, task, strategy, size) for size in (1, 2)]
+        try:
+            first_step("BertForPreTraining", "bert", "PRETRAINING", strategy, 1)
+        except UsageError as error:
+            found[f"{strategy} refused"] = str(error)
+    return found
+
+
+def test_ranks_count_alike() -> None:
+    one, other = run_ranks(on_ranks, 2)
+    assert one == other
+    for name in ("ddp refused", "fsdp refused"):
+        assert "def count(self, batch)" in one.pop(name)
+    for name, pairs in one.items():
+        for loss, expected in pairs:
+            assert loss == pytest.approx(expected, rel=1e-5), name
+
+
+def test_the_balance_of_experts_is_neither_dropped_nor_divided_by_the_tokens() -> None:
+    name, (model_type, task, _) = "MixtralForCausalLM", EQUAL["MixtralForCausalLM"]
+    args = {"output_router_logits": True}
+    whole, expected = first_step(name, model_type, task, "single", 4, **args)
+    assert whole == pytest.approx(expected, rel=1e-6)
+    model = tiny(name, model_type)
+    model.config.output_router_logits = True
+    batch = batch_for(model, task)
+    with torch.no_grad():
+        halves = [model(**{key: value[at : at + 2] for key, value in batch.items()}) for at in (0, 2)]
+    counts = [float((batch["labels"][at : at + 2, 1:] != -100).sum()) for at in (0, 2)]
+    assert halves[0].aux_loss > 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        cut, _ = first_step(name, model_type, task, "single", 2, **args)
+    mean = sum(float(half.loss) * count for half, count in zip(halves, counts, strict=True)) / sum(counts)
+    assert cut == pytest.approx(mean, rel=1e-6)
+
+
+def test_a_model_that_is_refused_trains_with_a_count_of_its_own() -> None:
+    class Clip(transformers.CLIPModel):  # type: ignore[misc, name-defined]
+        def count(self, batch: Any) -> int:
+            return len(batch["input_ids"])
+
+    donor = tiny("CLIPModel", "clip")
+    model: nn.Module = Clip(donor.config)
+    batch = batch_for(donor, "ZERO_SHOT_IMAGE_CLASSIFICATION")
+    placed = lockstep.place(model, "single")
+    halves = [{k: v[at : at + 2] if v.ndim else v for k, v in batch.items()} for at in (0, 2)]
+    with pytest.warns(UserWarning, match="depends on the others"):
+        placed.backward(*halves)
