@@ -63,6 +63,12 @@ def test_every_class_of_every_mapping_is_equal_or_refused() -> None:
     assert sum(row.outcome == families.EQUAL for row in rows) > 400
 
 
+def test_the_page_holds_what_was_walked() -> None:
+    rows = families.recorded()
+    assert families.PAGE.read_text() == families.page(rows)
+    assert {row.outcome for row in rows} <= {families.EQUAL, families.REFUSED, families.NO_LOSS, families.NOT_BUILT}
+
+
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
     deterministic = True
 
