@@ -110,7 +110,7 @@ def compared(model: nn.Module, batch: dict[str, Tensor], task: str, counted: str
             return Row(task, name, REFUSED, error.what.split(":")[0])
         found = _gradients(model)
         placed.zero_grad()
-        off = abs(float(loss - whole)) / max(1.0, abs(float(whole)))
+        off = abs(float(loss - whole.detach())) / max(1.0, abs(float(whole.detach())))
         steep = float((found - expected).norm() / expected.norm().clamp(min=1e-3))
         if not (off < TOLERANCE and steep < 10 * TOLERANCE):
             return Row(task, name, WRONG, f"cut as {cut}: loss {off:.1e} off, gradient {steep:.1e}; {counted}")

@@ -78,9 +78,9 @@ class MixtureModel(CausalModel):
 
     _takes_targets_as_they_are = False  # found out in the first forward pass
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Any:
+    def forward(self, ids: Tensor | None = None, targets: Tensor | None = None, **arguments: Any) -> Any:
         if targets is None:
-            return super().forward(ids)
+            return super().forward(ids, **arguments)
         with loss_calls() as calls:
             found = super(LanguageModel, self).forward(
                 input_ids=ids, labels=targets, shift_labels=targets, use_cache=False

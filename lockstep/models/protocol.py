@@ -37,12 +37,12 @@ class Observed:
     """What was found out about a loss when it was last computed.
 
     Attributes:
-        told: torch's loss functions told what it is a mean over.
+        told: torch's loss functions told what it is a mean over; None: it was not computed in this process.
         looks: whether it is looked for auxiliary terms.
         auxiliary: some were added to it that no cut of the batch keeps: the load balancing of experts.
     """
 
-    told: bool = False
+    told: bool | None = None
     looks: bool = True
     auxiliary: bool = False
 

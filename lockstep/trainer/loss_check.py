@@ -48,13 +48,13 @@ class _Finding:
 
     Attributes:
         adds_up: None: can't be told.
-        told: torch's loss functions tell what the loss is a mean over.
+        told: torch's loss functions tell what the loss is a mean over; None: this rank does not compute it.
         auxiliary: it has a term that no cut keeps, as its author knows.
         text: what it says where it does not add up: (what, fix).
     """
 
     adds_up: bool | None
-    told: bool
+    told: bool | None
     auxiliary: bool
     text: tuple[str, str] | None = None
 
@@ -108,7 +108,7 @@ class LossCheck:
         """Speak of what all ranks found."""
         must_be_told = self._placed.objective.must_be_told
         text = next((f.text for f in findings if f.text and not (f.told and f.auxiliary)), None)
-        if text is None and must_be_told and any(f.adds_up is None and not f.told for f in findings):
+        if text is None and must_be_told and any(f.adds_up is None and f.told is False for f in findings):
             text = ("nothing tells what the model's loss is a mean over", line_to_write())
         if text is None:
             return

@@ -94,9 +94,11 @@ def first_step(
         expected = float(model(**batch).loss)
     trainer = Trainer(
         model, torch.optim.SGD(model.parameters(), lr=0.0), strategy=strategy, batch_size=batch_size,
-        global_batch_size=4, max_steps=1,
+        global_batch_size=4, max_steps=2,
     )  # fmt: skip
-    return float(next(iter(trainer.steps(Rows(batch)))).loss), expected
+    first, second = trainer.steps(Rows(batch), epochs=2)
+    assert float(second.loss) == pytest.approx(float(first.loss), rel=1e-5)  # another order, the same samples
+    return float(first.loss), expected
 
 
 def on_ranks() -> dict[str, Any]:
@@ -109,6 +111,9 @@ def on_ranks() -> dict[str, Any]:
             first_step("BertForPreTraining", "bert", "PRETRAINING", strategy, 1)
         except UsageError as error:
             found[f"{strategy} refused"] = str(error)
+    name = "LlamaForCausalLM"
+    model_type, task, _ = EQUAL[name]
+    found[f"pipeline {name}"] = [first_step(name, model_type, task, "pipeline", size) for size in (1, 2)]
     return found
 
 

@@ -113,7 +113,7 @@ def _cut(p: Placement, mesh: DeviceMesh, plan: Plan, uses: Uses) -> _Cut:
     halves, said = splits_backward(plan, uses, p.config)
     p.notices += said
     holding = holding_of(rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
-    work = Work()
+    work = Work(observes=p.objective.in_outputs and p.objective.observed is not None)
     parts = [part_of(plan, stage, holding, p.blocks, work, p.precision) for stage in plan.parts.of_rank(rank)]
     release(plan.model, holding)
     materialise(holding, p.first, p.device)

@@ -6,6 +6,7 @@ outputs themselves): `Work` says how. So nothing but tensors travels between sta
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lockstep.models.chain import run_segment
+from lockstep.models.observed import LossCalls, loss_calls
 from lockstep.precision import Precision
 from lockstep.randomness import Cursor
 
@@ -36,10 +38,14 @@ class Work:
     Attributes:
         inputs: the arguments of the model's forward pass.
         finish: the model's outputs → what the last stage returns.
+        observes: calls of torch's loss functions in the last stage are noted.
+        calls: those of its newest forward pass.
     """
 
     inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] = lambda: ((), {})
     finish: Callable[[Any], Any] = lambda outputs: outputs
+    observes: bool = False
+    calls: LossCalls | None = None
 
 
 @dataclass(frozen=True)
@@ -101,10 +107,12 @@ class Part(nn.Module):
 
     def forward(self, *values: Any) -> Any:
         keywords: Mapping[str, Any] = {}
+        work = self._work
         # Stages in the middle have no batch.
-        inputs = self._work.inputs() if self.is_first or self.is_last else ((), {})
+        inputs = work.inputs() if self.is_first or self.is_last else ((), {})
         given = {id(value) for value in values}
-        with self._precision.autocast():
+        observing = loss_calls() if self.is_last and work.observes else nullcontext()
+        with self._precision.autocast(), observing as work.calls:
             if self.is_first:
                 values, keywords = inputs
             outputs: Any = values
@@ -112,8 +120,9 @@ class Part(nn.Module):
                 lent = {keyword: spot.tensor() for keyword, spot in link.borrowed.items()}
                 outputs = run_segment(segment, values, {**keywords, **lent}, inputs)
                 values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
-            if self.is_last:
-                return self._work.finish(outputs)
+        if self.is_last:
+            with self._precision.autocast():
+                return work.finish(outputs)
         return tuple(_own(value, given) for value in values)
 
 

@@ -122,7 +122,7 @@ class Runner:
     def _loss(self, outputs: Any) -> Tensor:
         """What the last stage returns in training: its share of what is differentiated. Enters it in the ledger."""
         share = self._share
-        loss = Loss(*self.objective.factors(outputs, share.batch))
+        loss = Loss(*self.objective.factors(outputs, share.batch, self.work.calls))
         assert self._ledger is not None
         self._ledger.enter(share, loss)
         return loss.value * (self._factor * loss.times if share.real else 0.0)
@@ -153,7 +153,7 @@ class Runner:
 
         def enter(outputs: Any) -> None:
             share = self._share
-            ledger.enter(share, Loss(*self.objective.factors(outputs, share.batch)))
+            ledger.enter(share, Loss(*self.objective.factors(outputs, share.batch, self.work.calls)))
 
         def start(part: Part, place: int) -> None:
             self._take_up(part, shares[place])
