@@ -146,6 +146,14 @@ def test_rates_count_tokens_where_there_are_tokens_and_samples_elsewhere(
         assert ("tokens/s" in said) == (unit == "tokens")
 
 
+def test_a_warm_up_that_is_longer_than_the_run_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Two steps of a long run's config: they are its first two."""
+    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), max_steps=2, warmup_steps=100, output_dir=tmp_path, log_steps=1)
+    trainer.train(regression())
+    assert "warning: the run ends after 2 steps, in the warm-up of 100" in capsys.readouterr().out
+    assert [row["lr"] for row in RunDirectory(tmp_path).read_metrics() if "lr" in row] == pytest.approx([1e-5, 2e-5])
+
+
 def test_the_scaling_rule_is_said_at_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trainer = Trainer(
         linear(), loss_fn=nn.MSELoss(), max_steps=1, lr_scaling="sqrt", base_batch_size=5, learning_rate=0.01,
