@@ -65,8 +65,8 @@ class Cluster:
 
 
 _current: Cluster | None = None
-# The process group that `_current` is about; None: there was none. A strong reference would keep a group that the script
-# has destroyed, and its port, for the rest of the process.
+# The process group that `_current` is about; None: there was none. A strong reference would keep a group that the
+# script has destroyed, and its port, for the rest of the process.
 _world: "weakref.ref[Any] | None" = None
 _group_is_ours = False
 
