@@ -98,6 +98,8 @@ def compared(model: nn.Module, batch: dict[str, Tensor], task: str, counted: str
     """The row of a model, which is trained on: its gradients are those of the last cut then."""
     name = type(model).__name__
     whole = model(**batch).loss
+    if not whole.isfinite():
+        return Row(task, name, NOT_BUILT, "its loss of this batch is not finite")
     whole.backward()
     expected = _gradients(model)
     model.zero_grad()
@@ -173,8 +175,8 @@ def page(rows: Sequence[Row]) -> str:
         "as one micro-batch a step. Models are tiny, in evaluation mode, with random values.",
         "",
         f"{numbers[EQUAL]} classes are equal, {numbers[REFUSED]} refused, {numbers[NO_LOSS]} have no loss, and",
-        f"{numbers[NOT_BUILT]} were not walked: no tiny config or batch was found by rule, or they need a package or a",
-        "file.",
+        f"{numbers[NOT_BUILT]} were not built: no tiny config or batch was found by rule, or they need a package or a",
+        "file. A class without a row has not been walked.",
     ]
     for task in dict.fromkeys(row.task for row in rows):
         lines += ["", f"## {task.replace('_', ' ').capitalize()}", "", "| class | | counts |", "|---|---|---|"]
