@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from lockstep.launch.spawn import spawn
     from lockstep.models import get_model
     from lockstep.trainer import Trainer
+    from lockstep.trainer.average import WeightAverage
     from lockstep.trainer.own_loop import place
 
 _HOME = {
     "Config": "lockstep.config",
     "Trainer": "lockstep.trainer",
     "get_model": "lockstep.models",
+    "WeightAverage": "lockstep.trainer.average",
     "place": "lockstep.trainer.own_loop",
     "spawn": "lockstep.launch.spawn",
     "DistributedSampler": "lockstep.data.sampler",
@@ -41,6 +43,7 @@ __all__ = [
     "RunError",
     "Trainer",
     "UsageError",
+    "WeightAverage",
     "all_reduce",
     "barrier",
     "cleanup",

@@ -8,12 +8,18 @@ activation checkpointing recomputes a block under a pipeline, another micro-batc
 
 Only the device's own generator is seeded (2 µs; `torch.manual_seed` walks every backend, 250 µs), and the state that it
 had outside is put back.
+
+Models that draw from Python's `random` or NumPy's global generator are keyed in the same way, by `HostRandom`. Seeding
+these takes longer, so a run goes on with it after its first step only where a rank has seen a draw.
 """
 
 import hashlib
+import random
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,6 +51,94 @@ def seeded(key: int, device: torch.device | None = None) -> Iterator[None]:
         generator.set_state(outer)
 
 
+HostState = tuple[Any, Any, Any]  # of Python's, NumPy's and torch's generator
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Where a cursor stood when a segment's forward pass began."""
+
+    phase: str
+    step: int
+    micro_batch: int
+    calls: dict[str, int]
+    host: HostState | None
+
+
+class HostRandom:
+    """Keys the global generators of Python and NumPy, and torch's on the CPU where a model runs on another device.
+
+    Args:
+        device: of the model.
+
+    Attributes:
+        drawn: something has drawn from one of them since a key was set.
+        trained: a key was set in a training step.
+        settled: all ranks have agreed that a rank draws.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cpu = torch.default_generator if device.type != "cpu" else None
+        self._keyed: list[Any] | None = None  # the states right after a key was set
+        self.drawn = self.trained = self.settled = False
+
+    def seed(self, key: int) -> None:
+        """Set a key; a draw since the last one is noticed."""
+        self.look()
+        random.seed(key)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed([key & 0xFFFFFFFF, key >> 32])
+        if self._cpu is not None:
+            self._cpu.manual_seed(key)
+        self._keyed = None if self.drawn else self._states()
+
+    def look(self) -> None:
+        """Notice whether something has drawn since the last key."""
+        self.drawn = self.drawn or (self._keyed is not None and self._states() != self._keyed)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Put the outer states back after."""
+        outer = self.capture()
+        try:
+            yield
+        finally:
+            self.look()
+            self._keyed = None
+            self._put_back(outer)
+
+    def capture(self) -> HostState:
+        """Return the states as they are."""
+        numpy = sys.modules.get("numpy")
+        return random.getstate(), numpy and numpy.random.get_state(), self._cpu and self._cpu.get_state()
+
+    @contextmanager
+    def again(self, captured: HostState) -> Iterator[None]:
+        """What runs inside draws what was drawn after `captured` was taken; then the states are as they were."""
+        now = self.capture()
+        self._put_back(captured)
+        try:
+            yield
+        finally:
+            self._put_back(now)
+
+    def _put_back(self, states: HostState) -> None:
+        python, numpy, cpu = states
+        random.setstate(python)
+        if numpy is not None:
+            sys.modules["numpy"].random.set_state(numpy)
+        if self._cpu is not None:
+            self._cpu.set_state(cpu)
+
+    def _states(self) -> list[Any]:
+        states: list[Any] = [random.getstate()]
+        if (numpy := sys.modules.get("numpy")) is not None:
+            states.append([part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state()])
+        if self._cpu is not None:
+            states.append(self._cpu.get_state().numpy().tobytes())
+        return states
+
+
 @dataclass
 class Cursor:
     """Which micro-batch of which step a forward pass works on; the loop sets it, the segments' hooks read it."""
@@ -55,9 +149,11 @@ class Cursor:
     step: int = 0
     micro_batch: int = 0
     calls: dict[str, int] = field(default_factory=dict)  # segment → how often it ran in this forward pass
+    host: HostRandom | None = field(init=False)  # None: the model is known to draw from the device's generator alone
 
     def __post_init__(self) -> None:
         self._generator = generator_of(self.device)
+        self.host = HostRandom(self.device)
 
     @contextmanager
     def running(self, phase: str, step: int) -> Iterator[None]:
@@ -65,7 +161,8 @@ class Cursor:
         outer = self._generator.get_state()
         self.phase, self.step = phase, step
         try:
-            yield
+            with self.host.outside() if self.host is not None else nullcontext():
+                yield
         finally:
             self._generator.set_state(outer)
 
@@ -78,19 +175,28 @@ class Cursor:
         """Seed the generator for the next call of `segment`."""
         call = self.calls.get(segment, 0)
         self.calls[segment] = call + 1
-        self._generator.manual_seed(derive_key(self.seed, self.phase, self.step, self.micro_batch, segment, call))
+        key = derive_key(self.seed, self.phase, self.step, self.micro_batch, segment, call)
+        self._generator.manual_seed(key)
+        if self.host is not None:
+            self.host.seed(key)
+            self.host.trained = self.host.trained or self.phase == "train"
 
-    def capture(self) -> tuple[str, int, int, dict[str, int]]:
+    def capture(self) -> Captured:
         """Where the cursor stands, to be taken up again by `recomputing`."""
-        return self.phase, self.step, self.micro_batch, dict(self.calls)
+        host = self.host.capture() if self.host is not None else None
+        return Captured(self.phase, self.step, self.micro_batch, dict(self.calls), host)
 
     @contextmanager
-    def recomputing(self, captured: tuple[str, int, int, dict[str, int]]) -> Iterator[None]:
+    def recomputing(self, captured: Captured) -> Iterator[None]:
         """Segments that run inside draw what they drew when `captured` was taken."""
-        outer = self.capture()
-        self.phase, self.step, self.micro_batch, self.calls = (*captured[:3], dict(captured[3]))
+        outer = self.phase, self.step, self.micro_batch, dict(self.calls)
+        self.phase, self.step, self.micro_batch = captured.phase, captured.step, captured.micro_batch
+        self.calls = dict(captured.calls)
+        host = self.host
+        again = host.again(captured.host) if host is not None and captured.host is not None else nullcontext()
         try:
-            yield
+            with again:
+                yield
         finally:
             self.phase, self.step, self.micro_batch, self.calls = outer
 

@@ -22,10 +22,12 @@ from lockstep.bad_numbers import Bad, BadNumbersError, Judge
 from lockstep.clipping import clip_adaptively, clip_by_value
 from lockstep.collectives import is_main_process
 from lockstep.config import GradientClipConfig
+from lockstep.errors import UsageError, listed
 from lockstep.fused import scales, step_times
 from lockstep.monitor import PhaseClock
 from lockstep.optim import CallersRate, Schedule, TorchSchedule, unfuse
 from lockstep.parallel.exact_norm import exact_norm
+from lockstep.parallel.gradient_hooks import run_hooks
 from lockstep.parallel.layer_norms import layer_norms
 from lockstep.parallel.ledger import Ledger, Share
 from lockstep.parallel.numbers import Number, at_least, at_most, exceeds, number, tensor_of
@@ -66,6 +68,8 @@ class Step:
         judge: finds bad numbers, and the votes to stop.
         avoid: positions whose data are passed over, after a rollback.
         bad: what was wrong with the last step, where it was skipped for that.
+        after_update: called with the number of updates made, after each, on every rank.
+        frozen_until: parameter → the first step (from 0) that trains it; before, its gradient is dropped.
     """
 
     placed: Placed
@@ -83,11 +87,15 @@ class Step:
     judge: Judge = field(default_factory=Judge)
     avoid: set[int] = field(default_factory=set)
     bad: Bad | None = None
+    after_update: list[Callable[[int], None]] = field(default_factory=list)
+    frozen_until: dict[str, int] = field(default_factory=dict)
     _buffers: dict[str, Tensor] = field(default_factory=dict)
+    _trained: list[bool] = field(default_factory=list)  # which parameters want gradients, as they were placed
 
     def __post_init__(self) -> None:
         if self.placed.reproducible and unfuse(self.optimizer):
             self.placed.notices.append("reproducible: the optimizer's fused kernels are switched off")
+        self._trained = [parameter.requires_grad for parameter in self.placed.parameters.values()]
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
 
@@ -107,7 +115,12 @@ class Step:
         self.nominal = nominal_count(count, slots)
 
     def open(self, slots: int) -> Ledger:
-        """Before the first micro-batch of a step: its ledger; running statistics are remembered if they may go back."""
+        """Before the first micro-batch of a step: its ledger; running statistics are remembered if they may go back.
+
+        Raises:
+            UsageError: parameters were frozen or thawed since the model was placed.
+        """
+        self._refuse_thawed()
         if self.judge.skips:
             self._buffers = {name: buffer.clone() for name, buffer in self.placed.buffers.items()}
         ledger = self.placed.ledger(slots)
@@ -150,6 +163,7 @@ class Step:
         count = at_least(count, 1.0)  # a step without a valid target has a gradient of zero, not of nan
         loss = loss_sum / count
         self.placed.finish_gradients()
+        self._drop_frozen()
         turns, norm = self._turns(ledger, count)
         rate = self._set_learning_rate()
         overflow = self.loss_scale is not None and not math.isfinite(float(norm))  # host waits for the device
@@ -175,6 +189,7 @@ class Step:
                     gradients = self.placed.gradients() if turn.gradients is None else turn.gradients
                     record.clipped = self._clip_and_update(gradients, turn.to_mean, turn.norm)
             self.progress.updates += 1
+            self._call_after_update()
         if numbers.bad is not None:
             for name, before in self._buffers.items():
                 self.placed.buffers[name].copy_(before)
@@ -187,6 +202,30 @@ class Step:
         self.clock.enter("other")
         self._refuse(numbers.bad)
         return record
+
+    def _refuse_thawed(self) -> None:
+        """Refuse `requires_grad_` between steps where a strategy has built on what it was."""
+        placed = self.placed
+        now = [parameter.requires_grad for parameter in placed.parameters.values()]
+        if now == self._trained or (placed.layout.world_size == 1 and not placed.reproducible):
+            return
+        names = [n for n, was, is_now in zip(placed.parameters, self._trained, now, strict=True) if was != is_now]
+        raise UsageError(
+            f"requires_grad of {listed(names)} was changed after the model was placed",
+            why="gradients are reduced for the parameters that wanted one when the model was placed",
+            fix="leave requires_grad as it was, and write Trainer(…, freeze_until={'module.name': first_step})",
+        )
+
+    def _drop_frozen(self) -> None:
+        for name, until in self.frozen_until.items():
+            if self.progress.step < until and name in self.placed.parameters:
+                self.placed.parameters[name].grad = None
+
+    def _call_after_update(self) -> None:
+        if self.after_update:
+            with torch.no_grad():
+                for call in self.after_update:
+                    call(self.progress.updates)
 
     def settle(self) -> None:
         """Read what is still under way; waits for the device. Before a checkpoint, which must hold no bad numbers.
@@ -211,6 +250,10 @@ class Step:
             return placed.workers.turns(), placed.workers.mean_norm(ledger)
         gradients = placed.gradients()
         to_mean = 1.0 / self.factor / count
+        if placed.gradient_hooks:  # they see the gradient of the mean loss
+            torch._foreach_mul_(gradients, tensor_of(to_mean))
+            run_hooks(placed.gradient_hooks, placed.parameters)
+            to_mean = 1.0
         norm = self._norm(gradients if placed.counted is None else placed.counted_gradients()) * to_mean
         return [Turn(to_mean, norm, gradients)], norm
 

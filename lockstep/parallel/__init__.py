@@ -11,11 +11,22 @@ from torch import nn
 from lockstep.config import Config
 from lockstep.mesh import Layout
 from lockstep.models.protocol import Objective, blocks_of
-from lockstep.parallel import accelerate, data_parallel, ddp, diloco, divergence, fsdp, reproducible, single
+from lockstep.parallel import (
+    accelerate,
+    data_parallel,
+    ddp,
+    diloco,
+    divergence,
+    fsdp,
+    reproducible,
+    side_effects,
+    single,
+)
 from lockstep.parallel.blocks import key_model, transform_blocks
 from lockstep.parallel.buffers import refuse_synchronised
 from lockstep.parallel.compiled import ColdStart
 from lockstep.parallel.fp8 import apply_fp8
+from lockstep.parallel.gradient_hooks import take_hooks
 from lockstep.parallel.initial import FirstValues, agree, canonical_names, on_meta
 from lockstep.parallel.ledger import Ledger, Loss, Share
 from lockstep.parallel.loop import evaluated, in_order, plain_forward
@@ -63,6 +74,7 @@ def place(
     refuse_parameters(model, layout, reproducible=config.distributed.reproducible)
     switch_tf32(config.precision.tf32)
     names, aliases = canonical_names(model)
+    hooks = take_hooks(model, workers=layout.strategy == "diloco")
     size = sum(p.numel() for p in model.parameters())
     placement = _prepared(model, layout, config, objective, device, precision)
     if layout.strategy == "pipeline" and placement.mesh is not None:
@@ -73,8 +85,9 @@ def place(
         placed = _placed(placement)
         assert size == sum(p.numel() for p in model.parameters()), "placement changed the number of parameters"
         assert set(placed.parameters) == set(names.values()), "placement changed names of parameters"
-    placed.aliases, placed.num_parameters = aliases, size
+    placed.aliases, placed.num_parameters, placed.gradient_hooks = aliases, size, hooks
     divergence.guard_replicas(placed, config, placement.mesh)
+    side_effects.watch(placed)
     return placed
 
 

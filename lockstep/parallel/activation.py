@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lockstep.errors import UsageError
 from lockstep.parallel.recomputed_runs import recompute_runs
-from lockstep.randomness import Cursor
+from lockstep.randomness import Captured, Cursor
 
 # What selective checkpointing keeps: results that cost much to compute for their size. The rest is recomputed.
 _KEPT = (
@@ -85,7 +85,7 @@ def _checkpointed(
 
 
 def _contexts(
-    cursor: Cursor, captured: tuple[str, int, int, dict[str, int]], selective: bool
+    cursor: Cursor, captured: Captured, selective: bool
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     keep: AbstractContextManager[Any] = nullcontext()
     reuse: AbstractContextManager[Any] = nullcontext()

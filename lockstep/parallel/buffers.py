@@ -12,6 +12,10 @@ With n earlier calls, momentum m and a module called k times in a forward pass, 
 (1 - m)^k r + c, where c is what the pass makes of an average of zero. Without momentum (cumulative average) it takes it
 to (n r + k c) / (n + k).
 
+The vectors of spectral normalisation follow from the weights alone: each forward pass takes them one power iteration
+further, so their values would depend on how many micro-batches a rank runs. Here each micro-batch begins with the
+vectors that the step began with, and the step ends with one iteration made, as a plain loop over the whole batch does.
+
 Any other buffer that changes in a training forward pass has no law to replay: ranks take rank 0's after each step, and
 it is said, or refused where the same bits are asked for.
 """
@@ -27,10 +31,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lockstep.errors import UsageError, listed
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+# The class of `torch.nn.utils.parametrizations.spectral_norm`, which has no public name.
+_PARAMETRIZATION = ("torch.nn.utils.parametrizations", "_SpectralNorm")
 
 _log = logging.getLogger("lockstep")
 
@@ -42,6 +50,18 @@ def normalisations(model: nn.Module) -> dict[str, _BatchNorm]:
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
     }
+
+
+def spectral_vectors(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the buffers of spectral normalisations, old and new: the module, and the buffer's name there."""
+    found = []
+    for module in model.modules():
+        if (type(module).__module__, type(module).__name__) == _PARAMETRIZATION:
+            found += [(module, name) for name in module._buffers]
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                found += [(module, f"{hook.name}_u"), (module, f"{hook.name}_v")]
+    return found
 
 
 def refuse_synchronised(model: nn.Module) -> None:
@@ -75,6 +95,8 @@ class RunningBuffers:
     group: dist.ProcessGroup | None = None
     reproducible: bool = False
     _norms: dict[str, _BatchNorm] = field(init=False)
+    _vectors: list[tuple[nn.Module, str]] = field(init=False)  # of spectral normalisation: module, and name there
+    _iterated: list[Tensor] = field(default_factory=list)  # the vectors after a micro-batch of this step
     _others: dict[str, tuple[nn.Module, str]] = field(init=False)  # name → its module, and its name there
     _records: dict[int, Tensor] = field(default_factory=dict)  # micro-batch → flat statistics
     _moving: list[str] | None = None  # other buffers that change; None before the first step's end
@@ -85,31 +107,42 @@ class RunningBuffers:
 
     def __post_init__(self) -> None:
         self._norms = normalisations(self.model)
+        self._vectors = spectral_vectors(self.model)
+        vectors = {(id(module), name) for module, name in self._vectors}
         self._others = {
             f"{path}.{name}" if path else name: (module, name)
             for path, module in self.model.named_modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None and not (path in self._norms and name in _STATISTICS)
+            if buffer is not None
+            and not (path in self._norms and name in _STATISTICS)
+            and (id(module), name) not in vectors
         }
 
     def micro_batch(self, index: int, *, real: bool) -> AbstractContextManager[None]:
         """The forward and backward pass of a micro-batch run inside; call `forward_done` between them."""
-        return self._recording(index, real) if self._norms or self._others else nullcontext()
+        return self._recording(index, real) if self._norms or self._others or self._vectors else nullcontext()
 
     @contextmanager
     def _recording(self, index: int, real: bool) -> Iterator[None]:
         kept = {module: {key: module._buffers[key] for key in _STATISTICS} for module in self._active()}
         for module, buffers in kept.items():
             module._buffers.update({key: torch.zeros_like(b) for key, b in buffers.items() if b is not None})
+        vectors = [module._buffers[name] for module, name in self._vectors]
+        for (normalised, name), vector in zip(self._vectors, vectors, strict=True):
+            assert vector is not None
+            normalised._buffers[name] = vector.clone()
         self._index, self._real, self._versions = index, real, self._versions_now()
         try:
             yield
         finally:
+            for (normalised, name), vector in zip(self._vectors, vectors, strict=True):
+                normalised._buffers[name] = vector
             for module, buffers in kept.items():
                 module._buffers.update(buffers)
 
     def forward_done(self) -> None:
         """The forward pass is over: what the statistics hold now is this micro-batch's; recomputation comes later."""
+        self._iterated = [b for module, name in self._vectors if (b := module._buffers[name]) is not None]
         if not self._norms and not self._others:
             return
         if self._real and (active := self._active()):
@@ -127,6 +160,10 @@ class RunningBuffers:
         if (active := self._active()) and (self.ranks > 1 or self._records):
             _replay(active, self._gathered(slots, active))
             self._records.clear()
+        for (module, name), iterated in zip(self._vectors, self._iterated, strict=True) if self._iterated else ():
+            vector = module._buffers[name]
+            assert vector is not None
+            vector.copy_(iterated)
         if self._others:
             self._settle_others()
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lockstep.mesh import Layout
 from lockstep.models.protocol import Objective
+from lockstep.parallel.gradient_hooks import GradientHooks
 from lockstep.parallel.ledger import HostLedger, Ledger, Loss, Share, WorkersLedger
 from lockstep.parallel.numbers import Number
 from lockstep.randomness import Cursor
@@ -109,6 +110,7 @@ class Placed:
         state: tensors of the strategy's own that a checkpoint keeps (error feedback of a compression).
         workers: under local updates.
         reproducible: the step must be the same in every bit on any layout.
+        gradient_hooks: hooks of the user's on parameters, to be called once a step.
         num_parameters: of the whole model, tied ones counted once.
     """
 
@@ -135,6 +137,7 @@ class Placed:
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     workers: Workers | None = None
     reproducible: bool = False
+    gradient_hooks: GradientHooks = field(default_factory=dict)
     num_parameters: int = 0
 
     def ledger(self, slots: int) -> Ledger:

@@ -30,6 +30,7 @@ from lockstep.mesh import layout_of
 from lockstep.models.protocol import objective_of
 from lockstep.parallel import Placed
 from lockstep.parallel import place as place_over
+from lockstep.parallel.gradient_hooks import run_hooks
 from lockstep.parallel.numbers import at_least, at_most, number, tensor_of
 from lockstep.precision import Precision, resolve_mode
 from lockstep.step import gradient_norm
@@ -150,6 +151,7 @@ class PlacedModel:
         placed.finish_gradients()
         if gradients := placed.gradients():
             torch._foreach_mul_(gradients, tensor_of(nominal / valid))
+        run_hooks(placed.gradient_hooks, placed.parameters)
         placed.settle(False)
         self.step += 1
         return tensor_of(loss_sum / valid)

@@ -6,7 +6,7 @@ The loop below is the whole of it; what a step does is in `lockstep.step`, where
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,7 @@ from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mod
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.run_lock import RunLock
 from lockstep.step import Step
-from lockstep.trainer import state
+from lockstep.trainer import state, updates
 from lockstep.trainer.evaluation import Validation, evaluate, sample_from, validation_source
 from lockstep.trainer.flight import answer_in_background
 from lockstep.trainer.garbage import what_is_there_kept
@@ -44,6 +44,7 @@ from lockstep.trainer.rollback import Rollback
 from lockstep.trainer.saving import Saving, storage_is_shared
 from lockstep.trainer.settings import loss_fn_of, with_settings
 from lockstep.trainer.source import open_source, take_batch_size, worker_deaths_explained
+from lockstep.trainer.updates import AfterUpdate
 from lockstep.trainer.window import Window
 
 
@@ -59,6 +60,9 @@ class Trainer:
             Unset: as `lr_schedule` and `warmup_steps` say; where nothing is said, the optimizer's rate is left alone.
         config: the whole config; unset: defaults.
         output_dir: the run directory; unset: nothing is written, except where a path is given.
+        after_update: called on every rank after each update, without gradients, with the number of updates made: for
+            teachers that follow their students, or a `lockstep.WeightAverage`.
+        freeze_until: name of a module or a parameter → the first step, counted from 0, that trains it.
         settings: single keys by their short names: strategy, precision, batch_size, learning_rate, max_steps, compile …
             What is not asked for is not done: without `lr_schedule`, `warmup_steps` and `grad_clip` this is the plain
             loop. `None` switches one off that the config asks for.
@@ -70,7 +74,9 @@ class Trainer:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | MakeOptimizer | str | None = None,
         loss_fn: Callable[..., Tensor] | None = None, *, scheduler: LRScheduler | MakeScheduler | None = None,
-        config: Config | None = None, output_dir: str | Path | None = None, **settings: Any,
+        config: Config | None = None, output_dir: str | Path | None = None,
+        after_update: AfterUpdate | list[AfterUpdate] | None = None, freeze_until: Mapping[str, int] | None = None,
+        **settings: Any,
     ) -> None:  # fmt: skip
         if isinstance(optimizer, str):
             settings, optimizer = {**settings, "optimizer": optimizer}, None
@@ -95,6 +101,7 @@ class Trainer:
             self.placed, self.optimizer, schedule, training.gradient_clip,
             loss_scale_for(self.config.precision, self.mode), judge=Judge(training.bad_numbers),
         )  # fmt: skip
+        updates.set_up(self, list(before.values()), after_update, freeze_until)
         self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
         self.lock = RunLock(self.run_directory.path, _say) if self.run_directory is not None else None
         self.best: dict[str, float] = {}

@@ -1,5 +1,6 @@
 """DDP's options, what it says when the loss does not depend on a parameter, and streams that end at different times."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,12 +36,11 @@ class Partly(nn.Module):
         super().__init__()
         self.used = nn.Linear(4, 2)
         self.unused = nn.Linear(4, 2)
-        self.sometimes, self.calls = sometimes, 0
+        self.sometimes, self.calls = sometimes, itertools.count(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
         y: Tensor = self.used(x)
-        return y + self.unused(x) if self.sometimes and self.calls % 2 else y
+        return y + self.unused(x) if self.sometimes and next(self.calls) % 2 else y
 
 
 def message(sometimes: bool, settings: dict[str, Any]) -> str | list[float]:

@@ -1,0 +1,84 @@
+"""Hooks on parameters: `parameter.register_hook(function)`.
+
+A hook expects the gradient of the loss, whole. In a distributed backward pass it would see that of one micro-batch, in
+another scale, under FSDP2 nothing at all. So hooks are taken off when a model is placed, and called once a step, on the
+gradient of the step's mean loss, before it is clipped: what they see in a plain loop over the whole batch.
+
+`register_post_accumulate_grad_hook` is refused: it is there to update, or to send, while the backward pass goes on.
+
+torch has no public way to list hooks: `_backward_hooks` and `_post_accumulate_grad_hooks` are named in this file alone.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from lockstep.errors import UsageError, listed
+
+GradientHooks = dict[str, list[Callable[[Tensor], Any]]]
+"""Canonical name of a parameter → the functions that its gradient goes through, in order."""
+
+
+def take_hooks(model: nn.Module, *, workers: bool = False) -> GradientHooks:
+    """Take the gradient hooks off a model that is about to be placed.
+
+    Args:
+        workers: several models train by themselves on its parameters, so there is no gradient of a step.
+
+    Raises:
+        UsageError: a parameter has a hook that can't be called once a step.
+    """
+    named = dict(model.named_parameters())
+    if early := [name for name, p in named.items() if getattr(p, "_post_accumulate_grad_hooks", None)]:
+        raise UsageError(
+            f"the parameter {listed(early)} has a hook from register_post_accumulate_grad_hook",
+            why="it would run on a rank's own micro-batches before gradients are reduced, and never under FSDP",
+            fix="remove it, and let Trainer update; register_hook may change a gradient, Trainer(…, after_update=…) "
+            "runs after the update (docs/how_to/teachers.md)",
+        )
+    hooks: GradientHooks = {name: list(p._backward_hooks.values()) for name, p in named.items() if p._backward_hooks}
+    if hooks and workers:
+        raise UsageError(
+            f"the parameter {listed(list(hooks))} has a gradient hook",
+            why="under diloco each worker makes an update from a gradient of its own",
+            fix="remove the hook, or use ddp or fsdp",
+        )
+    for name in hooks:
+        named[name]._backward_hooks = None
+    return hooks
+
+
+@torch.no_grad()
+def run_hooks(hooks: GradientHooks, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Let gradients go through their hooks, whole; all ranks call it.
+
+    Args:
+        parameters: the placed ones, of this rank; their gradients are those of the mean loss.
+
+    Raises:
+        UsageError: a hook returns something of another shape.
+    """
+    for name, functions in hooks.items():
+        parameter = parameters.get(name)
+        if parameter is None or parameter.grad is None:
+            continue
+        grad = parameter.grad
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for function in functions:
+            result = function(whole)
+            whole = whole if result is None else result
+        if whole.shape != grad.shape:
+            raise UsageError(
+                f"the gradient hook of {name} returns the shape {list(whole.shape)}, and the gradient has "
+                f"{list(grad.shape)}",
+                fix="return a tensor of the gradient's shape, or None",
+            )
+        if isinstance(grad, DTensor):
+            everywhere = [Replicate()] * grad.device_mesh.ndim
+            same = DTensor.from_local(whole, grad.device_mesh, everywhere, run_check=False)
+            grad.to_local().copy_(same.redistribute(grad.device_mesh, grad.placements).to_local())
+        elif whole is not grad:
+            grad.copy_(whole)

@@ -1,0 +1,262 @@
+"""What a forward pass changes beside its outputs, noticed in the first steps of a run.
+
+A rank runs its own micro-batches only, in an order of its own, and under FSDP2 sees parameters that are gathered for
+the moment. So what a forward pass leaves behind differs from that of one process, without an error:
+
+- parameters that it writes (a teacher that follows its student, `nn.Embedding(max_norm=…)`): under FSDP2 the write is
+  lost with the gathered copy, elsewhere each replica has its own;
+- counters that it advances in attributes of modules: a rank counts its own micro-batches;
+- generators of the model's own: they do not know which micro-batch they draw for.
+
+On several ranks, and under `reproducible`, such a model is refused with what to write instead. One process trains it as
+plain PyTorch does, with a warning. Draws from Python's and NumPy's global generators are keyed and need no refusal
+(`lockstep.randomness`). Buffers are the business of `lockstep.parallel.buffers`.
+
+A parameter counts as written if its version, its storage or the sum of its bits is another one after the forward pass:
+`.data` hides a write from the version. `Tensor._version` is the one private name of torch's here.
+"""
+
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep.errors import UsageError, listed
+from lockstep.parallel.divergence import fingerprint
+from lockstep.parallel.placed import Placed, local
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_STEPS = 2  # steps whose first forward pass is watched: a counter has moved in both of them
+
+_log = logging.getLogger("lockstep")
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Parameters of a unit, and what tells a write to them: version, place in memory, and the sum of the bits."""
+
+    parameters: dict[str, nn.Parameter]
+    places: list[tuple[int, int]]
+    sums: Tensor
+
+    @classmethod
+    def of(cls, parameters: dict[str, nn.Parameter], device: torch.device) -> "_Values":
+        """Read them as they are now; of sharded ones this rank's piece."""
+        with torch.no_grad():
+            values = [local(p).detach() for p in parameters.values()]
+            sums = [fingerprint(v).to(device, non_blocking=True) for v in values]
+        places = [(p._version, v.data_ptr()) for p, v in zip(parameters.values(), values, strict=True)]
+        return cls(parameters, places, torch.stack(sums) if sums else torch.empty(0))
+
+    def written(self, device: torch.device) -> list[str]:
+        """Return the names of those that have changed since; the host waits for the device."""
+        now = self.of(self.parameters, device)
+        same = (self.sums == now.sums).tolist()
+        places = zip(self.places, now.places, strict=True)
+        return [
+            name
+            for name, (before, after), equal in zip(self.parameters, places, same, strict=True)
+            if before != after or not equal
+        ]
+
+
+def watch(placed: Placed) -> None:
+    """Watch the first forward passes of a placed model, and end the keying of generators that nobody draws from."""
+    _Watch(placed).begin()
+    placed.check = _settling(placed)
+    if any(isinstance(module, FSDPModule) for part in placed.parts for module in part.modules()):
+        placed.forward_backward = _explained(placed.forward_backward)
+        if placed.micro_step is not None:
+            placed.micro_step = _explained(placed.micro_step)
+
+
+def _explained(run: Callable[P, R]) -> Callable[P, R]:
+    """`run`, which turns torch's complaint about a parameter that is used while it is sharded into one line.
+
+    Raises:
+        UsageError: (when it runs) the forward pass uses a parameter outside of the module that it belongs to.
+    """
+
+    def explained_run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise UsageError(
+                "the forward pass uses a parameter outside of the module that it belongs to, where it is sharded",
+                where="the model's forward pass",
+                why="FSDP2 gathers the parameters of a block only while that block's own forward pass runs",
+                fix="use it through its module; let a teacher follow its student in Trainer(…, after_update=function) "
+                "(docs/how_to/teachers.md); or use ddp",
+            ) from error
+
+    return explained_run
+
+
+def _settling(placed: Placed) -> Any:
+    """`placed.check`, which after the first step also settles whether Python's and NumPy's generators are keyed."""
+    check = placed.check
+
+    def settle(step: int) -> None:
+        host = placed.cursor.host
+        if host is not None and host.trained and not host.settled:
+            drawn = torch.tensor([host.drawn], dtype=torch.int32, device=placed.cursor.device)
+            if placed.layout.world_size > 1:
+                dist.all_reduce(drawn, op=dist.ReduceOp.MAX)
+            if drawn.item():
+                host.settled = True
+            else:
+                placed.cursor.host = None
+        check(step)
+
+    return settle
+
+
+@dataclass
+class _Watch:
+    """Looks at a model before and after its forward passes.
+
+    Attributes:
+        placed: the model.
+    """
+
+    placed: Placed
+    _handles: list[Any] = field(default_factory=list)
+    _seen: dict[int, set[int]] = field(default_factory=dict)  # root → steps whose first forward pass was watched
+    _open: dict[int, _Values] = field(default_factory=dict)  # unit → its parameters
+    _attributes: dict[int, dict[str, Any]] = field(default_factory=dict)  # root → what it was before the pass
+    _generators: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _said: set[str] = field(default_factory=set)
+    _moved: dict[int, list[dict[str, float]]] = field(default_factory=dict)  # root → by how much, in each pass
+
+    def begin(self) -> None:
+        """Look at each part of the model, and at each unit of FSDP2 in it while it is gathered."""
+        for root in self.placed.parts:
+            for module in root.modules():
+                if module is root or isinstance(module, FSDPModule):
+                    # After FSDP2 has gathered a unit, and before it lets go of it.
+                    self._handles += [
+                        module.register_forward_pre_hook(self._before(root, module)),
+                        module.register_forward_hook(self._after(root, module), prepend=True),
+                    ]
+
+    def _before(self, root: nn.Module, unit: nn.Module) -> Any:
+        def before(_module: nn.Module, _args: Any) -> None:
+            cursor, seen = self.placed.cursor, self._seen.setdefault(id(root), set())
+            if cursor.phase != "train" or not torch.is_grad_enabled() or (unit is root and cursor.step in seen):
+                return
+            if unit is root:
+                seen.add(cursor.step)
+                self._attributes[id(root)] = dict(_attributes(root))
+                self._generators[id(root)] = dict(_generators(root))
+            elif id(root) not in self._attributes:
+                return
+            here = {name: p for name, p in unit.named_parameters() if not p.is_meta}
+            self._open[id(unit)] = _Values.of(here, cursor.device)
+
+        return before
+
+    def _after(self, root: nn.Module, unit: nn.Module) -> Any:
+        def after(_module: nn.Module, _args: Any, _outputs: Any) -> None:
+            before = self._open.pop(id(unit), None)
+            if before is None:
+                return
+            written = before.written(self.placed.cursor.device)
+            if written:
+                self._report_written([self._canonical(before.parameters[name], name) for name in written])
+            if unit is root:
+                self._compare_attributes(root)
+                if len(self._seen[id(root)]) == _STEPS and all(
+                    len(self._seen.get(id(part), ())) == _STEPS for part in self.placed.parts
+                ):
+                    self._end()
+
+        return after
+
+    def _end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _canonical(self, parameter: nn.Parameter, name: str) -> str:
+        names = (n for root in self.placed.parts for n, p in root.named_parameters() if p is parameter)
+        return next(names, name)
+
+    def _compare_attributes(self, root: nn.Module) -> None:
+        generators = self._generators.pop(id(root))
+        if moved := [name for name, state in _generators(root) if name in generators and generators[name] != state]:
+            self._report_generators(moved)
+        before = self._attributes.pop(id(root))
+        deltas = {n: v - before[n] for n, v in _attributes(root) if n in before and v != before[n]}
+        passes = self._moved.setdefault(id(root), [])
+        passes.append(deltas)
+        if len(passes) == _STEPS:
+            counters = [name for name, delta in passes[0].items() if passes[1].get(name) == delta]
+            if counters:
+                self._report_counters(counters)
+
+    def _report_written(self, names: list[str]) -> None:
+        self._report(
+            f"the forward pass writes the parameter {listed(names)}",
+            "each rank writes its own copy, from its own micro-batches, and a gathered copy of FSDP2 is lost",
+            "update it after the optimizer, on all ranks alike: Trainer(…, after_update=function); for "
+            "nn.Embedding(max_norm=…), let that function renormalise the weight (docs/how_to/teachers.md)",
+        )
+
+    def _report_counters(self, names: list[str]) -> None:
+        self._report(
+            f"the forward pass advances the attribute {listed(names)}",
+            "it counts the micro-batches of one rank, so what follows from it depends on the number of ranks",
+            "set it from the number of the update: Trainer(…, after_update=function) (docs/how_to/teachers.md)",
+        )
+
+    def _report_generators(self, names: list[str]) -> None:
+        self._report(
+            f"the forward pass draws from a generator of the model's own, {listed(names)}",
+            "it does not know which micro-batch it draws for, so what it draws depends on the number of ranks",
+            "draw with torch.rand, torch.randn … without generator=, or with Python's random or numpy.random: these "
+            "are seeded for each micro-batch",
+        )
+
+    def _report(self, what: str, why: str, fix: str) -> None:
+        if self.placed.reproducible:
+            raise UsageError(what, where="distributed.reproducible", why=why, fix=fix)
+        if self.placed.layout.world_size > 1:
+            raise UsageError(what, where="the model's forward pass", why=why, fix=fix)
+        if what not in self._said:
+            self._said.add(what)
+            _log.warning("%s: one process trains it as PyTorch does, but several ranks would refuse it: %s", what, why)
+
+
+def _attributes(root: nn.Module) -> Iterator[tuple[str, float]]:
+    """Numbers among the attributes of its modules."""
+    for path, module in root.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                yield f"{path}.{name}" if path else name, value
+
+
+def _generators(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Generators among the attributes of its modules, with their states."""
+    numpy = sys.modules.get("numpy")
+    for path, module in root.named_modules():
+        for name, value in vars(module).items():
+            full = f"{path}.{name}" if path else name
+            if isinstance(value, torch.Generator):
+                yield full, value.get_state().cpu().numpy().tobytes()
+            elif isinstance(value, random.Random):
+                yield full, value.getstate()
+            elif numpy is not None and isinstance(value, numpy.random.Generator):
+                yield full, repr(value.bit_generator.state)
+            elif numpy is not None and isinstance(value, numpy.random.RandomState):
+                yield full, repr([part.tolist() if hasattr(part, "tolist") else part for part in value.get_state()])
