@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.randomness import Cursor, generator_of
+from lockstep.randomness import Captured, Cursor, generator_of
 
 
 def recompute_runs(blocks: Sequence[tuple[str, nn.Module]], length: int, cursor: Cursor) -> None:
@@ -51,7 +51,7 @@ class _Call:
     forward: Callable[..., Any]
     arguments: Any
     generator: Tensor
-    captured: tuple[str, int, int, dict[str, int]]
+    captured: Captured
 
 
 class _Runs:

@@ -55,17 +55,22 @@ class _Values:
             values = [local(p).detach() for p in parameters.values()]
             sums = [fingerprint(v).to(device, non_blocking=True) for v in values]
         places = [(p._version, v.data_ptr()) for p, v in zip(parameters.values(), values, strict=True)]
-        return cls(parameters, places, torch.stack(sums) if sums else torch.empty(0))
+        return cls(parameters, places, torch.stack(sums) if sums else torch.empty(0, device=device))
 
-    def written(self, device: torch.device) -> list[str]:
-        """Return the names of those that have changed since; the host waits for the device."""
-        now = self.of(self.parameters, device)
-        same = (self.sums == now.sums).tolist()
-        places = zip(self.places, now.places, strict=True)
+    def written(self, unit: nn.Module, device: torch.device) -> list[str]:
+        """Return the names of those that have changed since; the host waits for the device.
+
+        Those that FSDP2 has exchanged meanwhile are left out: the memory of a gathered one that it let go of is gone.
+        """
+        here = dict(unit.named_parameters())
+        kept = [place for place, (name, p) in enumerate(self.parameters.items()) if here.get(name) is p]
+        names = list(self.parameters)
+        now = self.of({names[place]: self.parameters[names[place]] for place in kept}, device)
+        same = (self.sums[kept] == now.sums).tolist()
         return [
-            name
-            for name, (before, after), equal in zip(self.parameters, places, same, strict=True)
-            if before != after or not equal
+            names[place]
+            for place, after, equal in zip(kept, now.places, same, strict=True)
+            if self.places[place] != after or not equal
         ]
 
 
@@ -171,7 +176,7 @@ class _Watch:
             before = self._open.pop(id(unit), None)
             if before is None:
                 return
-            written = before.written(self.placed.cursor.device)
+            written = before.written(unit, self.placed.cursor.device)
             if written:
                 self._report_written([self._canonical(before.parameters[name], name) for name in written])
             if unit is root:
