@@ -18,11 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from lockstep.collectives import is_main_process
 from lockstep.errors import UsageError
+from lockstep.groups import object_device
 from lockstep.models.protocol import num_samples
 from lockstep.monitor.over_ranks import gather_objects
 from lockstep.parallel import Ledger, Loss, Placed, Share
@@ -100,9 +102,18 @@ class LossCheck:
         if observed is not None:
             observed.looks = self.left > 0
         if self._compares:
+            if self._placed.layout.shard > 1:
+                shares = [Share(0, self._of_rank_0(shares[0].batch))]
             self._judge(gather_objects(self._found(shares, step)))
         elif self.left < STEPS - 1 and observed is not None:  # the step before has shown what its loss tells
             self._judge(gather_objects(_Finding(None, observed.told, observed.auxiliary)))
+
+    def _of_rank_0(self, batch: Any) -> Any:
+        """Return rank 0's batch, on all ranks: all gather a sharded unit at once, and data may decide which unit."""
+        box = [tree_map_only(Tensor, Tensor.cpu, batch) if is_main_process() else None]
+        device = self._placed.cursor.device
+        dist.broadcast_object_list(box, src=0, device=object_device(device))
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device), box[0])
 
     def _judge(self, findings: list[_Finding]) -> None:
         """Speak of what all ranks found."""
