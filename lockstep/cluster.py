@@ -97,7 +97,10 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     if not exists and facts.launcher == "torchrun" and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         store = _meet(config, facts)
         facts = facts_over_store(facts, store)
-    if exists or store is not None:
+    if exists:
+        group = weakref.ref(dist.group.WORLD)
+        settle(facts, lambda: dist.group.WORLD is not None and group() is dist.group.WORLD)
+    elif store is not None:
         settle(facts)
     if gpu is None or config.device == "cpu":
         device = _choose_device(config.device, facts)
@@ -116,8 +119,8 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
         atexit.register(_leave_at_exit)  # its threads are waited for; it stays the script's
     else:
         _join(config, facts, device, backend, store)
-    group = dist.group.WORLD
-    _current, _world = Cluster(facts, device, backend), None if group is None else weakref.ref(group)
+    _world = None if dist.group.WORLD is None else weakref.ref(dist.group.WORLD)
+    _current = Cluster(facts, device, backend)
     return _current
 
 

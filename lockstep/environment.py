@@ -7,7 +7,7 @@ LOCAL_WORLD_SIZE; srun sets SLURM_*; Open MPI's mpirun sets OMPI_COMM_WORLD_*, M
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,13 +65,22 @@ _SOURCES = (
 )  # fmt: skip
 
 
+def _always() -> bool:
+    return True
+
+
 _settled: RankFacts | None = None  # of the process group that a script made itself
+_holds = _always  # whether that group is still there
 
 
-def settle(facts: RankFacts | None) -> None:
-    """Have `rank_facts` return these facts, whatever the environment says; None: the environment counts again."""
-    global _settled
-    _settled = facts
+def settle(facts: RankFacts | None, holds: Callable[[], bool] = _always) -> None:
+    """Have `rank_facts` return these facts, whatever the environment says; None: the environment counts again.
+
+    Args:
+        holds: asked each time; once it returns False, the environment counts again.
+    """
+    global _settled, _holds
+    _settled, _holds = facts, holds
 
 
 def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
@@ -83,7 +92,7 @@ def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
         UsageError: the variables contradict each other (RANK not below WORLD_SIZE, one of the two without the other),
             or are not numbers.
     """
-    if environ is None and _settled is not None:
+    if environ is None and _settled is not None and _holds():
         return _settled
     env = os.environ if environ is None else environ
     facts = next((_facts(env, source) for source in _SOURCES if source.describes(env)), None)

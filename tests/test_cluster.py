@@ -335,3 +335,12 @@ def test_the_meeting_file_is_this_jobs_own(monkeypatch: pytest.MonkeyPatch) -> N
     names.add(rendezvous._job_name(facts))
     assert len(names) == 3
     assert Path(f"/proc/{os.getppid()}").exists()
+
+
+def test_a_group_that_the_script_has_left_tells_nothing_any_more() -> None:
+    """Its facts outlived it once: the process took itself for a rank of a launcher's, and ended as one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert cluster.setup().facts.launcher != "none"
+    dist.destroy_process_group()
+    assert rank_facts() == RankFacts()
+    assert cluster.setup().facts == RankFacts()

@@ -41,12 +41,17 @@ def within_limits(work: Callable[[], T], what: str) -> T:
         os.close(reads)
         _work(work, writes)
     os.close(writes)
+    data, status = b"", signal.SIGKILL.value
     try:
-        data = _all_of(reads)
+        data, ended = _all_of(reads)
+        if ended:  # how is told by its status, which a signal that reaches it now would change
+            _, status = os.waitpid(child, 0)
+            child = 0
     finally:
         os.close(reads)
-        os.kill(child, signal.SIGKILL)  # it is over, or has had its time
-        _, status = os.waitpid(child, 0)
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
     if not data:
         told = f"time (more than {SECONDS} s)" if os.WIFSIGNALED(status) else "memory"
         raise _too_much(what, told)
@@ -94,8 +99,8 @@ def _answer(work: Callable[[], object]) -> bytes:
         return pickle.dumps((False, error))
 
 
-def _all_of(reads: int) -> bytes:
-    """What the child writes until it is done, or until its time is over."""
+def _all_of(reads: int) -> tuple[bytes, bool]:
+    """Return what the child writes until it ends, or until its time is over, and whether it has ended."""
     deadline = time.monotonic() + WALL_SECONDS
     parts: list[bytes] = []
     with selectors.DefaultSelector() as selector:
@@ -103,6 +108,6 @@ def _all_of(reads: int) -> bytes:
         while selector.select(max(0.0, deadline - time.monotonic())):
             part = os.read(reads, 1 << 20)
             if not part:
-                return b"".join(parts)
+                return b"".join(parts), True
             parts.append(part)
-    return b""
+    return b"", False
