@@ -38,7 +38,7 @@ import sys, time
 from pathlib import Path
 from lockstep.launch.streams import to_log
 from lockstep.monitor.console import Console
-with to_log(Path("rank-0.log"), on_console=True, descriptors=True):
+with to_log(Path("rank-0.log"), on_console=(True, True), descriptors=True):
     console = Console(3)
     for step in (1, 2, 3):
         console.on_step({"step": step, "loss": 1.5, "grad_norm": 1.0, "lr": 0.1})

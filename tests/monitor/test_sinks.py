@@ -187,7 +187,7 @@ LIMIT = 40_000
 def files_end_at(limit):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 norms = {f"layers.{n}": 0.5 for n in range(20)}
-with to_log(run.logs / "rank-0.log", on_console=True, descriptors=True):
+with to_log(run.logs / "rank-0.log", on_console=(True, True), descriptors=True):
     monitor = Monitor(MonitorConfig(log_steps=1, sinks=["console", "jsonl", "tensorboard"]), run, is_main=True)
     def train(first, last):
         for step in range(first, last):
