@@ -169,7 +169,8 @@ class Usage:
             f"parameters of {name or 'the model'} are used, but its forward() is not called",
             where="distributed.fsdp.auto_wrap_policy",
             why="FSDP gathers the parameters of a unit when the unit itself is called",
-            fix=f"gather what is called: auto_wrap_policy: [{', '.join(inside)}]; or write strategy: ddp",
+            fix=f"gather what is called: auto_wrap_policy: [{', '.join(inside)}]; let a teacher follow its student in "
+            "Trainer(…, after_update=function) (docs/how_to/teachers.md); or write strategy: ddp",
         )
 
 

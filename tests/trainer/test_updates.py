@@ -61,7 +61,8 @@ def test_trap_71_what_ranks_can_not_do_alike_is_refused(name: str, on_ranks: hab
     what = habits.REFUSED[name][1] if name in habits.REFUSED else "requires_grad of 0.0.weight, 0.0.bias was changed"
     for strategy in ("ddp", "fsdp"):
         said = on_ranks.refusals[name, strategy]
-        assert what in said or (strategy == "fsdp" and "outside of the module that it belongs to" in said)
+        # FSDP refuses the use of a student's weights outside of the student before the write is seen.
+        assert what in said or (strategy == "fsdp" and "after_update=function" in said), said
     assert what in habits.refusals(["single"], reproducible=True)[name, "single"]
     torch.use_deterministic_algorithms(False)
 
