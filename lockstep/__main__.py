@@ -21,7 +21,9 @@ def run() -> int:
 
 
 def _leave(number: int) -> None:
-    signals.end_now(EXIT_PREEMPTED, f"stopped by {signals.name_of(number)} before anything was started")
+    """End with 75. A rank of another launcher does so without a word: that launcher tells why it stopped its ranks."""
+    said = f"stopped by {signals.name_of(number)} before anything was started" if "RANK" not in os.environ else ""
+    signals.end_now(EXIT_PREEMPTED, said)
 
 
 if __name__ == "__main__":
