@@ -8,7 +8,8 @@ has seen before is counted as its author wrote it.
 While `loss_calls` is entered, the loss functions of `torch.nn.functional` are replaced by ones that do what they did
 and note the call; `nn.CrossEntropyLoss` and its like call these, too. Other threads of the process are not meant to
 compute losses at that time. Inside of compiled code, and in losses that are written out in other operations, nothing is
-noted.
+noted. Graphs of torch.export call operators in place of these functions, and note them by themselves
+(`lockstep.models.traced_losses`).
 """
 
 import functools
@@ -48,6 +49,13 @@ class LossCalls:
 
     means: list[Mean]
     others: int
+
+    def note(self, name: str, call: Mapping[str, Any], *, is_mean: bool) -> None:
+        """Note a call of the function `name` with the arguments `call`."""
+        if is_mean:
+            self.means.append(_READERS[name](call))
+        else:
+            self.others += 1
 
     def count(self, batch: Any, samples: Callable[[Any], int]) -> int | Tensor | None:
         """What a loss made of these means is a mean over; None where the calls do not tell.
@@ -93,7 +101,7 @@ class loss_calls:  # noqa: N801  # a context manager, without the calls that a g
 
 def _noting(name: str) -> Callable[..., Tensor]:
     function = _NAMESPACE[name]
-    arguments, read = tuple(inspect.signature(function).parameters), _READERS[name]
+    arguments = tuple(inspect.signature(function).parameters)
     inside = False  # torch calls the function by its name again, where a mode or a subclass of Tensor takes part
 
     @functools.wraps(function)
@@ -110,13 +118,16 @@ def _noting(name: str) -> Callable[..., Tensor]:
         finally:
             inside = False
         call = dict(zip(arguments, args, strict=False)) | kwargs
-        if call.get("reduction", "mean") in ("mean", "batchmean") and result.ndim == 0:
-            calls.means.append(read(call))
-        else:
-            calls.others += 1
+        is_mean = call.get("reduction", "mean") in ("mean", "batchmean") and result.ndim == 0
+        calls.note(name, call, is_mean=is_mean)
         return result
 
     return noting
+
+
+def calls_noted() -> LossCalls | None:
+    """Those of the innermost `loss_calls` that is entered."""
+    return _ENTERED[-1][0] if _ENTERED else None
 
 
 def _targets(call: Mapping[str, Any]) -> Mean:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
+from lockstep.models.chain import shared_parameters_of
 from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts
 from lockstep.models.observed import LossCalls, loss_calls
 
@@ -159,20 +160,21 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The repeated blocks of `model`, in order, with their canonical names; empty where none are found.
 
     Asked for in this order: `model.blocks()`; the classes that a Hugging Face model must not split; the longest
-    `ModuleList` or `Sequential` whose members are of one class.
+    `ModuleList` or `Sequential` whose members are of one class, and run: segments do not borrow all their parameters.
     """
     if own := offered(model, "blocks"):
         return list(own())
     unsplittable = set(getattr(model, "_no_split_modules", None) or ())
     if unsplittable:
         return [(name, m) for name, m in model.named_modules() if type(m).__name__ in unsplittable]
+    lent = {name for names in shared_parameters_of(model).values() for name in names.values()}
     lists = [
         (name, child)
         for name, child in model.named_modules()
         if isinstance(child, nn.ModuleList | nn.Sequential)
         and len(child) > 1
         and len({type(m) for m in child}) == 1
-        and any(True for _ in child.parameters())
+        and any(f"{name}.{own}" not in lent for own, _ in child.named_parameters())
     ]
     if not lists:
         return []

@@ -24,6 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from lockstep.errors import UsageError
 from lockstep.models.chain import look_up, run_segments
 from lockstep.models.protocol import blocks_of
+from lockstep.models.traced_losses import note_losses
 
 _SEEDED = torch.Tag.nondeterministic_seeded
 
@@ -64,6 +65,7 @@ class Chain(nn.Module):
     def __init__(self, model: nn.Module, pieces: Mapping[str, "Piece"], example: Sequence[Tensor]) -> None:
         super().__init__()
         persistent = model.state_dict(keep_vars=True)
+        self._refuse_names(model)
         for name, parameter in model.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         for name, buffer in model.named_buffers(recurse=False):
@@ -88,13 +90,17 @@ class Chain(nn.Module):
         """The pieces, by the names of the blocks that they compute."""
         return list(zip(self._names, self._pieces, strict=True))
 
-    def blocks(self) -> list[tuple[str, nn.Module]]:
-        """None: blocks are graphs here, and nothing runs their modules."""
-        return []
-
     def shared_parameters(self) -> dict[str, dict[str, str]]:
         """What pieces borrow: all that they use."""
         return self._borrows
+
+    def _refuse_names(self, model: nn.Module) -> None:
+        members = [*model._parameters, *model._buffers, *model._modules]
+        if taken := [name for name in members if hasattr(self, name)]:
+            raise UsageError(
+                f"{type(model).__name__} has a member named {taken[0]}, and so has a traced model",
+                fix="give that member another name, or the model segments() of its own",
+            )
 
     def forward(self, *inputs: Any) -> Any:
         """The whole pass."""
@@ -176,6 +182,7 @@ def _exported(model: nn.Module, example: tuple[Tensor, ...]) -> _Exported:
     module, structure = program.module(), program.call_spec.out_spec
     assert isinstance(module, fx.GraphModule)
     assert structure is not None
+    note_losses(module)
     return _Exported(module, structure)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.protocol import blocks_of
+from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.models.traced import trace
 from lockstep.parallel.blocks import key_model
 from lockstep.randomness import Cursor
@@ -171,3 +171,42 @@ def test_decoders_of_the_library_that_are_wrapped_for_logits() -> None:
     for precision in (torch.float32, torch.bfloat16):
         with torch.autocast("cpu", precision, enabled=precision != torch.float32):
             assert torch.equal(chain(batch), model(batch))
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss, a mean over the targets that are not -1; its list of blocks is named as a method is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(VOCAB, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(idx)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def test_a_loss_in_the_graph_tells_what_it_is_a_mean_over() -> None:
+    model, targets = OwnLoss(), ids(3)
+    targets[:2, 3:] = -1
+    batch = {"idx": ids(3), "targets": targets}
+    loss, _times, count = objective_of(model).of(model, batch)
+    chain = trace(model, batch["idx"], targets)
+    traced, _times, traced_count = objective_of(chain).of(chain, batch)
+    assert (count, traced_count, traced) == (18, 18, loss)
+
+
+def test_a_list_named_blocks_is_no_obstacle_and_its_members_do_not_run() -> None:
+    model = OwnLoss()
+    chain = trace(model, ids(2), ids(2))
+    assert [n for n, _ in chain.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert not blocks_of(chain)
+
+
+def test_a_member_named_as_the_chains_own_is_refused() -> None:
+    model = OwnLoss()
+    model.segments = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="a member named segments"):
+        trace(model, ids(2), ids(2))
