@@ -55,6 +55,42 @@ def config(text: str, *overrides: str) -> Callable[[], Any]:
     return load
 
 
+def raw(content: bytes) -> Callable[[], Any]:
+    def load() -> Any:
+        Path("c.yaml").write_bytes(content)
+        return load_config("c.yaml")
+
+    return load
+
+
+def named_step() -> Any:
+    from lockstep.checkpoint.names import step_name
+
+    return step_name(-1)
+
+
+def spawned(*args: Any) -> Callable[[], Any]:
+    def run() -> Any:
+        from lockstep import spawn
+
+        return spawn(print, *args)
+
+    return run
+
+
+def average() -> Any:
+    from lockstep import WeightAverage
+
+    return WeightAverage(decay=2.0)
+
+
+def loss_with_arguments() -> Any:
+    from lockstep.config import config_from
+    from lockstep.trainer.settings import loss_fn_of
+
+    return loss_fn_of(config_from({"loss_fn": {"name": "torch.nn.functional:mse_loss", "args": {"reduction": "sum"}}}))
+
+
 def data(name: str, **args: Any) -> Callable[[], Any]:
     def build() -> Any:
         from lockstep.data import build_data
@@ -124,6 +160,13 @@ def refuse(what: Any) -> Callable[[], Any]:
 
 PROVOKED: list[tuple[str, Callable[[], Any]]] = [
     ("c.yaml is empty", config("")),
+    ("c.yaml is not a text file (UTF-8)", raw(b"training: \xff")),
+    ("c.yaml is a binary file", raw(b"training: \0")),
+    ("a step is not negative, but -1", named_step),
+    ("the second argument of spawn is a tuple of the function's arguments", spawned(10)),
+    ("the function's arguments are a tuple, not a str", spawned("ten")),
+    ("there is no average with decay=2.0", average),
+    ("is no class, and its arguments are outputs and targets", loss_with_arguments),
     ("not YAML: a tab where spaces should be", config("training:\n\tmax_steps: 1\n")),
     ("not YAML:", config("training: {max_steps: 1\n")),
     ("is written twice, first in line", config("training: {seed: 1}\ntraining: {seed: 2}\n")),

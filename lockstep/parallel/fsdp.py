@@ -44,7 +44,8 @@ def lay(placement: Placement) -> Laid:
     )
     if p.first is not None:
         p.materialise()
-    scalars, usage = Scalars(p.model), Usage(p.model, p.device)
+    shards = mesh["shard"].get_group() if layout.shard > 1 else None
+    scalars, usage = Scalars(p.model), Usage(p.model, p.device, shards)
     micro_step = p.loop(p.model, set_sync=partial(set_sync, p.model, accumulate=kind.accumulate))
     if p.device.type == "cpu":
         micro_step = over_gloo(p.model, layout, micro_step, reproducible=p.reproducible)
@@ -62,7 +63,7 @@ def lay(placement: Placement) -> Laid:
         tree=tree,
         parameters=scalars.placed,
         counted=_counted(p.model, scalars, p.rank % layout.shard),
-        norm_groups=[mesh["shard"].get_group()] if layout.shard > 1 else [],
+        norm_groups=[shards] if shards is not None else [],
     )
 
 

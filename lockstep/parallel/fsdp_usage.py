@@ -36,10 +36,12 @@ class Usage:
     Args:
         model: sharded; its own forward pass is the root's.
         device: on which ranks exchange what they saw.
+        shards: the ranks that gather units together; None: each rank holds the whole model. Ranks of other replicas may
+            run another number of micro-batches.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: nn.Module, device: torch.device, shards: dist.ProcessGroup | None) -> None:
+        self._model, self._device, self._shards = model, device, shards
         sharded = {type(module) for module in model.modules() if isinstance(module, FSDPModule)}
         self._units = [(name, m) for name, m in model.named_modules() if type(m) in sharded]
         self._names = [name for name, p in model.named_parameters() if p.ndim and p.requires_grad]
@@ -98,9 +100,11 @@ class Usage:
         self._forward = False
 
     def _agree(self, place: int) -> None:
-        """All ranks call the same unit now, or all have called their last one."""
+        """All ranks that gather units together call the same one now, or all have called their last one."""
+        if self._shards is None:
+            return
         both = torch.tensor([place, -place], device=self._device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._shards)
         high, low = int(both[0]), -int(both[1])
         if high != low:
             unit = self._units[high][0] if low == _END else self._units[low][0]
@@ -133,10 +137,18 @@ class Usage:
         if self._device.type != "cpu" and not self._first_step and not self._varies:
             return  # the host would wait for the device in each step
         used_here = [name in self._used for name in self._names]
-        numbers = [*used_here, not all(used_here), self._order, -self._order]
-        flags = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        *used, varies, high, low = flags.tolist()
+        flags = torch.tensor([*used_here, not all(used_here)], dtype=torch.int64, device=self._device)
+        order = torch.tensor([self._order, -self._order], dtype=torch.int64, device=self._device)
+        if self._shards is not None and self._shards.size() == dist.get_world_size():
+            flags = torch.cat([flags, order])  # one message for both
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            flags, order = flags[:-2], flags[-2:]
+        else:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            if self._shards is not None:
+                dist.all_reduce(order, op=dist.ReduceOp.MAX, group=self._shards)
+        *used, varies = flags.tolist()
+        high, low = order.tolist()
         self._varies = bool(varies)
         if high != -low:
             raise self._differing(
