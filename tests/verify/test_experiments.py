@@ -8,6 +8,7 @@ from lockstep.verify.worker import settings_of
 
 EVERYTHING = {
     "training.gradient_checkpointing": "full",
+    "training.gradient_clip": 1.0,
     "training.compile": True,
     "precision.mode": "bf16",
     "distributed.strategy": "ddp",
