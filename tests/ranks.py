@@ -28,14 +28,16 @@ def free_port() -> int:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300, on: Sequence[Host] = ()
-) -> list[Any]:
+    function: Callable[..., Any], world_size: int, *args: Any,
+    timeout: float = 300, on: Sequence[Host] = (), fresh: bool = False,
+) -> list[Any]:  # fmt: skip
     """`function(*args)` on each of `world_size` ranks, inside a gloo process group.
 
     The function is imported by name in other processes, so it must live at the top of a module.
 
     Args:
         on: hosts (`tests.hosts`) that share out the ranks, runs of neighbours; unset: this one.
+        fresh: ranks are fresh processes, for variables that count when a process starts (MALLOC_…).
 
     Returns:
         what each rank returned, by rank (must pickle).
@@ -61,7 +63,7 @@ def run_ranks(
             for port in [free_port()]
             for rank in range(world_size)
         ]
-        start = _run_on_hosts if on else _run_here
+        start = _run_fresh if on or fresh else _run_here
         start(job, environments, timeout, on)
         answers = [Path(f"{job}-{rank}") for rank in range(world_size)]
         results = [
@@ -90,16 +92,16 @@ def _run_here(job: Path, environments: Sequence[dict[str, str]], timeout: float,
             process.join()
 
 
-def _run_on_hosts(job: Path, environments: Sequence[dict[str, str]], timeout: float, on: Sequence[Host]) -> None:
-    per_host = len(environments) // len(on)
+def _run_fresh(job: Path, environments: Sequence[dict[str, str]], timeout: float, on: Sequence[Host]) -> None:
+    per_host = len(environments) // len(on) if on else len(environments)
     processes = [
         subprocess.Popen(
-            [*host.command, sys.executable, "-m", "tests.ranks", str(job)],
-            env={**os.environ, **environment, **host.environment},
+            [*(host.command if host else ()), sys.executable, "-m", "tests.ranks", str(job)],
+            env={**os.environ, **environment, **(host.environment if host else {})},
             cwd=REPOSITORY,
         )
         for rank, environment in enumerate(environments)
-        for host in [on[rank // per_host]]
+        for host in [on[rank // per_host] if on else None]
     ]
     try:
         for process in processes:

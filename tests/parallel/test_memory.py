@@ -18,7 +18,7 @@ FREED_AT_ONCE = ("MALLOC_MMAP_THRESHOLD_", "131072")
 def ranks() -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*FREED_AT_ONCE)
-        return run_ranks(in_one_launch, 4, CASES, FSDP)
+        return run_ranks(in_one_launch, 4, CASES, FSDP, fresh=True)
 
 
 def test_a_rank_holds_its_share_and_one_gathered_unit(ranks: list[dict[str, Any]]) -> None:
@@ -41,7 +41,7 @@ def test_fsdp_trains_what_one_process_can_not(
 ) -> None:
     """A limit on each process's data: 100 MB of parameters take 400 MB to train, and each process may have 230 more."""
     monkeypatch.setenv(*FREED_AT_ONCE)
-    [alone] = run_ranks(train_within_a_limit, 1, {"distributed.strategy": "single"})
+    [alone] = run_ranks(train_within_a_limit, 1, {"distributed.strategy": "single"}, fresh=True)
     assert "alloc" in alone["error"] or "memory" in alone["error"], alone
     for rank in (found["limited"] for found in ranks):
         assert "error" not in rank, rank
