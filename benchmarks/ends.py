@@ -211,7 +211,7 @@ def main() -> int:
         (rank.run.folder / _MODULES).write_text("\n".join(sys.modules))
         gc.freeze()  # as `python -m lockstep` does
         return code
-    options = f"--runs {arguments.runs}{' --late' * arguments.late}"
+    options = " ".join([f"--runs {arguments.runs}{' --late' * arguments.late}", *arguments.strategies])
     text = page(
         "Ends of runs", f"python -m benchmarks.ends {options} --write", machine(),
         [

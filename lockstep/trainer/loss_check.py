@@ -159,9 +159,7 @@ class LossCheck:
             for batch in batches:
                 try:
                     placed.evaluate([Share(0, batch)], losses)
-                except (
-                    Exception
-                ):  # whatever a model raises where it is not trained: what matters will raise in training
+                except Exception:  # whatever a model raises where it is not trained; training will raise what matters
                     break
         return losses.found
 
