@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from benchmarks.page import RESULTS, machine, page, tell
 from lockstep.config import config_from
-from lockstep.mesh import resolve
 from lockstep.models.protocol import Objective
-from lockstep.parallel import Ledger, Share, place
+from lockstep.parallel.ledger import Ledger, Share
 from lockstep.parallel.pipeline.picture import Timeline, clocked
 from lockstep.parallel.pipeline.schedules import SCHEDULES
 from lockstep.parallel.pipeline.torch_schedule import Action, actions
+from lockstep.parallel.place import place
 from lockstep.precision import Precision
+from lockstep.strategy import resolve
 from tests.ranks import run_ranks
 
 GOAL = 0.03

@@ -16,7 +16,7 @@ from benchmarks.curves import Curve, as_svg
 from benchmarks.page import RESULTS, page, table, tell
 from benchmarks.scale_published import GPT_1T, GPT_175B, LLAMA_405B, ON_H100, PUBLISHED, Cut, Model, Sharded
 from lockstep.config import Config, config_from
-from lockstep.mesh import Layout
+from lockstep.layout import Layout
 from lockstep.plan.candidates import pieces_of
 from lockstep.plan.facts import Facts, facts_of
 from lockstep.plan.goodput import Reliability, best_interval, expected_goodput

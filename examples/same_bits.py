@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from lockstep import checkpoint
-from lockstep.mesh import parse_topology
+from lockstep.strategy import parse_topology
 
 CONFIG = Path(__file__).with_suffix(".yaml")
 TOPOLOGIES = ("single", "ddp:2", "ddp:4", "fsdp:2", "fsdp:4", "hybrid:2x2", "pipeline:2", "pipeline:2*ddp:2")

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep.config import load_object
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.registry import load_object
 
 _BY_NAME = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 

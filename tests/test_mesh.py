@@ -5,7 +5,9 @@ import torch
 
 from lockstep.config import DistributedConfig
 from lockstep.errors import UsageError
-from lockstep.mesh import Layout, local_chunk, parse_topology, resolve
+from lockstep.layout import Layout
+from lockstep.mesh import local_chunk
+from lockstep.strategy import parse_topology, resolve
 
 
 def layout(world_size: int, local: int | None = None, **settings: object) -> Layout:

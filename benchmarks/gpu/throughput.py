@@ -36,10 +36,10 @@ from benchmarks.gpu.common import (
 )
 from benchmarks.page import RESULTS, page, tell
 from lockstep.config import Config, config_from
-from lockstep.mesh import resolve
 from lockstep.monitor.flops import peak_flops
 from lockstep.plan.rehearsal import rehearse
 from lockstep.plan.workload import Workload as Planned
+from lockstep.strategy import resolve
 from lockstep.trainer import Trainer
 
 RATE, CLIP, EVERY = 3e-4, 1.0, 10

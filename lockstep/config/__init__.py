@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lockstep.config.checks import check, require_equation, require_runnable
     from lockstep.config.flags import FLAGS, apply_flags, as_overrides
     from lockstep.config.loading import config_from, load_config
-    from lockstep.config.objects import build_object, load_object
+    from lockstep.config.objects import build_object
     from lockstep.config.schema import Config
     from lockstep.config.schema_distributed import (
         AccelerateConfig,
@@ -46,7 +46,7 @@ _HOMES = {
     "checks": ("check", "require_equation", "require_runnable"),
     "flags": ("FLAGS", "apply_flags", "as_overrides"),
     "loading": ("config_from", "load_config"),
-    "objects": ("build_object", "load_object"),
+    "objects": ("build_object",),
     "schema": ("Config",),
     "schema_distributed": (
         "AccelerateConfig",
@@ -108,7 +108,6 @@ __all__ = [
     "check",
     "config_from",
     "load_config",
-    "load_object",
     "require_equation",
     "require_runnable",
 ]

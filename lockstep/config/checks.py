@@ -1,24 +1,13 @@
-"""What can't be said together in one config. Checks that need the world size are the mesh's."""
+"""What can't be said together in one config, and what a strategy or the ranks can't follow."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from lockstep.config.schema import Config
 from lockstep.config.schema_training import TrainingConfig
 from lockstep.errors import UsageError
-
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # zero-bubble schedules
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-
-
-@dataclass(frozen=True)
-class Contradiction:
-    """Keys that contradict each other, and what to write instead."""
-
-    keys: tuple[str, ...]
-    what: str
-    fix: str
-    why: str | None = None
+from lockstep.layout import Layout
+from lockstep.rules import Contradiction, refuse
+from lockstep.strategy import AUTO, Strategy, strategy_named
 
 
 def check(config: Config) -> None:
@@ -27,8 +16,7 @@ def check(config: Config) -> None:
     Raises:
         UsageError: for the first contradiction.
     """
-    for found in contradictions(config):
-        raise UsageError(found.what, where=", ".join(found.keys), why=found.why, fix=found.fix)
+    refuse(contradictions(config))
 
 
 def require_runnable(config: Config) -> None:
@@ -51,12 +39,53 @@ def require_runnable(config: Config) -> None:
         )
 
 
-def contradictions(config: Config) -> Iterator[Contradiction]:
-    """All of them."""
-    for part in (
-        _sizes, _schedule, _loader, _precision, _compression, _reproducible, _pipeline, _accelerate, _diloco, _rest,
-    ):  # fmt: skip
+def contradictions(
+    config: Config, layout: Layout | None = None, device_type: str | None = None
+) -> Iterator[Contradiction]:
+    """Yield all of them: the general ones, and those of the strategy that the config names.
+
+    Args:
+        layout, device_type: where the model is placed; None while a config is loaded.
+    """
+    for part in (_sizes, _schedule, _loader, _precision, _compression, _reproducible, _accelerate, _rest):
         yield from part(config)
+    device_type = device_type or config.distributed.device
+    if config.distributed.fsdp.cpu_offload and device_type == "cpu":
+        yield Contradiction(
+            ("distributed.fsdp.cpu_offload", "distributed.device"),
+            "cpu_offload: the device is the CPU, where there is nothing to offload",
+            "write cpu_offload: false",
+        )
+    name = config.distributed.strategy if layout is None else layout.strategy
+    if name != AUTO:
+        yield from _of_strategy(strategy_named(name), config, layout, device_type)
+
+
+def _of_strategy(
+    strategy: Strategy, config: Config, layout: Layout | None, device_type: str
+) -> Iterator[Contradiction]:
+    compression, dtype = config.distributed.ddp.compression.kind, config.precision.param_dtype
+    instead = None if compression in ("none", "auto") else strategy.instead_of_compression(compression)
+    if instead is not None:
+        yield Contradiction(
+            ("distributed.ddp.compression.kind", "distributed.strategy"),
+            f"compression ({compression}) is DDP's, and the strategy is {strategy.name}",
+            instead,
+        )
+    if config.distributed.reproducible and not strategy.equal_bits:
+        yield Contradiction(
+            ("distributed.reproducible", "distributed.strategy"),
+            f"equal bits are offered for single, ddp, fsdp and pipeline, not for {strategy.name}",
+            "write strategy: ddp, or reproducible: false",
+        )
+    if layout is not None and dtype != "fp32" and not strategy.casts_parameters(layout):
+        yield Contradiction(
+            ("precision.param_dtype",),
+            f"precision.param_dtype: {dtype} needs strategy fsdp on two ranks or more, and this is {layout}",
+            f"write precision.mode: {dtype}, which computes in it under every strategy",
+            "FSDP keeps fp32 shards and casts parameters as it gathers them; elsewhere nothing is gathered",
+        )
+    yield from strategy.contradictions(config, layout, device_type)
 
 
 def _sizes(config: Config) -> Iterator[Contradiction]:
@@ -164,13 +193,6 @@ def _precision(config: Config) -> Iterator[Contradiction]:
             "write mode: bf16, or fp8: none",
             "what the loss scale lifts into fp16's range, float8 scales again; nothing has compared the two",
         )
-    if precision.fp8 != "none" and config.distributed.strategy == "dp":
-        yield Contradiction(
-            ("precision.fp8", "distributed.strategy"),
-            f"fp8: {precision.fp8} would be another step under dp",
-            "write strategy: ddp, or fp8: none",
-            "dp cuts a micro-batch, and each GPU's part of it would get a scale of its own",
-        )
     if not scale.min_scale <= scale.initial_scale <= scale.max_scale:
         yield Contradiction(
             ("precision.loss_scale.min_scale", "precision.loss_scale.initial_scale", "precision.loss_scale.max_scale"),
@@ -181,30 +203,7 @@ def _precision(config: Config) -> Iterator[Contradiction]:
 
 
 def _compression(config: Config) -> Iterator[Contradiction]:
-    strategy, compression = config.distributed.strategy, config.distributed.ddp.compression
-    keys = ("distributed.ddp.compression.kind", "distributed.strategy")
-    if compression.kind in ("none", "auto"):
-        return
-    if strategy == "fsdp":
-        half = compression.kind in ("fp16", "bf16")
-        yield Contradiction(
-            keys,
-            f"compression ({compression.kind}) is DDP's, and the strategy is fsdp",
-            f"write distributed.fsdp.reduce_dtype: {compression.kind}"
-            if half
-            else "write kind: none, or strategy: ddp",
-        )
-    elif strategy in ("dp", "pipeline", "diloco"):
-        here = "distributed.diloco.send_as in its place" if strategy == "diloco" else "kind: none"
-        yield Contradiction(
-            keys,
-            f"compression ({compression.kind}) is DDP's, and the strategy is {strategy}",
-            f"write {here}, or strategy: ddp",
-        )
-    elif strategy == "accelerate" and compression.kind == "powersgd":
-        yield Contradiction(
-            keys, "PowerSGD keeps state that Accelerate does not save", "write strategy: ddp, or kind: none"
-        )
+    compression = config.distributed.ddp.compression
     feedback = compression.error_feedback or compression.warm_start
     if compression.kind == "powersgd" and feedback and compression.start_step < 2:
         yield Contradiction(
@@ -243,43 +242,9 @@ def _reproducible(config: Config) -> Iterator[Contradiction]:
             "with a static graph DDP reduces the first micro-batch by itself, not up the tree that gives equal bits",
             "write static_graph: false, or reproducible: false",
         )
-    if distributed.strategy in ("dp", "accelerate"):
-        yield Contradiction(
-            ("distributed.reproducible", "distributed.strategy"),
-            f"equal bits are offered for single, ddp, fsdp and pipeline, not for {distributed.strategy}",
-            "write strategy: ddp, or reproducible: false",
-        )
 
 
-def _pipeline(config: Config) -> Iterator[Contradiction]:
-    distributed, pipeline = config.distributed, config.distributed.pipeline
-    if distributed.strategy != "pipeline":
-        return
-    schedule = pipeline.schedule
-    sharding = distributed.fsdp.sharding_strategy
-    if schedule in SPLIT_BACKWARD and config.training.compile:
-        yield Contradiction(
-            ("training.compile", "distributed.pipeline.schedule"),
-            f"{schedule} splits the backward pass, which a compiled block can't",
-            "write compile: false, or schedule: 1F1B",
-        )
-    if schedule in SPLIT_BACKWARD and (distributed.shard_size or 1) > 1 and sharding in ("full_shard", "hybrid_shard"):
-        yield Contradiction(
-            ("distributed.fsdp.sharding_strategy", "distributed.pipeline.schedule"),
-            f"{sharding} frees parameters that {schedule} still needs: its gradients would be wrong",
-            "write sharding_strategy: shard_grad_op",
-        )
-    needed = 2 if schedule in V_SHAPED else 1 if schedule in ("GPipe", "1F1B") else None
-    if needed is not None and pipeline.stages_per_rank != needed:
-        more = ", or schedule: Interleaved1F1B" if needed == 1 else ""
-        yield Contradiction(
-            ("distributed.pipeline.stages_per_rank", "distributed.pipeline.schedule"),
-            f"{schedule} takes {needed} stage{'s' * (needed > 1)} a rank, not {pipeline.stages_per_rank}",
-            f"write stages_per_rank: {needed}{more}",
-        )
-
-
-REFUSED_OF_ACCELERATE = {
+_REFUSED_OF_ACCELERATE = {
     "split_batches": "leave it out: training.batch_size is a rank's own",
     "dispatch_batches": "leave it out: each rank reads its own samples, with data.num_workers",
     "even_batches": "leave it out: no sample is repeated to fill a batch; data.drop_last drops the rest",
@@ -290,7 +255,7 @@ REFUSED_OF_ACCELERATE = {
 
 def _accelerate(config: Config) -> Iterator[Contradiction]:
     accelerate = config.distributed.accelerate
-    for name, fix in REFUSED_OF_ACCELERATE.items():
+    for name, fix in _REFUSED_OF_ACCELERATE.items():
         if getattr(accelerate, name) is not None:
             key = f"distributed.accelerate.{name}"
             yield Contradiction((key,), f"{key} is about data or accumulation, which Lockstep's own keys say", fix)
@@ -309,33 +274,8 @@ def _accelerate(config: Config) -> Iterator[Contradiction]:
         )
 
 
-def _diloco(config: Config) -> Iterator[Contradiction]:
-    distributed, diloco, t = config.distributed, config.distributed.diloco, config.training
-    if distributed.strategy != "diloco":
-        return
-    if diloco.fragments > diloco.inner_steps:
-        yield Contradiction(
-            ("distributed.diloco.fragments", "distributed.diloco.inner_steps"),
-            f"{diloco.fragments} fragments can't be spread over {diloco.inner_steps} steps, one at a time",
-            f"write fragments: {diloco.inner_steps} or fewer",
-        )
-    micro_batches = (t.global_batch_size or 0) // t.batch_size
-    if t.global_batch_size is not None and diloco.workers is not None and micro_batches < diloco.workers:
-        yield Contradiction(
-            ("training.global_batch_size", "training.batch_size", "distributed.diloco.workers"),
-            f"a step has {micro_batches} micro-batches of {t.batch_size}, fewer than the {diloco.workers} workers",
-            f"write global_batch_size: {diloco.workers * t.batch_size} or more, or a smaller batch_size",
-        )
-
-
 def _rest(config: Config) -> Iterator[Contradiction]:
     distributed = config.distributed
-    if distributed.fsdp.cpu_offload and distributed.device == "cpu":
-        yield Contradiction(
-            ("distributed.fsdp.cpu_offload", "distributed.device"),
-            "there is nothing to offload: the device is the CPU",
-            "write cpu_offload: false",
-        )
     if distributed.backend == "nccl" and distributed.device == "cpu":
         yield Contradiction(
             ("distributed.backend", "distributed.device"),

@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep.config.names import SECTIONS, advice_for, says_to_leave_out
 from lockstep.errors import UsageError
+from lockstep.strategy import STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Flag:
 
 
 FLAGS: tuple[Flag, ...] = (
-    Flag("strategy", "distributed.strategy", "NAME", "auto, single, dp, ddp, fsdp, pipeline, accelerate or diloco"),
+    Flag("strategy", "distributed.strategy", "NAME", f"auto, {STRATEGIES.names()}"),
     Flag("batch_size", "training.batch_size", "N", "samples in a micro-batch"),
     Flag("gradient_accumulation_steps", "training.gradient_accumulation_steps", "N", "micro-batches per rank and step"),
     Flag("grad_clip", "training.gradient_clip", "NORM", "clip the global norm of the gradient; unset or 0: off"),

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from lockstep.config.named import Named
 from lockstep.config.schema import Config
 from lockstep.config.schema_training import GradientClipConfig, ObjectSpec, Section
 
@@ -90,7 +91,7 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[KeyFacts]:
             takes=_takes(field),
             default=_default(field, section),
             description=field.description or "",
-            choices=_choices(field.annotation),
+            choices=_choices(field),
             is_section=section is not None,
             free=_free(field.annotation),
         )
@@ -109,12 +110,17 @@ def _options(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
-def _choices(annotation: Any) -> tuple[str, ...]:
+def _choices(field: FieldInfo) -> tuple[str, ...]:
+    named = _named(field)
+    return named.choices if named is not None else _literals(field.annotation)
+
+
+def _literals(annotation: Any) -> tuple[str, ...]:
     for option in _options(annotation):
         if get_origin(option) is Literal:
             return tuple(str(choice) for choice in get_args(option))
         if get_origin(option) is list:
-            return _choices(get_args(option)[0])
+            return _literals(get_args(option)[0])
     return ()
 
 
@@ -132,7 +138,13 @@ def _default(field: FieldInfo, section: type[Section] | None) -> Any:
     return None if value is PydanticUndefined else value
 
 
+def _named(field: FieldInfo) -> Named | None:
+    return next((mark for mark in field.metadata if isinstance(mark, Named)), None)
+
+
 def _takes(field: FieldInfo) -> str:
+    if (named := _named(field)) is not None:
+        return named.takes()
     words = [_words(option, field) for option in _options(field.annotation)]
     return " or ".join(words)
 

@@ -1,43 +1,12 @@
 """Objects named in a config, `package.module:Name` with arguments."""
 
-import difflib
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.config.names import advice_for_object
 from lockstep.config.schema_training import ObjectSpec
 from lockstep.errors import UsageError, did_you_mean
-
-
-def load_object(name: str, where: str) -> Any:
-    """What `package.module:Name` names; `where` is the config key, for the message.
-
-    Raises:
-        UsageError: no such module, the module does not import, or it has no such name.
-    """
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise UsageError(f"{name!r} does not name an object", where=where, fix="write package.module:Name")
-    try:
-        here: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"there is no module {error.name or module_name!r}, needed by {name}",
-            where=where,
-            fix=advice_for_object(name) or "set PYTHONPATH to the folder that holds it, or install it",
-        ) from None
-    except Exception as error:  # the user's own module, which may raise anything
-        raise UsageError(
-            f"the module {module_name} does not import", where=where, why=f"{type(error).__name__}: {error}"
-        ) from error
-    for part in attribute.split("."):
-        if not hasattr(here, part):
-            near = difflib.get_close_matches(part, [n for n in dir(here) if not n.startswith("_")], n=1)
-            raise UsageError(f"{module_name} has no {attribute}", where=where, fix=f"write {near[0]}" if near else None)
-        here = getattr(here, part)
-    return here
+from lockstep.registry import load_object
 
 
 def build_object(spec: ObjectSpec, where: str, **further: Any) -> Any:

@@ -1,10 +1,12 @@
 """The section `distributed`: how micro-batches and parameters are laid over ranks. Sizes of the mesh are in ranks."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from lockstep.config.named import Named
 from lockstep.config.schema_training import Section
+from lockstep.strategy import AUTO, STRATEGIES
 
 DType = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal[
@@ -169,11 +171,12 @@ class HangConfig(Section):
 class DistributedConfig(Section):
     """How micro-batches and parameters are laid over ranks."""
 
-    strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "pipeline", "accelerate", "diloco"] = Field(
-        default="auto",
+    strategy: Annotated[str, Named(STRATEGIES, AUTO)] = Field(
+        default=AUTO,
         description="`single`: one process; `dp`: one process, several GPUs; `ddp`: replicas; `fsdp`: shards; "
         "`pipeline`: stages; `accelerate`: through Hugging Face Accelerate; `diloco`: workers that train by themselves "
-        "and meet rarely, for slow links; `auto`: chosen, and said, at the start (never diloco: it is other training).",
+        "and meet rarely, for slow links; `auto`: chosen, and said, at the start (never diloco: it is other training); "
+        "`package.module:Name`: a `lockstep.strategy.Strategy` of your own.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="`auto`: CUDA where there is one.")
     backend: Literal["auto", "nccl", "gloo", "mpi"] = Field(

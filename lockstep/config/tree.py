@@ -103,7 +103,7 @@ def merge(base: Node, over: Node) -> Node:
 class CoreLoader(yaml.SafeLoader):
     """PyYAML's parser with the implicit types of YAML 1.2's core schema."""
 
-    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - PyYAML's own name, filled below
+    yaml_implicit_resolvers: dict[Any, Any] = {}
 
 
 _TAG = "tag:yaml.org,2002:"

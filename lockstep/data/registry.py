@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from lockstep.config import DataConfig, load_object
+from lockstep.config import DataConfig
 from lockstep.data.dataset import Data
 from lockstep.data.digits import digits
 from lockstep.data.hugging_face import hugging_face
@@ -14,6 +14,7 @@ from lockstep.data.reader import users_line
 from lockstep.data.text import text
 from lockstep.data.tokens import tokens
 from lockstep.errors import LockstepError, UsageError, did_you_mean
+from lockstep.registry import load_object
 
 BUILDERS: dict[str, Callable[..., Data]] = {
     "python-docs": python_docs,

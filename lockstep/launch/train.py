@@ -18,18 +18,13 @@ from lockstep.launch.options import LaunchOptions, count_gpus, how_many
 from lockstep.launch.script import run_script
 from lockstep.launch.streams import Shown
 from lockstep.launch.worker import environment_with, run_as_worker
-from lockstep.mesh import resolve
 from lockstep.records import RunDirectory
+from lockstep.rules import refuse
 from lockstep.run_lock import require_free
+from lockstep.strategy import AUTO, resolve, strategy_named
 
 if TYPE_CHECKING:
     from lockstep.config import Config
-
-_ONE_PROCESS = {
-    "single": "strategy single is one process",
-    "dp": "strategy dp is one process that uses all visible GPUs",
-}
-
 
 _RANK_0_OF_1 = {
     "RANK": "0",
@@ -66,7 +61,7 @@ def train(
 
     def work() -> int:
         config = load_config(path, overrides)
-        if config.distributed.strategy == "auto":
+        if config.distributed.strategy == AUTO:
             config = import_module("lockstep.plan.auto").resolve(config)
         chosen = _resume_from(run, resume or config.checkpoint.resume)
         _compare_ranks(config)
@@ -143,31 +138,32 @@ def is_rank(options: LaunchOptions) -> bool:
 
 def _processes(config: "Config", options: LaunchOptions) -> tuple[int, str]:
     distributed = config.distributed
-    return how_many(options, use_gpus=distributed.device != "cpu", alone=_ONE_PROCESS.get(distributed.strategy))
+    return how_many(options, use_gpus=distributed.device != "cpu", alone=_for_one_process(distributed.strategy))
+
+
+def _for_one_process(strategy: str) -> str | None:
+    return None if strategy == AUTO else strategy_named(strategy).one_process or None
 
 
 def _refuse_layout(config: "Config", processes: int, options: LaunchOptions) -> None:
-    """Refuse sizes that do not fit so many ranks, before one is started, and offloading where there is no GPU.
+    """Refuse what these ranks and devices can't follow, before one is started.
 
     Raises:
-        UsageError: with the equation.
+        UsageError: sizes that do not multiply (with the equation), or keys that contradict the ranks.
     """
-    from lockstep.config import require_equation
+    from lockstep.config.checks import contradictions, require_equation
 
-    offloads = config.distributed.strategy == "fsdp" and config.distributed.fsdp.cpu_offload
-    if offloads and config.distributed.device == "auto" and not count_gpus():
-        raise UsageError(
-            "cpu_offload: no GPU is visible, and on the CPU there is nothing to offload",
-            where="distributed.fsdp.cpu_offload",
-            fix="write cpu_offload: false",
-        )
-    if not options.nnodes.isdecimal():
+    no_gpu = config.distributed.device == "auto" and not count_gpus()
+    device_type = "cpu" if no_gpu else config.distributed.device
+    world = processes * int(options.nnodes) if options.nnodes.isdecimal() else None
+    if world is None or config.distributed.strategy == AUTO:
+        refuse(contradictions(config, device_type=device_type))
+        if world == 1:  # on several, what is chosen for the user decides
+            require_equation(config.training, 1)
         return
-    world = processes * int(options.nnodes)
-    if config.distributed.strategy != "auto":
-        require_equation(config.training, resolve(config.distributed, world, processes).batch_shares)
-    elif world == 1:  # on several, what is chosen for the user decides
-        require_equation(config.training, 1)
+    layout = resolve(config.distributed, world, processes)
+    refuse(contradictions(config, layout, device_type))
+    require_equation(config.training, layout.batch_shares)
 
 
 def _resume_from(run: RunDirectory, asked: str) -> str:

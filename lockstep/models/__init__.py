@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lockstep.config import load_object
 from lockstep.config.names import foreign_key
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.registry import load_object
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,7 +9,7 @@ weightless one.
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import Config
 from lockstep.errors import UsageError
-from lockstep.parallel.placed import contiguous_shares
-from lockstep.parallel.placement import Laid, Placement, shared_out
+from lockstep.layout import Layout
+from lockstep.parallel.ddp import torch_contradictions
+from lockstep.parallel.in_order import placed_in_order
+from lockstep.parallel.placed import Placed, contiguous_shares
+from lockstep.parallel.placement import Applied, Placement, shared_out
+from lockstep.rules import Contradiction
+from lockstep.strategy import Strategy
 
 _OTHER_ENGINES = {
     "ACCELERATE_USE_FSDP": "write strategy: fsdp",
@@ -31,19 +36,39 @@ _OTHER_ENGINES = {
 }
 
 
-def lay(placement: Placement) -> Laid:
+class Accelerate(Strategy):
     """A replica on every rank, wrapped by Accelerate."""
-    p = placement
-    p.materialise()
-    compression = p.compress()
-    prepared = prepare(p.model, p.config, p.device, compression.hook)
-    micro_step = p.loop(
-        prepared.model,
-        set_sync=prepared.set_sync,
-        multiplier=float(p.ranks),
-        after_backward=prepared.after_backward,
-    )
-    return Laid(micro_step, shared_out(contiguous_shares, p), compression=compression)
+
+    topologies = {"accelerate": ("replicate",)}
+    reduces_by_ddp = True
+    equal_bits = False
+
+    def contradictions(
+        self, config: Config, layout: Layout | None = None, device_type: str | None = None
+    ) -> Iterator[Contradiction]:
+        yield from torch_contradictions(layout)
+        if config.distributed.ddp.compression.kind == "powersgd":
+            yield Contradiction(
+                ("distributed.ddp.compression.kind", "distributed.strategy"),
+                "PowerSGD keeps state that Accelerate does not save",
+                "write strategy: ddp, or kind: none",
+            )
+
+    def topologies_to_verify(self, config: Config) -> list[str]:
+        return ["accelerate:2"]
+
+    def place(self, placement: Placement) -> Placed:
+        p = placement
+        p.materialise()
+        compression = p.compress()
+        prepared = prepare(p.model, p.config, p.device, compression.hook)
+        micro_step = p.loop(
+            prepared.model,
+            set_sync=prepared.set_sync,
+            multiplier=float(p.ranks),
+            after_backward=prepared.after_backward,
+        )
+        return placed_in_order(p, Applied(micro_step, shared_out(contiguous_shares, p), compression=compression))
 
 
 @dataclass

@@ -8,31 +8,67 @@ The GPUs are driven by threads, in which keyed random numbers can't be seeded on
 draws is repeatable on the same number of GPUs, but does not draw what it draws under the other strategies.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import Config
+from lockstep.config import Config, DistributedConfig
 from lockstep.errors import UsageError
+from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
-from lockstep.parallel.placed import contiguous_shares
-from lockstep.parallel.placement import Laid, Placement, shared_out
+from lockstep.parallel.in_order import placed_in_order
+from lockstep.parallel.placed import Placed, contiguous_shares
+from lockstep.parallel.placement import Applied, Placement, shared_out
 from lockstep.parallel.tree_local import LocalTree
 from lockstep.randomness import Cursor, derive_key
+from lockstep.rules import Contradiction
+from lockstep.strategy import Strategy
 
 
-def lay(placement: Placement) -> Laid:
+class DP(Strategy):
     """One process with all of its GPUs."""
-    p = placement
-    p.materialise()
-    runs = apply_dp(p.model, p.config, p.cursor, p.notices)
-    return Laid(
-        p.loop(runs, objective=over_parts(p.objective)),
-        shared_out(contiguous_shares, p),
-        tree=LocalTree(list(p.model.parameters())) if p.reproducible else None,
-    )
+
+    topologies = {"dp": ()}
+    one_process = "strategy dp is one process that uses all visible GPUs"
+    equal_bits = False
+    uses_threads = True
+
+    def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
+        return Layout(self.name)
+
+    def describe(self, layout: Layout) -> str:
+        return self.name
+
+    def contradictions(
+        self, config: Config, layout: Layout | None = None, device_type: str | None = None
+    ) -> Iterator[Contradiction]:
+        if config.precision.fp8 != "none":
+            yield Contradiction(
+                ("precision.fp8", "distributed.strategy"),
+                f"fp8: {config.precision.fp8} would be another step under dp",
+                "write strategy: ddp, or fp8: none",
+                "dp cuts a micro-batch, and each GPU's part of it would get a scale of its own",
+            )
+
+    def on(self, layout: Layout) -> Strategy:
+        return self
+
+    def keys_random_numbers(self, device: torch.device) -> bool:
+        return num_gpus(device) == 1
+
+    def place(self, placement: Placement) -> Placed:
+        p = placement
+        p.materialise()
+        runs = apply_dp(p.model, p.config, p.cursor, p.notices)
+        applied = Applied(
+            p.loop(runs, objective=over_parts(p.objective)),
+            shared_out(contiguous_shares, p),
+            tree=LocalTree(list(p.model.parameters())) if p.reproducible else None,
+        )
+        return placed_in_order(p, applied)
 
 
 def num_gpus(device: torch.device) -> int:

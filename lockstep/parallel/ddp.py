@@ -6,47 +6,76 @@ Buffers are not broadcast here: what changes them is the same on every rank, or 
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.config import DDPConfig
+from lockstep.config import Config, DDPConfig
 from lockstep.errors import RunError, listed
+from lockstep.layout import Layout
 from lockstep.monitor.phases import watch_ddp
+from lockstep.parallel.in_order import placed_in_order
 from lockstep.parallel.ledger import Share
-from lockstep.parallel.placed import contiguous_shares
-from lockstep.parallel.placement import Laid, Placement, shared_out
+from lockstep.parallel.placed import Placed, contiguous_shares
+from lockstep.parallel.placement import Applied, Placement, shared_out
 from lockstep.parallel.tree import tree_shares
 from lockstep.parallel.tree_local import ReplicaTree
 from lockstep.parallel.trial import Hook
+from lockstep.rules import Contradiction
+from lockstep.strategy import Strategy
 
 # torch 2.13 renames the switch that leaves buffers alone; the old name warns there.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 _BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
 
 
-def lay(placement: Placement) -> Laid:
+class DDP(Strategy):
     """A replica on every rank; its gradients are reduced by DDP, by a compression, or up the tree."""
-    p, mesh = placement, placement.mesh
-    assert mesh is not None
-    p.materialise()
-    compression = p.compress()
-    wrapped = apply_ddp(p.model, mesh, p.config.distributed.ddp, compression.hook)
-    micro_step = p.loop(
-        wrapped,
-        set_sync=sync_switch(wrapped),
-        multiplier=1.0 if p.reproducible else float(p.ranks),  # the tree is a sum; DDP's own reduction is a mean
-        after_backward=check_reduced(wrapped),
-    )
-    return Laid(
-        compression.over(micro_step),
-        shared_out(tree_shares if p.reproducible else contiguous_shares, p),
-        tree=ReplicaTree(wrapped, mesh["replicate"].get_group()) if p.reproducible else None,
-        compression=compression,
-    )
+
+    topologies = {"ddp": ("replicate",)}
+    reduces_by_ddp = True
+
+    def contradictions(
+        self, config: Config, layout: Layout | None = None, device_type: str | None = None
+    ) -> Iterator[Contradiction]:
+        yield from torch_contradictions(layout)
+
+    def place(self, placement: Placement) -> Placed:
+        p, mesh = placement, placement.mesh
+        assert mesh is not None
+        p.materialise()
+        compression = p.compress()
+        wrapped = apply_ddp(p.model, mesh, p.config.distributed.ddp, compression.hook)
+        micro_step = p.loop(
+            wrapped,
+            set_sync=sync_switch(wrapped),
+            multiplier=1.0 if p.reproducible else float(p.ranks),  # the tree is a sum; DDP's own reduction is a mean
+            after_backward=check_reduced(wrapped),
+        )
+        applied = Applied(
+            compression.over(micro_step),
+            shared_out(tree_shares if p.reproducible else contiguous_shares, p),
+            tree=ReplicaTree(wrapped, mesh["replicate"].get_group()) if p.reproducible else None,
+            compression=compression,
+        )
+        return placed_in_order(p, applied)
+
+
+def torch_contradictions(layout: Layout | None) -> Iterator[Contradiction]:
+    """Yield what DistributedDataParallel of this torch can't do on several ranks."""
+    level = dist.get_debug_level()  # type: ignore[attr-defined]  # torch's stubs lack it
+    several = layout is not None and layout.world_size > 1
+    if several and torch.__version__.startswith("2.13.") and level.name == "DETAIL":
+        yield Contradiction(
+            ("distributed.debug: detail",),
+            "torch 2.13 dies of a segmentation fault in DistributedDataParallel under TORCH_DISTRIBUTED_DEBUG=DETAIL",
+            "write debug: info; or strategy: fsdp with fsdp.sharding_strategy: no_shard, which replicates as well",
+        )
 
 
 def apply_ddp(

@@ -15,6 +15,7 @@ int8 and int4 what was rounded away; and for each further worker on a rank all t
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,25 +23,87 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.config import DiLoCoConfig
+from lockstep.config import Config, DiLoCoConfig, DistributedConfig
+from lockstep.errors import UsageError
+from lockstep.layout import Layout, multiplied
 from lockstep.parallel.buffers import RunningBuffers
+from lockstep.parallel.in_order import placed_in_order
 from lockstep.parallel.ledger import Ledger, Loss, Share, WorkersLedger
 from lockstep.parallel.local_worker import Flat, Worker, require_one_type
 from lockstep.parallel.loop import looped
 from lockstep.parallel.numbers import Number, number
 from lockstep.parallel.outer_step import OuterStep
 from lockstep.parallel.placed import MicroStep, Placed, Turn, contiguous_shares
-from lockstep.parallel.placement import Laid, Placement
+from lockstep.parallel.placement import Applied, Placement
 from lockstep.parallel.wire import LARGEST, Wire, bytes_each
+from lockstep.rules import Contradiction
+from lockstep.strategy import Strategy, given_sizes
 
 
-def lay(placement: Placement) -> Laid:
+class DiLoCo(Strategy):
     """A whole model on this rank, which its workers take in turn; `LocalWorkers` does the rest."""
-    p = placement
-    p.materialise()
-    buffers = RunningBuffers(p.model, 1, reproducible=p.reproducible)  # a worker sees its own micro-batches only
-    micro_step = looped(p.model, p.objective, p.cursor, p.precision, buffers)
-    return Laid(micro_step, partial(_assigned, *_numbers(p)), local=partial(_settle, p))
+
+    topologies = {}
+    same_training = False
+    own_loops = False
+
+    def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
+        ranks, workers = world_size, config.diloco.workers or world_size
+        if max(config.shard_size or 1, config.pipeline_size or 1) > 1:
+            raise UsageError(
+                "under diloco each worker's model is whole on one rank",
+                where="distributed.shard_size, distributed.pipeline_size",
+                fix="leave them out, or choose strategy fsdp or pipeline",
+            )
+        if workers % ranks:
+            whole, rest = divmod(workers, ranks)
+            fewer = next(n for n in range(min(workers, ranks), 0, -1) if workers % n == 0)
+            raise UsageError(
+                f"{workers} workers can't be shared out evenly among {ranks} ranks: "
+                f"{workers} = {whole} × {ranks} + {rest}",
+                where="distributed.diloco.workers",
+                fix=f"start {fewer} ranks, or set workers to {(whole + 1) * ranks}",
+            )
+        sizes = {"replicate": config.replicate_size or ranks}
+        return replace(multiplied(self.name, sizes, ranks, given_sizes(config)), workers=workers)
+
+    def describe(self, layout: Layout) -> str:
+        more = f" ({layout.workers} workers)" if layout.workers != layout.replicate else ""
+        return f"{self.name}:{layout.replicate}{more}"
+
+    def contradictions(
+        self, config: Config, layout: Layout | None = None, device_type: str | None = None
+    ) -> Iterator[Contradiction]:
+        diloco, training = config.distributed.diloco, config.training
+        if diloco.fragments > diloco.inner_steps:
+            yield Contradiction(
+                ("distributed.diloco.fragments", "distributed.diloco.inner_steps"),
+                f"{diloco.fragments} fragments can't be spread over {diloco.inner_steps} steps, one at a time",
+                f"write fragments: {diloco.inner_steps} or fewer",
+            )
+        micro_batches = (training.global_batch_size or 0) // training.batch_size
+        if training.global_batch_size is not None and diloco.workers is not None and micro_batches < diloco.workers:
+            yield Contradiction(
+                ("training.global_batch_size", "training.batch_size", "distributed.diloco.workers"),
+                f"a step has {micro_batches} micro-batches of {training.batch_size}, fewer than the "
+                f"{diloco.workers} workers",
+                f"write global_batch_size: {diloco.workers * training.batch_size} or more, or a smaller batch_size",
+            )
+
+    def instead_of_compression(self, kind: str) -> str | None:
+        return "write distributed.diloco.send_as in its place, or strategy: ddp"
+
+    def on(self, layout: Layout) -> Strategy:
+        return self
+
+    def place(self, placement: Placement) -> Placed:
+        p = placement
+        p.materialise()
+        buffers = RunningBuffers(p.model, 1, reproducible=p.reproducible)  # a worker sees its own micro-batches only
+        micro_step = looped(p.model, p.objective, p.cursor, p.precision, buffers)
+        placed = placed_in_order(p, Applied(micro_step, partial(_assigned, *_numbers(p))))
+        _settle(p, placed)
+        return placed
 
 
 def _numbers(p: Placement) -> tuple[range, int]:

@@ -6,7 +6,8 @@ Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.fully_shard.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,55 +17,128 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from lockstep.config import Config, FSDPConfig, load_object
+from lockstep.config import Config, DistributedConfig, FSDPConfig
 from lockstep.errors import UsageError, listed
-from lockstep.mesh import Layout
+from lockstep.layout import Layout, multiplied
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.protocol import segments_of
 from lockstep.parallel.fsdp_gloo import GlooMessages, own_parameters
 from lockstep.parallel.fsdp_scalars import Scalars, scalars_of
 from lockstep.parallel.fsdp_usage import Usage, callable_units, implements_forward
-from lockstep.parallel.placed import MicroStep, strided_shares
-from lockstep.parallel.placement import Laid, Placement, shared_out
+from lockstep.parallel.in_order import placed_in_order
+from lockstep.parallel.placed import MicroStep, Placed, strided_shares
+from lockstep.parallel.placement import Applied, Placement, shared_out
 from lockstep.parallel.tree import hybrid_shares
 from lockstep.parallel.tree_fsdp import ShardTree
+from lockstep.registry import load_object
+from lockstep.rules import Contradiction
+from lockstep.strategy import Strategy, given_sizes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 
-def lay(placement: Placement) -> Laid:
+class FSDP(Strategy):
     """A shard of the model on every rank; first values are made a parameter at a time, and cut."""
-    p, mesh, layout = placement, placement.mesh, placement.layout
-    assert mesh is not None
-    kind = p.config.distributed.fsdp
-    if p.first is None:
-        p.model.to(p.device)  # a shard is cut on the device that it stays on
-    p.notices += apply_fsdp(
-        p.model, mesh, kind, p.blocks, param_dtype=p.config.precision.param_dtype, replicas_apart=p.reproducible
-    )
-    if p.first is not None:
-        p.materialise()
-    shards = mesh["shard"].get_group() if layout.shard > 1 else None
-    scalars, usage = Scalars(p.model), Usage(p.model, p.device, shards)
-    micro_step = p.loop(p.model, set_sync=partial(set_sync, p.model, accumulate=kind.accumulate))
-    if p.device.type == "cpu":
-        micro_step = over_gloo(p.model, layout, micro_step, reproducible=p.reproducible)
-    micro_step = scalars.over(usage.over(micro_step))
-    assign, tree = shared_out(strided_shares, p), None
-    if p.reproducible:
-        replica, shard = divmod(p.rank, layout.shard)
-        assign = partial(
-            hybrid_shares, replica=replica, replicas=layout.replicate, shard=shard, shards=layout.shard
-        )  # fmt: skip
-        tree = ShardTree(p.model, mesh)
-    return Laid(
-        micro_step,
-        assign,
-        tree=tree,
-        parameters=scalars.placed,
-        counted=_counted(p.model, scalars, p.rank % layout.shard),
-        norm_groups=[shards] if shards is not None else [],
-    )
+
+    topologies = {"fsdp": ("shard",), "hybrid": ("replicate", "shard")}
+
+    def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
+        kind, notice = config.fsdp.sharding_strategy, ""
+        if kind == "no_shard":
+            replicate, shard = config.replicate_size or world_size, config.shard_size or 1
+        elif config.shard_size or config.replicate_size:
+            shard = config.shard_size or max(1, world_size // (config.replicate_size or 1))
+            replicate = config.replicate_size or max(1, world_size // shard)
+        elif kind == "hybrid_shard":
+            shard = per_node
+            if shard == world_size:  # one node: one replica would be plain full_shard
+                if world_size % 2:
+                    raise UsageError(
+                        f"hybrid_shard can't split {world_size} ranks of one node into two replicas",
+                        where="distributed.fsdp.sharding_strategy",
+                        fix="use an even number of ranks, or full_shard",
+                    )
+                shard = world_size // 2
+                notice = f"hybrid_shard on one node: 2 replicas × {shard} shards (distributed.shard_size sets it)"
+            replicate = world_size // shard
+        else:
+            replicate, shard = 1, world_size
+        sizes = {"replicate": replicate, "shard": shard}
+        return replace(multiplied(self.name, sizes, world_size, given_sizes(config)), notice=notice)
+
+    def describe(self, layout: Layout) -> str:
+        return describe_shards(layout)
+
+    def contradictions(
+        self, config: Config, layout: Layout | None = None, device_type: str | None = None
+    ) -> Iterator[Contradiction]:
+        distributed = config.distributed
+        if distributed.reproducible and distributed.fsdp.accumulate != "sharded":
+            yield Contradiction(
+                ("distributed.reproducible", "distributed.fsdp.accumulate"),
+                f"accumulate: {distributed.fsdp.accumulate} sums gradients in another order than the tree",
+                "write accumulate: sharded, or reproducible: false",
+            )
+
+    def instead_of_compression(self, kind: str) -> str | None:
+        half = kind in ("fp16", "bf16")
+        return f"write distributed.fsdp.reduce_dtype: {kind}" if half else "write kind: none, or strategy: ddp"
+
+    def cuts_parameters(self, layout: Layout) -> bool:
+        return layout.world_size > 1
+
+    def casts_parameters(self, layout: Layout) -> bool:
+        return layout.world_size > 1
+
+    def replicas(self, layout: Layout) -> int:
+        return layout.replicate
+
+    def message_type(self, config: Config) -> str | None:
+        return config.distributed.fsdp.reduce_dtype
+
+    def topologies_to_verify(self, config: Config) -> list[str]:
+        return ["hybrid:2x2"] if config.distributed.fsdp.sharding_strategy == "hybrid_shard" else []
+
+    def place(self, placement: Placement) -> Placed:
+        p, mesh, layout = placement, placement.mesh, placement.layout
+        assert mesh is not None
+        options = p.config.distributed.fsdp
+        if p.first is None:
+            p.model.to(p.device)  # a shard is cut on the device that it stays on
+        p.notices += apply_fsdp(
+            p.model, mesh, options, p.blocks, param_dtype=p.config.precision.param_dtype, replicas_apart=p.reproducible
+        )
+        if p.first is not None:
+            p.materialise()
+        shards = mesh["shard"].get_group() if layout.shard > 1 else None
+        scalars, usage = Scalars(p.model), Usage(p.model, p.device, shards)
+        micro_step = p.loop(p.model, set_sync=partial(set_sync, p.model, accumulate=options.accumulate))
+        if p.device.type == "cpu":
+            micro_step = over_gloo(p.model, layout, micro_step, reproducible=p.reproducible)
+        micro_step = scalars.over(usage.over(micro_step))
+        assign, tree = shared_out(strided_shares, p), None
+        if p.reproducible:
+            replica, shard = divmod(p.rank, layout.shard)
+            assign = partial(
+                hybrid_shares, replica=replica, replicas=layout.replicate, shard=shard, shards=layout.shard
+            )  # fmt: skip
+            tree = ShardTree(p.model, mesh)
+        applied = Applied(
+            micro_step,
+            assign,
+            tree=tree,
+            parameters=scalars.placed,
+            counted=_counted(p.model, scalars, p.rank % layout.shard),
+            norm_groups=[shards] if shards is not None else [],
+        )
+        return placed_in_order(p, applied)
+
+
+def describe_shards(layout: Layout) -> str:
+    """Return replicas and shards as people write them: `fsdp:4`, or `hybrid:2x2`."""
+    if layout.replicate > 1 and layout.shard > 1:
+        return f"hybrid:{layout.replicate}x{layout.shard}"
+    return f"fsdp:{layout.replicate * layout.shard}"
 
 
 def _counted(model: nn.Module, scalars: Scalars, shard: int) -> set[str] | None:

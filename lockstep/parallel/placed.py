@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lockstep.mesh import Layout
+from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.gradient_hooks import GradientHooks
 from lockstep.parallel.ledger import HostLedger, Ledger, Loss, Share, WorkersLedger

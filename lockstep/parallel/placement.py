@@ -11,13 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import Config
-from lockstep.mesh import Layout
+from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.compression import Compression, compress
 from lockstep.parallel.initial import FirstValues, materialise
 from lockstep.parallel.loop import looped
-from lockstep.parallel.placed import MicroStep, Placed
+from lockstep.parallel.placed import MicroStep
 from lockstep.precision import Precision
 from lockstep.randomness import Cursor
 
@@ -108,8 +108,8 @@ class Tree(Protocol):
 
 
 @dataclass
-class Laid:
-    """What a strategy makes of a placement.
+class Applied:
+    """What a strategy made of a model whose micro-batches run one at a time.
 
     Attributes:
         micro_step: forward and backward of one micro-batch.
@@ -119,7 +119,6 @@ class Laid:
         norm_groups: process groups over which squared norms of the local gradients add up.
         counted: see `Placed.counted`.
         parameters: what is trained in place of the model's own parameter of that name.
-        local: for local updates, changes what was placed in the end.
     """
 
     micro_step: MicroStep
@@ -129,7 +128,6 @@ class Laid:
     norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
     counted: set[str] | None = None
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    local: Callable[[Placed], None] = lambda _placed: None
 
 
 def shared_out(

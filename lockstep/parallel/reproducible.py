@@ -16,47 +16,14 @@ import torch
 
 from lockstep.config import Config
 from lockstep.errors import UsageError
-from lockstep.mesh import Layout
+from lockstep.layout import Layout
 from lockstep.parallel.tree import traffic
+from lockstep.strategy import strategy_named
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-
-
-def require(config: Config, layout: Layout) -> None:
-    """Refuse what can't give the same bits.
-
-    Raises:
-        UsageError: naming it.
-    """
-    distributed = config.distributed
-    refused = {
-        "distributed.strategy": (layout.strategy in ("dp", "accelerate"), layout.strategy, "ddp"),
-        "precision.param_dtype": (config.precision.param_dtype != "fp32", config.precision.param_dtype, "fp32"),
-        "precision.fp8": (config.precision.fp8 != "none", config.precision.fp8, "none"),
-        "distributed.ddp.compression.kind": (
-            layout.strategy == "ddp" and distributed.ddp.compression.kind != "none",
-            distributed.ddp.compression.kind,
-            "none",
-        ),
-        "distributed.fsdp.reduce_dtype": (
-            distributed.fsdp.reduce_dtype not in (None, "fp32"), distributed.fsdp.reduce_dtype, "fp32",
-        ),
-        "distributed.fsdp.accumulate": (
-            layout.strategy == "fsdp" and distributed.fsdp.accumulate != "sharded",
-            distributed.fsdp.accumulate,
-            "sharded",
-        ),
-    }  # fmt: skip
-    for key, (wrong, value, right) in refused.items():
-        if wrong:
-            raise UsageError(
-                f"{key}: {value} can't give the same bits on any number of ranks",
-                where="distributed.reproducible",
-                fix=f"write {key}: {right}, or reproducible: false",
-            )
 
 
 def switch_on(device: torch.device) -> list[str]:
@@ -74,7 +41,7 @@ def switch_on(device: torch.device) -> list[str]:
 
 def extra_traffic(config: Config, layout: Layout) -> list[str]:
     """A line to be said at start where the tree sends more than a plain reduction would: not on 2ⁿ replicas."""
-    replicas = layout.replicate if layout.strategy == "fsdp" else layout.data_parallel_size
+    replicas = strategy_named(layout.strategy).replicas(layout)
     training = config.training
     micro_batches = training.accumulation * layout.data_parallel_size
     if training.global_batch_size is not None:

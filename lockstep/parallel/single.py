@@ -1,18 +1,40 @@
 """One process: nothing to shard and nothing to synchronise. Every strategy on one rank is this one."""
 
-from lockstep.parallel.placed import contiguous_shares
-from lockstep.parallel.placement import Laid, Placement, shared_out
+from lockstep.config import DistributedConfig
+from lockstep.layout import Layout
+from lockstep.parallel.in_order import placed_in_order
+from lockstep.parallel.placed import Placed, contiguous_shares
+from lockstep.parallel.placement import Applied, Placement, shared_out
 from lockstep.parallel.tree_local import LocalTree
+from lockstep.strategy import Strategy
 
 
-def lay(placement: Placement) -> Laid:
+class Single(Strategy):
     """The whole model on this process, which runs all micro-batches."""
-    asked = placement.layout.strategy
-    if asked != "single":
-        placement.notices.append(f"{asked} on one rank: nothing to synchronise or to shard")
-    placement.materialise()
-    return Laid(
-        placement.loop(placement.model),
-        shared_out(contiguous_shares, placement),
-        tree=LocalTree(list(placement.model.parameters())) if placement.reproducible else None,
-    )
+
+    topologies = {"single": ()}
+    one_process = "strategy single is one process"
+
+    def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
+        return Layout(self.name)
+
+    def describe(self, layout: Layout) -> str:
+        return self.name
+
+    def instead_of_compression(self, kind: str) -> str | None:
+        return None  # nothing is sent
+
+    def on(self, layout: Layout) -> Strategy:
+        return self
+
+    def place(self, placement: Placement) -> Placed:
+        asked = placement.layout.strategy
+        if asked != self.name:
+            placement.notices.append(f"{asked} on one rank: nothing to synchronise or to shard")
+        placement.materialise()
+        applied = Applied(
+            placement.loop(placement.model),
+            shared_out(contiguous_shares, placement),
+            tree=LocalTree(list(placement.model.parameters())) if placement.reproducible else None,
+        )
+        return placed_in_order(placement, applied)

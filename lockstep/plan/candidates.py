@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.config import Config, require_equation
 from lockstep.errors import UsageError
-from lockstep.mesh import Layout, resolve
+from lockstep.layout import Layout
 from lockstep.parallel.wire import LARGEST
 from lockstep.plan.compressing import advice
 from lockstep.plan.facts import Facts, facts_of
@@ -17,6 +17,7 @@ from lockstep.plan.resources import GIB
 from lockstep.plan.steptime import Pieces, StageTime, StepTime, data_parallel_step, pipeline_step
 from lockstep.plan.workload import Workload
 from lockstep.progress import Advance, progress_of
+from lockstep.strategy import resolve
 
 LARGE = 5e9  # parameters
 RESERVED = 0.08  # of a GPU's memory, for CUDA's context, kernels' workspaces and gaps between tensors

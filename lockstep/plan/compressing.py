@@ -6,9 +6,10 @@ knows.
 """
 
 from lockstep.config import Config
-from lockstep.mesh import Layout
+from lockstep.layout import Layout
 from lockstep.plan.hardware import Cluster
 from lockstep.plan.steptime import Pieces, data_parallel_step
+from lockstep.strategy import strategy_named
 
 KEY = "distributed.ddp.compression.kind"
 PAYS_FROM = 0.1  # of a step: less is not worth the lost digits
@@ -17,7 +18,7 @@ _MOVED = 12.0 / 4.0  # bytes that casting to 16 bits and back reads and writes, 
 
 def advice(pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int) -> list[str]:
     """One line where compression would pay, or where it was asked for and does not."""
-    if layout.strategy not in ("ddp", "accelerate") or layout.world_size == 1 or config.distributed.reproducible:
+    if not strategy_named(layout.strategy).reduces_by_ddp or layout.world_size == 1 or config.distributed.reproducible:
         return []
     asked = config.distributed.ddp.compression.kind
     seconds = {

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.config import Config, config_from
-from lockstep.mesh import Layout
+from lockstep.layout import Layout
 from lockstep.plan.candidates import pieces_of
 from lockstep.plan.facts import facts_of
 from lockstep.plan.goodput import Reliability, best_interval, expected_goodput

@@ -23,7 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.config import Config
 from lockstep.errors import RunError
-from lockstep.mesh import Layout
+from lockstep.layout import Layout
+from lockstep.mesh import device_mesh
 from lockstep.models.protocol import blocks_of
 from lockstep.optim import build_optimizer
 from lockstep.parallel import fsdp
@@ -92,7 +93,7 @@ def rehearse(
     if config.training.gradient_checkpointing not in ("every_n", "sequential"):
         model, left_out = shortened(model)
     with pretended_ranks(layout.world_size), ExitStack() as modes:
-        mesh = layout.mesh("cpu") if layout.world_size > 1 else None
+        mesh = device_mesh(layout, "cpu") if layout.world_size > 1 else None
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         tracker = modes.enter_context(Tracker())
         parts = _lay(tracker, model, work, config, layout, mesh, device_type)

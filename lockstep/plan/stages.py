@@ -19,17 +19,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import Config
-from lockstep.mesh import Layout
+from lockstep.layout import Layout
+from lockstep.mesh import device_mesh
 from lockstep.models.chain import lent, run_segment, shared_parameters_of
 from lockstep.models.protocol import Objective, blocks_of, require_segments
 from lockstep.parallel import fsdp
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.blocks import key_model
-from lockstep.parallel.pipeline import Plan, plan_of
 from lockstep.parallel.pipeline.build import part_of, shard_parts
 from lockstep.parallel.pipeline.holding import Holding, holding_of, release
 from lockstep.parallel.pipeline.part import Work as Io
-from lockstep.parallel.pipeline.plan import frees_after_forward
+from lockstep.parallel.pipeline.plan import Plan, frees_after_forward, plan_of
 from lockstep.parallel.pipeline.torch_schedule import Action, actions
 from lockstep.parallel.pipeline.torch_stage import Meta, Metas, Stage, reduce_gradients
 from lockstep.plan.hooks import tag_gradients
@@ -69,7 +69,7 @@ def rehearse_rank(work: Workload, config: Config, layout: Layout, rank: int, *, 
     low = config.precision.param_dtype == "bf16" and layout.data_parallel_size > 1
     metas = _metas(work, config, plan, low)
     with pretended_ranks(layout.world_size, rank * layout.data_parallel_size), ExitStack() as modes:
-        mesh = layout.mesh("cpu")
+        mesh = device_mesh(layout, "cpu")
         group = mesh["pipeline"].get_group()
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         tracker = modes.enter_context(Tracker())
@@ -158,7 +158,7 @@ class _Rank:
             blocks, config.training.gradient_checkpointing, cursor, every=config.training.gradient_checkpointing_every
         )
         units = fsdp.units_of(self.model, config.distributed.fsdp, blocks)
-        self.frees = frees_after_forward(self.layout, config, plan.facts)
+        self.frees = frees_after_forward(self.layout, config)
         holding = holding_of(self.rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
         self.io = Io(lambda: self.objective.inputs(self.batch), lambda out: self.objective.summed(out, self.batch))
         stages = plan.parts.of_rank(self.rank)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lockstep.config import Config
-from lockstep.mesh import Layout
+from lockstep.layout import Layout
 from lockstep.parallel.wire import bytes_each
 from lockstep.plan.hardware import Cluster
 from lockstep.plan.network import Group, group_of, send

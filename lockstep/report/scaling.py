@@ -22,6 +22,7 @@ from lockstep.report.page import Page
 from lockstep.report.read import read_run
 from lockstep.report.times import settled
 from lockstep.scratch import temporary
+from lockstep.strategy import REPLICAS, SINGLE
 
 # What people expect of GPUs over PCIe, before there is a measurement: speed-up, from and to.
 EXPECTED = {2: (1.8, 1.9), 4: (3.5, 3.8), 8: (6.5, 7.5), 16: (12.0, 14.0)}
@@ -29,7 +30,7 @@ SLEEPING = {
     "model": "{name: 'lockstep.report.sleeping:Sleeper', args: {milliseconds: 50, n_embd: 64}}",
     "data": "{name: 'lockstep.report.sleeping:Numbers', args: {n_embd: 64}}",
     "distributed.device": "cpu",
-    "distributed.strategy": "ddp",
+    "distributed.strategy": REPLICAS,
     "precision.mode": "fp32",
     "training.batch_size": "4",
 }
@@ -112,7 +113,7 @@ def _measure(config: Path, overrides: Sequence[str], ranks: int, steps: int, fol
         {key: str(value) for key, value in fixed.items()}
     ), "--nproc-per-node", str(ranks), "--output-dir", str(output), "--resume", "never"]  # fmt: skip
     if ranks == 1:
-        command.append("distributed.strategy=single")
+        command.append(f"distributed.strategy={SINGLE}")
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     if done.returncode != 0:
         raise RunError(f"the run on {ranks} ranks failed", why=(done.stderr or done.stdout).strip()[-800:])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import UsageError
-from lockstep.parallel import Placed
+from lockstep.parallel.placed import Placed
 
 _EXTRA = "average"  # the name in a checkpoint
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from lockstep.data import move
 from lockstep.errors import RunError, UsageError
 from lockstep.groups import object_device
-from lockstep.parallel import Placed, Share
+from lockstep.parallel.ledger import Share
+from lockstep.parallel.placed import Placed
 from lockstep.step import nominal_count
 
 _DOINGS = ("backward", "evaluate")

@@ -10,8 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from lockstep.checkpoint.together import Ranks
 from lockstep.data import MicroBatch, StepBatches, StepSource, adopt
 from lockstep.monitor import Monitor
-from lockstep.parallel import Placed, Share
+from lockstep.parallel.ledger import Share
 from lockstep.parallel.numbers import Number, at_least
+from lockstep.parallel.placed import Placed
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer

@@ -27,7 +27,9 @@ from lockstep.errors import UsageError
 from lockstep.groups import object_device
 from lockstep.models.protocol import num_samples
 from lockstep.monitor.over_ranks import gather_objects
-from lockstep.parallel import Ledger, Loss, Placed, Share
+from lockstep.parallel.ledger import Ledger, Loss, Share
+from lockstep.parallel.placed import Placed
+from lockstep.strategy import strategy_named
 from lockstep.trainer.evaluation import evaluating
 from lockstep.trainer.loss_weights import line_to_write
 
@@ -75,8 +77,8 @@ class LossCheck:
 
     def __init__(self, placed: Placed, *, compiled: bool, coarse: bool) -> None:
         self._placed, self.left = placed, STEPS
-        strategy = placed.layout.strategy
-        self._compares = not (compiled or placed.workers is not None or strategy in ("pipeline", "dp"))
+        strategy = strategy_named(placed.layout.strategy)
+        self._compares = not (compiled or placed.workers is not None or strategy.splits_model or strategy.uses_threads)
         coarse = coarse or placed.cursor.device.type != "cpu"
         coarse = coarse or any(p.dtype in (torch.bfloat16, torch.float16) for p in placed.parameters.values())
         self._tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from lockstep.config import Config, load_object
+from lockstep.config import Config
 from lockstep.config.mistakes import Mistake, usage_error
 from lockstep.data import check_data
 from lockstep.errors import UsageError
 from lockstep.models import check_model
 from lockstep.monitor.callbacks import check_callback
 from lockstep.optim import check_optimizer
+from lockstep.registry import load_object
 from lockstep.trainer.settings import check_loss_fn
 
 

@@ -6,6 +6,7 @@ from lockstep.checkpoint.together import Ranks
 from lockstep.monitor import Figures, Monitor, PhaseClock
 from lockstep.monitor.flops import FirstStep, peak_flops
 from lockstep.monitor.over_ranks import gather_objects
+from lockstep.strategy import strategy_named
 from lockstep.trainer.about import describe, versions
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def _figures(trainer: "Trainer") -> Figures:
     trainer.step.clock = PhaseClock(on_cuda=trainer.device.type == "cuda")
     figures = Figures(trainer.step.clock)
     training = trainer.config.training
-    if not training.compile and trainer.layout.strategy != "dp":  # counted as it runs, in this thread, in eager mode
+    in_threads = strategy_named(trainer.layout.strategy).uses_threads
+    if not training.compile and not in_threads:  # counted as it runs, in this thread, in eager mode
         trainer.around_step = FirstStep(figures)
         figures.recomputes = training.gradient_checkpointing != "none"
     if trainer.is_main_process:

@@ -19,7 +19,7 @@ from lockstep.optim import (
     refuse_closures,
     scaled_learning_rate,
 )
-from lockstep.parallel import Placed
+from lockstep.parallel.placed import Placed
 
 MakeOptimizer = Callable[[Any], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.errors import UsageError
-from lockstep.parallel import Placed
+from lockstep.parallel.placed import Placed
 
 
 def save(

@@ -28,12 +28,13 @@ from lockstep.errors import UsageError
 from lockstep.heartbeat import together
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import objective_of
-from lockstep.parallel import Placed
-from lockstep.parallel import place as place_over
 from lockstep.parallel.gradient_hooks import run_hooks
 from lockstep.parallel.numbers import at_least, at_most, number, tensor_of
+from lockstep.parallel.place import place as place_over
+from lockstep.parallel.placed import Placed
 from lockstep.precision import Precision, resolve_mode
 from lockstep.step import gradient_norm
+from lockstep.strategy import strategy_named
 from lockstep.trainer import own_checkpoint
 from lockstep.trainer.dealing import Dealer
 from lockstep.trainer.evaluation import WINDOW, evaluate, evaluating
@@ -281,7 +282,7 @@ def _configured(config: Config, settings: dict[str, Any]) -> Config:
 def _refuse(config: Config, strategy: str, mode: str) -> None:
     """Refuse what needs more than a gradient."""
     whys = {
-        "strategy diloco": (strategy == "diloco", "each worker updates a model of its own"),
+        f"strategy {strategy}": (not strategy_named(strategy).own_loops, "each worker updates a model of its own"),
         "distributed.reproducible": (config.distributed.reproducible, "the same bits need the same update, too"),
         "precision fp16": (mode == "fp16", "its loss scale decides which updates are skipped"),
     }

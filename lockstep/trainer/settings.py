@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lockstep.config import Config, ObjectSpec, build_object, config_from, load_object
+from lockstep.config import Config, ObjectSpec, build_object, config_from
 from lockstep.config.flags import apply_flags
 from lockstep.config.objects import check_object
 from lockstep.errors import UsageError
+from lockstep.registry import load_object
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:

@@ -26,9 +26,11 @@ from lockstep.mesh import layout_of
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.monitor import Monitor
 from lockstep.monitor.phases import waits_counted
-from lockstep.parallel import Placed, Share, place
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.initial import canonical_names
+from lockstep.parallel.ledger import Share
+from lockstep.parallel.place import place
+from lockstep.parallel.placed import Placed
 from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mode
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.run_lock import RunLock

@@ -14,7 +14,8 @@ from lockstep import collectives
 from lockstep.config import require_equation
 from lockstep.data import batch_length, move
 from lockstep.errors import UsageError
-from lockstep.parallel import Ledger, Loss, Share
+from lockstep.parallel.ledger import Ledger, Loss, Share
+from lockstep.strategy import strategy_named
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -45,7 +46,8 @@ class Window:
         """
         trainer = self._trainer
         if trainer.placed.micro_step is None:
-            what = "under a pipeline" if trainer.layout.strategy == "pipeline" else "where workers share a rank"
+            splits_model = strategy_named(trainer.layout.strategy).splits_model
+            what = "under a pipeline" if splits_model else "where workers share a rank"
             raise UsageError(f"{what} micro-batches can't be run one at a time", fix="use Trainer.steps(data)")
         batch = move(batch, trainer.device)
         if self._wanted is None:

@@ -19,8 +19,8 @@ from lockstep.config import Config, config_from
 from lockstep.cores import threads_per_rank
 from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, UsageError
-from lockstep.mesh import parse_topology
 from lockstep.scratch import temporary
+from lockstep.strategy import AUTO, SINGLE, parse_topology, strategy_named
 from lockstep.verify.causes import Cause, Evidence, cause_of
 from lockstep.verify.differences import ASPECTS, Difference, StepResult
 from lockstep.verify.experiments import experiments
@@ -121,7 +121,7 @@ def verify(
         report(f"reference: {spec.steps} steps in one process")
         main = Case(steps=spec.steps)
         start(_record, ([(spec, (main,), folder)],), 1)
-        for topology in ("single", *against):
+        for topology in (SINGLE, *against):
             report(f"{topology}: {spec.steps} steps")
             outcomes += compare([Job(spec, topology, folder, (main,))], start, report)
     size = spec.config.training
@@ -131,17 +131,8 @@ def verify(
 
 def default_against(config: Config) -> list[str]:
     """ddp:2, fsdp:2, and what the config itself would train on, on as few ranks as show it."""
-    distributed = config.distributed
-    against = ["ddp:2", "fsdp:2"]
-    if distributed.strategy == "pipeline":
-        stages = len(distributed.pipeline.split_spec) + 1
-        ranks = stages // distributed.pipeline.stages_per_rank if stages > 1 else distributed.pipeline_size or 2
-        against.append(f"pipeline:{ranks}")
-    elif distributed.strategy == "accelerate":
-        against.append("accelerate:2")
-    elif distributed.strategy == "fsdp" and distributed.fsdp.sharding_strategy == "hybrid_shard":
-        against.append("hybrid:2x2")
-    return against
+    strategy = config.distributed.strategy
+    return ["ddp:2", "fsdp:2", *([] if strategy == AUTO else strategy_named(strategy).topologies_to_verify(config))]
 
 
 def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int) -> tuple[Spec, list[str]]:
@@ -175,8 +166,9 @@ def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int)
     if kind in why_not:
         config = config_from({"distributed.ddp.compression.kind": "none"}, config)
         notices.append(why_not[kind])
-    if config.distributed.strategy == "diloco":
-        notices.append("the synchronous step of this config is compared: diloco is other training")
+    name = config.distributed.strategy
+    if name != AUTO and not strategy_named(name).same_training:
+        notices.append(f"the synchronous step of this config is compared: {name} is other training")
     if config.precision.param_dtype != "fp32":
         notices.append(f"param_dtype fp32 instead of {config.precision.param_dtype}, which one process does not have")
         config = config_from({"precision.param_dtype": "fp32"}, config)

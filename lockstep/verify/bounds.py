@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.strategy import strategy_named
 from lockstep.trainer import Trainer
 from lockstep.verify.differences import SCALAR_TOLERANCE, Piece, compared
 from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, Facts, Stored, unit_roundoff
@@ -28,10 +29,7 @@ class Wire:
 def wire_of(trainer: Trainer) -> Wire:
     """That of a trainer's strategy."""
     kinds = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    ddp, fsdp = trainer.config.distributed.ddp, trainer.config.distributed.fsdp
-    name = {"ddp": ddp.compression.kind, "accelerate": ddp.compression.kind, "fsdp": fsdp.reduce_dtype}.get(
-        trainer.layout.strategy
-    )
+    name = strategy_named(trainer.layout.strategy).message_type(trainer.config)
     if name not in kinds:
         return Wire()
     info = torch.finfo(kinds[name])

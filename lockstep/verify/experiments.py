@@ -3,7 +3,7 @@
 from typing import Any
 
 from lockstep.config import Config
-from lockstep.mesh import parse_topology
+from lockstep.strategy import parse_topology
 from lockstep.verify import switches
 from lockstep.verify.differences import StepResult
 from lockstep.verify.subject import Case, Spec

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import Config, config_from
-from lockstep.mesh import parse_topology
+from lockstep.strategy import parse_topology
 
 if TYPE_CHECKING:
     from torch import nn

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.strategy import SINGLE
 from lockstep.verify import Outcome, Verdict
 
 _COLUMNS = ("samples", "loss", "norm", "gradient", "value", "buffer")
@@ -23,7 +24,7 @@ def text(verdict: Verdict) -> str:
 
 
 def _row(outcome: Outcome) -> Sequence[str]:
-    name = "single, again" if outcome.topology == "single" else outcome.topology
+    name = "single, again" if outcome.topology == SINGLE else outcome.topology
     if outcome.failed is not None:
         return (name, *("-" for _ in _COLUMNS), "✗ did not run")
     cells = []

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 from lockstep import cluster, collectives
 from lockstep.errors import LockstepError, RunError
-from lockstep.mesh import parse_topology
 from lockstep.step import Progress
+from lockstep.strategy import SINGLE, parse_topology, strategy_named
 from lockstep.trainer import Trainer
 from lockstep.verify import switches
 from lockstep.verify.bounds import against, against_double, against_nudged, limit_of_norm, wire_of
@@ -32,7 +32,7 @@ def settings_of(topology: str) -> dict[str, Any]:
     """What a topology (`ddp:2`, `single`) changes in a config."""
     values, _ = parse_topology(topology)
     settings = {**dict.fromkeys(_SIZES), **_QUIET, **{f"distributed.{key}": value for key, value in values.items()}}
-    if values["strategy"] not in ("ddp", "accelerate"):
+    if not strategy_named(values["strategy"]).reduces_by_ddp:
         settings["distributed.ddp.compression.kind"] = "none"
     return settings
 
@@ -50,7 +50,7 @@ def record(spec: Spec, cases: Sequence[Case], folder: Path) -> tuple[list[Case],
     with _threads(spec.threads):
         for case in cases:
             try:
-                with _trainer(spec, "single", case, folder) as (trainer, data):
+                with _trainer(spec, SINGLE, case, folder) as (trainer, data):
                     _record(trainer, data, case, folder, exact=spec.exact)
             except (LockstepError, RuntimeError, TypeError) as error:
                 if case.name == MAIN:
@@ -196,7 +196,7 @@ def _threads(number: int) -> Iterator[None]:
 @contextmanager
 def _trainer(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tuple[Trainer, Any]]:
     """A trainer that stands where the case begins, and its data."""
-    double = switches.DOUBLE in case.switches and topology == "single"
+    double = switches.DOUBLE in case.switches and topology == SINGLE
     with ExitStack() as stack:
         if double:
             stack.enter_context(switches.double_by_default())
@@ -204,10 +204,10 @@ def _trainer(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tu
         stack.callback(subject.close)
         # A copy: whoever builds what is verified may hand out one model each time, which goes on in float32.
         model = copy.deepcopy(subject.model).double() if double else subject.model
-        if topology == "single":
+        if topology == SINGLE:
             stack.callback(cluster.cleanup)
         trainer = Trainer(model, subject.optimizer, subject.loss_fn, config=config)
-        if topology != "single" or case.name != MAIN:  # the reference says it once
+        if topology != SINGLE or case.name != MAIN:  # the reference says it once
             trainer.loss_check.skip()
         subject.prepare(trainer)
         switches.apply(trainer, case.switches)
@@ -215,7 +215,7 @@ def _trainer(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tu
             _take_up_values(trainer, Trace(folder / MAIN), case.start)
         elif case.start:
             trainer.load_checkpoint(Trace(folder / MAIN).state(case.start))
-        if switches.NUDGE in case.switches and topology == "single":
+        if switches.NUDGE in case.switches and topology == SINGLE:
             switches.nudge(trainer)
         yield trainer, _data(subject, case.switches, double=double)
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config import ObjectSpec, build_object, load_object
+from lockstep.config import ObjectSpec, build_object
 from lockstep.errors import UsageError
+from lockstep.registry import load_object
 
 CODE = """
 class Box:

@@ -134,7 +134,7 @@ def test_steps_by_a_sampler_hold_its_batches_in_turn():
 
 def test_a_sampler_is_told_its_epoch_and_reads_ranks_own_share_only():
     class Told(SequentialSampler):
-        epochs: list[int] = []  # noqa: RUF012
+        epochs: list[int] = []
 
         def set_epoch(self, epoch: int) -> None:
             self.epochs.append(epoch)

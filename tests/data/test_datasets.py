@@ -343,7 +343,7 @@ def test_what_the_hub_does_not_have(parquet):
 
 
 class Own(torch.utils.data.Dataset[int]):
-    facts = {"vocab_size": 7}  # noqa: RUF012
+    facts = {"vocab_size": 7}
 
     def __init__(self, size: int, seed: int = -1) -> None:
         self.size, self.seed = size, seed

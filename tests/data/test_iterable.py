@@ -139,7 +139,7 @@ def test_a_state_is_that_of_the_step_in_hand_not_of_what_was_read_ahead():
 
 def test_without_a_state_of_its_own_an_iterable_told_its_epoch_resumes_there():
     class Told(Numbers):
-        begun: list[int] = []  # noqa: RUF012
+        begun: list[int] = []
 
         def set_epoch(self, epoch: int) -> None:
             self.begun.append(epoch)

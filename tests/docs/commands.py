@@ -99,7 +99,7 @@ def _train(path: Path, overrides: list[str], options: Any, **_rest: Any) -> int:
 
 
 def _config_given(path: Path, overrides: list[str], *, against: str | None, **_rest: Any) -> int:
-    from lockstep.mesh import parse_topology
+    from lockstep.strategy import parse_topology
 
     for topology in (against or "ddp:2").split(","):
         parse_topology(topology)

@@ -9,8 +9,8 @@ import torch
 
 from lockstep.config import Config, check, config_from
 from lockstep.errors import UsageError
-from lockstep.mesh import resolve
 from lockstep.parallel.wire import BLOCK, Wire, bytes_each, decode, encode
+from lockstep.strategy import resolve
 from lockstep.trainer import Trainer
 from tests.hosts import can_make_hosts, hosts, require_root
 from tests.parallel.diloco_cases import Run, all_of, interrupted, on_ranks, resumed, trainer_for

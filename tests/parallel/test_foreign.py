@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
-from lockstep.mesh import parse_topology
+from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
 from tests.parity.same_bits import whole
 from tests.ranks import run_ranks

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
-from lockstep.mesh import resolve
 from lockstep.models.protocol import blocks_of
 from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.reproducible import require
+from lockstep.strategy import resolve
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model, losses, worst
 from tests.ranks import run_ranks

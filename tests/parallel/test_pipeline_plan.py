@@ -14,9 +14,9 @@ from lockstep.config import config_from
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from lockstep.models import get_model
 from lockstep.parallel.ledger import Share
-from lockstep.parallel.pipeline import plan_of
 from lockstep.parallel.pipeline.partition import Partition, balanced_cuts, cuts_of, partition, rank_of, table
 from lockstep.parallel.pipeline.picture import picture, timeline
+from lockstep.parallel.pipeline.plan import plan_of
 from lockstep.parallel.pipeline.runner import cut_into_runs
 from lockstep.parallel.pipeline.schedules import SCHEDULES, facts_of
 from lockstep.parallel.pipeline.torch_schedule import actions

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.config import config_from
-from lockstep.mesh import Layout
+from lockstep.layout import Layout
 from lockstep.parallel.reproducible import extra_traffic
 from lockstep.parallel.tree import (
     Node,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.config import config_from
-from lockstep.mesh import parse_topology
+from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
 from tests.parity.toy import RECIPE, Tokens, language_model
 

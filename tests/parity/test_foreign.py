@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, default_collate
 import lockstep
 from lockstep.config import Config, config_from
 from lockstep.errors import UsageError
-from lockstep.mesh import parse_topology
+from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
 from tests.parity.foreign import MODELS, SAMPLES, Sample, gan, noisy
 from tests.parity.same_bits import digest

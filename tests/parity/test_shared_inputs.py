@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.config import config_from
-from lockstep.mesh import parse_topology
+from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
 from tests.parity.same_bits import Bits, digest
 from tests.ranks import run_ranks

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.config import Config, config_from
-from lockstep.mesh import Layout, resolve
+from lockstep.layout import Layout
 from lockstep.models import get_model
 from lockstep.plan.rehearsal import rehearse
 from lockstep.plan.stages import rehearse_rank
 from lockstep.plan.tracker import Tracker
 from lockstep.plan.workload import Workload
+from lockstep.strategy import resolve
 from lockstep.trainer import Trainer
 
 LENGTH, VOCABULARY, SAMPLES = 64, 256, 64

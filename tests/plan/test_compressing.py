@@ -3,7 +3,6 @@
 import pytest
 
 from lockstep.config import config_from
-from lockstep.mesh import resolve
 from lockstep.plan.candidates import judge
 from lockstep.plan.compressing import advice
 from lockstep.plan.facts import facts_of
@@ -11,6 +10,7 @@ from lockstep.plan.hardware import cluster_of
 from lockstep.plan.report import why
 from lockstep.plan.steptime import Pieces
 from lockstep.plan.workload import workload_of
+from lockstep.strategy import resolve
 
 GPUS = 4
 SIZES = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 8192, "block_size": 16}

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lockstep.config import config_from
-from lockstep.mesh import Layout
+from lockstep.layout import Layout
 from lockstep.models import get_model
 from lockstep.plan import workload
 from lockstep.plan.rehearsal import rehearse

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.config import Config, config_from
-from lockstep.mesh import resolve
 from lockstep.plan.hardware import Cluster, Efficiency, Gpu, Link
 from lockstep.plan.steptime import Pieces, StageTime, StepTime, data_parallel_step, pipeline_step
+from lockstep.strategy import resolve
 from lockstep.trainer import Trainer
 
 WIDTH, BLOCKS, FORWARD, BACKWARD = 512, 4, 0.03, 0.06  # a MiB of parameters a block; seconds a micro-batch

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep.checkpoint import newest
 from lockstep.config import Config
 from lockstep.errors import RunError, UsageError
-from lockstep.parallel import Ledger, Placed
+from lockstep.parallel.ledger import Ledger
+from lockstep.parallel.placed import Placed
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model

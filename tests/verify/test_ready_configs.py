@@ -8,7 +8,7 @@ import pytest
 import lockstep.config
 from lockstep import verify as package
 from lockstep.config import load_config
-from lockstep.mesh import parse_topology
+from lockstep.strategy import parse_topology
 from lockstep.verify import Outcome, default_against
 from lockstep.verify.subject import Case, Job
 from tests.test_ready_configs import READY, SMALL, small

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from lockstep.config import Config, require_equation
 from lockstep.errors import UsageError
-from lockstep.mesh import resolve
 from lockstep.parallel.pipeline.partition import rank_of
 from lockstep.parallel.pipeline.schedules import ScheduleFacts, facts_of
 from lockstep.parallel.pipeline.torch_schedule import Action, actions
+from lockstep.strategy import AUTO, resolve, strategy_named
 
 UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # a backward pass costs as much as two forward
 _COLUMNS = 240  # of text; a schedule that takes more of them is cut off
@@ -127,7 +127,7 @@ def picture_of(config: Config, ranks: int | None = None) -> str:
     """
     distributed, training = config.distributed, config.training
     kind = distributed.pipeline
-    if distributed.strategy != "pipeline":
+    if distributed.strategy == AUTO or not strategy_named(distributed.strategy).splits_model:
         raise UsageError(
             f"strategy {distributed.strategy} has no schedule", where="distributed.strategy", fix="write pipeline"
         )

@@ -7,7 +7,7 @@ from torch import nn
 
 from lockstep.config import Config
 from lockstep.errors import UsageError
-from lockstep.mesh import Layout
+from lockstep.layout import Layout
 from lockstep.models.protocol import require_segments
 from lockstep.parallel.pipeline.holding import Segments, Survey, survey
 from lockstep.parallel.pipeline.partition import Partition, partition, table
@@ -64,12 +64,6 @@ def plan_of(model: nn.Module, ranks: int, config: Config) -> Plan:
     pipeline = config.distributed.pipeline
     segments = require_segments(model)
     facts = facts_of(pipeline.schedule, pipeline.stages_per_rank)
-    if facts.splits_backward and config.training.compile:
-        raise UsageError(
-            f"{facts.name} splits the backward pass, which a compiled block can't",
-            where="training.compile, distributed.pipeline.schedule",
-            fix="set training.compile: false, or schedule: 1F1B",
-        )
     read = survey(model, segments)
     names = [name for name, _ in segments]
     parts = partition(
@@ -93,21 +87,9 @@ def _refuse_empty(plan: Plan) -> None:
             )
 
 
-def frees_after_forward(layout: Layout, config: Config, facts: ScheduleFacts) -> bool:
-    """Whether FSDP2 frees gathered parameters after each forward pass.
-
-    Raises:
-        UsageError: the schedule still needs them: it would compute wrong gradients, and say nothing.
-    """
-    kind = config.distributed.fsdp.sharding_strategy
-    frees = layout.shard > 1 and kind in ("full_shard", "hybrid_shard")
-    if frees and facts.splits_backward:
-        raise UsageError(
-            f"{kind} frees parameters that {facts.name} still needs: its gradients would be wrong",
-            where="distributed.fsdp.sharding_strategy",
-            fix="set distributed.fsdp.sharding_strategy: shard_grad_op",
-        )
-    return frees
+def frees_after_forward(layout: Layout, config: Config) -> bool:
+    """Return whether FSDP2 frees gathered parameters after each forward pass."""
+    return layout.shard > 1 and config.distributed.fsdp.sharding_strategy in ("full_shard", "hybrid_shard")
 
 
 def splits_backward(plan: Plan, uses: Uses, config: Config) -> tuple[bool, list[str]]:

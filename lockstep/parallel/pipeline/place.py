@@ -1,0 +1,166 @@
+"""Placing a model under a pipeline: each rank keeps its stages, shards or replicates them, and builds its runner.
+
+The schedules are torch.distributed.pipelining's. Under replicas or shards each stage is FSDP2's: on a mesh of
+(replicas, 1) it replicates, and all schedules are right with it, which DDP's are not. FSDP2 holds the full gradients of
+a rank's stages until the end of a step here.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.groups import object_device, once
+from lockstep.layout import Layout
+from lockstep.parallel import fsdp, reproducible
+from lockstep.parallel.buffers import RunningBuffers
+from lockstep.parallel.pipeline.build import part_of, shard_parts
+from lockstep.parallel.pipeline.forward import Relay
+from lockstep.parallel.pipeline.holding import Holding, holding_of, materialise, release
+from lockstep.parallel.pipeline.part import Part, Work
+from lockstep.parallel.pipeline.plan import Plan, frees_after_forward, plan_of, splits_backward
+from lockstep.parallel.pipeline.runner import Runner
+from lockstep.parallel.pipeline.shapes import Shapes
+from lockstep.parallel.pipeline.shared import SharedSums
+from lockstep.parallel.pipeline.torch_schedule import Schedule
+from lockstep.parallel.pipeline.torch_stage import Stage
+from lockstep.parallel.pipeline.trees import StageTrees, Uses
+from lockstep.parallel.placed import Placed, strided_shares
+from lockstep.parallel.placement import Placement
+from lockstep.parallel.tree import tree_shares
+
+
+@dataclass
+class _Cut:
+    """This rank's stages, and what runs them.
+
+    Attributes:
+        unit: FSDP2's unit for what stages share.
+        column: which of the pipelines side by side this rank is in.
+        columns: the group of the ranks with the same stages.
+        frees: stages let go of gathered parameters after each forward pass.
+        halves: backward passes are cut in two, for gradients of inputs and of weights.
+    """
+
+    plan: Plan
+    holding: Holding
+    parts: list[Part]
+    work: Work
+    column: int
+    columns: dist.ProcessGroup | None
+    frees: bool
+    halves: bool
+    unit: nn.Module | None = None
+    trees: StageTrees | None = None
+
+
+def place(placement: Placement) -> Placed:
+    """Place a model over the axis `pipeline` of the mesh, and its stages over the axes `replicate` and `shard`.
+
+    Args:
+        placement: afterwards its model keeps only descriptions of other ranks' parameters.
+
+    Raises:
+        UsageError: before anything is built, where model, schedule and ranks do not fit.
+    """
+    p, mesh, layout = placement, placement.mesh, placement.layout
+    assert mesh is not None
+    group = mesh["pipeline"].get_group()
+    plan = plan_of(p.model, layout.pipeline, p.config)
+    uses = plan.uses()
+    cut = _cut(p, mesh, plan, uses)
+    shared = SharedSums(plan.across(), mesh.mesh.flatten(1).T.tolist(), cut.holding.named_parameters)
+    if p.reproducible:
+        here = [part.index for part in cut.parts]
+        cut.trees = StageTrees(cut.holding, uses, here, p.device, mesh, cut.columns, shared.group_of)
+    runner = _runner(p, cut, group)
+    exact = p.reproducible
+    assign = partial(tree_shares, even=True) if exact else strided_shares
+    return Placed(
+        layout=layout,
+        parts=list(cut.parts),
+        parameters=cut.holding.named_parameters(),
+        objective=p.objective,
+        cursor=p.cursor,
+        assign=partial(assign, rank=cut.column, ranks=layout.data_parallel_size),
+        forward_backward=reproducible.guarded(runner.forward_backward) if exact else runner.forward_backward,
+        evaluate=runner.evaluate,
+        forward=runner.forward,
+        buffers={n: b for n, b in cut.holding.named_buffers().items() if n in plan.model.persistent},
+        finish_gradients=shared if cut.trees is None else cut.trees.finish,
+        norm_groups=([mesh["shard"].get_group()] if layout.shard > 1 else []) + [group],
+        counted=_counted(cut.holding, mesh["pipeline"].get_local_rank()),
+        wants_data=any(part.is_first or part.is_last for part in cut.parts),
+        notices=p.notices,
+        reproducible=exact,
+    )
+
+
+def _cut(p: Placement, mesh: DeviceMesh, plan: Plan, uses: Uses) -> _Cut:
+    """Keep this rank's stages, let go of the others, and shard or replicate what is left."""
+    rank, layout = mesh["pipeline"].get_local_rank(), p.layout
+    p.notices.append(
+        f"pipeline: {plan.facts.name}, {len(plan.parts.stages)} stages on {layout.pipeline} ranks\n{plan.table()}"
+    )
+    units = fsdp.units_of(p.model, p.config.distributed.fsdp, p.blocks)  # in the unsplit model
+    halves, said = splits_backward(plan, uses, p.config)
+    p.notices += said
+    holding = holding_of(rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
+    work = Work(observes=p.objective.in_outputs and p.objective.observed is not None)
+    parts = [part_of(plan, stage, holding, p.blocks, work, p.precision) for stage in plan.parts.of_rank(rank)]
+    release(plan.model, holding)
+    materialise(holding, p.first, p.device)
+    column, columns = _data_parallel(layout, mesh)
+    cut = _Cut(
+        plan, holding, parts, work, column, columns, frees_after_forward(layout, p.config), halves
+    )  # fmt: skip
+    if layout.data_parallel_size > 1:
+        cut.unit, said = shard_parts(parts, holding, units, partial(fsdp.shard_stage, mesh, p.config), cut.frees)
+        p.notices += said
+    return cut
+
+
+def _runner(p: Placement, cut: _Cut, group: dist.ProcessGroup) -> Runner:
+    plan, parts, columns = cut.plan, cut.parts, p.layout.data_parallel_size
+    stages = len(plan.parts.stages)
+    objects_on = object_device(p.device)
+    runner = Runner(
+        parts,
+        [RunningBuffers(part, columns, cut.columns, reproducible=p.reproducible) for part in parts],
+        p.objective,
+        p.cursor,
+        cut.work,
+        Relay(parts, plan.parts.ranks, group, p.device, objects_on),
+        Shapes(cut.column, columns, knows_batches=parts[0].is_first, device=objects_on),
+        make_schedule=partial(Schedule, plan.facts.name),
+        padded=lambda count: plan.facts.padded(count, p.layout.pipeline, stages),
+        per_run=p.config.distributed.pipeline.n_microbatches,
+        shared_unit=cut.unit,
+        frees=cut.frees,
+        trees=cut.trees,
+    )
+    at = {"forward_at": runner.forward_at, "backward_at": runner.backward_at}
+    runner.stages = [
+        Stage(part, part.index, stages, p.device, group, **at, leaves=cut.trees, halves=cut.halves) for part in parts
+    ]
+    dist.all_reduce(torch.zeros(1, device=p.device), group=group)  # the pipeline's communicator is there before a send
+    return runner
+
+
+def _counted(holding: Holding, rank: int) -> set[str]:
+    """Whose gradients this rank counts in a norm: of what several ranks of the pipeline hold, the first one."""
+    return {name for name in holding.parameters if holding.across.get(name, [rank])[0] == rank}
+
+
+def _data_parallel(layout: Layout, mesh: DeviceMesh) -> tuple[int, dist.ProcessGroup | None]:
+    """Which of the pipelines side by side this rank is in, and the group of the ranks with the same stages."""
+    column = mesh["replicate"].get_local_rank() * layout.shard + mesh["shard"].get_local_rank()
+    mine = None
+    for ranks in mesh.mesh.flatten(1).tolist():  # every rank makes every group
+        made = once(("columns", *ranks), partial(dist.new_group, ranks)) if layout.data_parallel_size > 1 else None
+        if dist.get_rank() in ranks:
+            mine = made
+    return column, mine

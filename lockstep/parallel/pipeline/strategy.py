@@ -1,0 +1,81 @@
+"""The strategy `pipeline`: stages along one axis of the mesh, replicas or shards of them along the others."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lockstep.config import Config, DistributedConfig
+from lockstep.layout import Layout, multiplied
+from lockstep.parallel.fsdp import describe_shards
+from lockstep.parallel.pipeline.schedules import SCHEDULES
+from lockstep.rules import Contradiction
+from lockstep.strategy import Strategy, given_sizes
+
+if TYPE_CHECKING:
+    from lockstep.parallel.placed import Placed
+    from lockstep.parallel.placement import Placement
+
+
+class Pipeline(Strategy):
+    """Each rank of a pipeline holds some stages of the model, and micro-batches run through them."""
+
+    topologies = {"pipeline": ("pipeline",)}
+    divides = frozenset({"replicate", "shard"})
+    splits_model = True
+
+    def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
+        shard = config.shard_size or 1
+        if config.pipeline_size:
+            pipeline = config.pipeline_size
+            replicate = config.replicate_size or max(1, world_size // (pipeline * shard))
+        else:
+            replicate = config.replicate_size or 1
+            pipeline = max(1, world_size // (replicate * shard))
+        sizes = {"pipeline": pipeline, "replicate": replicate, "shard": shard}
+        return multiplied(self.name, sizes, world_size, given_sizes(config))
+
+    def describe(self, layout: Layout) -> str:
+        whole = f"{self.name}:{layout.pipeline}"
+        if layout.data_parallel_size == 1:
+            return whole
+        return f"{whole}*" + (f"ddp:{layout.replicate}" if layout.shard == 1 else describe_shards(layout))
+
+    def contradictions(
+        self, config: Config, layout: Layout | None = None, device_type: str | None = None
+    ) -> Iterator[Contradiction]:
+        distributed, pipeline = config.distributed, config.distributed.pipeline
+        facts, sharding = SCHEDULES[pipeline.schedule], distributed.fsdp.sharding_strategy
+        if facts.splits_backward and config.training.compile:
+            yield Contradiction(
+                ("training.compile", "distributed.pipeline.schedule"),
+                f"{facts.name} splits the backward pass, which a compiled block can't",
+                "write compile: false, or schedule: 1F1B",
+            )
+        shards = (distributed.shard_size or 1) if layout is None else layout.shard
+        if facts.splits_backward and shards > 1 and sharding in ("full_shard", "hybrid_shard"):
+            yield Contradiction(
+                ("distributed.fsdp.sharding_strategy", "distributed.pipeline.schedule"),
+                f"{sharding} frees parameters that {facts.name} still needs: its gradients would be wrong",
+                "write sharding_strategy: shard_grad_op",
+            )
+        needed = facts.stages_per_rank
+        if needed not in (None, pipeline.stages_per_rank):
+            more = ", or schedule: Interleaved1F1B" if needed == 1 else ""
+            yield Contradiction(
+                ("distributed.pipeline.stages_per_rank", "distributed.pipeline.schedule"),
+                f"{facts.name} takes {needed} stage{'s' * (needed != 1)} a rank, not {pipeline.stages_per_rank}",
+                f"write stages_per_rank: {needed}{more}",
+            )
+
+    def casts_parameters(self, layout: Layout) -> bool:
+        return True
+
+    def topologies_to_verify(self, config: Config) -> list[str]:
+        pipeline = config.distributed.pipeline
+        stages = len(pipeline.split_spec) + 1
+        ranks = stages // pipeline.stages_per_rank if stages > 1 else config.distributed.pipeline_size or 2
+        return [f"{self.name}:{ranks}"]
+
+    def place(self, placement: "Placement") -> "Placed":
+        from lockstep.parallel.pipeline.place import place  # torch's pipelining loads its compiler, which takes seconds
+
+        return place(placement)

@@ -1,0 +1,94 @@
+"""`place`: from a model and a layout to `Placed`, as one ordered list.
+
+checks → names → keyed randomness → float8 → activation checkpointing → compile → shard or replicate → first values
+"""
+
+import torch
+from torch import nn
+
+from lockstep.config import Config
+from lockstep.config.checks import contradictions
+from lockstep.layout import Layout
+from lockstep.mesh import device_mesh
+from lockstep.models.protocol import Objective, blocks_of
+from lockstep.parallel import divergence, reproducible, side_effects
+from lockstep.parallel.blocks import key_model, transform_blocks
+from lockstep.parallel.buffers import refuse_synchronised
+from lockstep.parallel.fp8 import apply_fp8
+from lockstep.parallel.fsdp import units_of
+from lockstep.parallel.gradient_hooks import take_hooks
+from lockstep.parallel.initial import FirstValues, agree, canonical_names, on_meta
+from lockstep.parallel.placed import Placed
+from lockstep.parallel.placement import Placement
+from lockstep.parallel.refused import refuse_parameters, refuse_wrapped
+from lockstep.parallel.unit_inputs import join_uses_of_inputs
+from lockstep.precision import Precision, switch_tf32
+from lockstep.randomness import Cursor
+from lockstep.rules import refuse
+from lockstep.strategy import Strategy, strategy_named
+
+
+def place(
+    model: nn.Module,
+    layout: Layout,
+    config: Config,
+    *,
+    objective: Objective,
+    device: torch.device,
+    precision: Precision,
+) -> Placed:
+    """Place a model on this rank, by the strategy that the layout names.
+
+    Args:
+        model: unwrapped; real, or on meta with `init_weights()`.
+        layout: from `lockstep.strategy.resolve`; its size is the world size.
+        objective: how a batch becomes a loss.
+        device: of this rank.
+
+    Raises:
+        UsageError: the model is wrapped already, or does not offer what the strategy needs.
+    """
+    strategy = strategy_named(layout.strategy)
+    refuse_wrapped(model)
+    refuse(contradictions(config, layout, device.type))
+    refuse_parameters(model, sharded=strategy.cuts_parameters(layout), reproducible=config.distributed.reproducible)
+    switch_tf32(config.precision.tf32)
+    strategy = strategy.on(layout)
+    names, aliases = canonical_names(model)
+    hooks = take_hooks(model, workers=layout.workers > 0)
+    size = sum(p.numel() for p in model.parameters())
+    placement = _prepared(model, strategy, layout, config, objective, device, precision)
+    placed = strategy.place(placement)
+    if not strategy.splits_model:
+        assert size == sum(p.numel() for p in model.parameters()), "placement changed the number of parameters"
+        assert set(placed.parameters) == set(names.values()), "placement changed names of parameters"
+    placed.aliases, placed.num_parameters, placed.gradient_hooks = aliases, size, hooks
+    divergence.guard_replicas(placed, config, placement.mesh)
+    side_effects.watch(placed)
+    return placed
+
+
+def _prepared(
+    model: nn.Module, strategy: Strategy, layout: Layout, config: Config, objective: Objective, device: torch.device,
+    precision: Precision,
+) -> Placement:  # fmt: skip
+    """The model keyed and transformed, the same on all ranks, with all that strategies need to know."""
+    shared = layout.world_size > 1
+    blocks = blocks_of(model)
+    cursor = Cursor(config.training.seed, device)
+    first = FirstValues(model, config.training.seed) if on_meta(model) else None
+    if strategy.keys_random_numbers(device):
+        key_model(model, cursor, blocks, cut=strategy.splits_model)
+    notices = apply_fp8(model, blocks, config.precision.fp8, device)
+    notices += transform_blocks(model, config.training, cursor, blocks)
+    if config.distributed.reproducible:
+        join_uses_of_inputs(units_of(model, config.distributed.fsdp, blocks))
+        notices += reproducible.switch_on(device) + reproducible.extra_traffic(config, layout)
+    if first is None and shared and not agree(model):
+        notices.append("the model's values differed between ranks: all took rank 0's")
+    if shared:
+        refuse_synchronised(model)
+    mesh = device_mesh(layout, device.type) if shared else None
+    return Placement(
+        model, layout, config, mesh, objective, device, precision, cursor, blocks, first, notices
+    )  # fmt: skip
