@@ -6,7 +6,7 @@ python -m benchmarks.published [--write]
 import sys
 
 from benchmarks.page import RESULTS, page, tell
-from lockstep.plan.published import figures
+from benchmarks.published_figures import figures
 
 
 def main() -> int:

@@ -16,15 +16,16 @@ from benchmarks.curves import Curve, as_svg
 from benchmarks.page import RESULTS, page, table, tell
 from benchmarks.scale_published import GPT_1T, GPT_175B, LLAMA_405B, ON_H100, PUBLISHED, Cut, Model, Sharded
 from lockstep.config import Config, config_from
+from lockstep.costs.hardware import LINKS, Cluster, cluster_of, find_gpu, find_link
+from lockstep.costs.network import group_of
 from lockstep.layout import Layout
+from lockstep.parallel.pipeline.cost import StageTime, pipeline_step
 from lockstep.plan.candidates import pieces_of
 from lockstep.plan.facts import Facts, facts_of
 from lockstep.plan.goodput import Reliability, best_interval, expected_goodput
-from lockstep.plan.hardware import LINKS, Cluster, cluster_of, find_gpu, find_link
-from lockstep.plan.network import group_of
 from lockstep.plan.rehearsal import Rehearsal, rehearse
-from lockstep.plan.steptime import StageTime, data_parallel_step, pipeline_step
 from lockstep.plan.workload import workload_of
+from lockstep.strategy import strategy_named
 
 FULLEST = 512  # micro-batches of a pipeline: more fill it no better
 COUNTS = (8, 32, 128, 512, 2048, 8192, 32768, 98304)
@@ -66,7 +67,9 @@ def sharded(run: Sharded, gpus: int) -> float:
     config, facts, rehearsal = _rehearsed(
         run.model, run.batch, run.checkpointing, run.sharding, layout(min(gpus, REHEARSED))
     )
-    step = data_parallel_step(pieces_of(facts, rehearsal, cluster.seconds), config, layout(gpus), cluster, 1)
+    step = strategy_named(layout(gpus).strategy).step_time(
+        pieces_of(facts, rehearsal, cluster.seconds), config, layout(gpus), cluster, 1
+    )
     return 3 * rehearsal.work.forward.flops / (step.seconds * cluster.gpu.half * 1e12)
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lockstep.costs.steps import replicated_step
 from lockstep.errors import UsageError
 from lockstep.layout import AXES, Layout, multiplied
 from lockstep.registry import Registry
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.config import Config, DistributedConfig
+    from lockstep.costs.hardware import Cluster
+    from lockstep.costs.steps import ModelSize, Pieces, StepTime
     from lockstep.parallel.placed import Placed
     from lockstep.parallel.placement import Placement
 
@@ -142,6 +145,39 @@ class Strategy:
         """Return the type that gradients have on the link (`bf16`), None where nothing is rounded."""
         return config.distributed.ddp.compression.kind if self.reduces_by_ddp else None
 
+    # ---- what it costs ----
+
+    def layouts_to_plan(self, model: "ModelSize", config: "Config", cluster: "Cluster") -> Iterator[dict[str, Any]]:
+        """Yield the layouts that `lockstep plan` looks at on this cluster, as keys of the config.
+
+        Args:
+            model: of which the plan is made.
+        """
+        if cluster.num_gpus > 1 and config.distributed.strategy == self.name:
+            yield {STRATEGIES.where: self.name}
+
+    def layout_with_offload(self) -> dict[str, Any]:
+        """Return the layout that needs least of a GPU's memory, moving state to the host; empty where there is none."""
+        return {}
+
+    def step_time(
+        self, pieces: "Pieces", config: "Config", layout: Layout, cluster: "Cluster", micro_batches: int
+    ) -> "StepTime":
+        """Return how long a step takes; replicas all-reduce fp32 gradients after the last backward pass.
+
+        Args:
+            pieces: of the model's step.
+            micro_batches: on each rank.
+        """
+        whole = pieces.parameter_bytes
+        return replicated_step(pieces, layout, cluster, micro_batches, sent=whole, bucket_bytes=whole)
+
+    def further_state(self, config: "Config", parameters: int) -> float:
+        """Return bytes on each rank that outlive a step, besides parameters, gradients and optimizer state."""
+        return 0.0
+
+    # ---- what it promises ----
+
     def topologies_to_verify(self, config: "Config") -> list[str]:
         """Return what `lockstep verify` compares, besides replicas and shards, when nothing is said."""
         return []
@@ -169,6 +205,12 @@ def strategy_named(name: str) -> Strategy:
     strategy = found()
     strategy.name = name
     return strategy
+
+
+def known_strategies(further: str = AUTO) -> list[Strategy]:
+    """Return those that ship, and the one that a config names."""
+    names = dict.fromkeys([*STRATEGIES.shipped, *([] if further == AUTO else [further])])
+    return [strategy_named(name) for name in names]
 
 
 def resolve(config: "DistributedConfig", world_size: int, local_world_size: int | None = None) -> Layout:
@@ -238,5 +280,5 @@ def _topologies(strategy: Strategy) -> Mapping[str, tuple[str, ...]]:
 
 
 def _strategy_of_topology(name: str) -> Strategy | None:
-    known = [name] if ":" in name else list(STRATEGIES.shipped)
-    return next((s for s in map(strategy_named, known) if name in _topologies(s)), None)
+    known = [strategy_named(name)] if ":" in name else known_strategies()
+    return next((strategy for strategy in known if name in _topologies(strategy)), None)

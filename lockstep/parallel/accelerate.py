@@ -19,9 +19,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import Config
+from lockstep.costs.hardware import Cluster
+from lockstep.costs.steps import Pieces, StepTime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
-from lockstep.parallel.ddp import torch_contradictions
+from lockstep.parallel.ddp import bucketed_step_time, torch_contradictions
 from lockstep.parallel.in_order import placed_in_order
 from lockstep.parallel.placed import Placed, contiguous_shares
 from lockstep.parallel.placement import Applied, Placement, shared_out
@@ -53,6 +55,11 @@ class Accelerate(Strategy):
                 "PowerSGD keeps state that Accelerate does not save",
                 "write strategy: ddp, or kind: none",
             )
+
+    def step_time(
+        self, pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int
+    ) -> StepTime:
+        return bucketed_step_time(pieces, config, layout, cluster, micro_batches)
 
     def topologies_to_verify(self, config: Config) -> list[str]:
         return ["accelerate:2"]

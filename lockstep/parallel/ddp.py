@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import Config, DDPConfig
+from lockstep.costs.hardware import Cluster
+from lockstep.costs.steps import ModelSize, Pieces, StepTime, replicated_step
 from lockstep.errors import RunError, listed
 from lockstep.layout import Layout
 from lockstep.monitor.phases import watch_ddp
@@ -27,7 +29,7 @@ from lockstep.parallel.tree import tree_shares
 from lockstep.parallel.tree_local import ReplicaTree
 from lockstep.parallel.trial import Hook
 from lockstep.rules import Contradiction
-from lockstep.strategy import Strategy
+from lockstep.strategy import STRATEGIES, Strategy
 
 # torch 2.13 renames the switch that leaves buffers alone; the old name warns there.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -44,6 +46,15 @@ class DDP(Strategy):
         self, config: Config, layout: Layout | None = None, device_type: str | None = None
     ) -> Iterator[Contradiction]:
         yield from torch_contradictions(layout)
+
+    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: Cluster) -> Iterator[dict[str, Any]]:
+        if cluster.num_gpus > 1:
+            yield {STRATEGIES.where: self.name}
+
+    def step_time(
+        self, pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int
+    ) -> StepTime:
+        return bucketed_step_time(pieces, config, layout, cluster, micro_batches)
 
     def place(self, placement: Placement) -> Placed:
         p, mesh = placement, placement.mesh
@@ -64,6 +75,16 @@ class DDP(Strategy):
             compression=compression,
         )
         return placed_in_order(p, applied)
+
+
+def bucketed_step_time(
+    pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int
+) -> StepTime:
+    """Return the time of a step in which DDP reduces gradients in buckets, compressed if the config says so."""
+    whole, ddp = pieces.parameter_bytes, config.distributed.ddp
+    sent = {"fp16": whole / 2, "bf16": whole / 2, "powersgd": pieces.low_rank_bytes}.get(ddp.compression.kind, whole)
+    bucket = ddp.bucket_cap_mb * 2**20
+    return replicated_step(pieces, layout, cluster, micro_batches, sent=sent, bucket_bytes=bucket)
 
 
 def torch_contradictions(layout: Layout | None) -> Iterator[Contradiction]:

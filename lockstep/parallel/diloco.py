@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.config import Config, DiLoCoConfig, DistributedConfig
+from lockstep.costs.hardware import Cluster
+from lockstep.costs.steps import ModelSize, Pieces, StepTime, rarely_exchanged_step
 from lockstep.errors import UsageError
 from lockstep.layout import Layout, multiplied
 from lockstep.parallel.buffers import RunningBuffers
@@ -92,6 +94,22 @@ class DiLoCo(Strategy):
 
     def instead_of_compression(self, kind: str) -> str | None:
         return "write distributed.diloco.send_as in its place, or strategy: ddp"
+
+    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: Cluster) -> Iterator[dict[str, Any]]:
+        # Only where it is asked for: it is other training.
+        if config.distributed.diloco.workers in (None, cluster.num_gpus):
+            yield from super().layouts_to_plan(model, config, cluster)
+
+    def step_time(
+        self, pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int
+    ) -> StepTime:
+        options = config.distributed.diloco
+        sent = pieces.parameter_bytes / 4 * bytes_each(options.send_as) / options.inner_steps
+        return rarely_exchanged_step(pieces, layout, cluster, micro_batches, sent=sent)
+
+    def further_state(self, config: Config, parameters: int) -> float:
+        options = config.distributed.diloco  # the common parameters, their momentum, and what is rounded away
+        return 4.0 * parameters * (3 if options.send_as in LARGEST and options.error_feedback else 2)
 
     def on(self, layout: Layout) -> Strategy:
         return self

@@ -18,6 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from lockstep.config import Config, DistributedConfig, FSDPConfig
+from lockstep.costs.hardware import Cluster
+from lockstep.costs.steps import ModelSize, Pieces, StepTime, sharded_step
 from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout, multiplied
 from lockstep.models.chain import shared_parameters_of
@@ -32,7 +34,7 @@ from lockstep.parallel.tree import hybrid_shares
 from lockstep.parallel.tree_fsdp import ShardTree
 from lockstep.registry import load_object
 from lockstep.rules import Contradiction
-from lockstep.strategy import Strategy, given_sizes
+from lockstep.strategy import STRATEGIES, Strategy, given_sizes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -95,6 +97,36 @@ class FSDP(Strategy):
 
     def message_type(self, config: Config) -> str | None:
         return config.distributed.fsdp.reduce_dtype
+
+    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: Cluster) -> Iterator[dict[str, Any]]:
+        if cluster.num_gpus == 1:
+            return
+        for kind in ("full_shard", "shard_grad_op"):
+            yield {STRATEGIES.where: self.name, "distributed.fsdp.sharding_strategy": kind}
+        if cluster.num_gpus > cluster.per_node:
+            yield {
+                STRATEGIES.where: self.name, "distributed.fsdp.sharding_strategy": "hybrid_shard",
+                "distributed.shard_size": cluster.per_node,
+            }  # fmt: skip
+
+    def layout_with_offload(self) -> dict[str, Any]:
+        return {
+            STRATEGIES.where: self.name, "distributed.fsdp.sharding_strategy": "full_shard",
+            "distributed.fsdp.cpu_offload": True,
+        }  # fmt: skip
+
+    def step_time(
+        self, pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int
+    ) -> StepTime:
+        options = config.distributed.fsdp
+        if layout.world_size == 1:
+            return super().step_time(pieces, config, layout, cluster, micro_batches)
+        return sharded_step(
+            pieces, layout, cluster, micro_batches,
+            gathers_again=options.sharding_strategy in ("full_shard", "hybrid_shard"),
+            width=0.5 if config.precision.param_dtype == "bf16" else 1.0,
+            reduces_each=options.accumulate == "sharded",
+        )  # fmt: skip
 
     def topologies_to_verify(self, config: Config) -> list[str]:
         return ["hybrid:2x2"] if config.distributed.fsdp.sharding_strategy == "hybrid_shard" else []

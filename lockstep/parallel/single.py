@@ -1,12 +1,17 @@
 """One process: nothing to shard and nothing to synchronise. Every strategy on one rank is this one."""
 
-from lockstep.config import DistributedConfig
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep.config import Config, DistributedConfig
+from lockstep.costs.hardware import Cluster
+from lockstep.costs.steps import ModelSize
 from lockstep.layout import Layout
 from lockstep.parallel.in_order import placed_in_order
 from lockstep.parallel.placed import Placed, contiguous_shares
 from lockstep.parallel.placement import Applied, Placement, shared_out
 from lockstep.parallel.tree_local import LocalTree
-from lockstep.strategy import Strategy
+from lockstep.strategy import STRATEGIES, Strategy
 
 
 class Single(Strategy):
@@ -23,6 +28,10 @@ class Single(Strategy):
 
     def instead_of_compression(self, kind: str) -> str | None:
         return None  # nothing is sent
+
+    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: Cluster) -> Iterator[dict[str, Any]]:
+        if cluster.num_gpus == 1:
+            yield {STRATEGIES.where: self.name}
 
     def on(self, layout: Layout) -> Strategy:
         return self

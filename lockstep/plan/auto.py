@@ -11,13 +11,14 @@ import psutil
 import torch
 
 from lockstep.config import Config
+from lockstep.costs.hardware import LINKS, Cluster, Gpu, Link, known_gpu
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.plan.candidates import Candidate, candidates, judge
 from lockstep.plan.facts import facts_of
-from lockstep.plan.hardware import LINKS, Cluster, Gpu, Link, known_gpu
 from lockstep.plan.resources import GIB
 from lockstep.plan.workload import workload_of
+from lockstep.strategy import REPLICAS, SINGLE
 
 _COMFORTABLE = 0.6  # of a device's memory: replicas that need less are the fastest there is
 _LOOPBACK = Link("loopback", 1.0, 1.5e-3, "this machine's own network")
@@ -47,16 +48,16 @@ def choose(config: Config, world_size: int, local_world_size: int, cluster: Clus
         UsageError: no layout fits.
     """
     if world_size == 1:
-        return Choice(config.replaced({"distributed.strategy": "single"}), "single, there is one rank")
+        return Choice(config.replaced({"distributed.strategy": SINGLE}), "single, there is one rank")
     cluster = cluster or _cluster_here(config, world_size, local_world_size)
     work = workload_of(config)
     facts = facts_of(work, config)
     asked = {"training.gradient_checkpointing": config.training.gradient_checkpointing}
     says = rank_facts().is_main
-    replicas = judge(work, config, cluster, {"distributed.strategy": "ddp", **asked}, facts)
+    replicas = judge(work, config, cluster, {"distributed.strategy": REPLICAS, **asked}, facts)
     if replicas.fits and replicas.needed <= _COMFORTABLE * replicas.limit:
         why = f"{replicas.layout}: {_size(replicas)} of {replicas.limit / GIB:.1f} GiB a rank, nothing need be sharded"
-        return Choice(config.replaced({"distributed.strategy": "ddp"}), why)
+        return Choice(config.replaced({"distributed.strategy": REPLICAS}), why)
     found = [c for c in candidates(work, config, cluster, low=False, pipelines=False, says=says) if c.fits]
     found = found or [c for c in candidates(work, config, cluster, low=False, says=says) if c.fits]
     if not found:

@@ -5,22 +5,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config import Config, require_equation
+from lockstep.costs.hardware import Cluster, Cost
+from lockstep.costs.steps import ModelSize, Pieces, StepTime
 from lockstep.errors import UsageError
-from lockstep.layout import Layout
-from lockstep.parallel.wire import LARGEST
+from lockstep.layout import AXES, Layout
 from lockstep.plan.compressing import advice
-from lockstep.plan.facts import Facts, facts_of
-from lockstep.plan.hardware import Cluster
-from lockstep.plan.record import Cost
+from lockstep.plan.facts import facts_of
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.resources import GIB
-from lockstep.plan.steptime import Pieces, StageTime, StepTime, data_parallel_step, pipeline_step
 from lockstep.plan.workload import Workload
 from lockstep.progress import Advance, progress_of
-from lockstep.strategy import resolve
+from lockstep.strategy import known_strategies, resolve, strategy_named
 
 LARGE = 5e9  # parameters
-RESERVED = 0.08  # of a GPU's memory, for CUDA's context, kernels' workspaces and gaps between tensors
 
 
 @dataclass
@@ -65,10 +62,9 @@ class Candidate:
         return str(self.changes.get("training.gradient_checkpointing", ""))
 
     def name(self) -> str:
-        kind = self.changes.get("distributed.fsdp.sharding_strategy", "")
-        more = [kind] if kind and self.layout.strategy == "fsdp" else []
-        if self.layout.strategy == "pipeline":
-            more.append(str(self.changes.get("distributed.pipeline.schedule", "")))
+        schedule = self.changes.get("distributed.pipeline.schedule", "")
+        kind = "" if schedule else self.changes.get("distributed.fsdp.sharding_strategy", "")
+        more = [word for word in (kind, schedule) if word]
         if self.checkpointing not in ("", "none"):
             more.append(f"checkpointing {self.checkpointing}")
         if self.changes.get("precision.param_dtype") == "bf16":
@@ -76,11 +72,6 @@ class Candidate:
         if self.changes.get("distributed.fsdp.cpu_offload"):
             more.append("offload")
         return " ".join([str(self.layout), *more])
-
-
-def usable(cluster: Cluster) -> float:
-    """Bytes of a GPU that tensors may take."""
-    return cluster.gpu.memory * GIB * (1 - RESERVED)
 
 
 def candidates(
@@ -100,17 +91,14 @@ def candidates(
         for layout in layouts:
             found += _over_modes(work, config, cluster, facts, layout, modes, advance)
     if not any(candidate.fits for candidate in found) and cluster.num_gpus > 1:
-        offloaded = {
-            "distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": "full_shard",
-            "distributed.fsdp.cpu_offload": True, "training.gradient_checkpointing": "full",
-        }  # fmt: skip
-        if facts.blocks:
-            found.append(judge(work, config, cluster, offloaded, facts))
+        offloaded = [strategy.layout_with_offload() for strategy in known_strategies(config.distributed.strategy)]
+        for layout in filter(None, offloaded if facts.blocks else []):
+            found.append(judge(work, config, cluster, layout | {"training.gradient_checkpointing": "full"}, facts))
     return sorted(found, key=lambda c: (not c.fits, -c.samples_per_second if c.fits else c.needed))
 
 
 def _over_modes(
-    work: Workload, config: Config, cluster: Cluster, facts: Facts, layout: dict[str, Any], modes: list[str],
+    work: Workload, config: Config, cluster: Cluster, facts: ModelSize, layout: dict[str, Any], modes: list[str],
     advance: Advance,
 ) -> list[Candidate]:  # fmt: skip
     """One layout with each mode of checkpointing, the one that needs least memory first."""
@@ -129,7 +117,7 @@ def _over_modes(
     return found
 
 
-def _modes(facts: Facts, config: Config) -> list[str]:
+def _modes(facts: ModelSize, config: Config) -> list[str]:
     """Of checkpointing, the one that needs least memory first."""
     if not facts.blocks:
         return ["none"]
@@ -138,48 +126,36 @@ def _modes(facts: Facts, config: Config) -> list[str]:
 
 
 def _layouts(
-    facts: Facts, config: Config, cluster: Cluster, may_be_low: bool, pipelines: bool
+    facts: ModelSize, config: Config, cluster: Cluster, may_be_low: bool, pipelines: bool
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    n = cluster.num_gpus
-    if n == 1:
-        yield {"distributed.strategy": "single"}
-        return
-    yield {"distributed.strategy": "ddp"}
-    if config.distributed.strategy == "diloco" and config.distributed.diloco.workers in (None, n):
-        yield {"distributed.strategy": "diloco"}  # only where it is asked for: it is other training
     low = {"precision.param_dtype": "bf16"}
     may_be_low &= cluster.gpu.has_bf16 and config.precision.mode == "bf16" and not config.distributed.reproducible
     # Autocast keeps copies of fp32 weights; where these are many, weights gathered in bf16 are the only way.
     widths = [low] if may_be_low and facts.parameters > LARGE else [{}, low] if may_be_low else [{}]
-    for width in widths:
-        for kind in ("full_shard", "shard_grad_op"):
-            yield {"distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": kind, **width}
-        if n > cluster.per_node:
-            yield {
-                "distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": "hybrid_shard",
-                "distributed.shard_size": cluster.per_node, **width,
-            }  # fmt: skip
-    for ranks in _pipelines(facts, cluster) if pipelines else []:
-        yield {
-            "distributed.strategy": "pipeline", "distributed.pipeline_size": ranks,
-            "distributed.pipeline.schedule": "1F1B", "distributed.shard_size": n // ranks,
-            "distributed.fsdp.sharding_strategy": "shard_grad_op", **(widths[-1] if n > ranks else {}),
-        }  # fmt: skip
+    for strategy in known_strategies(config.distributed.strategy):
+        if strategy.splits_model and not pipelines:
+            continue
+        for layout in strategy.layouts_to_plan(facts, config, cluster):
+            if not strategy.cuts_parameters(_layout(config, cluster, layout)):
+                yield layout
+            for width in widths[-1:] if strategy.splits_model else widths:
+                if strategy.cuts_parameters(_layout(config, cluster, layout)):
+                    yield layout | width
 
 
-def _pipelines(facts: Facts, cluster: Cluster) -> list[int]:
-    """Numbers of pipeline ranks: the fewest whose stages' parameters and gradients fit whole."""
-    sizes = [p for p in (2, 4, 8, 16, 32, 64) if cluster.num_gpus % p == 0 and p <= min(facts.blocks, facts.segments)]
-    fits = [p for p in sizes if 8 * facts.parameters / p < usable(cluster)]
-    return fits[:1]
+def _layout(config: Config, cluster: Cluster, changes: dict[str, Any]) -> Layout:
+    return resolve(config.replaced(_NO_SIZES | changes).distributed, cluster.num_gpus, cluster.per_node)
 
 
-def judge(work: Workload, config: Config, cluster: Cluster, changes: dict[str, Any], facts: Facts) -> Candidate:
+_NO_SIZES = {f"distributed.{axis}_size": None for axis in AXES}
+
+
+def judge(work: Workload, config: Config, cluster: Cluster, changes: dict[str, Any], facts: ModelSize) -> Candidate:
     """Memory and time of one layout."""
-    no_mesh = {f"distributed.{axis}_size": None for axis in ("pipeline", "replicate", "shard")}
-    config = config.replaced({**no_mesh, **changes})
+    config = config.replaced(_NO_SIZES | changes)
+    strategy = strategy_named(config.distributed.strategy)
     layout = resolve(config.distributed, cluster.num_gpus, cluster.per_node)
-    candidate = Candidate(layout, changes, limit=usable(cluster))
+    candidate = Candidate(layout, changes, limit=cluster.usable_memory)
     try:
         count = micro_batches(config, layout)
     except UsageError as error:
@@ -188,13 +164,13 @@ def judge(work: Workload, config: Config, cluster: Cluster, changes: dict[str, A
     shards = layout.shard * layout.pipeline
     offload = config.distributed.fsdp.cpu_offload
     state = 0.0 if offload else facts.parameters * (4 + facts.optimizer_bytes) / shards
-    whole = 8 * facts.parameters / layout.pipeline if layout.strategy == "pipeline" and layout.shard > 1 else 0.0
+    whole = 8 * facts.parameters / layout.pipeline if strategy.splits_model and layout.shard > 1 else 0.0
     candidate.least = state + whole
     candidate.samples = config.training.batch_size * count * layout.data_parallel_size
     if candidate.least > candidate.limit:
         return candidate
     try:
-        if layout.strategy == "pipeline":
+        if strategy.splits_model:
             _judge_pipeline(candidate, work, config, cluster, count, facts)
         else:
             _judge_data_parallel(candidate, work, config, cluster, count, facts)
@@ -222,7 +198,7 @@ def micro_batches(config: Config, layout: Layout) -> int:
     return -(-count // layout.data_parallel_size)
 
 
-def pieces_of(facts: Facts, rehearsal: Rehearsal, seconds: Callable[[Cost], float]) -> Pieces:
+def pieces_of(facts: ModelSize, rehearsal: Rehearsal, seconds: Callable[[Cost], float]) -> Pieces:
     """What a step is made of; `seconds`: how long a GPU takes for a cost."""
     computed = rehearsal.work
     return Pieces(
@@ -232,7 +208,7 @@ def pieces_of(facts: Facts, rehearsal: Rehearsal, seconds: Callable[[Cost], floa
 
 
 def _judge_data_parallel(
-    candidate: Candidate, work: Workload, config: Config, cluster: Cluster, count: int, facts: Facts
+    candidate: Candidate, work: Workload, config: Config, cluster: Cluster, count: int, facts: ModelSize
 ) -> None:
     layout = candidate.layout
     device_type = "cpu" if cluster.gpu.name == "CPU" else "cuda"
@@ -241,20 +217,19 @@ def _judge_data_parallel(
     if config.distributed.fsdp.cpu_offload:
         moved = [memory.pop(kind) for kind in ("parameters", "optimizer", "gradients")]
         candidate.notes.append(f"{sum(moved) / GIB:.1f} GiB a rank in host memory")
-    if layout.strategy == "diloco":  # the common parameters, their momentum, and what is rounded away
-        options = config.distributed.diloco
-        kept = 3 if options.send_as in LARGEST and options.error_feedback else 2
-        memory["parameters"] += 4 * kept * facts.parameters
+    strategy = strategy_named(layout.strategy)
+    memory["parameters"] += round(strategy.further_state(config, facts.parameters))
     candidate.memory = memory
     pieces = pieces_of(facts, rehearsal, cluster.seconds)
-    candidate.step = data_parallel_step(pieces, config, layout, cluster, count)
+    candidate.step = strategy.step_time(pieces, config, layout, cluster, count)
     candidate.notes += advice(pieces, config, layout, cluster, count)
     candidate.model_flops = 3.0 * rehearsal.work.forward.flops * count * layout.data_parallel_size
 
 
 def _judge_pipeline(
-    candidate: Candidate, work: Workload, config: Config, cluster: Cluster, count: int, facts: Facts
+    candidate: Candidate, work: Workload, config: Config, cluster: Cluster, count: int, facts: ModelSize
 ) -> None:
+    from lockstep.parallel.pipeline.cost import StageTime, pipeline_step
     from lockstep.plan.stages import rehearse_rank  # loads torch's compiler
 
     layout = candidate.layout
@@ -286,7 +261,7 @@ _MOST_TRIES = 10
 
 def largest_batch(work: Workload, config: Config, cluster: Cluster, changes: dict[str, Any]) -> int:
     """The largest `training.batch_size` that fits under one layout; 0 where even 1 does not."""
-    facts, limit = facts_of(work, config), usable(cluster)
+    facts, limit = facts_of(work, config), cluster.usable_memory
     with progress_of("finding the largest batch", _MOST_TRIES, unit="tries at most") as advance:
 
         def needs(size: int) -> float:

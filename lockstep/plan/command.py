@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import Config
+from lockstep.costs.hardware import GPUS, Cluster, cluster_of, known_gpu
 from lockstep.errors import UsageError
 from lockstep.plan import report
 from lockstep.plan.candidates import Candidate, candidates, largest_batch
-from lockstep.plan.hardware import GPUS, Cluster, cluster_of, known_gpu
 from lockstep.plan.resources import GIB, calculate_resources
 from lockstep.plan.workload import workload_of
+from lockstep.strategy import REPLICAS, SINGLE
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def plan_by_size(params: float, sequence_length: int, batch_size: int, headroom:
         + (f", with {headroom:.0%} headroom" if headroom else ""),
         f"{'strategy':<24}{'recompute':>10}" + "".join(f"{column:>9}" for column in columns) + "  fits",
     ]
-    names = {"none": "ddp" if number > 1 else "single", "gradients": "fsdp shard_grad_op", "full": "fsdp full_shard"}
+    names = {"none": REPLICAS if number > 1 else SINGLE, "gradients": "fsdp shard_grad_op", "full": "fsdp full_shard"}
     for sharding, checkpointing, n in rows:
         parts = (n.parameters, n.gradients, n.optimizer, n.activations, n.working)
         cells = "".join(f"{part / GIB:9.1f}" for part in parts)

@@ -6,9 +6,9 @@ knows.
 """
 
 from lockstep.config import Config
+from lockstep.costs.hardware import Cluster
+from lockstep.costs.steps import Pieces
 from lockstep.layout import Layout
-from lockstep.plan.hardware import Cluster
-from lockstep.plan.steptime import Pieces, data_parallel_step
 from lockstep.strategy import strategy_named
 
 KEY = "distributed.ddp.compression.kind"
@@ -18,11 +18,12 @@ _MOVED = 12.0 / 4.0  # bytes that casting to 16 bits and back reads and writes, 
 
 def advice(pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int) -> list[str]:
     """One line where compression would pay, or where it was asked for and does not."""
-    if not strategy_named(layout.strategy).reduces_by_ddp or layout.world_size == 1 or config.distributed.reproducible:
+    strategy = strategy_named(layout.strategy)
+    if not strategy.reduces_by_ddp or layout.world_size == 1 or config.distributed.reproducible:
         return []
     asked = config.distributed.ddp.compression.kind
     seconds = {
-        kind: data_parallel_step(pieces, config.replaced({KEY: kind}), layout, cluster, micro_batches).seconds
+        kind: strategy.step_time(pieces, config.replaced({KEY: kind}), layout, cluster, micro_batches).seconds
         for kind in ("none", "bf16")
     }
     seconds["bf16"] += _MOVED * pieces.parameter_bytes / (cluster.gpu.bandwidth * 1e9 * cluster.efficiency.memory)

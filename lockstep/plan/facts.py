@@ -1,8 +1,7 @@
 """What is to be known of a model whatever its layout."""
 
-from dataclasses import dataclass
-
 from lockstep.config import Config
+from lockstep.costs.steps import ModelSize
 from lockstep.models.protocol import blocks_of, pipeline_segments_of
 from lockstep.parallel import fsdp
 from lockstep.parallel.compression import sent_numbers
@@ -11,29 +10,7 @@ from lockstep.plan.workload import Workload
 _OPTIMIZER_BYTES = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0}
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Of a model.
-
-    Attributes:
-        parameters: how many.
-        blocks, segments: how many; 0 where it names none.
-        units: what FSDP gathers one by one, and
-        unit_parameters: of the average one.
-        optimizer_bytes: of state a parameter, at least.
-        low_rank_bytes: of the gradients as PowerSGD would send them, at the rank that the config says.
-    """
-
-    parameters: int
-    blocks: int
-    segments: int
-    units: int
-    unit_parameters: float
-    optimizer_bytes: float
-    low_rank_bytes: float
-
-
-def facts_of(work: Workload, config: Config) -> Facts:
+def facts_of(work: Workload, config: Config) -> ModelSize:
     """Those of the model that a config trains."""
     model = work.model()
     blocks = blocks_of(model)
@@ -44,7 +21,7 @@ def facts_of(work: Workload, config: Config) -> Facts:
         optimizer = 4.0
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     low_rank = sent_numbers(shapes, "powersgd", config.distributed.ddp.compression.rank)
-    return Facts(
+    return ModelSize(
         sum(p.numel() for p in model.parameters()), len(blocks), len(pipeline_segments_of(model) or []), len(units),
         held / len(units) if units else 0.0, optimizer, 4 * low_rank,
     )  # fmt: skip

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lockstep.costs.hardware import Cost
+
 KINDS = ("activations", "parameters", "gradients", "optimizer", "gathered", "buckets", "stashes")
 
 
@@ -15,27 +17,6 @@ class Change(NamedTuple):
 
     kind: int
     size: int
-
-
-class Cost(NamedTuple):
-    """What an operation takes.
-
-    Attributes:
-        low: floating-point operations in bf16 or fp16, by the formulas of torch.utils.flop_counter.
-        full: the same in fp32.
-        moved: bytes read and written by operations that have no formula: they wait for memory.
-    """
-
-    low: int = 0
-    full: int = 0
-    moved: int = 0
-
-    def plus(self, other: "Cost", times: int = 1) -> "Cost":
-        return Cost(self.low + times * other.low, self.full + times * other.full, self.moved + times * other.moved)
-
-    @property
-    def flops(self) -> int:
-        return self.low + self.full
 
 
 class Mark(NamedTuple):

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.config import Config
+from lockstep.costs.hardware import Cost
 from lockstep.errors import RunError
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
@@ -35,11 +36,12 @@ from lockstep.parallel.ledger import Ledger, Share
 from lockstep.parallel.loop import looped
 from lockstep.parallel.placed import MicroStep, local
 from lockstep.plan.hooks import Reducer, mark_blocks, on_backward, tag_gradients
-from lockstep.plan.record import KINDS, Cost, Peak, Region, play, repeated
+from lockstep.plan.record import KINDS, Peak, Region, play, repeated
 from lockstep.plan.tracker import Tracker
 from lockstep.plan.workload import REPEATED, Workload, shortened
 from lockstep.precision import Precision, resolve_mode
 from lockstep.randomness import Cursor
+from lockstep.strategy import strategy_named
 
 CPU = torch.device("cpu")
 _KIND = {kind: index for index, kind in enumerate(KINDS)}
@@ -86,9 +88,10 @@ def rehearse(
         micro_batches: of the rank in a step.
         device_type: that the run will have, `cuda` or `cpu`; the rehearsal itself needs neither.
     """
-    assert layout.strategy != "pipeline"
+    strategy = strategy_named(layout.strategy)
+    assert not strategy.splits_model
     # Further replicas and micro-batches change nothing that the second did not.
-    layout = Layout(layout.strategy, 1, min(layout.replicate, 2), layout.shard)
+    layout = replace(layout, replicate=min(layout.replicate, 2))
     model, left_out = work.model(), 0
     if config.training.gradient_checkpointing not in ("every_n", "sequential"):
         model, left_out = shortened(model)
@@ -179,7 +182,9 @@ def _lay(
     )
     buffers = RunningBuffers(model, layout.data_parallel_size, reproducible=False)
     set_sync: Callable[[bool], None] = lambda _last: None  # noqa: E731
-    if layout.strategy == "fsdp" and mesh is not None:
+    strategy = strategy_named(layout.strategy)
+    sharded = mesh is not None and strategy.cuts_parameters(layout)
+    if sharded and mesh is not None:
         options = config.distributed.fsdp.model_copy(update={"cpu_offload": False})
         fsdp.apply_fsdp(
             model, mesh, options, blocks, param_dtype=config.precision.param_dtype, device_type=device_type
@@ -194,12 +199,12 @@ def _lay(
         return value
 
     objective = replace(objective, loss=loss)
-    if layout.strategy in ("ddp", "accelerate") and layout.world_size > 1:
+    if strategy.reduces_by_ddp and layout.world_size > 1:
         set_sync = Reducer(tracker, model, config).set_sync
     else:
         tag_gradients(tracker, model.parameters())
     micro_step = looped(model, objective, cursor, precision_of(config), buffers, set_sync=set_sync)
-    if layout.strategy == "fsdp" and mesh is not None and device_type == "cpu":
+    if sharded and device_type == "cpu":
         micro_step = fsdp.over_gloo(model, layout, micro_step)
     return _Parts(micro_step, cursor)
 
@@ -264,6 +269,6 @@ def _with_left_out(
         whole[_KIND["optimizer"]] += left_out * sum(
             local(t).untyped_storage().nbytes() for t in states if isinstance(t, Tensor)
         )
-        if layout.strategy in ("ddp", "accelerate") and layout.replicate > 1:
+        if strategy_named(layout.strategy).reduces_by_ddp and layout.replicate > 1:
             whole[_KIND["buckets"]] += left_out * size
     return tuple(whole)

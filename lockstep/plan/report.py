@@ -5,8 +5,8 @@ from dataclasses import asdict
 from html import escape
 from typing import Any
 
+from lockstep.costs.hardware import Cluster
 from lockstep.plan.candidates import Candidate
-from lockstep.plan.hardware import Cluster
 from lockstep.plan.resources import GIB
 
 _COLOURS = {

@@ -8,7 +8,7 @@ gradients, all later ones are alike. The schedule's list of actions then says wh
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import Config
+from lockstep.costs.hardware import Cost
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
 from lockstep.models.chain import lent, run_segment, shared_parameters_of
@@ -33,7 +34,7 @@ from lockstep.parallel.pipeline.plan import Plan, frees_after_forward, plan_of
 from lockstep.parallel.pipeline.torch_schedule import Action, actions
 from lockstep.parallel.pipeline.torch_stage import Meta, Metas, Stage, reduce_gradients
 from lockstep.plan.hooks import tag_gradients
-from lockstep.plan.record import KINDS, Cost, Record, Region, play
+from lockstep.plan.record import KINDS, Record, Region, play
 from lockstep.plan.rehearsal import (
     CPU,
     Rehearsal,
@@ -59,7 +60,7 @@ def rehearse_rank(work: Workload, config: Config, layout: Layout, rank: int, *, 
         rank: along the pipeline.
         micro_batches: of a data-parallel rank in a step.
     """
-    layout = Layout("pipeline", layout.pipeline, min(layout.replicate, 2), layout.shard)
+    layout = replace(layout, replicate=min(layout.replicate, 2))
     model = work.model()
     plan = plan_of(model, layout.pipeline, config)
     objective = work.objective(model)

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lockstep.plan.record import KINDS, Change, Cost, Mark, Record
+from lockstep.costs.hardware import Cost
+from lockstep.plan.record import KINDS, Change, Mark, Record
 
 _KIND = {kind: index for index, kind in enumerate(KINDS)}
 
@@ -88,7 +89,7 @@ class Tracker(TorchDispatchMode):
             if isinstance(leaf, Tensor) and not leaf.is_meta:
                 self._see(_local(leaf).untyped_storage())
         self._count(func, args, kwargs or {}, out)
-        if func.namespace == "fsdp":
+        if str(func).startswith("fsdp."):  # torch's operators of FSDP2
             name = func._opname
             written = args[1] if name == "all_gather_copy_in" else (kwargs or {}).get("out", ())
             self.tag([t for t in tree_leaves(written) if isinstance(t, Tensor)], _FSDP_KINDS.get(name, "activations"))

@@ -3,12 +3,12 @@
 import pytest
 
 from lockstep.config import config_from
+from lockstep.costs.hardware import cluster_of
+from lockstep.costs.steps import Pieces
 from lockstep.plan.candidates import judge
 from lockstep.plan.compressing import advice
 from lockstep.plan.facts import facts_of
-from lockstep.plan.hardware import cluster_of
 from lockstep.plan.report import why
-from lockstep.plan.steptime import Pieces
 from lockstep.plan.workload import workload_of
 from lockstep.strategy import resolve
 

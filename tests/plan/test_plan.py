@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.config import load_config
-from lockstep.plan.candidates import judge, largest_batch, usable
+from lockstep.costs.hardware import cluster_of
+from lockstep.plan.candidates import judge, largest_batch
 from lockstep.plan.facts import facts_of
-from lockstep.plan.hardware import cluster_of
 from lockstep.plan.workload import workload_of
 
 SMALL = """
@@ -88,4 +88,4 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path) -> Non
         return judge(work, config, cluster, sized, facts_of(work, config)).needed
 
     assert found > 1000
-    assert needed(found) <= usable(cluster) < needed(round(found * 1.02))
+    assert needed(found) <= cluster.usable_memory < needed(round(found * 1.02))

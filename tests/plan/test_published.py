@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.plan.published import Figure, figures
+from benchmarks.published_figures import Figure, figures
 
 MEASURED = ("tokens/s", "GiB")  # these rehearse a model, and take seconds each
 QUICK = [figure for figure in figures() if not any(unit in figure.what for unit in MEASURED)]

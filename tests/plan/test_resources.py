@@ -4,15 +4,15 @@ import math
 
 import pytest
 
+from lockstep.costs.hardware import GPUS, LINKS, cluster_of, find_gpu, known_gpu
+from lockstep.costs.network import group_of
+from lockstep.costs.timeline import Step, pipeline
 from lockstep.errors import UsageError
 from lockstep.monitor.flops import DEVICES
 from lockstep.plan import calculate_resources
 from lockstep.plan.command import Asked, cluster_for
 from lockstep.plan.goodput import Reliability, best_interval, expected_goodput, simulate
-from lockstep.plan.hardware import GPUS, LINKS, cluster_of, find_gpu, known_gpu
-from lockstep.plan.network import group_of
 from lockstep.plan.resources import typical_shape
-from lockstep.plan.timeline import Step, pipeline
 
 
 def test_trap_42_activations_are_not_batch_times_sequence_times_parameters() -> None:

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.config import Config, config_from
-from lockstep.plan.hardware import Cluster, Efficiency, Gpu, Link
-from lockstep.plan.steptime import Pieces, StageTime, StepTime, data_parallel_step, pipeline_step
-from lockstep.strategy import resolve
+from lockstep.costs.hardware import Cluster, Efficiency, Gpu, Link
+from lockstep.costs.steps import Pieces, StepTime
+from lockstep.parallel.pipeline.cost import StageTime, pipeline_step
+from lockstep.strategy import resolve, strategy_named
 from lockstep.trainer import Trainer
 
 WIDTH, BLOCKS, FORWARD, BACKWARD = 512, 4, 0.03, 0.06  # a MiB of parameters a block; seconds a micro-batch
@@ -125,4 +126,4 @@ def predict(case: Case, ranks: int, megabits: float) -> StepTime:
         return pipeline_step(stages, config, layout, cluster, case.micro_batches)
     low_rank = 4.0 * BLOCKS * 2 * WIDTH  # which only PowerSGD's cases send
     pieces = Pieces(BLOCKS, block, 0.0, BLOCKS * FORWARD, BLOCKS * BACKWARD, low_rank_bytes=low_rank)
-    return data_parallel_step(pieces, config, layout, cluster, case.micro_batches)
+    return strategy_named(layout.strategy).step_time(pieces, config, layout, cluster, case.micro_batches)

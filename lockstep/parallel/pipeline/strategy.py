@@ -1,14 +1,16 @@
 """The strategy `pipeline`: stages along one axis of the mesh, replicas or shards of them along the others."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config import Config, DistributedConfig
+from lockstep.costs.hardware import Cluster
+from lockstep.costs.steps import ModelSize
 from lockstep.layout import Layout, multiplied
 from lockstep.parallel.fsdp import describe_shards
 from lockstep.parallel.pipeline.schedules import SCHEDULES
 from lockstep.rules import Contradiction
-from lockstep.strategy import Strategy, given_sizes
+from lockstep.strategy import STRATEGIES, Strategy, given_sizes
 
 if TYPE_CHECKING:
     from lockstep.parallel.placed import Placed
@@ -68,6 +70,17 @@ class Pipeline(Strategy):
 
     def casts_parameters(self, layout: Layout) -> bool:
         return True
+
+    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: Cluster) -> Iterator[dict[str, Any]]:
+        gpus, most = cluster.num_gpus, min(model.blocks, model.segments)
+        sizes = [ranks for ranks in (2, 4, 8, 16, 32, 64) if gpus % ranks == 0 and ranks <= most]
+        # The fewest whose stages' parameters and gradients fit whole.
+        for ranks in [ranks for ranks in sizes if 8 * model.parameters / ranks < cluster.usable_memory][:1]:
+            yield {
+                STRATEGIES.where: self.name, "distributed.pipeline_size": ranks,
+                "distributed.pipeline.schedule": "1F1B", "distributed.shard_size": gpus // ranks,
+                "distributed.fsdp.sharding_strategy": "shard_grad_op",
+            }  # fmt: skip
 
     def topologies_to_verify(self, config: Config) -> list[str]:
         pipeline = config.distributed.pipeline

@@ -7,10 +7,34 @@ direction and per GPU. `lockstep doctor` measures one's own.
 import difflib
 import re
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lockstep.errors import UsageError
-from lockstep.plan.record import Cost
+
+
+class Cost(NamedTuple):
+    """What an operation takes.
+
+    Attributes:
+        low: floating-point operations in bf16 or fp16, by the formulas of torch.utils.flop_counter.
+        full: the same in fp32.
+        moved: bytes read and written by operations that have no formula: they wait for memory.
+    """
+
+    low: int = 0
+    full: int = 0
+    moved: int = 0
+
+    def plus(self, other: "Cost", times: int = 1) -> "Cost":
+        return Cost(self.low + times * other.low, self.full + times * other.full, self.moved + times * other.moved)
+
+    @property
+    def flops(self) -> int:
+        return self.low + self.full
+
+
+GIB = 2**30
+RESERVED = 0.08  # of a GPU's memory, for CUDA's context, kernels' workspaces and gaps between tensors
 
 
 @dataclass(frozen=True)
@@ -101,7 +125,7 @@ LINKS = {link.name: link for link in _LINKS}
 class Efficiency:
     """What is had of the makers' figures, apart from `Gpu.products`.
 
-    Calibrated on torchtitan's published runs (`lockstep.plan.published`), not measured here.
+    Calibrated on torchtitan's published runs (`benchmarks.published_figures`), not measured here.
 
     Attributes:
         memory: of the memory's bandwidth, by operations that wait for it.
@@ -128,6 +152,11 @@ class Cluster:
     inside: Link
     between: Link
     efficiency: Efficiency = Efficiency()
+
+    @property
+    def usable_memory(self) -> float:
+        """Return the bytes of a GPU that tensors may take."""
+        return self.gpu.memory * GIB * (1 - RESERVED)
 
     def seconds(self, cost: Cost) -> float:
         """How long one GPU computes."""

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.config import Config, config_from
+from lockstep.costs.hardware import cluster_of
 from lockstep.layout import Layout
 from lockstep.plan.candidates import pieces_of
 from lockstep.plan.facts import facts_of
 from lockstep.plan.goodput import Reliability, best_interval, expected_goodput
-from lockstep.plan.hardware import cluster_of
 from lockstep.plan.rehearsal import Rehearsal, rehearse
-from lockstep.plan.steptime import data_parallel_step
 from lockstep.plan.workload import Workload, workload_of
+from lockstep.strategy import strategy_named
 
 DAY = 86400.0
 
@@ -80,7 +80,7 @@ def tokens_per_second(size: str, batch: int, checkpointing: str, gpus: int, gpu:
     work, config, layout, rehearsal = _rehearsed(size, batch, checkpointing, gpus)
     cluster = cluster_of(gpus, gpu, between)
     pieces = pieces_of(facts_of(work, config), rehearsal, cluster.seconds)
-    step = data_parallel_step(pieces, config, layout, cluster, 1)
+    step = strategy_named(layout.strategy).step_time(pieces, config, layout, cluster, 1)
     return batch * work.tokens_per_sample() / step.seconds
 
 

@@ -8,7 +8,7 @@ one latency. Source of the costs: Thakur et al. 2005, "Optimization of Collectiv
 import math
 from dataclasses import dataclass
 
-from lockstep.plan.hardware import Cluster
+from lockstep.costs.hardware import Cluster
 
 
 @dataclass(frozen=True)
