@@ -8,7 +8,7 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.errors import UsageError, did_you_mean
-from lockstep.registry import load_object
-
-_BY_NAME = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+from lockstep.registry import OPTIMIZERS, SCHEDULES
 
 # Each element of these optimizers' update depends on that element alone, so a shard is updated as the whole would be.
 _ELEMENTWISE: set[type[Optimizer]] = {
@@ -100,7 +98,7 @@ def build_optimizer(
             where="training.optimizer_args.fused, distributed.reproducible",
             fix="leave fused out, or set reproducible: false",
         )
-    kind = _BY_NAME.get(name) or _imported(name)
+    kind: Callable[..., Optimizer] = OPTIMIZERS.load(name)
     accepted = inspect.signature(kind).parameters
     over = list(parameters)
     sharded = any(isinstance(parameter, DTensor) for parameter in over)
@@ -130,7 +128,7 @@ def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
     Raises:
         UsageError: as `build_optimizer` would.
     """
-    parameters = inspect.signature(_BY_NAME.get(name) or _imported(name)).parameters
+    parameters = inspect.signature(OPTIMIZERS.load(name)).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     accepted = [key for key in parameters if key not in ("params", "self")]
     unknown = [key for key in args if key not in accepted]
@@ -140,16 +138,6 @@ def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
             where=f"training.optimizer_args.{unknown[0]}",
             fix=f"it takes {', '.join(accepted)}",
         )
-
-
-def _imported(name: str) -> Callable[..., Optimizer]:
-    if ":" not in name:
-        raise UsageError(
-            f"there is no optimizer {name!r}",
-            where="training.optimizer",
-            fix=f"write {', '.join(_BY_NAME)} or package.module:Name",
-        )
-    return load_object(name, "training.optimizer")  # type: ignore[no-any-return]
 
 
 def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, nn.Parameter]) -> None:
@@ -188,7 +176,7 @@ class Schedule:
     """The learning rate as a function of updates made.
 
     Attributes:
-        kind: constant | linear | cosine | wsd (warm-up, stable, decay).
+        kind: a name of `lockstep.registry.SCHEDULES`, or package.module:Name.
         total: updates in the whole run.
         warmup: updates over which the rate rises to its peak.
         min_ratio: what is left of the peak at the end.
@@ -205,14 +193,8 @@ class Schedule:
         """What the peak learning rate is multiplied by, after `updates` updates."""
         if updates < self.warmup:
             return (updates + 1) / self.warmup
-        if self.kind == "constant":
-            return 1.0
-        start = self.warmup
-        if self.kind == "wsd":
-            start = max(self.warmup, self.total - round(self.total * self.decay_ratio))
-        progress = min(1.0, max(0.0, (updates - start) / max(1, self.total - start)))
-        shape = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
-        return self.min_ratio + (1 - self.min_ratio) * shape
+        falling = SCHEDULES.load(self.kind)
+        return float(falling(updates, self))
 
     def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[float]:
         """The learning rate of each parameter group."""

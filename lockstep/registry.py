@@ -54,11 +54,13 @@ class Registry:
         kind: the noun for messages, as in `there is no strategy 'dpp'`.
         where: the config key.
         shipped: name → `package.module:Name`.
+        further: what else can be written, for messages.
     """
 
     kind: str
     where: str
     shipped: Mapping[str, str]
+    further: str = "package.module:Name"
 
     def load(self, name: str) -> Any:
         """Return the object called `name`: one that ships, or `package.module:Name`.
@@ -84,4 +86,86 @@ class Registry:
 
     def names(self) -> str:
         """Return the names that can be written, for messages and help."""
-        return f"{', '.join(self.shipped)} or package.module:Name"
+        last = ", " if " or " in self.further else " or "
+        return ", ".join(self.shipped) + last + self.further
+
+
+# ---- what ships: a line for each ----
+
+STRATEGIES = Registry(
+    "strategy",
+    "distributed.strategy",
+    {
+        "single": "lockstep.parallel.single:Single",
+        "dp": "lockstep.parallel.data_parallel:DP",
+        "ddp": "lockstep.parallel.ddp:DDP",
+        "fsdp": "lockstep.parallel.fsdp:FSDP",
+        "pipeline": "lockstep.parallel.pipeline.strategy:Pipeline",
+        "accelerate": "lockstep.parallel.accelerate:Accelerate",
+        "diloco": "lockstep.parallel.diloco:DiLoCo",
+    },
+)
+
+MODELS = Registry(
+    "model",
+    "model.name",
+    {
+        "bdh": "lockstep.models.bdh:BDH",
+        "transformer": "lockstep.models.transformer:Transformer",
+        "free_transformer": "lockstep.models.free_transformer:FreeTransformer",
+        "vae": "lockstep.models.vae:VAE",
+    },
+    further="hf:FOLDER_OR_TYPE or package.module:Class",
+)
+
+DATA_SETS = Registry(
+    "data set",
+    "data.name",
+    {
+        "python-docs": "lockstep.data.python_docs:python_docs",
+        "text": "lockstep.data.text:text",
+        "tokens": "lockstep.data.tokens:tokens",
+        "digits": "lockstep.data.digits:digits",
+    },
+    further="hf:NAME or package.module:Class",
+)
+
+OPTIMIZERS = Registry(
+    "optimizer",
+    "training.optimizer",
+    {"adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"},
+)
+
+SCHEDULES = Registry(
+    "schedule",
+    "training.lr_schedule",
+    {
+        "constant": "lockstep.schedules:constant",
+        "linear": "lockstep.schedules:linear",
+        "cosine": "lockstep.schedules:cosine",
+        "wsd": "lockstep.schedules:warmup_stable_decay",
+    },
+)
+
+LOSSES = Registry(
+    "loss",
+    "loss_fn",
+    {
+        "cross_entropy": "torch.nn:CrossEntropyLoss",
+        "mse": "torch.nn:MSELoss",
+        "l1": "torch.nn:L1Loss",
+        "bce_with_logits": "torch.nn:BCEWithLogitsLoss",
+    },
+)
+
+SINKS = Registry(
+    "sink",
+    "monitor.sinks",
+    {
+        "console": "lockstep.monitor.console:Console",
+        "jsonl": "lockstep.monitor.sinks:Jsonl",
+        "tensorboard": "lockstep.monitor.tensorboard:TensorBoard",
+        "wandb": "lockstep.monitor.wandb:WeightsAndBiases",
+        "mlflow": "lockstep.monitor.mlflow:Mlflow",
+    },
+)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lockstep.costs.steps import replicated_step
 from lockstep.errors import UsageError
 from lockstep.layout import AXES, Layout, multiplied
-from lockstep.registry import Registry
+from lockstep.registry import STRATEGIES
 from lockstep.rules import Contradiction
 
 if TYPE_CHECKING:
@@ -29,20 +29,6 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 SINGLE, REPLICAS = "single", "ddp"  # what `auto` means in Python: on one rank, and on several
-
-STRATEGIES = Registry(
-    "strategy",
-    "distributed.strategy",
-    {
-        "single": "lockstep.parallel.single:Single",
-        "dp": "lockstep.parallel.data_parallel:DP",
-        "ddp": "lockstep.parallel.ddp:DDP",
-        "fsdp": "lockstep.parallel.fsdp:FSDP",
-        "pipeline": "lockstep.parallel.pipeline.strategy:Pipeline",
-        "accelerate": "lockstep.parallel.accelerate:Accelerate",
-        "diloco": "lockstep.parallel.diloco:DiLoCo",
-    },
-)
 
 
 class Strategy:

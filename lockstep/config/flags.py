@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.config.names import SECTIONS, advice_for, says_to_leave_out
 from lockstep.errors import UsageError
-from lockstep.strategy import STRATEGIES
+from lockstep.registry import STRATEGIES
 
 
 @dataclass(frozen=True)

@@ -139,12 +139,14 @@ def _default(field: FieldInfo, section: type[Section] | None) -> Any:
 
 
 def _named(field: FieldInfo) -> Named | None:
-    return next((mark for mark in field.metadata if isinstance(mark, Named)), None)
+    inside = get_args(field.annotation)
+    marks = [*field.metadata, *(getattr(inside[0], "__metadata__", ()) if inside else ())]
+    return next((mark for mark in marks if isinstance(mark, Named)), None)
 
 
 def _takes(field: FieldInfo) -> str:
     if (named := _named(field)) is not None:
-        return named.takes()
+        return named.takes() if field.annotation is str else f"a list, each {named.takes()}"
     words = [_words(option, field) for option in _options(field.annotation)]
     return " or ".join(words)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.schema_distributed import DistributedConfig
 from lockstep.config.schema_running import CheckpointConfig, MonitorConfig
@@ -20,6 +20,7 @@ from lockstep.config.schema_training import (
     Section,
     TrainingConfig,
 )
+from lockstep.registry import LOSSES
 
 
 class Config(Section):
@@ -27,7 +28,9 @@ class Config(Section):
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="What is trained.")
     loss_fn: ObjectSpec | None = Field(
-        default=None, description="`package.module:Name`, or with `args`; unset: the model's own loss."
+        default=None,
+        description="`cross_entropy`, `mse`, `l1`, `bce_with_logits`, `package.module:Name`, or one with `args`; "
+        "unset: the model's own loss.",
     )
     data: DataConfig = Field(default_factory=DataConfig, description="What it is trained on.")
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="The step and the optimizer.")
@@ -35,6 +38,16 @@ class Config(Section):
     distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="Ranks.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and resuming.")
     monitor: MonitorConfig = Field(default_factory=MonitorConfig, description="Logging and warnings.")
+
+    @field_validator("loss_fn", mode="before")
+    @classmethod
+    def _loss_by_name(cls, value: Any) -> Any:
+        """Spell out the short name of a loss that ships: `loss_fn: mse`, or `{name: mse, args: {…}}`."""
+        if isinstance(value, str):
+            return LOSSES.shipped.get(value, value)
+        if isinstance(value, dict):
+            return {**value, "name": LOSSES.shipped.get(str(value.get("name")), value.get("name"))}
+        return value
 
     @model_validator(mode="after")
     def _accelerate_speaks_for_both(self) -> "Config":

@@ -6,7 +6,8 @@ from pydantic import Field, field_validator
 
 from lockstep.config.named import Named
 from lockstep.config.schema_training import Section
-from lockstep.strategy import AUTO, STRATEGIES
+from lockstep.registry import STRATEGIES
+from lockstep.strategy import AUTO
 
 DType = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal[

@@ -1,12 +1,14 @@
 """The sections `checkpoint` and `monitor`: what a run keeps and what it shows."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from lockstep.config.named import Named
 from lockstep.config.schema_training import ObjectSpec, Section
+from lockstep.registry import SINKS
 
-Sink = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
+SinkName = Annotated[str, Named(SINKS)]
 
 
 class CheckpointConfig(Section):
@@ -90,8 +92,9 @@ class MonitorConfig(Section):
     """What the run shows."""
 
     log_steps: int = Field(default=10, ge=1, description="Steps between records.")
-    sinks: list[Sink] = Field(
-        default_factory=lambda: list[Sink](("console", "jsonl", "tensorboard")), description="Where records go."
+    sinks: list[SinkName] = Field(
+        default_factory=lambda: ["console", "jsonl", "tensorboard"],
+        description="Where records go; `package.module:Name`: a sink of your own.",
     )
     callbacks: list[ObjectSpec] = Field(
         default_factory=list, description="Objects of your own, `package.module:Name`, called with every record."

@@ -7,9 +7,12 @@ What a config does not ask for is not done: its defaults are those of a plain lo
 a schedule and without clipping, on the command line and in Python. The configs that ship write their recipes out.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from lockstep.config.named import Named
+from lockstep.registry import OPTIMIZERS, SCHEDULES
 
 
 class Section(BaseModel):
@@ -154,14 +157,14 @@ class TrainingConfig(Section):
         description="Samples in a step over all ranks = batch_size × gradient_accumulation_steps × data-parallel size. "
         "Set, accumulation follows from it, and the same run is had on any number of ranks.",
     )
-    optimizer: str = Field(
-        default="adamw", min_length=1, description="`adamw`, `adam`, `sgd`, or `package.module:Name`."
+    optimizer: Annotated[str, Named(OPTIMIZERS)] = Field(
+        default="adamw", description="`adamw`, `adam`, `sgd`, or `package.module:Name`."
     )
     optimizer_args: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments of the optimizer, for example `betas` or `momentum`."
     )
     learning_rate: float = Field(default=1e-3, ge=0, description="The peak, before `lr_scaling`.")
-    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+    lr_schedule: Annotated[str, Named(SCHEDULES)] = Field(
         default="constant",
         description="After the warm-up: constant (or null); linear or one half-cosine to `min_lr_ratio`; `wsd` "
         "(warm-up, stable, decay): constant, then linear over the last `wsd_decay_ratio` of the steps.",

@@ -7,22 +7,10 @@ from typing import Any
 
 from lockstep.config import DataConfig
 from lockstep.data.dataset import Data
-from lockstep.data.digits import digits
 from lockstep.data.hugging_face import hugging_face
-from lockstep.data.python_docs import python_docs
 from lockstep.data.reader import users_line
-from lockstep.data.text import text
-from lockstep.data.tokens import tokens
 from lockstep.errors import LockstepError, UsageError, did_you_mean
-from lockstep.registry import load_object
-
-BUILDERS: dict[str, Callable[..., Data]] = {
-    "python-docs": python_docs,
-    "text": text,
-    "tokens": tokens,
-    "digits": digits,
-}
-_CHOICES = ", ".join([*BUILDERS, "hf:NAME", "package.module:Class"])
+from lockstep.registry import DATA_SETS
 
 
 def build_data(data: DataConfig, *, seed: int = 0) -> Data:
@@ -36,7 +24,7 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
     """
     name, args = data.name, dict(data.args)
     if name is None:
-        raise UsageError("the config names no data", where="data.name", fix=f"set it: {_CHOICES}")
+        raise UsageError("the config names no data", where="data.name", fix=f"set it: {DATA_SETS.names()}")
     if name.startswith("hf:"):
         return _made(partial(hugging_face, name.removeprefix("hf:")), args, name)
     if ":" in name:
@@ -56,15 +44,7 @@ def check_data(data: DataConfig) -> None:
 
 
 def _builder(name: str) -> Callable[..., Any]:
-    if ":" not in name:
-        if name not in BUILDERS:
-            raise UsageError(
-                f"there is no data set {name!r}{did_you_mean(name, BUILDERS)}",
-                where="data.name",
-                fix=f"choose one of {_CHOICES}",
-            )
-        return BUILDERS[name]
-    builder = load_object(name, "data.name")
+    builder = DATA_SETS.load(name)
     if not callable(builder):
         raise UsageError(
             f"{name} is no class or function",

@@ -15,17 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.config.names import foreign_key
 from lockstep.errors import UsageError, did_you_mean
-from lockstep.registry import load_object
+from lockstep.registry import MODELS
 
 if TYPE_CHECKING:
     from torch import nn
-
-_FAMILIES = {
-    "bdh": "lockstep.models.bdh:BDH",
-    "transformer": "lockstep.models.transformer:Transformer",
-    "free_transformer": "lockstep.models.free_transformer:FreeTransformer",
-    "vae": "lockstep.models.vae:VAE",
-}
 
 
 class ModelSettings(Protocol):
@@ -67,7 +60,7 @@ def build_model(model_config: ModelSettings, facts: Mapping[str, Any] | None = N
         UsageError: no such model, or arguments that it does not take.
     """
     if model_config.name is None:
-        raise UsageError("no model is named", where="model.name", fix=f"write {_known_names()}")
+        raise UsageError("no model is named", where="model.name", fix=f"write {MODELS.names()}")
     name = model_config.name
     return _construct(name, _constructor(name), dict(model_config.args), facts or {})
 
@@ -78,14 +71,7 @@ def _constructor(name: str) -> Callable[..., "nn.Module"]:
 
         source = name.removeprefix("hf:")
         return partial(hf.from_files if Path(source).exists() else hf.from_type, source)
-    path = _FAMILIES.get(name, name)
-    if ":" not in path:
-        raise UsageError(
-            f"there is no model {name!r}{did_you_mean(name, _FAMILIES)}",
-            where="model.name",
-            fix=f"write {_known_names()}",
-        )
-    found = load_object(path, "model.name")
+    found = MODELS.load(name)
     if not callable(found):
         raise UsageError(
             f"{name!r} is a {type(found).__name__}, not a class or a function",
@@ -148,7 +134,3 @@ def _require_accepted(name: str, constructor: Callable[..., "nn.Module"], args: 
             fix=f"write {ours}" if ours in accepted else f"it takes {', '.join(accepted) or 'none'}",
         )
     return accepted
-
-
-def _known_names() -> str:
-    return f"{', '.join(_FAMILIES)}, hf:FOLDER_OR_TYPE or package.module:Class"

@@ -5,19 +5,18 @@ import sys
 import time
 from typing import Any, TextIO
 
-Row = dict[str, Any]
+from lockstep.monitor.sinks import Row, SinkContext
+
 _LINES_SECONDS = 0.1
 
 
 class Console:
-    """One line for each logged step, or a bar that follows it.
+    """One line for each logged step, or a bar that follows it."""
 
-    Args:
-        total_steps: of the whole run, where known.
-        start_step: the step that this process goes on from.
-    """
+    at_once = True
 
-    def __init__(self, total_steps: int | None, start_step: int = 0) -> None:
+    def __init__(self, context: SinkContext) -> None:
+        total_steps, start_step = context.total_steps, context.start_step
         self._total = total_steps
         self._first: tuple[int, float] | None = None  # step and time of the first record of this process
         self._live: _Live | None = None

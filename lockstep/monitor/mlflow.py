@@ -7,27 +7,21 @@ import os
 from importlib import import_module
 from typing import Any
 
-from lockstep.monitor.missing import left_out
 from lockstep.monitor.scalars import scalars
-from lockstep.monitor.sinks import Row, Sink
-from lockstep.records import RunDirectory
+from lockstep.monitor.sinks import Row, SinkContext
 
 _LONGEST = 500  # characters of a parameter's value
 
 
-def open_mlflow(run: RunDirectory, experiment: str) -> Sink | None:
-    """A sink, or None, having said so, where the library is missing. It connects at the first record."""
-    try:
-        library = import_module("mlflow")
-    except ImportError:
-        left_out("mlflow", "mlflow")
-        return None
-    return _Mlflow(library, run, experiment)
+class Mlflow:
+    """Logs to an MLflow run, which it joins at the first record."""
 
+    needs_run_directory = True
+    own_thread = True
 
-class _Mlflow:
-    def __init__(self, library: Any, run: RunDirectory, experiment: str) -> None:
-        self._library, self._run, self._experiment = library, run, experiment
+    def __init__(self, context: SinkContext) -> None:
+        self._library = import_module("mlflow")
+        self._run, self._experiment = context.directory, context.experiment
         self._client: Any = None
         self._id = ""
 

@@ -7,10 +7,13 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lockstep.config import MonitorConfig
+from lockstep.monitor.missing import left_out
 from lockstep.records import RunDirectory
+from lockstep.registry import SINKS
 
 Row = dict[str, Any]
 Event = Callable[..., None]
@@ -18,8 +21,41 @@ Event = Callable[..., None]
 _log = logging.getLogger("lockstep")
 
 
+@dataclass(frozen=True)
+class SinkContext:
+    """What a sink is made with.
+
+    Attributes:
+        config: the section `monitor`.
+        run: the run directory; None where nothing is written.
+        total_steps: of the whole run, where known.
+        start_step: the step that this process goes on from.
+    """
+
+    config: MonitorConfig
+    run: RunDirectory | None
+    total_steps: int | None
+    start_step: int
+
+    @property
+    def directory(self) -> RunDirectory:
+        """Return the run directory, for sinks that need one."""
+        assert self.run is not None, "a sink that needs a run directory says so: needs_run_directory"
+        return self.run
+
+    @property
+    def experiment(self) -> str:
+        """Return the project or experiment that runs belong to."""
+        return self.config.experiment or "lockstep"
+
+
 class Sink(Protocol):
-    """Where records go. `row` holds plain numbers by the names of `StepRecord`."""
+    """Where records go: made of a `SinkContext`. `row` holds plain numbers by the names of `StepRecord`.
+
+    A class may say more of itself: `at_once = True`: written in the training thread, for what is seen at once;
+    `own_thread = True`: for servers that may hang; `needs_run_directory = True`: left out where there is none. An
+    `ImportError` from its constructor leaves it out with a warning.
+    """
 
     def on_step(self, row: Row) -> None: ...
 
@@ -38,8 +74,10 @@ class Written(Sink, Protocol):
 class Jsonl:
     """`metrics.jsonl` of the run directory."""
 
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
+    needs_run_directory = True
+
+    def __init__(self, context: SinkContext) -> None:
+        self._run = context.directory
 
     def on_step(self, row: Row) -> None:
         self._run.append_metrics(row)
@@ -111,34 +149,21 @@ def build_sinks(
     """
     from lockstep.monitor.background import Background
 
+    context = SinkContext(config, run, total_steps, start_step)
     made: list[Written] = []
     files: list[Guarded] = []
     for name in config.sinks:
-        sink: Sink | None = None
-        if name == "console":
-            from lockstep.monitor.console import Console
-
-            sink = Console(total_steps, start_step)
-        elif name == "jsonl":
-            sink = Jsonl(run) if run is not None else None
-        elif name == "tensorboard":
-            from lockstep.monitor.tensorboard import open_tensorboard
-
-            sink = open_tensorboard(run) if run is not None else None
-        elif name == "wandb":
-            from lockstep.monitor.wandb import open_wandb
-
-            sink = open_wandb(run, config.experiment or "lockstep") if run is not None else None
-        elif name == "mlflow":
-            from lockstep.monitor.mlflow import open_mlflow
-
-            sink = open_mlflow(run, config.experiment or "lockstep") if run is not None else None
-        if sink is None:
+        kind = SINKS.load(name)
+        if run is None and getattr(kind, "needs_run_directory", False):
             continue
-        guarded = Guarded(f"the sink {name}", sink, event)
-        if name == "console":
+        try:
+            guarded = Guarded(f"the sink {name}", kind(context), event)
+        except ImportError as error:
+            left_out(name, name if name in SINKS.shipped else None, error)
+            continue
+        if getattr(kind, "at_once", False):
             made.append(guarded)
-        elif name in ("wandb", "mlflow"):
+        elif getattr(kind, "own_thread", False):
             made.append(Background([guarded], event))
         else:
             files.append(guarded)

@@ -11,23 +11,18 @@ import time
 from importlib import import_module
 from typing import Any
 
-from lockstep.monitor.missing import left_out
 from lockstep.monitor.scalars import scalars
-from lockstep.monitor.sinks import Row, Sink
-from lockstep.records import RunDirectory, append_whole
+from lockstep.monitor.sinks import Row, SinkContext
+from lockstep.records import append_whole
 
 
-def open_tensorboard(run: RunDirectory) -> Sink | None:
-    """A sink that writes to `RUN/tensorboard`, or None, having said so, where the library is missing."""
-    try:
-        return _TensorBoard(run)
-    except ImportError:
-        left_out("tensorboard", "tensorboard")
-        return None
+class TensorBoard:
+    """Writes scalars to `RUN/tensorboard`."""
 
+    needs_run_directory = True
 
-class _TensorBoard:
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, context: SinkContext) -> None:
+        run = context.directory
         events = import_module("tensorboard.compat.proto.event_pb2")
         self._event, self._summary = events.Event, import_module("tensorboard.compat.proto.summary_pb2").Summary
         self._as_record = import_module("tensorboard.summary.writer.record_writer").RecordWriter

@@ -8,25 +8,20 @@ import hashlib
 from importlib import import_module
 from typing import Any
 
-from lockstep.monitor.missing import left_out
 from lockstep.monitor.scalars import scalars
-from lockstep.monitor.sinks import Row, Sink
+from lockstep.monitor.sinks import Row, SinkContext
 from lockstep.records import RunDirectory
 
 
-def open_wandb(run: RunDirectory, experiment: str) -> Sink | None:
-    """A sink, or None, having said so, where the library is missing. It connects at the first record."""
-    try:
-        library = import_module("wandb")
-    except ImportError:
-        left_out("wandb", "wandb")
-        return None
-    return _Wandb(library, run, experiment)
+class WeightsAndBiases:
+    """Logs to a W&B run, which it joins at the first record."""
 
+    needs_run_directory = True
+    own_thread = True
 
-class _Wandb:
-    def __init__(self, library: Any, run: RunDirectory, experiment: str) -> None:
-        self._library, self._run, self._experiment = library, run, experiment
+    def __init__(self, context: SinkContext) -> None:
+        self._library = import_module("wandb")
+        self._run, self._experiment = context.directory, context.experiment
         self._open: Any = None
 
     def on_step(self, row: Row) -> None:

@@ -28,8 +28,9 @@ from lockstep.parallel.placement import Applied, Placement, shared_out
 from lockstep.parallel.tree import tree_shares
 from lockstep.parallel.tree_local import ReplicaTree
 from lockstep.parallel.trial import Hook
+from lockstep.registry import STRATEGIES
 from lockstep.rules import Contradiction
-from lockstep.strategy import STRATEGIES, Strategy
+from lockstep.strategy import Strategy
 
 # torch 2.13 renames the switch that leaves buffers alone; the old name warns there.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters

@@ -32,9 +32,9 @@ from lockstep.parallel.placed import MicroStep, Placed, strided_shares
 from lockstep.parallel.placement import Applied, Placement, shared_out
 from lockstep.parallel.tree import hybrid_shares
 from lockstep.parallel.tree_fsdp import ShardTree
-from lockstep.registry import load_object
+from lockstep.registry import STRATEGIES, load_object
 from lockstep.rules import Contradiction
-from lockstep.strategy import STRATEGIES, Strategy, given_sizes
+from lockstep.strategy import Strategy, given_sizes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 

@@ -32,7 +32,7 @@ def placed_in_order(placement: Placement, applied: Applied) -> Placed:
         forward_backward=in_order(micro_step),
         evaluate=evaluated(model, p.objective, p.cursor, p.precision),
         forward=plain_forward(model, p.precision),
-        finish_gradients=applied.tree.finish if applied.tree is not None else lambda: None,
+        finish_gradients=applied.finish_gradients if applied.tree is None else applied.tree.finish,
         settle=applied.compression.settle,
         norm_groups=applied.norm_groups,
         counted=applied.counted,

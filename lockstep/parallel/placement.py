@@ -115,6 +115,7 @@ class Applied:
         micro_step: forward and backward of one micro-batch.
         assign: micro-batches in a step → (index, real) of those that this rank runs.
         tree: where the step must be the same in every bit.
+        finish_gradients: what is left to do to `.grad` after the last backward pass of a step without a tree.
         compression: of gradients on the wire.
         norm_groups: process groups over which squared norms of the local gradients add up.
         counted: see `Placed.counted`.
@@ -124,6 +125,7 @@ class Applied:
     micro_step: MicroStep
     assign: Callable[[int], list[tuple[int, bool]]]
     tree: Tree | None = None
+    finish_gradients: Callable[[], None] = lambda: None
     compression: Compression = field(default_factory=Compression)
     norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
     counted: set[str] | None = None

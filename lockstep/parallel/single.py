@@ -11,7 +11,8 @@ from lockstep.parallel.in_order import placed_in_order
 from lockstep.parallel.placed import Placed, contiguous_shares
 from lockstep.parallel.placement import Applied, Placement, shared_out
 from lockstep.parallel.tree_local import LocalTree
-from lockstep.strategy import STRATEGIES, Strategy
+from lockstep.registry import STRATEGIES
+from lockstep.strategy import Strategy
 
 
 class Single(Strategy):

@@ -55,6 +55,36 @@ class LocalTree:
         finish([p.grad for p in self._parameters if p.grad is not None])
 
 
+class ExchangedTree(LocalTree):
+    """Sums gradients of the micro-batches that this rank runs, and once a step over replicas, in one exchange.
+
+    Args:
+        parameters: whole on every rank, the same ones in the same order.
+        group: of the replicas.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        super().__init__(parameters)
+        self._group = group
+
+    def _total(self) -> None:
+        leaves = self._partials.leaves
+        nodes = tree_assignment(leaves, self._group.size())[self._group.rank()]
+        held = [self._partials.take(node) for node in nodes]
+        sums = [None if values is None else self._flat(values) for values in held]
+        total = self._flat([None] * len(self._parameters))
+        exchange = TreeAllReduce(sums, total, leaves, self._group)
+        exchange.fold()
+        exchange.finish(total)
+        sizes = [parameter.numel() for parameter in self._parameters]
+        for parameter, piece in zip(self._parameters, torch.split(total, sizes), strict=True):
+            parameter.grad = piece.view_as(parameter)
+
+    def _flat(self, values: Sequence[Tensor | None]) -> Tensor:
+        both = zip(self._parameters, values, strict=True)
+        return torch.cat([torch.zeros_like(p).flatten() if v is None else v.flatten() for p, v in both])
+
+
 class ReplicaTree:
     """The hook by which DDP reduces buckets up the tree.
 

@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config import MonitorConfig
 from lockstep.monitor.console import Console, duration, number, step_line
+from lockstep.monitor.sinks import SinkContext
 from tests.launch.shared import on_a_terminal
 
 _ROW = {"step": 10, "loss": 2.34567, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 12345.6, "step_seconds": 0.25}
 
 
 def test_a_plain_line_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(300)
+    console = Console(SinkContext(MonitorConfig(), None, 300, 0))
     console.on_step(_ROW)
     console.on_step({**_ROW, "step": 20, "loss": "nan", "skipped": True})
     console.on_eval({"step": 20, "eval_loss": 2.0, "time": 1.0})
@@ -39,7 +41,7 @@ from pathlib import Path
 from lockstep.launch.streams import to_log
 from lockstep.monitor.console import Console
 with to_log(Path("rank-0.log"), on_console=(True, True), descriptors=True):
-    console = Console(3)
+    console = Console(SinkContext(MonitorConfig(), None, 3, 0))
     for step in (1, 2, 3):
         console.on_step({"step": step, "loss": 1.5, "grad_norm": 1.0, "lr": 0.1})
         print("the program says", step)

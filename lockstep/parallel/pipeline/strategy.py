@@ -9,8 +9,9 @@ from lockstep.costs.steps import ModelSize
 from lockstep.layout import Layout, multiplied
 from lockstep.parallel.fsdp import describe_shards
 from lockstep.parallel.pipeline.schedules import SCHEDULES
+from lockstep.registry import STRATEGIES
 from lockstep.rules import Contradiction
-from lockstep.strategy import STRATEGIES, Strategy, given_sizes
+from lockstep.strategy import Strategy, given_sizes
 
 if TYPE_CHECKING:
     from lockstep.parallel.placed import Placed

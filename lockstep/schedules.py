@@ -1,0 +1,60 @@
+"""Schedules of the learning rate after the warm-up: functions of the number of updates made.
+
+Each returns what the peak learning rate is multiplied by. One of the user's own is such a function in any package,
+written `training.lr_schedule: package.module:name`.
+"""
+
+import math
+from typing import Protocol
+
+
+class Schedule(Protocol):
+    """What a schedule may look at.
+
+    Attributes:
+        total: updates in the whole run.
+        warmup: updates over which the rate rises to its peak.
+        min_ratio: what is left of the peak at the end.
+        decay_ratio: share of `total` at the end in which `wsd` falls.
+    """
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def warmup(self) -> int: ...
+
+    @property
+    def min_ratio(self) -> float: ...
+
+    @property
+    def decay_ratio(self) -> float: ...
+
+
+def constant(updates: int, schedule: Schedule) -> float:
+    """Return 1: the rate stays at its peak."""
+    return 1.0
+
+
+def linear(updates: int, schedule: Schedule) -> float:
+    """Fall in a straight line from the end of the warm-up."""
+    return _left(1 - _progress(updates, schedule.warmup, schedule.total), schedule)
+
+
+def cosine(updates: int, schedule: Schedule) -> float:
+    """Fall in one half-cosine from the end of the warm-up."""
+    return _left(0.5 * (1 + math.cos(math.pi * _progress(updates, schedule.warmup, schedule.total))), schedule)
+
+
+def warmup_stable_decay(updates: int, schedule: Schedule) -> float:
+    """Stay at the peak, and fall in a straight line over the last updates."""
+    start = max(schedule.warmup, schedule.total - round(schedule.total * schedule.decay_ratio))
+    return _left(1 - _progress(updates, start, schedule.total), schedule)
+
+
+def _progress(updates: int, start: int, total: int) -> float:
+    return min(1.0, max(0.0, (updates - start) / max(1, total - start)))
+
+
+def _left(shape: float, schedule: Schedule) -> float:
+    return schedule.min_ratio + (1 - schedule.min_ratio) * shape

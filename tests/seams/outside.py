@@ -1,0 +1,34 @@
+"""Packages of other people: files written outside of the repository, found through PYTHONPATH."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+class Outside:
+    """A folder with a package of its own, and `lockstep` run from there.
+
+    Args:
+        folder: empty.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file of the package, or a config."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def lockstep(self, *words: object, code: int = 0) -> str:
+        """Run a command in the folder and return what it prints; `code` is the exit code that it must have."""
+        environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "lockstep", *map(str, words)],
+            cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr

@@ -1,0 +1,118 @@
+"""A strategy from a package outside of the repository, with no edit within it: CONTRIBUTING.md, "A strategy"."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.seams.outside import Outside
+
+STRATEGY = '''
+"""Replicas that exchange gradients by one plain all-reduce for each parameter, after the last backward pass."""
+
+import torch
+import torch.distributed as dist
+
+from lockstep.parallel.in_order import placed_in_order
+from lockstep.parallel.placed import contiguous_shares
+from lockstep.parallel.placement import Applied, shared_out
+from lockstep.parallel.tree import tree_shares
+from lockstep.parallel.tree_local import ExchangedTree
+from lockstep.strategy import Strategy
+
+
+class PlainAllReduce(Strategy):
+    def place(self, placement):
+        placement.materialise()
+        group = placement.mesh["replicate"].get_group()
+        parameters = [p for p in placement.model.parameters() if p.requires_grad]
+
+        def all_reduce():
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=group)
+
+        exact = placement.reproducible
+        applied = Applied(
+            placement.loop(placement.model),
+            shared_out(tree_shares if exact else contiguous_shares, placement),
+            tree=ExchangedTree(parameters, group) if exact else None,
+            finish_gradients=all_reduce,
+        )
+        return placed_in_order(placement, applied)
+
+
+class NotOne:
+    pass
+'''
+CONFIG = """
+model: {name: transformer, args: {n_layer: 2, n_embd: 16, n_head: 2, vocab_size: 17, block_size: 8, dropout: 0.1}}
+data: {name: "their.data:Tokens"}
+training: {max_steps: 3, batch_size: 2, global_batch_size: 8, eval_steps: null}
+distributed: {device: cpu, strategy: "their.replicas:PlainAllReduce"}
+monitor: {sinks: [jsonl]}
+"""
+NAME = "their.replicas:PlainAllReduce"
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Outside:
+    found = Outside(tmp_path)
+    found.write("their/replicas.py", STRATEGY)
+    found.write("their/__init__.py", "")
+    found.write("config.yaml", CONFIG)
+    found.write("their/data.py", DATA)
+    return found
+
+
+DATA = """
+import torch
+from torch.utils.data import Dataset
+
+
+class Tokens(Dataset):
+    deterministic = True
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = torch.arange(index, index + 9) % 17
+        return {"input_ids": ids[:-1], "targets": ids[1:]}
+"""
+
+
+def test_it_takes_the_same_steps_as_one_process(outside: Outside) -> None:
+    """Up to the order of summation, and in every bit; on 2 and on 3 ranks, beside strategies that ship."""
+    against = f"{NAME}:2,{NAME}:3,ddp:2"
+    assert f"{NAME}:3" in outside.lockstep("verify", "config.yaml", "--against", against, "--steps", 3)
+    exact = outside.lockstep(
+        "verify", "config.yaml", "--against", against, "--steps", 3, "distributed.reproducible=true"
+    )
+    assert "every bit" in exact
+
+
+def test_a_run_under_it_ends_in_the_digest_of_one_process(outside: Outside) -> None:
+    digests = set()
+    for name, more in (("theirs", []), ("single", ["--strategy", "single"])):
+        ranks = [] if more else ["--nproc-per-node", 2]
+        same = "distributed.reproducible=true"
+        said = outside.lockstep("train", "config.yaml", *more, *ranks, "--output-dir", name, same)
+        assert more or f"{NAME}:2" in said
+        digests.add(outside.lockstep("checkpoint", "digest", f"{name}/checkpoints/step-00000003").split()[0])
+    assert len(digests) == 1
+
+
+def test_plans_and_help_know_its_name(outside: Outside) -> None:
+    rows = outside.lockstep("plan", "config.yaml", "--gpus", 4, "--gpu-type", "A100-80GB").splitlines()
+    assert any(f"{NAME}:4" in row for row in rows)
+    assert "package.module:Name" in outside.lockstep("train", "--help")
+
+
+def test_what_is_no_strategy_is_refused_before_ranks_start(outside: Outside) -> None:
+    said = outside.lockstep("train", "config.yaml", "--strategy", "their.replicas:NotOne", code=2)
+    assert "their.replicas:NotOne is not a subclass of lockstep.strategy.Strategy" in said
+    said = outside.lockstep("train", "config.yaml", "--strategy", "their.replicas:PlainAllReduc", code=2)
+    assert "write PlainAllReduce" in said
+    said = outside.lockstep("train", "config.yaml", "--strategy", "fdsp", code=2)
+    assert "write fsdp" in said
