@@ -45,7 +45,7 @@ class Config(Section):
         """Spell out the short name of a loss that ships: `loss_fn: mse`, or `{name: mse, args: {…}}`."""
         if isinstance(value, str):
             return LOSSES.shipped.get(value, value)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and "name" in value:
             return {**value, "name": LOSSES.shipped.get(str(value.get("name")), value.get("name"))}
         return value
 

@@ -38,8 +38,10 @@ def test_numbers_and_times() -> None:
 _LIVE = """
 import sys, time
 from pathlib import Path
+from lockstep.config import MonitorConfig
 from lockstep.launch.streams import to_log
 from lockstep.monitor.console import Console
+from lockstep.monitor.sinks import SinkContext
 with to_log(Path("rank-0.log"), on_console=(True, True), descriptors=True):
     console = Console(SinkContext(MonitorConfig(), None, 3, 0))
     for step in (1, 2, 3):

@@ -1,0 +1,112 @@
+"""Models, data sets, optimizers, schedules, losses and sinks of another package: CONTRIBUTING.md, "Where things go"."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.seams.outside import Outside
+
+THEIRS = """
+import json
+import os
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+
+class Line(nn.Module):
+    def __init__(self, width=3):
+        super().__init__()
+        self.linear = nn.Linear(width, 1)
+
+    def forward(self, x):
+        return self.linear(x).squeeze(-1)
+
+
+class Points(Dataset):
+    deterministic = True
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        x = torch.tensor([index % 3, index % 5, index % 7], dtype=torch.float32)
+        return x, x.sum()
+
+
+class Steady(torch.optim.SGD):
+    pass
+
+
+def halves(updates, schedule):
+    return 0.5**updates
+
+
+class Table:
+    needs_run_directory = True
+
+    def __init__(self, context):
+        self.path = context.directory.path / "table.txt"
+        self.total = context.total_steps
+
+    def on_step(self, row):
+        with self.path.open("a") as file:
+            print(row["step"], "of", self.total, row["lr"], file=file)
+
+    def on_eval(self, row):
+        pass
+
+    def close(self):
+        pass
+
+
+class NeedsMore:
+    def __init__(self, context):
+        import a_library_that_nobody_has
+"""
+CONFIG = """
+model: {name: "theirs:Line", args: {width: 3}}
+loss_fn: mse
+data: {name: "theirs:Points"}
+training:
+  {max_steps: 4, batch_size: 4, learning_rate: 0.01, optimizer: "theirs:Steady", lr_schedule: "theirs:halves",
+   eval_steps: null}
+distributed: {device: cpu, strategy: single}
+checkpoint: {save_strategy: none}
+monitor: {log_steps: 1, sinks: [jsonl, "theirs:Table", "theirs:NeedsMore"]}
+"""
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Outside:
+    found = Outside(tmp_path)
+    found.write("theirs.py", THEIRS)
+    found.write("config.yaml", CONFIG)
+    return found
+
+
+def test_a_run_takes_all_of_them_from_another_package(outside: Outside) -> None:
+    assert "ok: theirs:Line on theirs:Points" in outside.lockstep("config", "check", "config.yaml")
+    said = outside.lockstep("train", "config.yaml", "--output-dir", "run")
+    assert "the sink theirs:NeedsMore is left out: No module named 'a_library_that_nobody_has'" in said
+    rows = [json.loads(line) for line in (outside.folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["lr"] for row in rows] == pytest.approx([0.01, 0.005, 0.0025, 0.00125])
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    written = (outside.folder / "run/table.txt").read_text().splitlines()
+    assert written == [f"{row['step']} of 4 {row['lr']}" for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "near"),
+    [
+        ("monitor.sinks", "[consol]", "write console"),
+        ("training.lr_schedule", "cosin", "write cosine"),
+        ("training.optimizer", "adamm", "write adam"),
+        ("model.name", "bhd", "did you mean 'bdh'"),
+        ("data.name", "tex", "did you mean 'text'"),
+    ],
+)
+def test_a_name_that_is_near_is_told(key: str, value: str, near: str, outside: Outside) -> None:
+    assert near in outside.lockstep("config", "check", "config.yaml", f"{key}={value}", code=2)
