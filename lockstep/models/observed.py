@@ -75,6 +75,12 @@ class LossCalls:
         # Several means over different things have one weight in common only where none of them leaves anything out.
         return samples(batch) if all(int(mean.divisor) == mean.size for mean in self.means) else None
 
+    def divisors(self) -> tuple[float, ...]:
+        """What each mean was divided by; empty where they are of the same targets, or not all that is in a loss."""
+        if self.others or (len(self.means) > 1 and len({mean.size for mean in self.means}) == 1):
+            return ()
+        return tuple(float(mean.divisor) for mean in self.means)
+
 
 def _average(counts: list[int | Tensor]) -> int | Tensor:
     if all(isinstance(count, int) and count == counts[0] for count in counts):

@@ -41,11 +41,13 @@ class Observed:
         told: torch's loss functions told what it is a mean over; None: it was not computed in this process.
         looks: whether it is looked for auxiliary terms.
         auxiliary: some were added to it that no cut of the batch keeps: the load balancing of experts.
+        divisors: what its terms were divided by, and what it was counted by; empty where that does not tell.
     """
 
     told: bool | None = None
     looks: bool = True
     auxiliary: bool = False
+    divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,11 @@ class Objective:
             self.observed.told = count is not None
             if self.observed.looks:
                 self.observed.auxiliary = _has_auxiliary(outputs)
+                self.observed.divisors = calls.divisors()
         if count is None:
             count = self.count(batch)
+        if self.observed is not None and self.observed.looks and self.observed.divisors:
+            self.observed.divisors += (float(count),)
         if not self.is_mean:
             return loss, 1, count
         if isinstance(count, int) and count > 0:

@@ -75,6 +75,7 @@ class LossCheck:
 
     def __init__(self, placed: Placed, *, compiled: bool, coarse: bool) -> None:
         self._placed, self.left = placed, STEPS
+        self._proportional = True
         strategy = placed.layout.strategy
         self._compares = not (compiled or placed.workers is not None or strategy in ("pipeline", "dp"))
         coarse = coarse or placed.cursor.device.type != "cpu"
@@ -155,23 +156,38 @@ class LossCheck:
     def _losses(self, batches: Sequence[Any], step: int, phase: str) -> list[tuple[float, float]]:
         """(mean, count) of each batch; fewer where the model returns no loss in evaluation mode."""
         placed, losses = self._placed, _Losses()
+        observed = placed.objective.observed
         with placed.cursor.running(phase, step):
             for batch in batches:
                 try:
                     placed.evaluate([Share(0, batch)], losses)
                 except Exception:  # whatever a model raises where it is not trained; training will raise what matters
                     break
+                losses.divisors.append(() if observed is None else observed.divisors)
+        self._proportional = _proportional(losses.divisors)
         return losses.found
 
     def _adds_up(self, losses: list[tuple[float, float]]) -> bool | None:
         if len(losses) < 3 or not all(math.isfinite(mean) for mean, _ in losses):
             return None
         (whole, _), *halves = losses
+        if self._placed.objective.must_be_told and not self._proportional:
+            return False  # though the terms may happen to be as large for the one half as for the other
         count = sum(each for _, each in halves)
         return self._close(whole, sum(mean * each for mean, each in halves) / count, losses) if count else None
 
     def _close(self, one: float, other: float, losses: list[tuple[float, float]]) -> bool:
         return abs(one - other) <= self._tolerance * max(abs(mean) for mean, _ in losses)
+
+
+def _proportional(divisors: Sequence[tuple[float, ...]]) -> bool:
+    """Whether what the means were divided by has one proportion in all batches: their sum has one weight only then."""
+    known = [each for each in divisors if each and all(each)]
+    return all(
+        len(each) == len(known[0])
+        and all(math.isclose(a * known[0][-1], b * each[-1]) for a, b in zip(each, known[0], strict=True))
+        for each in known
+    )
 
 
 class _Losses(Ledger):
@@ -180,6 +196,7 @@ class _Losses(Ledger):
     def __init__(self) -> None:
         super().__init__(0, torch.device("cpu"), shared=False)
         self.found: list[tuple[float, float]] = []
+        self.divisors: list[tuple[float, ...]] = []
 
     def enter(self, share: Share, loss: Loss) -> None:
         count = float(loss.targets)
