@@ -2,32 +2,36 @@
 
 A mean that is weighted by something else than what it was divided by gives another loss, and another gradient, for
 every cut of the same samples. All topologies agree on it, so only another cut shows it. The comparison runs in
-evaluation mode, without gradients; it leaves buffers, random numbers and what modules count as they were.
+evaluation mode, without gradients; it leaves buffers, random numbers and what modules count as they were. Compiled
+blocks run as they are written, so that nothing is compiled for the shapes of the halves.
 
-Nothing is compared where a step is one micro-batch, for then no cut matters; where the forward pass draws random
-numbers even in evaluation mode; under pipelines, dp, diloco and torch.compile; and in batches that can't be halved.
+Nothing is compared where an update is made of one micro-batch, for then no cut matters; where the forward pass draws
+random numbers even in evaluation mode, or returns no loss there; and in batches that can't be halved.
 """
 
 import math
 import random
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from lockstep.collectives import is_main_process
 from lockstep.errors import UsageError
 from lockstep.groups import object_device
+from lockstep.models.observed import loss_calls
 from lockstep.models.protocol import num_samples
 from lockstep.monitor.over_ranks import gather_objects
 from lockstep.parallel import Ledger, Loss, Placed, Share
+from lockstep.parallel.compiled import compiled_blocks
 from lockstep.trainer.evaluation import evaluating
 from lockstep.trainer.loss_weights import line_to_write
 
@@ -74,10 +78,8 @@ class LossCheck:
     """
 
     def __init__(self, placed: Placed, *, compiled: bool, coarse: bool) -> None:
-        self._placed, self.left = placed, STEPS
+        self._placed, self._compiled, self.left = placed, compiled, STEPS
         self._proportional = True
-        strategy = placed.layout.strategy
-        self._compares = not (compiled or placed.workers is not None or strategy in ("pipeline", "dp"))
         coarse = coarse or placed.cursor.device.type != "cpu"
         coarse = coarse or any(p.dtype in (torch.bfloat16, torch.float16) for p in placed.parameters.values())
         self._tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE
@@ -96,18 +98,18 @@ class LossCheck:
         Raises:
             UsageError: a Hugging Face model's loss does not add up, or nothing tells what it is a mean over.
         """
-        if not self.left or slots < 2:
+        placed = self._placed
+        models = placed.workers.total if placed.workers is not None else 1
+        if not self.left or slots <= models:  # each is updated from one micro-batch, or none
             return
         self.left -= 1
-        observed = self._placed.objective.observed
+        observed = placed.objective.observed
         if observed is not None:
             observed.looks = self.left > 0
-        if self._compares:
-            if self._placed.layout.shard > 1:
-                shares = [Share(0, self._of_rank_0(shares[0].batch))]
-            self._judge(gather_objects(self._found(shares, step)))
-        elif self.left < STEPS - 1 and observed is not None:  # the step before has shown what its loss tells
-            self._judge(gather_objects(_Finding(None, observed.told, observed.auxiliary)))
+        # The ranks of a pipeline have the same batch already, and those in the middle of it have none.
+        if placed.layout.shard > 1 and placed.layout.strategy != "pipeline":
+            shares = [Share(0, self._of_rank_0(shares[0].batch))]
+        self._judge(gather_objects(self._found(shares, step)))
 
     def _of_rank_0(self, batch: Any) -> Any:
         """Return rank 0's batch, on all ranks: all gather a sharded unit at once, and data may decide which unit."""
@@ -135,11 +137,11 @@ class LossCheck:
     def _found(self, shares: Sequence[Share], step: int) -> _Finding:
         """What this rank finds; all ranks run the same forward passes."""
         placed, objective = self._placed, self._placed.objective
-        cut = _halved(shares)
-        batches = [shares[0].batch] if cut is None else [cut.whole, *cut.halves]
-        if not all(gather_objects(cut is not None)):
-            batches = [shares[0].batch] if objective.must_be_told else []
-        with evaluating(placed), _unchanged(placed):
+        cut = _halved(shares) if placed.wants_data else None
+        batches = [shares[0].batch] * 3 if cut is None else [cut.whole, *cut.halves]
+        if not all(gather_objects(cut is not None or not placed.wants_data)):
+            batches = batches[:1] if objective.must_be_told else []
+        with evaluating(placed), _unchanged(placed), _as_written(placed) if self._compiled else nullcontext():
             losses = self._losses(batches, step, "check the loss")
             adds_up = self._adds_up(losses)
             if not all(found is not False for found in gather_objects(adds_up)):
@@ -156,12 +158,17 @@ class LossCheck:
     def _losses(self, batches: Sequence[Any], step: int, phase: str) -> list[tuple[float, float]]:
         """(mean, count) of each batch; fewer where the model returns no loss in evaluation mode."""
         placed, losses = self._placed, _Losses()
-        observed = placed.objective.observed
-        with placed.cursor.running(phase, step):
+        observed, piped = placed.objective.observed, placed.layout.strategy == "pipeline"
+        with placed.cursor.running(phase, step), _LastStage(placed.parts) as last_stage:
             for batch in batches:
+                failed = last_stage.reached = False
                 try:
                     placed.evaluate([Share(0, batch)], losses)
                 except Exception:  # whatever a model raises where it is not trained; training will raise what matters
+                    if piped and not last_stage.reached:
+                        raise  # other ranks wait for what this one was to send
+                    failed = True
+                if any(gather_objects(failed)) if piped else failed:
                     break
                 losses.divisors.append(() if observed is None else observed.divisors)
         self._proportional = _proportional(losses.divisors)
@@ -203,11 +210,59 @@ class _Losses(Ledger):
         self.found.append((float(loss.summed()) / count if count else 0.0, count))
 
 
+class _LastStage:
+    """Tells whether the last stage of a pipeline has begun: then no other rank waits for this one."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._last = [part for part in parts if getattr(part, "is_last", False)]
+        self.reached = False
+
+    def __enter__(self) -> "_LastStage":
+        self._handles = [part.register_forward_pre_hook(self._begins) for part in self._last]
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begins(self, _part: nn.Module, _args: Any) -> None:
+        self.reached = True
+
+
+@contextmanager
+def _as_written(placed: Placed) -> Iterator[None]:
+    """Run compiled blocks without their compiled code. Like there, no call of a loss function is noted inside."""
+    handles = []
+    for block in compiled_blocks(placed.parts):
+        inside = loss_calls()
+        handles += [
+            block.register_forward_pre_hook(partial(_enter, inside)),
+            block.register_forward_hook(partial(_leave, inside), always_call=True),
+        ]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _enter(inside: loss_calls, *_call: Any) -> None:
+    inside.__enter__()
+
+
+def _leave(inside: loss_calls, *_call: Any) -> None:
+    inside.__exit__()
+
+
 @contextmanager
 def _unchanged(placed: Placed) -> Iterator[None]:
     """Put back what a forward pass may change besides: buffers, plain numbers in modules, random states."""
     modules = [module for part in placed.parts for module in part.modules()]
-    buffers = [(buffer, buffer.clone()) for part in placed.parts for buffer in part.buffers()]
+    kept = [buffer for part in placed.parts for buffer in part.buffers()]
+    if placed.workers is not None:  # under local updates the common model is evaluated, with buffers of its own
+        kept += [value for name, value in placed.kept().items() if name not in placed.parameters]
+    buffers = [(buffer, buffer.clone()) for buffer in kept]
     numbers = [{k: v for k, v in vars(m).items() if isinstance(v, bool | int | float | str)} for m in modules]
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
@@ -220,8 +275,8 @@ def _unchanged(placed: Placed) -> Iterator[None]:
             for name, value in before.items():
                 if name != "training" and vars(module).get(name) != value:
                     setattr(module, name, value)
-        for buffer, kept in buffers:
-            buffer.copy_(kept)
+        for buffer, before_pass in buffers:
+            buffer.copy_(before_pass)
 
 
 def _halved(shares: Sequence[Share]) -> _Cut | None:
