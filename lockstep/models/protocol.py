@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts
-from lockstep.models.observed import LossCalls, loss_calls
+from lockstep.models.observed import LossCalls
 
 IGNORED_TARGET = -100  # torch's default `ignore_index`
 _TARGET_KEYS = ("targets", "target", "labels", "label", "y")
@@ -39,13 +39,13 @@ class Observed:
 
     Attributes:
         told: torch's loss functions told what it is a mean over; None: it was not computed in this process.
-        looks: whether it is looked for auxiliary terms.
+        looks: whether auxiliary terms are looked for, as while losses are compared.
         auxiliary: some were added to it that no cut of the batch keeps: the load balancing of experts.
         divisors: what its terms were divided by, and what it was counted by; empty where that does not tell.
     """
 
     told: bool | None = None
-    looks: bool = True
+    looks: bool = False
     auxiliary: bool = False
     divisors: tuple[float, ...] = ()
 
@@ -79,7 +79,7 @@ class Objective:
         args, kwargs = self.inputs(batch)
         if self.observed is None or not self.in_outputs:
             return self.factors(model(*args, **kwargs), batch)
-        with loss_calls() as calls:
+        with LossCalls() as calls:
             outputs = model(*args, **kwargs)
         return self.factors(outputs, batch, calls)
 
@@ -101,7 +101,7 @@ class Objective:
             loss = self.loss(outputs, batch)
         else:
             if calls is None:
-                with loss_calls() as calls:
+                with LossCalls() as calls:
                     loss = self.loss(outputs, batch)
             else:
                 loss = self.loss(outputs, batch)
@@ -270,7 +270,7 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Callable[[Any], tuple[
     hands_on = takes_any and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
 
     def inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(batch, Mapping):
+        if isinstance(batch, dict | Mapping):  # a dict is known at once: this is called in each micro-batch
             accepted = {k: v for k, v in batch.items() if k in parameters}
             if hands_on or (takes_any and accepted):
                 accepted = dict(batch)
@@ -377,7 +377,7 @@ def _count_for(loss_fn: Callable[..., Tensor]) -> Callable[[Any], int | Tensor] 
 def _loss_in_outputs(outputs: Any, _batch: Any) -> Tensor:
     if isinstance(outputs, Tensor) and outputs.ndim == 0:
         return outputs
-    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    found = outputs.get("loss") if isinstance(outputs, dict | Mapping) else getattr(outputs, "loss", None)
     if found is None and isinstance(outputs, tuple):
         numbers = [member for member in outputs if isinstance(member, Tensor) and not member.ndim]
         found = numbers[0] if len(numbers) == 1 else None  # (logits, loss), as nanoGPT returns them

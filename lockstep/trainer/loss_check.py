@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from lockstep.collectives import is_main_process
 from lockstep.errors import UsageError
 from lockstep.groups import object_device
-from lockstep.models.observed import loss_calls
+from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import num_samples
 from lockstep.monitor.over_ranks import gather_objects
 from lockstep.parallel import Ledger, Loss, Placed, Share
@@ -103,9 +103,6 @@ class LossCheck:
         if not self.left or slots <= models:  # each is updated from one micro-batch, or none
             return
         self.left -= 1
-        observed = placed.objective.observed
-        if observed is not None:
-            observed.looks = self.left > 0
         # The ranks of a pipeline have the same batch already, and those in the middle of it have none.
         if placed.layout.shard > 1 and placed.layout.strategy != "pipeline":
             shares = [Share(0, self._of_rank_0(shares[0].batch))]
@@ -137,18 +134,22 @@ class LossCheck:
     def _found(self, shares: Sequence[Share], step: int) -> _Finding:
         """What this rank finds; all ranks run the same forward passes."""
         placed, objective = self._placed, self._placed.objective
+        observed = objective.observed
         cut = _halved(shares) if placed.wants_data else None
         batches = [shares[0].batch] * 3 if cut is None else [cut.whole, *cut.halves]
         if not all(gather_objects(cut is not None or not placed.wants_data)):
             batches = batches[:1] if objective.must_be_told else []
         with evaluating(placed), _unchanged(placed), _as_written(placed) if self._compiled else nullcontext():
+            if observed is not None:
+                observed.looks = True
             losses = self._losses(batches, step, "check the loss")
+            if observed is not None:
+                observed.looks = False
             adds_up = self._adds_up(losses)
             if not all(found is not False for found in gather_objects(adds_up)):
                 again = self._losses(batches[:1], step, "check the loss again")
                 if adds_up is False and not self._close(losses[0][0], again[0][0], losses):
                     adds_up = None  # it draws random numbers
-        observed = objective.observed
         text = None
         if adds_up is False and cut is not None:
             text = _text(cut, losses, counted=observed is None)
@@ -234,7 +235,7 @@ def _as_written(placed: Placed) -> Iterator[None]:
     """Run compiled blocks without their compiled code. Like there, no call of a loss function is noted inside."""
     handles = []
     for block in compiled_blocks(placed.parts):
-        inside = loss_calls()
+        inside = LossCalls()
         handles += [
             block.register_forward_pre_hook(partial(_enter, inside)),
             block.register_forward_hook(partial(_leave, inside), always_call=True),
@@ -247,11 +248,11 @@ def _as_written(placed: Placed) -> Iterator[None]:
             handle.remove()
 
 
-def _enter(inside: loss_calls, *_call: Any) -> None:
+def _enter(inside: LossCalls, *_call: Any) -> None:
     inside.__enter__()
 
 
-def _leave(inside: loss_calls, *_call: Any) -> None:
+def _leave(inside: LossCalls, *_call: Any) -> None:
     inside.__exit__()
 
 

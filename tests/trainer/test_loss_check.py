@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from lockstep import Trainer
 from lockstep.config import config_from
+from lockstep.models.observed import LossCalls
 from lockstep.trainer.loss_check import LossCheck
 from tests.ranks import run_ranks
 
@@ -394,7 +395,29 @@ def test_compiled_blocks_are_compared_as_they_are_written(
             _, _, texts = train(make(), ignored=ignored, compile=True)
         return torch._dynamo.utils.counters["stats"]["unique_graphs"], texts
 
-    compiled, texts = graphs()
+    found = []
+    judge = LossCheck._judge
+
+    def kept(check: LossCheck, findings: Any) -> None:
+        found.extend(finding.adds_up for finding in findings)
+        judge(check, findings)
+
+    with patch.object(LossCheck, "_judge", kept):
+        compiled, texts = graphs()
     assert len(texts) == warned
+    assert found == ([False] if warned else [True] * 3)
     with patch.object(LossCheck, "before_step"):
         assert graphs()[0] == compiled > 0  # none is made for the halves
+
+
+def test_calls_within_calls_are_noted_by_the_innermost() -> None:
+    plain_function = F.mse_loss
+    one, other = torch.ones(2), torch.zeros(2)
+    with LossCalls() as outer:
+        with LossCalls() as inner:
+            assert float(F.mse_loss(one, other)) == 1.0
+        F.l1_loss(one, other)
+        F.l1_loss(one, other, reduction="sum")
+    assert (len(inner.means), inner.others) == (1, 0)
+    assert (len(outer.means), outer.others) == (1, 1)
+    assert F.mse_loss is plain_function
