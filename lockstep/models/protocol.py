@@ -134,15 +134,16 @@ class Objective:
 def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> Objective:
     """The objective of `model`, with `loss_fn` or with what the model itself offers."""
     inputs = _inputs_of(model, has_loss_fn=loss_fn is not None)
-    own: Any = model  # what it offers beyond nn.Module is asked for by name
-    if loss_fn is None and hasattr(model, "loss"):
-        if not hasattr(model, "count"):
+    own, declared = offered(model, "loss"), offered(model, "count")
+    if own is not None and declared is None and "loss" in vars(model):
+        own = None  # a function that the model keeps for its forward pass: self.loss = F.mse_loss
+    if loss_fn is None and own is not None:
+        if declared is None:
             raise UsageError(
                 f"{type(model).__name__} has loss(), which returns a sum, but no count() to divide it by",
                 fix="add count(batch) -> number of valid targets in the batch",
             )
-        return Objective(inputs, own.loss, own.count)
-    declared = getattr(model, "count", None)
+        return Objective(inputs, own, declared)
     if loss_fn is not None:
         counted = declared or _count_for(loss_fn)
         return _reduced(
@@ -156,7 +157,10 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
 
 
 def offered(model: nn.Module, name: str) -> Callable[..., Any] | None:
-    """The method of a model's by which it helps; None where it has none, or a module of that name: `self.blocks`."""
+    """Return the method by which a model helps; None where it has none, or something else has its name.
+
+    A module for instance: `self.blocks = nn.ModuleList(…)`, `self.loss = nn.CrossEntropyLoss()`.
+    """
     found = getattr(model, name, None)
     return found if callable(found) and not isinstance(found, nn.Module) else None
 
@@ -261,8 +265,8 @@ def _first_tensor(batch: Any) -> Tensor | None:
 
 
 def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]:
-    if hasattr(model, "inputs"):
-        own: Any = model.inputs
+    own = offered(model, "inputs")
+    if own is not None:
         return lambda batch: (tuple(own(batch)), {})
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from lockstep import Trainer
 from lockstep.config import config_from
+from lockstep.errors import UsageError
 from lockstep.models.observed import LossCalls
 from lockstep.trainer.loss_check import LossCheck
 from tests.ranks import run_ranks
@@ -421,3 +422,34 @@ def test_calls_within_calls_are_noted_by_the_innermost() -> None:
     assert (len(inner.means), inner.others) == (1, 0)
     assert (len(outer.means), outer.others) == (1, 1)
     assert F.mse_loss is plain_function
+
+
+class KeepsItsLoss(Scores):
+    """Attributes that are named like the methods of the protocol, and are none of them."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss, self.inputs, self.count = loss, nn.Identity(), 0
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        return self.loss(super().forward(self.inputs(ids)).flatten(0, 1), targets.flatten())
+
+
+def test_a_loss_that_the_model_keeps_is_no_method_of_it() -> None:
+    first, _, texts = train(KeepsItsLoss(nn.CrossEntropyLoss()))
+    assert first == pytest.approx(plain(KeepsItsLoss(nn.CrossEntropyLoss()), None, -100), abs=1e-5)
+    assert not texts
+
+
+def test_a_function_that_is_kept_from_before_is_not_observed_and_so_compared() -> None:
+    [text] = train(KeepsItsLoss(F.cross_entropy))[2]
+    assert 'return (batch["targets"] != -100).sum()' in text
+
+
+def test_a_method_that_returns_a_sum_needs_a_count() -> None:
+    class Summed(Scores):
+        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+            return F.cross_entropy(outputs.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+
+    with pytest.raises(UsageError, match=r"no count\(\) to divide it by"):
+        train(Summed())
