@@ -76,6 +76,7 @@ class CausalModel(LanguageModel):
 class MixtureModel(CausalModel):
     """A causal mixture of experts, with its library's loss: ids [B, T], targets [B, T] → (logits, mean loss)."""
 
+    averages_in_forward = True  # what it returns is a mean, which dp can't weigh
     _takes_targets_as_they_are = False  # found out in the first forward pass
 
     def forward(self, ids: Tensor | None = None, targets: Tensor | None = None, **arguments: Any) -> Any:
