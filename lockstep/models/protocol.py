@@ -39,7 +39,7 @@ class Observed:
 
     Attributes:
         told: torch's loss functions told what it is a mean over; None: it was not computed in this process.
-        looks: whether auxiliary terms are looked for, as while losses are compared.
+        looks: whether auxiliary terms and divisors are looked for, as while losses are compared.
         auxiliary: some were added to it that no cut of the batch keeps: the load balancing of experts.
         divisors: what its terms were divided by, and what it was counted by; empty where that does not tell.
     """

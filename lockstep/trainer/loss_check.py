@@ -38,6 +38,7 @@ from lockstep.trainer.loss_weights import line_to_write
 STEPS = 3  # of a run, in which it is compared: targets that are left out need not be in the first
 _TOLERANCE = 1e-4  # of the loss: rounding of float32 is a hundred times less
 _COARSE_TOLERANCE = 1e-2  # in low precision, and on GPUs, whose kernels change with the size of the batch
+_REPEATS = 1e-2  # of a difference between cuts: what differs by more when it is computed again draws random numbers
 
 
 @dataclass(frozen=True)
@@ -140,16 +141,15 @@ class LossCheck:
         if not all(gather_objects(cut is not None or not placed.wants_data)):
             batches = batches[:1] if objective.must_be_told else []
         with evaluating(placed), _unchanged(placed), _as_written(placed) if self._compiled else nullcontext():
-            if observed is not None:
-                observed.looks = True
             losses = self._losses(batches, step, "check the loss")
-            if observed is not None:
-                observed.looks = False
             adds_up = self._adds_up(losses)
             if not all(found is not False for found in gather_objects(adds_up)):
                 again = self._losses(batches[:1], step, "check the loss again")
-                if adds_up is False and not self._close(losses[0][0], again[0][0], losses):
-                    adds_up = None  # it draws random numbers
+                if adds_up is False:
+                    whole = losses[0][0]
+                    least = max(abs(whole - _of_halves(losses)), self._rounding(losses))
+                    draws = abs(whole - again[0][0]) > _REPEATS * least
+                    adds_up = None if draws else False
         text = None
         if adds_up is False and cut is not None:
             text = _text(cut, losses, counted=observed is None)
@@ -160,6 +160,8 @@ class LossCheck:
         """(mean, count) of each batch; fewer where the model returns no loss in evaluation mode."""
         placed, losses = self._placed, _Losses()
         observed, piped = placed.objective.observed, placed.layout.strategy == "pipeline"
+        if observed is not None:
+            observed.looks = True
         with placed.cursor.running(phase, step), _LastStage(placed.parts) as last_stage:
             for batch in batches:
                 failed = last_stage.reached = False
@@ -172,20 +174,28 @@ class LossCheck:
                 if any(gather_objects(failed)) if piped else failed:
                     break
                 losses.divisors.append(() if observed is None else observed.divisors)
+        if observed is not None:
+            observed.looks = False
         self._proportional = _proportional(losses.divisors)
         return losses.found
 
     def _adds_up(self, losses: list[tuple[float, float]]) -> bool | None:
         if len(losses) < 3 or not all(math.isfinite(mean) for mean, _ in losses):
             return None
-        (whole, _), *halves = losses
+        if not any(count for _, count in losses[1:]):
+            return None
         if self._placed.objective.must_be_told and not self._proportional:
             return False  # though the terms may happen to be as large for the one half as for the other
-        count = sum(each for _, each in halves)
-        return self._close(whole, sum(mean * each for mean, each in halves) / count, losses) if count else None
+        return abs(losses[0][0] - _of_halves(losses)) <= self._rounding(losses)
 
-    def _close(self, one: float, other: float, losses: list[tuple[float, float]]) -> bool:
-        return abs(one - other) <= self._tolerance * max(abs(mean) for mean, _ in losses)
+    def _rounding(self, losses: list[tuple[float, float]]) -> float:
+        return self._tolerance * max(abs(mean) for mean, _ in losses)
+
+
+def _of_halves(losses: list[tuple[float, float]]) -> float:
+    """Return the mean loss of the whole that the halves make with their counts."""
+    _, (one, n), (other, m) = losses
+    return (one * n + other * m) / (n + m)
 
 
 def _proportional(divisors: Sequence[tuple[float, ...]]) -> bool:
@@ -328,7 +338,7 @@ def _text(cut: _Cut, losses: list[tuple[float, float]], *, counted: bool) -> tup
     (whole, _), (one, n), (other, m) = losses
     what = (
         f"the loss does not add up: {num_samples(cut.whole)} samples have {whole:.6g}; their halves have {one:.6g} and "
-        f"{other:.6g}, which with the counts {n:g} and {m:g} make {(one * n + other * m) / (n + m):.6g}"
+        f"{other:.6g}, which with the counts {n:g} and {m:g} make {_of_halves(losses):.6g}"
     )
     weight = (whole - other) / (one - other) if one != other else -1.0
     return what, line_to_write(cut.halves, weight, counted=counted)
