@@ -29,7 +29,7 @@ from transformers.models.auto import modeling_auto
 import lockstep
 from benchmarks.tiny_models import SAMPLES, UnknownError, batch_for, tiny
 from lockstep.errors import UsageError
-from lockstep.models.observed import LossCalls, loss_calls
+from lockstep.models.observed import LossCalls
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 ROWS = Path(__file__).parent / "results" / "families.jsonl"
@@ -79,7 +79,7 @@ def walk(task: str, model_type: str, name: str) -> Row:
         with _limited():
             model = tiny(name, model_type, task)
             batch = batch_for(model, task)
-            with torch.no_grad(), loss_calls() as calls:
+            with torch.no_grad(), LossCalls() as calls:
                 outputs = model(**batch)
     except UnknownError as error:
         return Row(task, name, NOT_BUILT, str(error))

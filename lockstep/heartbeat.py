@@ -15,8 +15,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -126,14 +126,9 @@ class Heartbeat:
             struct.pack_into("<d", self._map, _HEAD.size + (number - 1) % _CALLS * _CALL.size + 16, time.monotonic())
         self._write_head()
 
-    @contextmanager
-    def call(self, name: str) -> Iterator[None]:
+    def call(self, name: str) -> AbstractContextManager[None]:
         """`enter` and `leave` around the block."""
-        self.enter(name)
-        try:
-            yield
-        finally:
-            self.leave()
+        return _Entered(self, name)
 
     def _is_mine(self) -> bool:
         """Calls of a forked data worker, or of a thread beside the rank's own, are not in any order with the others."""
@@ -248,6 +243,19 @@ def forget_beats(folder: Path) -> None:
     """Before ranks are started anew."""
     for path in folder.iterdir():
         path.unlink(missing_ok=True)
+
+
+class _Entered:
+    """A call that all ranks make is under way inside. A class, for each step enters one: few calls."""
+
+    def __init__(self, heartbeat: Heartbeat, name: str) -> None:
+        self._heartbeat, self._name = heartbeat, name
+
+    def __enter__(self) -> None:
+        self._heartbeat.enter(self._name)
+
+    def __exit__(self, *_error: object) -> None:
+        self._heartbeat.leave()
 
 
 def _mapped(path: Path, *, create: bool = False) -> mmap.mmap:

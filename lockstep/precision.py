@@ -32,6 +32,9 @@ def switch_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
+_NOTHING = nullcontext()  # one for all uses: making it is a call
+
+
 @dataclass(frozen=True)
 class Precision:
     """How forward passes compute.
@@ -52,7 +55,7 @@ class Precision:
         float32: another step. Under FSDP the cache would also keep what a unit has let go of.
         """
         if self.mode == "fp32":
-            return nullcontext()
+            return _NOTHING
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mode]
         return torch.autocast(self.device_type, dtype=dtype, cache_enabled=False)
 

@@ -17,7 +17,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,6 +139,26 @@ class HostRandom:
         return states
 
 
+class _Kept:
+    """Puts the states of random generators back when the block ends. A class, for a step enters one: few calls."""
+
+    def __init__(self, generator: torch.Generator, host: HostRandom | None) -> None:
+        self._generator = generator
+        self._host = host.outside() if host is not None else None
+
+    def __enter__(self) -> None:
+        self._state = self._generator.get_state()
+        if self._host is not None:
+            self._host.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if self._host is not None:
+                self._host.__exit__(*error)
+        finally:
+            self._generator.set_state(self._state)
+
+
 @dataclass
 class Cursor:
     """Which micro-batch of which step a forward pass works on; the loop sets it, the segments' hooks read it."""
@@ -155,16 +175,10 @@ class Cursor:
         self._generator = generator_of(self.device)
         self.host = HostRandom(self.device)
 
-    @contextmanager
-    def running(self, phase: str, step: int) -> Iterator[None]:
-        """Forward and backward passes of one step run inside; the generator's outer state is put back after."""
-        outer = self._generator.get_state()
+    def running(self, phase: str, step: int) -> AbstractContextManager[None]:
+        """Forward and backward passes of one step run inside; the generators' outer states are put back after."""
         self.phase, self.step = phase, step
-        try:
-            with self.host.outside() if self.host is not None else nullcontext():
-                yield
-        finally:
-            self._generator.set_state(outer)
+        return _Kept(self._generator, self.host)
 
     def at(self, micro_batch: int) -> None:
         """The forward pass of `micro_batch` (its place in the step's global list) begins."""

@@ -20,7 +20,13 @@ from lockstep.checkpoint.importing import import_weights
 from lockstep.checkpoint.keep import newest, resume_point, rotate, set_aside
 from lockstep.checkpoint.manifest import DamagedError, verify
 from lockstep.checkpoint.names import list_checkpoints
-from lockstep.checkpoint.optimizers import has_optimizer, optimizer_state, optimizer_targets, restore_optimizer
+from lockstep.checkpoint.optimizers import (
+    has_optimizer,
+    optimizer_state,
+    optimizer_targets,
+    optimizers_in,
+    restore_optimizer,
+)
 from lockstep.checkpoint.restore import config_text, has_extra, load, read_state
 from lockstep.checkpoint.saving import Manner, save, save_as
 from lockstep.checkpoint.snapshot import Snapshot
@@ -47,6 +53,7 @@ __all__ = [
     "newest",
     "optimizer_state",
     "optimizer_targets",
+    "optimizers_in",
     "read_state",
     "restore_optimizer",
     "resume_point",

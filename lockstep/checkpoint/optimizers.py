@@ -58,6 +58,12 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dic
     return tensors, {"groups": groups, "values": values}
 
 
+def optimizers_in(path: str | Path) -> list[str]:
+    """Return the names of the optimizers whose states a checkpoint holds."""
+    parts = (part.partition("/") for part in read_manifest(path).parts)
+    return sorted(name for kind, _, name in parts if kind == "optimizer")
+
+
 def has_optimizer(path: str | Path, name: str) -> bool:
     """Whether a checkpoint holds the state of an optimizer of this name; one saved for its weights alone holds none."""
     return optimizer_part(name) in read_manifest(path).parts

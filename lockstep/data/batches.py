@@ -50,7 +50,7 @@ class StepSource(Protocol):
 
 def holds_token_ids(batch: Any) -> bool:
     """Whether a batch is of token ids: `input_ids`, or else its first tensor, are whole numbers, many a sample."""
-    if isinstance(batch, Mapping):
+    if isinstance(batch, dict | Mapping):  # a dict is known at once
         values = [batch["input_ids"]] if "input_ids" in batch else list(batch.values())
     else:
         values = list(batch) if isinstance(batch, list | tuple) else [batch]

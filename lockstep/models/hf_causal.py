@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.models.chain import run_segments
 from lockstep.models.language import LanguageModel
-from lockstep.models.observed import LossCalls, loss_calls
+from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import IGNORED_TARGET
 
 # With these kinds of rotary positions angles do not depend on the length of the text.
@@ -76,12 +76,13 @@ class CausalModel(LanguageModel):
 class MixtureModel(CausalModel):
     """A causal mixture of experts, with its library's loss: ids [B, T], targets [B, T] → (logits, mean loss)."""
 
+    averages_in_forward = True  # what it returns is a mean, which dp can't weigh
     _takes_targets_as_they_are = False  # found out in the first forward pass
 
     def forward(self, ids: Tensor | None = None, targets: Tensor | None = None, **arguments: Any) -> Any:
         if targets is None:
             return super().forward(ids, **arguments)
-        with loss_calls() as calls:
+        with LossCalls() as calls:
             found = super(LanguageModel, self).forward(
                 input_ids=ids, labels=targets, shift_labels=targets, use_cache=False
             )

@@ -5,7 +5,7 @@ samples, targets that are not ignored, or the weights of their classes. Models d
 (shifted or not, another ignored index, several terms). So it is read off the calls themselves, and a model that nobody
 has seen before is counted as its author wrote it.
 
-While `loss_calls` is entered, the loss functions of `torch.nn.functional` are replaced by ones that do what they did
+While a `LossCalls` is entered, the loss functions of `torch.nn.functional` are replaced by ones that do what they did
 and note the call; `nn.CrossEntropyLoss` and its like call these, too. Other threads of the process are not meant to
 compute losses at that time. Inside of compiled code, and in losses that are written out in other operations, nothing is
 noted. Graphs of torch.export call operators in place of these functions, and note them by themselves
@@ -17,14 +17,15 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-class Mean(NamedTuple):
+@dataclass(slots=True)
+class Mean:
     """A mean that a loss function took.
 
     Attributes:
@@ -38,17 +39,38 @@ class Mean(NamedTuple):
     of_elements: bool
 
 
-@dataclass
 class LossCalls:
-    """The calls of one forward pass.
+    """A context manager: the calls of torch's loss functions inside. No generator, for each micro-batch enters one.
 
     Attributes:
         means: those that returned a mean.
         others: how many returned a sum, or one loss for each element, which the caller then reduced by itself.
+        before: the functions as they were, by name.
     """
 
-    means: list[Mean]
-    others: int
+    def __init__(self) -> None:
+        self.means: list[Mean] = []
+        self.others = 0
+        self.before: dict[str, Callable[..., Tensor]] = {}
+
+    def __enter__(self) -> "LossCalls":
+        global _innermost
+        self._found = found = dict(zip(_READERS, _look_up(_NAMESPACE), strict=True))
+        self._outer = outer = _innermost
+        # Within another one the functions that are found note calls already: what they call is theirs to know.
+        self.before = (
+            found
+            if outer is None
+            else {name: outer.before[name] if each is _NOTING[name] else each for name, each in found.items()}
+        )
+        _innermost = self
+        _NAMESPACE.update(_NOTING)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        global _innermost
+        _NAMESPACE.update(self._found)
+        _innermost = self._outer
 
     def note(self, name: str, call: Mapping[str, Any], *, is_mean: bool) -> None:
         """Note a call of the function `name` with the arguments `call`."""
@@ -75,28 +97,17 @@ class LossCalls:
         # Several means over different things have one weight in common only where none of them leaves anything out.
         return samples(batch) if all(int(mean.divisor) == mean.size for mean in self.means) else None
 
+    def divisors(self) -> tuple[float, ...]:
+        """What each mean was divided by; empty where they are of the same targets, or not all that is in a loss."""
+        if self.others or (len(self.means) > 1 and len({mean.size for mean in self.means}) == 1):
+            return ()
+        return tuple(float(mean.divisor) for mean in self.means)
+
 
 def _average(counts: list[int | Tensor]) -> int | Tensor:
     if all(isinstance(count, int) and count == counts[0] for count in counts):
         return counts[0]
     return torch.stack([torch.as_tensor(count, dtype=torch.float32) for count in counts]).mean()
-
-
-class loss_calls:  # noqa: N801  # a context manager, without the calls that a generator takes in every micro-batch
-    """The calls of torch's loss functions inside."""
-
-    def __init__(self) -> None:
-        self._calls = LossCalls([], 0)
-
-    def __enter__(self) -> LossCalls:
-        self._before = dict(zip(_READERS, _look_up(_NAMESPACE), strict=True))
-        _ENTERED.append((self._calls, self._before))
-        _NAMESPACE.update(_NOTING)
-        return self._calls
-
-    def __exit__(self, *_error: object) -> None:
-        _NAMESPACE.update(self._before)
-        _ENTERED.pop()
 
 
 def _noting(name: str) -> Callable[..., Tensor]:
@@ -107,8 +118,8 @@ def _noting(name: str) -> Callable[..., Tensor]:
     @functools.wraps(function)
     def noting(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal inside
-        calls, before = _ENTERED[-1] if _ENTERED else (None, {})
-        original = before.get(name, function)
+        calls = _innermost
+        original = function if calls is None else calls.before[name]
         if calls is None or inside or torch.compiler.is_compiling():
             unnoted: Tensor = original(*args, **kwargs)
             return unnoted
@@ -118,25 +129,26 @@ def _noting(name: str) -> Callable[..., Tensor]:
         finally:
             inside = False
         call = dict(zip(arguments, args, strict=False)) | kwargs
-        is_mean = call.get("reduction", "mean") in ("mean", "batchmean") and result.ndim == 0
-        calls.note(name, call, is_mean=is_mean)
+        takes_mean = "reduction" not in call or call["reduction"] in ("mean", "batchmean")
+        calls.note(name, call, is_mean=takes_mean and result.ndim == 0)
         return result
 
     return noting
 
 
 def calls_noted() -> LossCalls | None:
-    """Those of the innermost `loss_calls` that is entered."""
-    return _ENTERED[-1][0] if _ENTERED else None
+    """Return the innermost `LossCalls` that is entered."""
+    return _innermost
 
 
 def _targets(call: Mapping[str, Any]) -> Mean:
     """Count class indices that are not ignored, or the weights of their classes; of probabilities each position."""
-    scores, target, weight = call["input"], call["target"], call.get("weight")
+    scores, target = call["input"], call["target"]
+    weight = call["weight"] if "weight" in call else None  # noqa: SIM401  # without a call, as this runs in each step
     if target.is_floating_point():
         positions = target.numel() // max(1, scores.shape[1 if scores.ndim > 1 else 0])
         return Mean(positions, positions, of_elements=False)
-    valid: Tensor = target != call.get("ignore_index", -100)
+    valid: Tensor = target != (call["ignore_index"] if "ignore_index" in call else -100)  # noqa: SIM401
     if weight is not None:
         each = weight.detach().to(target.device)[torch.where(valid, target, 0)]
         return Mean(target.numel(), torch.where(valid, each, 0.0).sum(), of_elements=False)
@@ -170,4 +182,4 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Mean]] = {
 _NAMESPACE = vars(F)
 _look_up = operator.itemgetter(*_READERS)
 _NOTING = {name: _noting(name) for name in _READERS}
-_ENTERED: list[tuple[LossCalls, dict[str, Any]]] = []
+_innermost: LossCalls | None = None  # that is entered

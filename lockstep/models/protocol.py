@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts
-from lockstep.models.observed import LossCalls, loss_calls
+from lockstep.models.observed import LossCalls
 
 IGNORED_TARGET = -100  # torch's default `ignore_index`
 _TARGET_KEYS = ("targets", "target", "labels", "label", "y")
@@ -39,13 +39,15 @@ class Observed:
 
     Attributes:
         told: torch's loss functions told what it is a mean over; None: it was not computed in this process.
-        looks: whether it is looked for auxiliary terms.
+        looks: whether auxiliary terms and divisors are looked for, as while losses are compared.
         auxiliary: some were added to it that no cut of the batch keeps: the load balancing of experts.
+        divisors: what its terms were divided by, and what it was counted by; empty where that does not tell.
     """
 
     told: bool | None = None
-    looks: bool = True
+    looks: bool = False
     auxiliary: bool = False
+    divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Objective:
         args, kwargs = self.inputs(batch)
         if self.observed is None or not self.in_outputs:
             return self.factors(model(*args, **kwargs), batch)
-        with loss_calls() as calls:
+        with LossCalls() as calls:
             outputs = model(*args, **kwargs)
         return self.factors(outputs, batch, calls)
 
@@ -99,7 +101,7 @@ class Objective:
             loss = self.loss(outputs, batch)
         else:
             if calls is None:
-                with loss_calls() as calls:
+                with LossCalls() as calls:
                     loss = self.loss(outputs, batch)
             else:
                 loss = self.loss(outputs, batch)
@@ -107,8 +109,11 @@ class Objective:
             self.observed.told = count is not None
             if self.observed.looks:
                 self.observed.auxiliary = _has_auxiliary(outputs)
+                self.observed.divisors = calls.divisors()
         if count is None:
             count = self.count(batch)
+        if self.observed is not None and self.observed.looks and self.observed.divisors:
+            self.observed.divisors += (float(count),)
         if not self.is_mean:
             return loss, 1, count
         if isinstance(count, int) and count > 0:
@@ -129,15 +134,16 @@ class Objective:
 def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> Objective:
     """The objective of `model`, with `loss_fn` or with what the model itself offers."""
     inputs = _inputs_of(model, has_loss_fn=loss_fn is not None)
-    own: Any = model  # what it offers beyond nn.Module is asked for by name
-    if loss_fn is None and hasattr(model, "loss"):
-        if not hasattr(model, "count"):
+    own, declared = offered(model, "loss"), offered(model, "count")
+    if own is not None and declared is None and "loss" in vars(model):
+        own = None  # a function that the model keeps for its forward pass: self.loss = F.mse_loss
+    if loss_fn is None and own is not None:
+        if declared is None:
             raise UsageError(
                 f"{type(model).__name__} has loss(), which returns a sum, but no count() to divide it by",
                 fix="add count(batch) -> number of valid targets in the batch",
             )
-        return Objective(inputs, own.loss, own.count)
-    declared = getattr(model, "count", None)
+        return Objective(inputs, own, declared)
     if loss_fn is not None:
         counted = declared or _count_for(loss_fn)
         return _reduced(
@@ -151,7 +157,10 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
 
 
 def offered(model: nn.Module, name: str) -> Callable[..., Any] | None:
-    """The method of a model's by which it helps; None where it has none, or a module of that name: `self.blocks`."""
+    """Return the method by which a model helps; None where it has none, or something else has its name.
+
+    A module for instance: `self.blocks = nn.ModuleList(…)`, `self.loss = nn.CrossEntropyLoss()`.
+    """
     found = getattr(model, name, None)
     return found if callable(found) and not isinstance(found, nn.Module) else None
 
@@ -256,8 +265,8 @@ def _first_tensor(batch: Any) -> Tensor | None:
 
 
 def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]:
-    if hasattr(model, "inputs"):
-        own: Any = model.inputs
+    own = offered(model, "inputs")
+    if own is not None:
         return lambda batch: (tuple(own(batch)), {})
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -265,7 +274,7 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Callable[[Any], tuple[
     hands_on = takes_any and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
 
     def inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(batch, Mapping):
+        if isinstance(batch, dict | Mapping):  # a dict is known at once: this is called in each micro-batch
             accepted = {k: v for k, v in batch.items() if k in parameters}
             if hands_on or (takes_any and accepted):
                 accepted = dict(batch)
@@ -372,7 +381,7 @@ def _count_for(loss_fn: Callable[..., Tensor]) -> Callable[[Any], int | Tensor] 
 def _loss_in_outputs(outputs: Any, _batch: Any) -> Tensor:
     if isinstance(outputs, Tensor) and outputs.ndim == 0:
         return outputs
-    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    found = outputs.get("loss") if isinstance(outputs, dict | Mapping) else getattr(outputs, "loss", None)
     if found is None and isinstance(outputs, tuple):
         numbers = [member for member in outputs if isinstance(member, Tensor) and not member.ndim]
         found = numbers[0] if len(numbers) == 1 else None  # (logits, loss), as nanoGPT returns them

@@ -12,6 +12,8 @@ from typing import Any
 
 from lockstep.monitor.figures import Figures
 
+_NOTHING = nullcontext()  # one for all steps: making it is a call
+
 # Dense TFLOP/s by the makers' data sheets: (bf16 and fp16, tf32, fp32). The first name whose words are in the device's
 # counts. NVIDIA: data sheets of B200, H200, H100 (SXM5, PCIe, NVL), A100, A40, A10, L40S, L40, L4, V100, T4, GeForce
 # RTX 4090 and 3090 (tensor cores with fp32 accumulation), half of what they say "with sparsity". AMD: Instinct MI300X,
@@ -93,7 +95,7 @@ class FirstStep:
 
     def __call__(self) -> AbstractContextManager[None]:
         into, self._into = self._into, None
-        return nullcontext() if into is None else _counted(into)
+        return _NOTHING if into is None else _counted(into)
 
 
 @contextmanager

@@ -39,6 +39,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 # The class of `torch.nn.utils.parametrizations.spectral_norm`, which has no public name.
 _PARAMETRIZATION = ("torch.nn.utils.parametrizations", "_SpectralNorm")
+_NOTHING = nullcontext()  # one for all micro-batches: making it is a call
 
 _log = logging.getLogger("lockstep")
 
@@ -120,7 +121,7 @@ class RunningBuffers:
 
     def micro_batch(self, index: int, *, real: bool) -> AbstractContextManager[None]:
         """The forward and backward pass of a micro-batch run inside; call `forward_done` between them."""
-        return self._recording(index, real) if self._norms or self._others or self._vectors else nullcontext()
+        return self._recording(index, real) if self._norms or self._others or self._vectors else _NOTHING
 
     @contextmanager
     def _recording(self, index: int, real: bool) -> Iterator[None]:

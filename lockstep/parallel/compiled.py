@@ -5,8 +5,9 @@ gathers it outside. Random numbers of compiled code are not those of eager code;
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -14,11 +15,19 @@ from torch import nn
 from lockstep.parallel.ledger import Ledger, Share
 from lockstep.parallel.placed import MicroStep
 
+_COMPILED: WeakSet[nn.Module] = WeakSet()
+
 
 def compile_blocks(blocks: Sequence[tuple[str, nn.Module]]) -> None:
     """Replace the `forward` of each; names stay. Blocks of one class share what is compiled, where torch sees it."""
     for _, block in blocks:
         block.forward = torch.compile(block.forward)
+        _COMPILED.add(block)
+
+
+def compiled_blocks(parts: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules within `parts` that `compile_blocks` has compiled."""
+    return (module for part in parts for module in part.modules() if module in _COMPILED)
 
 
 class ColdStart:

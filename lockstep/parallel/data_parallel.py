@@ -62,6 +62,7 @@ class DP(Strategy):
     def place(self, placement: Placement) -> Placed:
         p = placement
         p.materialise()
+        refuse_means_of_parts(p.model, p.objective, num_gpus(p.device))
         runs = apply_dp(p.model, p.config, p.cursor, p.notices)
         applied = Applied(
             p.loop(runs, objective=over_parts(p.objective)),
@@ -108,10 +109,32 @@ def apply_dp(model: nn.Module, config: Config, cursor: Cursor, notices: list[str
     return wrapped
 
 
+def refuse_means_of_parts(model: nn.Module, objective: Objective, gpus: int) -> None:
+    """Refuse a model that takes means in its forward pass: there it would be a mean for each GPU's part of the samples.
+
+    What a part's mean is over is neither observed, for parts run in threads at once, nor told by `count(batch)`, which
+    knows the whole micro-batch. Sums of parts add up.
+
+    Raises:
+        UsageError: several GPUs share out each micro-batch.
+    """
+    in_forward = (objective.in_outputs and objective.is_mean) or getattr(model, "averages_in_forward", False)
+    if gpus > 1 and in_forward:
+        raise UsageError(
+            f"dp on {gpus} GPUs can't weigh a mean loss that {type(model).__name__} computes in its forward pass",
+            where="distributed.strategy",
+            why="each GPU returns the mean over its own part of a micro-batch, and nothing tells over how many targets",
+            fix="write strategy: ddp, which is faster as well; or let the model return a sum, with "
+            'loss_reduction = "sum"; or pass a loss_fn, which gets the outputs of all GPUs together',
+        )
+
+
 def over_parts(objective: Objective) -> Objective:
-    """The objective where a loss that the model itself returns comes as one number for each GPU's part."""
+    """Return the objective where a sum that the model itself returns comes as one number for each GPU's part."""
 
     def loss(outputs: Any, batch: Any) -> Tensor:
+        if objective.in_outputs and isinstance(outputs, Tensor):
+            outputs = outputs.sum()
         return objective.loss(outputs, batch).sum()
 
     return replace(objective, loss=loss)

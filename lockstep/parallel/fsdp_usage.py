@@ -11,9 +11,9 @@ that the same parameters get gradients on all of them. Where a model routes by i
 - a unit whose parameters are used though it is never called is named.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from zlib import crc32
 
 import torch
@@ -26,8 +26,36 @@ from lockstep.parallel.fsdp_gloo import own_parameters
 from lockstep.parallel.ledger import Ledger, Loss, Share
 from lockstep.parallel.placed import MicroStep
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _MIXED = "mixed torch.Tensor and DTensor"  # what torch says where a sharded parameter meets a plain tensor
 _END = 0  # the place of the model itself in the list of units: its forward pass is over
+
+
+def mixing_explained(run: Callable[P, R], explanation: Callable[[], UsageError]) -> Callable[P, R]:
+    """Return `run`, which raises an explanation where torch finds a parameter that is used while it is sharded."""
+
+    def explained_run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as error:
+            if _MIXED not in str(error):
+                raise
+            raise explanation() from error
+
+    return explained_run
+
+
+def used_elsewhere() -> UsageError:
+    """Explain that a parameter is used outside of its module, where it can't be told which one."""
+    return UsageError(
+        "the forward pass uses a parameter outside of the module that it belongs to, where it is sharded",
+        where="the model's forward pass",
+        why="FSDP2 gathers the parameters of a block only while that block's own forward pass runs",
+        fix="use it through its module; let a teacher follow its student in Trainer(…, after_update=function) "
+        "(docs/how_to/teachers.md); or use ddp",
+    )
 
 
 class Usage:
@@ -64,14 +92,12 @@ class Usage:
             UsageError: (when it runs) ranks call other units, or parameters of a unit are used that is not called.
         """
 
+        explained = mixing_explained(micro_step, self._not_called)
+
         def step(share: Share, ledger: Ledger, factor: float, last: bool) -> Loss:
             self._forward = True
             try:
-                result = micro_step(share, ledger, factor, last)
-            except RuntimeError as error:
-                if _MIXED not in str(error):
-                    raise
-                raise self._not_called() from error
+                result = explained(share, ledger, factor, last)
             finally:
                 self._forward = False
                 self._calls.clear()

@@ -35,8 +35,11 @@ Evaluate = Callable[[Sequence[Share], Ledger], None]
 """(this rank's shares, ledger): forward passes only."""
 
 
+_NOTHING = nullcontext()  # one for all uses: making it is a call
+
+
 def _always(_optimizer: Optimizer) -> AbstractContextManager[None]:
-    return nullcontext()
+    return _NOTHING
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,8 @@ class Placed:
 
     def gradients(self) -> list[Tensor]:
         """The local pieces of all gradients that exist, in the parameters' order; writing to them changes `.grad`."""
-        return [local(p.grad) for p in self.parameters.values() if p.grad is not None]
+        found = [p.grad for p in self.parameters.values() if p.grad is not None]
+        return [local(grad) if isinstance(grad, DTensor) else grad for grad in found]  # in each step: no needless calls
 
     def counted_gradients(self) -> list[Tensor]:
         """Those whose squares add up, over the norm groups, to that of the whole gradient: each is counted once."""

@@ -19,9 +19,9 @@ A parameter counts as written if its version, its storage or the sum of its bits
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,6 @@ from torch.distributed.fsdp import FSDPModule
 from lockstep.errors import UsageError, listed
 from lockstep.parallel.divergence import fingerprint
 from lockstep.parallel.placed import Placed, local
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _STEPS = 2  # steps whose first forward pass is watched: a counter has moved in both of them
 
@@ -78,34 +75,6 @@ def watch(placed: Placed) -> None:
     """Watch the first forward passes of a placed model, and end the keying of generators that nobody draws from."""
     _Watch(placed).begin()
     placed.check = _settling(placed)
-    if any(isinstance(module, FSDPModule) for part in placed.parts for module in part.modules()):
-        placed.forward_backward = _explained(placed.forward_backward)
-        if placed.micro_step is not None:
-            placed.micro_step = _explained(placed.micro_step)
-
-
-def _explained(run: Callable[P, R]) -> Callable[P, R]:
-    """`run`, which turns torch's complaint about a parameter that is used while it is sharded into one line.
-
-    Raises:
-        UsageError: (when it runs) the forward pass uses a parameter outside of the module that it belongs to.
-    """
-
-    def explained_run(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return run(*args, **kwargs)
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            raise UsageError(
-                "the forward pass uses a parameter outside of the module that it belongs to, where it is sharded",
-                where="the model's forward pass",
-                why="FSDP2 gathers the parameters of a block only while that block's own forward pass runs",
-                fix="use it through its module; let a teacher follow its student in Trainer(…, after_update=function) "
-                "(docs/how_to/teachers.md); or use ddp",
-            ) from error
-
-    return explained_run
 
 
 def _settling(placed: Placed) -> Any:

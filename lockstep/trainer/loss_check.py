@@ -2,40 +2,44 @@
 
 A mean that is weighted by something else than what it was divided by gives another loss, and another gradient, for
 every cut of the same samples. All topologies agree on it, so only another cut shows it. The comparison runs in
-evaluation mode, without gradients; it leaves buffers, random numbers and what modules count as they were.
+evaluation mode, without gradients; it leaves buffers, random numbers and what modules count as they were. Compiled
+blocks run as they are written, so that nothing is compiled for the shapes of the halves.
 
-Nothing is compared where a step is one micro-batch, for then no cut matters; where the forward pass draws random
-numbers even in evaluation mode; under pipelines, dp, diloco and torch.compile; and in batches that can't be halved.
+Nothing is compared where an update is made of one micro-batch, for then no cut matters; where the forward pass draws
+random numbers even in evaluation mode, or returns no loss there; and in batches that can't be halved.
 """
 
 import math
 import random
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from lockstep.collectives import is_main_process
 from lockstep.errors import UsageError
 from lockstep.groups import object_device
+from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import num_samples
 from lockstep.monitor.over_ranks import gather_objects
+from lockstep.parallel.compiled import compiled_blocks
 from lockstep.parallel.ledger import Ledger, Loss, Share
 from lockstep.parallel.placed import Placed
-from lockstep.strategy import strategy_named
 from lockstep.trainer.evaluation import evaluating
 from lockstep.trainer.loss_weights import line_to_write
 
 STEPS = 3  # of a run, in which it is compared: targets that are left out need not be in the first
 _TOLERANCE = 1e-4  # of the loss: rounding of float32 is a hundred times less
 _COARSE_TOLERANCE = 1e-2  # in low precision, and on GPUs, whose kernels change with the size of the batch
+_REPEATS = 1e-2  # of a difference between cuts: what differs by more when it is computed again draws random numbers
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,8 @@ class LossCheck:
     """
 
     def __init__(self, placed: Placed, *, compiled: bool, coarse: bool) -> None:
-        self._placed, self.left = placed, STEPS
-        strategy = strategy_named(placed.layout.strategy)
-        self._compares = not (compiled or placed.workers is not None or strategy.splits_model or strategy.uses_threads)
+        self._placed, self._compiled, self.left = placed, compiled, STEPS
+        self._proportional = True
         coarse = coarse or placed.cursor.device.type != "cpu"
         coarse = coarse or any(p.dtype in (torch.bfloat16, torch.float16) for p in placed.parameters.values())
         self._tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE
@@ -97,18 +100,15 @@ class LossCheck:
         Raises:
             UsageError: a Hugging Face model's loss does not add up, or nothing tells what it is a mean over.
         """
-        if not self.left or slots < 2:
+        placed = self._placed
+        models = placed.workers.total if placed.workers is not None else 1
+        if not self.left or slots <= models:  # each is updated from one micro-batch, or none
             return
         self.left -= 1
-        observed = self._placed.objective.observed
-        if observed is not None:
-            observed.looks = self.left > 0
-        if self._compares:
-            if self._placed.layout.shard > 1:
-                shares = [Share(0, self._of_rank_0(shares[0].batch))]
-            self._judge(gather_objects(self._found(shares, step)))
-        elif self.left < STEPS - 1 and observed is not None:  # the step before has shown what its loss tells
-            self._judge(gather_objects(_Finding(None, observed.told, observed.auxiliary)))
+        # The ranks of a pipeline have the same batch already, and those in the middle of it have none.
+        if placed.layout.shard > 1 and placed.layout.pipeline == 1:
+            shares = [Share(0, self._of_rank_0(shares[0].batch))]
+        self._judge(gather_objects(self._found(shares, step)))
 
     def _of_rank_0(self, batch: Any) -> Any:
         """Return rank 0's batch, on all ranks: all gather a sharded unit at once, and data may decide which unit."""
@@ -136,18 +136,21 @@ class LossCheck:
     def _found(self, shares: Sequence[Share], step: int) -> _Finding:
         """What this rank finds; all ranks run the same forward passes."""
         placed, objective = self._placed, self._placed.objective
-        cut = _halved(shares)
-        batches = [shares[0].batch] if cut is None else [cut.whole, *cut.halves]
-        if not all(gather_objects(cut is not None)):
-            batches = [shares[0].batch] if objective.must_be_told else []
-        with evaluating(placed), _unchanged(placed):
+        observed = objective.observed
+        cut = _halved(shares) if placed.wants_data else None
+        batches = [shares[0].batch] * 3 if cut is None else [cut.whole, *cut.halves]
+        if not all(gather_objects(cut is not None or not placed.wants_data)):
+            batches = batches[:1] if objective.must_be_told else []
+        with evaluating(placed), _unchanged(placed), _as_written(placed) if self._compiled else nullcontext():
             losses = self._losses(batches, step, "check the loss")
             adds_up = self._adds_up(losses)
             if not all(found is not False for found in gather_objects(adds_up)):
                 again = self._losses(batches[:1], step, "check the loss again")
-                if adds_up is False and not self._close(losses[0][0], again[0][0], losses):
-                    adds_up = None  # it draws random numbers
-        observed = objective.observed
+                if adds_up is False:
+                    whole = losses[0][0]
+                    least = max(abs(whole - _of_halves(losses)), self._rounding(losses))
+                    draws = abs(whole - again[0][0]) > _REPEATS * least
+                    adds_up = None if draws else False
         text = None
         if adds_up is False and cut is not None:
             text = _text(cut, losses, counted=observed is None)
@@ -157,23 +160,53 @@ class LossCheck:
     def _losses(self, batches: Sequence[Any], step: int, phase: str) -> list[tuple[float, float]]:
         """(mean, count) of each batch; fewer where the model returns no loss in evaluation mode."""
         placed, losses = self._placed, _Losses()
-        with placed.cursor.running(phase, step):
+        observed, piped = placed.objective.observed, placed.layout.pipeline > 1
+        if observed is not None:
+            observed.looks = True
+        with placed.cursor.running(phase, step), _LastStage(placed.parts) as last_stage:
             for batch in batches:
+                failed = last_stage.reached = False
                 try:
                     placed.evaluate([Share(0, batch)], losses)
                 except Exception:  # whatever a model raises where it is not trained; training will raise what matters
+                    if piped and not last_stage.reached:
+                        raise  # other ranks wait for what this one was to send
+                    failed = True
+                if any(gather_objects(failed)) if piped else failed:
                     break
+                losses.divisors.append(() if observed is None else observed.divisors)
+        if observed is not None:
+            observed.looks = False
+        self._proportional = _proportional(losses.divisors)
         return losses.found
 
     def _adds_up(self, losses: list[tuple[float, float]]) -> bool | None:
         if len(losses) < 3 or not all(math.isfinite(mean) for mean, _ in losses):
             return None
-        (whole, _), *halves = losses
-        count = sum(each for _, each in halves)
-        return self._close(whole, sum(mean * each for mean, each in halves) / count, losses) if count else None
+        if not any(count for _, count in losses[1:]):
+            return None
+        if self._placed.objective.must_be_told and not self._proportional:
+            return False  # though the terms may happen to be as large for the one half as for the other
+        return abs(losses[0][0] - _of_halves(losses)) <= self._rounding(losses)
 
-    def _close(self, one: float, other: float, losses: list[tuple[float, float]]) -> bool:
-        return abs(one - other) <= self._tolerance * max(abs(mean) for mean, _ in losses)
+    def _rounding(self, losses: list[tuple[float, float]]) -> float:
+        return self._tolerance * max(abs(mean) for mean, _ in losses)
+
+
+def _of_halves(losses: list[tuple[float, float]]) -> float:
+    """Return the mean loss of the whole that the halves make with their counts."""
+    _, (one, n), (other, m) = losses
+    return (one * n + other * m) / (n + m)
+
+
+def _proportional(divisors: Sequence[tuple[float, ...]]) -> bool:
+    """Whether what the means were divided by has one proportion in all batches: their sum has one weight only then."""
+    known = [each for each in divisors if each and all(each)]
+    return all(
+        len(each) == len(known[0])
+        and all(math.isclose(a * known[0][-1], b * each[-1]) for a, b in zip(each, known[0], strict=True))
+        for each in known
+    )
 
 
 class _Losses(Ledger):
@@ -182,17 +215,66 @@ class _Losses(Ledger):
     def __init__(self) -> None:
         super().__init__(0, torch.device("cpu"), shared=False)
         self.found: list[tuple[float, float]] = []
+        self.divisors: list[tuple[float, ...]] = []
 
     def enter(self, share: Share, loss: Loss) -> None:
         count = float(loss.targets)
         self.found.append((float(loss.summed()) / count if count else 0.0, count))
 
 
+class _LastStage:
+    """Tells whether the last stage of a pipeline has begun: then no other rank waits for this one."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._last = [part for part in parts if getattr(part, "is_last", False)]
+        self.reached = False
+
+    def __enter__(self) -> "_LastStage":
+        self._handles = [part.register_forward_pre_hook(self._begins) for part in self._last]
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begins(self, _part: nn.Module, _args: Any) -> None:
+        self.reached = True
+
+
+@contextmanager
+def _as_written(placed: Placed) -> Iterator[None]:
+    """Run compiled blocks without their compiled code. Like there, no call of a loss function is noted inside."""
+    handles = []
+    for block in compiled_blocks(placed.parts):
+        inside = LossCalls()
+        handles += [
+            block.register_forward_pre_hook(partial(_enter, inside)),
+            block.register_forward_hook(partial(_leave, inside), always_call=True),
+        ]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _enter(inside: LossCalls, *_call: Any) -> None:
+    inside.__enter__()
+
+
+def _leave(inside: LossCalls, *_call: Any) -> None:
+    inside.__exit__()
+
+
 @contextmanager
 def _unchanged(placed: Placed) -> Iterator[None]:
     """Put back what a forward pass may change besides: buffers, plain numbers in modules, random states."""
     modules = [module for part in placed.parts for module in part.modules()]
-    buffers = [(buffer, buffer.clone()) for part in placed.parts for buffer in part.buffers()]
+    kept = [buffer for part in placed.parts for buffer in part.buffers()]
+    if placed.workers is not None:  # under local updates the common model is evaluated, with buffers of its own
+        kept += [value for name, value in placed.kept().items() if name not in placed.parameters]
+    buffers = [(buffer, buffer.clone()) for buffer in kept]
     numbers = [{k: v for k, v in vars(m).items() if isinstance(v, bool | int | float | str)} for m in modules]
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
@@ -205,8 +287,8 @@ def _unchanged(placed: Placed) -> Iterator[None]:
             for name, value in before.items():
                 if name != "training" and vars(module).get(name) != value:
                     setattr(module, name, value)
-        for buffer, kept in buffers:
-            buffer.copy_(kept)
+        for buffer, before_pass in buffers:
+            buffer.copy_(before_pass)
 
 
 def _halved(shares: Sequence[Share]) -> _Cut | None:
@@ -257,7 +339,7 @@ def _text(cut: _Cut, losses: list[tuple[float, float]], *, counted: bool) -> tup
     (whole, _), (one, n), (other, m) = losses
     what = (
         f"the loss does not add up: {num_samples(cut.whole)} samples have {whole:.6g}; their halves have {one:.6g} and "
-        f"{other:.6g}, which with the counts {n:g} and {m:g} make {(one * n + other * m) / (n + m):.6g}"
+        f"{other:.6g}, which with the counts {n:g} and {m:g} make {_of_halves(losses):.6g}"
     )
     weight = (whole - other) / (one - other) if one != other else -1.0
     return what, line_to_write(cut.halves, weight, counted=counted)

@@ -10,7 +10,7 @@ import torch
 
 from lockstep import checkpoint, collectives
 from lockstep.checkpoint.names import MANIFEST
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, listed
 from lockstep.records import plain
 from lockstep.step import Progress
 from lockstep.trainer.changes import compare, keep_what_was_changed
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 OPTIMIZER = "main"
 WORKERS = "workers"  # of local updates
+_UNKNOWN_TO_A_LOOP = {  # of one's own (`lockstep.place`), which saves its step and metadata alone
+    "skipped": [], "epoch": 0, "samples": 0, "nominal": None, "loss_scale": None, "source": {}, "best": {},
+}  # fmt: skip
 
 
 def snapshot(trainer: "Trainer", *, include_optimizer: bool, metadata: dict[str, Any]) -> checkpoint.Snapshot:
@@ -126,6 +129,11 @@ def restore(trainer: "Trainer", path: Path) -> tuple[int, dict[str, Any]]:
     """
     step = trainer.step
     state = _fill(trainer, path)
+    if "updates" not in state:
+        state = {**_UNKNOWN_TO_A_LOOP, "updates": state["step"], **state}
+        trainer.later_lines.append(
+            f"{path} is of a loop over lockstep.place: data go on as after {state['step']} steps of this trainer"
+        )
     step.progress = Progress(state["step"], state["updates"], list(state["skipped"]), state["epoch"], state["samples"])
     if state["nominal"] is not None:  # before the first step, and of weights that were imported, nobody knows it
         step.nominal = state["nominal"]
@@ -149,22 +157,37 @@ def _fill(trainer: "Trainer", path: Path) -> dict[str, Any]:
         del target.extra[WORKERS]
     elif workers is not None:
         _require_as_many(path, workers.total)
-    with_optimizer = checkpoint.has_optimizer(path, OPTIMIZER)
+    optimizer = _optimizer_in(path)
     named = {p: {("" if begins else p) + name: q for name, q in placed.parameters.items()} for p in _prefixes(trainer)}
-    if with_optimizer:
+    if optimizer is not None:
         wanted = {name: q for names in named.values() for name, q in names.items()}
-        target.optimizers[OPTIMIZER] = checkpoint.optimizer_targets(path, OPTIMIZER, wanted)
+        target.optimizers[optimizer] = checkpoint.optimizer_targets(path, optimizer, wanted)
     with torch.no_grad():
         state = checkpoint.load(path, target)
     if workers is not None and begins:
         workers.take_up()
-    for prefix in _prefixes(trainer) if with_optimizer else ():
+    if optimizer is None:
+        return state
+    for prefix in _prefixes(trainer):
         names = {id(q): name for name, q in named[prefix].items()}
-        tensors = target.optimizers[OPTIMIZER]
+        tensors = target.optimizers[optimizer]
         if begins:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        checkpoint.restore_optimizer(trainer.optimizer, names, tensors, state["optimizer_groups"][OPTIMIZER])
+        checkpoint.restore_optimizer(trainer.optimizer, names, tensors, state["optimizer_groups"][optimizer])
     return state
+
+
+def _optimizer_in(path: Path) -> str | None:
+    """Return the name of the one optimizer in a checkpoint; a loop of one's own names it as it likes."""
+    names = checkpoint.optimizers_in(path)
+    if len(names) > 1:
+        raise UsageError(
+            f"{path} holds the optimizers {listed(names)}, and a Trainer has one",
+            why="a loop over lockstep.place wrote it",
+            fix="go on with lockstep.place(…).load_checkpoint(path, optimizers); or take the weights alone: "
+            "model.load_state_dict(lockstep.checkpoint.weights(path)) before the Trainer is made",
+        )
+    return names[0] if names else None
 
 
 def _require_as_many(path: Path, workers: int) -> None:

@@ -158,3 +158,35 @@ def test_a_model_that_is_refused_trains_with_a_count_of_its_own() -> None:
     halves = [{k: v[at : at + 2] if v.ndim else v for k, v in batch.items()} for at in (0, 2)]
     with pytest.warns(UserWarning, match="depends on the others"):
         placed.backward(*halves)
+
+
+class TwoMeans(nn.Module):
+    """A mean over words plus one over texts; every word and text has the same loss before the first step."""
+
+    config, _no_split_modules, loss_function = None, (), None  # as a model of the library has them
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.texts = nn.Parameter(torch.zeros(8, 3)), nn.Parameter(torch.zeros(8, 2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, order: Tensor) -> dict[str, Tensor]:
+        words = nn.functional.cross_entropy(self.words[input_ids].flatten(0, 1), labels.flatten())
+        return {"loss": words + nn.functional.cross_entropy(self.texts[input_ids[:, 0]], order)}
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_sum_of_means_with_other_proportions_in_each_cut_is_refused_however_close_its_losses_are(alike: bool) -> None:
+    """AlbertForPreTraining: a fresh model has nearly one loss for all words, so a comparison sees no difference."""
+    ids = torch.arange(24).view(4, 6) % 8
+    labels = ids % 3
+    for row in range(4):
+        labels[row, : 2 if alike else row] = -100
+    batch = {"input_ids": ids, "labels": labels, "order": torch.arange(4) % 2}
+    halves = [{key: value[at : at + 2] for key, value in batch.items()} for at in (0, 2)]
+    model = TwoMeans()
+    placed = lockstep.place(model, "single")
+    if alike:
+        assert float(placed.backward(*halves)) == pytest.approx(float(model(**batch)["loss"].detach()), rel=1e-6)
+    else:
+        with pytest.raises(UsageError, match="does not add up"):
+            placed.backward(*halves)

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
+from lockstep.parallel.fsdp_usage import mixing_explained, used_elsewhere
 from lockstep.trainer import Trainer
 from tests.parity.matrix import MODELS, Case, Result, difference, reference, run_all
 from tests.parity.toy import Tokens
@@ -258,3 +259,16 @@ def test_a_module_whose_parameter_is_used_outside_is_no_unit() -> None:
 
     names = [name for name, _ in units_of(Tied(), FSDPConfig(auto_wrap_policy="size", min_num_params=1), [])]
     assert names == ["body"]
+
+
+@pytest.mark.parametrize(
+    ("says", "raises"),
+    [("aten.mm: got mixed torch.Tensor and DTensor, need to convert", UsageError), ("out of memory", RuntimeError)],
+)
+def test_a_parameter_that_is_used_while_it_is_sharded_is_explained(says: str, raises: type[Exception]) -> None:
+    def run() -> None:
+        raise RuntimeError(says)
+
+    with pytest.raises(raises) as found:
+        mixing_explained(run, used_elsewhere)()
+    assert ("outside of the module that it belongs to" in str(found.value)) == (raises is UsageError)

@@ -46,5 +46,4 @@ def calls_of_a_step(name: str, folder: Path) -> float:
 
 def test_a_step_makes_fewer_calls_than_the_hand_written_loop(tmp_path: Path) -> None:
     by_hand, ours = calls_of_a_step("hand-written", tmp_path), calls_of_a_step("lockstep", tmp_path)
-    # It was 0.80; 0.86 since losses are observed, and calls are compared between ranks.
-    assert ours <= 0.88 * by_hand, (ours, by_hand)
+    assert ours <= 0.83 * by_hand, (ours, by_hand)  # 0.796 with torch 2.13

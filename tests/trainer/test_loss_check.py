@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep import Trainer
+from lockstep.config import config_from
+from lockstep.errors import UsageError
+from lockstep.models.observed import LossCalls
 from lockstep.trainer.loss_check import LossCheck
 from tests.ranks import run_ranks
 
@@ -200,6 +204,14 @@ class Noisy(Scores):
         return F.cross_entropy(scores + torch.randn_like(scores), targets[:, 0].clamp(min=0))
 
 
+class Faint(Scores):
+    """Draws little: a repetition may happen to come close."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        scores = super().forward(ids).mean(1)
+        return F.cross_entropy(scores + 2e-3 * torch.randn_like(scores), targets[:, 0].clamp(min=0))
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -228,6 +240,11 @@ def test_sound_models_are_left_alone_in_every_bit(make: Callable[[], nn.Module])
     assert torch.equal(compared, left_alone)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_model_that_draws_little_is_left_alone(seed: int) -> None:
+    assert not train(Faint(), seed=seed, max_steps=12)[2]
+
+
 def on_ranks() -> dict[str, Any]:
     found = {}
     for strategy in ("ddp", "fsdp"):
@@ -251,3 +268,201 @@ def test_on_several_ranks_one_of_them_tells() -> None:
         assert other[name] == (loss, []), name
         if name.endswith("NanoGPT"):
             assert loss == pytest.approx(plain(NanoGPT(), None, -1), abs=1e-6)
+
+
+class Head(nn.Linear):
+    """The last segment of a model in a pipeline: the loss is computed in the way of `ByHand`, or as torch has it."""
+
+    takes_inputs = True
+
+    def __init__(self, *, by_hand: bool, only_in_training: bool) -> None:
+        super().__init__(8, CLASSES)
+        self.by_hand, self.only_in_training = by_hand, only_in_training
+
+    def forward(self, values: Tensor, *, inputs: Any) -> Any:
+        scores, targets = super().forward(values), inputs[1]["targets"]
+        if self.only_in_training and not self.training:
+            raise ValueError("there are no targets where it is not trained")
+        if not self.by_hand:
+            return {"loss": F.cross_entropy(scores.flatten(0, 1), targets.flatten())}
+        valid = targets != -100
+        picked = scores.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+        return {"loss": -(picked * valid).sum() / valid.sum()}
+
+
+class First(nn.Embedding):
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(ids)
+
+
+class Cut(nn.Module):
+    """A chain of four segments, the last of which computes the loss."""
+
+    def __init__(self, *, by_hand: bool = True, only_in_training: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = First(CLASSES, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = Head(by_hand=by_hand, only_in_training=only_in_training)
+
+    def segments(self) -> list[tuple[str, nn.Module]]:
+        return list(self.named_children())
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        values = self.third(self.second(self.first(ids, targets)))
+        return self.head(values, inputs=((), {"targets": targets}))
+
+
+FOUR_STAGES = {"distributed.pipeline.schedule": "1F1B"}
+TWO_BY_TWO = {"distributed.pipeline_size": 2, "distributed.shard_size": 2}
+BOTH_ENDS_ON_ONE_RANK = {
+    "distributed.pipeline_size": 2, "distributed.replicate_size": 2, "distributed.pipeline.schedule": "ZBVZeroBubble",
+    "distributed.pipeline.stages_per_rank": 2,
+}  # fmt: skip
+PIPELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "by hand, four stages": ({}, FOUR_STAGES),
+    "by hand, beside shards": ({}, TWO_BY_TWO),
+    "by hand, there and back": ({}, BOTH_ENDS_ON_ONE_RANK),
+    "of torch, four stages": ({"by_hand": False}, FOUR_STAGES),
+    "of torch, there and back": ({"by_hand": False}, BOTH_ENDS_ON_ONE_RANK),
+    "fails in evaluation": ({"by_hand": False, "only_in_training": True}, FOUR_STAGES),
+    "fails in evaluation, there and back": ({"by_hand": False, "only_in_training": True}, BOTH_ENDS_ON_ONE_RANK),
+}
+
+
+def in_pipelines() -> dict[str, Any]:
+    found = {}
+    for name, (kind, settings) in PIPELINES.items():
+        config = config_from(
+            {
+                "distributed.strategy": "pipeline", "training.batch_size": 1, "training.global_batch_size": SAMPLES,
+                "training.max_steps": 3, **settings,
+            }
+        )  # fmt: skip
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = Trainer(Cut(**kind), config=config)
+            losses = [float(record.loss) for record in trainer.steps(Samples(-100), epochs=3)]
+        assert len(losses) == 3
+        found[name] = losses[0], [str(w.message) for w in caught if "does not add up" in str(w.message)]
+    return found
+
+
+def test_a_pipeline_compares_too() -> None:
+    expected = plain(Cut(), None, -100)
+    for rank, found in enumerate(run_ranks(in_pipelines, 4)):
+        for name, (loss, texts) in found.items():
+            assert len(texts) == (rank == 0 and name.startswith("by hand")), (rank, name)
+            assert all('return (batch["targets"] != -100).sum()' in text for text in texts)
+            if not name.startswith("by hand"):
+                assert loss == pytest.approx(expected, abs=1e-5), name
+
+
+WORKERS = {"distributed.strategy": "diloco", "distributed.diloco.workers": 2, "distributed.diloco.inner_steps": 2}
+
+
+@pytest.mark.parametrize("settings", [{"distributed.strategy": "dp"}, WORKERS])
+def test_dp_and_local_updates_compare_too(settings: dict[str, Any]) -> None:
+    assert len(train(ByHand(), config=config_from(settings))[2]) == 1
+    assert not train(NanoGPT(), ignored=-1, config=config_from(settings))[2]
+
+
+def test_workers_that_take_one_micro_batch_each_compare_nothing() -> None:
+    assert not train(ByHand(), config=config_from(WORKERS), batch_size=SAMPLES // 2)[2]
+
+
+class LossInABlock(NanoGPT):
+    """What a block that is compiled calls is not noted: the loss counts by what is called outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Pull()
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        return [("block", self.block)]
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        found = super().forward(ids, targets)
+        return {"loss": found["loss"] + self.block(found["logits"])}
+
+
+class Pull(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(CLASSES, 1)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return F.mse_loss(super().forward(logits), torch.zeros(())) * 0.0
+
+
+class ByHandInABlock(ByHand):
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        return [("scores", self.scores)]
+
+
+@pytest.mark.parametrize(("make", "ignored", "warned"), [(ByHandInABlock, -100, 1), (LossInABlock, -1, 0)])
+def test_compiled_blocks_are_compared_as_they_are_written(
+    make: Callable[[], nn.Module], ignored: int, warned: int
+) -> None:
+    def graphs() -> tuple[int, list[str]]:
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        with patch("torch.compile", partial(torch.compile, backend="eager")):
+            _, _, texts = train(make(), ignored=ignored, compile=True)
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"], texts
+
+    found = []
+    judge = LossCheck._judge
+
+    def kept(check: LossCheck, findings: Any) -> None:
+        found.extend(finding.adds_up for finding in findings)
+        judge(check, findings)
+
+    with patch.object(LossCheck, "_judge", kept):
+        compiled, texts = graphs()
+    assert len(texts) == warned
+    assert found == ([False] if warned else [True] * 3)
+    with patch.object(LossCheck, "before_step"):
+        assert graphs()[0] == compiled > 0  # none is made for the halves
+
+
+def test_calls_within_calls_are_noted_by_the_innermost() -> None:
+    plain_function = F.mse_loss
+    one, other = torch.ones(2), torch.zeros(2)
+    with LossCalls() as outer:
+        with LossCalls() as inner:
+            assert float(F.mse_loss(one, other)) == 1.0
+        F.l1_loss(one, other)
+        F.l1_loss(one, other, reduction="sum")
+    assert (len(inner.means), inner.others) == (1, 0)
+    assert (len(outer.means), outer.others) == (1, 1)
+    assert F.mse_loss is plain_function
+
+
+class KeepsItsLoss(Scores):
+    """Attributes that are named like the methods of the protocol, and are none of them."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss, self.inputs, self.count = loss, nn.Identity(), 0
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        return self.loss(super().forward(self.inputs(ids)).flatten(0, 1), targets.flatten())
+
+
+def test_a_loss_that_the_model_keeps_is_no_method_of_it() -> None:
+    first, _, texts = train(KeepsItsLoss(nn.CrossEntropyLoss()))
+    assert first == pytest.approx(plain(KeepsItsLoss(nn.CrossEntropyLoss()), None, -100), abs=1e-5)
+    assert not texts
+
+
+def test_a_function_that_is_kept_from_before_is_not_observed_and_so_compared() -> None:
+    [text] = train(KeepsItsLoss(F.cross_entropy))[2]
+    assert 'return (batch["targets"] != -100).sum()' in text
+
+
+def test_a_method_that_returns_a_sum_needs_a_count() -> None:
+    class Summed(Scores):
+        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+            return F.cross_entropy(outputs.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+
+    with pytest.raises(UsageError, match=r"no count\(\) to divide it by"):
+        train(Summed())

@@ -237,3 +237,29 @@ def test_a_frozen_normalisation_stays_frozen_over_an_evaluation() -> None:
 def test_what_a_loop_of_ones_own_can_not_have_is_one_clear_message(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         lockstep.place(tied(), loss_fn=LOSS, **settings)
+
+
+def test_a_trainer_takes_up_a_checkpoint_of_the_loop(tmp_path: Path) -> None:
+    batch = (torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(4) % 3)
+    loss_fn, model = nn.CrossEntropyLoss(), nn.Linear(4, 3)
+    placed = lockstep.place(model, "single", loss_fn=loss_fn)
+    one = torch.optim.AdamW(placed.parameters(), lr=0.1)
+    for _ in range(2):
+        placed.backward(batch)
+        one.step()
+        placed.zero_grad()
+    placed.save_checkpoint(tmp_path / "one", {"my-own": one}, {"note": "mine"})
+    fresh = nn.Linear(4, 3)
+    trainer = lockstep.Trainer(fresh, torch.optim.AdamW(fresh.parameters(), lr=0.1), loss_fn, batch_size=4, max_steps=3)
+    assert trainer.load_checkpoint(tmp_path / "one") == (2, {"note": "mine"})
+    [record] = trainer.steps(torch.utils.data.TensorDataset(*batch), epochs=3)
+    placed.backward(batch)
+    one.step()
+    assert record.step == 3
+    for mine, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+    halves = {name: torch.optim.SGD([p], lr=0.1) for name, p in placed.named_parameters()}
+    placed.save_checkpoint(tmp_path / "two", halves)
+    with pytest.raises(UsageError, match=r"optimizers bias, weight, and a Trainer has one(.|\n)*checkpoint.weights"):
+        trainer.load_checkpoint(tmp_path / "two")

@@ -62,18 +62,19 @@ class Relay:
         result, kept = None, ()
         for part in self.parts:
             received, metas = self._receive(part, kept)
-            if part.is_last and not to_last:
-                if learn is not None:
+            if part.is_last:
+                if learn is not None:  # before it runs: the ranks have agreed to know these shapes, even if it fails
                     learn(part.index, metas, ())
+                if to_last:
+                    start(part, place)
+                    result = part(*received)
                 break
             start(part, place)
             outputs = part(*received)
-            sent: Metas = () if part.is_last else tuple(map(Meta.of, outputs))
+            sent = tuple(map(Meta.of, outputs))
             if learn is not None:
                 learn(part.index, metas, sent)
-            if part.is_last:
-                result = outputs
-            elif self._is_here(part.index + 1):
+            if self._is_here(part.index + 1):
                 kept = outputs
             else:
                 self._send(part.index, outputs, sent)

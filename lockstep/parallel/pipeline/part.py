@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lockstep.models.chain import run_segment
-from lockstep.models.observed import LossCalls, loss_calls
+from lockstep.models.observed import LossCalls
 from lockstep.precision import Precision
 from lockstep.randomness import Cursor
 
@@ -111,7 +111,7 @@ class Part(nn.Module):
         # Stages in the middle have no batch.
         inputs = work.inputs() if self.is_first or self.is_last else ((), {})
         given = {id(value) for value in values}
-        observing = loss_calls() if self.is_last and work.observes else nullcontext()
+        observing = LossCalls() if self.is_last and work.observes else nullcontext()
         with self._precision.autocast(), observing as work.calls:
             if self.is_first:
                 values, keywords = inputs

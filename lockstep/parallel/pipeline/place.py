@@ -17,6 +17,7 @@ from lockstep.groups import object_device, once
 from lockstep.layout import Layout
 from lockstep.parallel import fsdp, reproducible
 from lockstep.parallel.buffers import RunningBuffers
+from lockstep.parallel.fsdp_usage import mixing_explained, used_elsewhere
 from lockstep.parallel.pipeline.build import part_of, shard_parts
 from lockstep.parallel.pipeline.forward import Relay
 from lockstep.parallel.pipeline.holding import Holding, holding_of, materialise, release
@@ -77,7 +78,13 @@ def place(placement: Placement) -> Placed:
         here = [part.index for part in cut.parts]
         cut.trees = StageTrees(cut.holding, uses, here, p.device, mesh, cut.columns, shared.group_of)
     runner = _runner(p, cut, group)
+    forward_backward, evaluate = runner.forward_backward, runner.evaluate
+    if layout.data_parallel_size > 1:  # stages are FSDP2's
+        forward_backward = mixing_explained(forward_backward, used_elsewhere)
+        evaluate = mixing_explained(evaluate, used_elsewhere)
     exact = p.reproducible
+    if exact:
+        forward_backward, evaluate = reproducible.guarded(forward_backward), reproducible.guarded(evaluate)
     assign = partial(tree_shares, even=True) if exact else strided_shares
     return Placed(
         layout=layout,
@@ -86,8 +93,8 @@ def place(placement: Placement) -> Placed:
         objective=p.objective,
         cursor=p.cursor,
         assign=partial(assign, rank=cut.column, ranks=layout.data_parallel_size),
-        forward_backward=reproducible.guarded(runner.forward_backward) if exact else runner.forward_backward,
-        evaluate=runner.evaluate,
+        forward_backward=forward_backward,
+        evaluate=evaluate,
         forward=runner.forward,
         buffers={n: b for n, b in cut.holding.named_buffers().items() if n in plan.model.persistent},
         finish_gradients=shared if cut.trees is None else cut.trees.finish,
