@@ -14,7 +14,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_a_strategy_is_named_in_its_own_file_and_in_the_tables_alone() -> None:
-    """The registry has the names that ship; `strategy.py` and `layout.py` have defaults; `names*` are other trainers'."""
+    """The registry has those that ship, `strategy.py` and `layout.py` defaults, `names*` those of other trainers."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         own = path.parent.name == "parallel" and path.stem in _OWN_FILES
