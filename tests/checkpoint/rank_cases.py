@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from lockstep import checkpoint
-from lockstep.checkpoint import AsyncSaver, Manner, Snapshot, commit, storage
+from lockstep.checkpoint import AsyncSaver, SaveOptions, Snapshot, posix, write
 from lockstep.errors import LockstepError, RunError
 from tests.checkpoint.shared import CONFIG, files_of, flip, known, known_model
 
@@ -90,9 +90,9 @@ def full_format_is_one_file_of_whole_tensors(directory: Path) -> None:
     """Rank 0 writes it; nothing of the scattered one stays; on a refusal by the disk nothing at all."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     snapshot = Snapshot(spread(mesh, {"blocks.0.weight": [Shard(0)], "norm": [Shard(0)]}), state={"step": 1})
-    path = checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG, format="full")
+    path = checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG, options=SaveOptions("full"))
     saver = AsyncSaver()
-    saver.save(directory, 2, snapshot, config_yaml=CONFIG, manner=checkpoint.Manner("full"))
+    saver.save(directory, 2, snapshot, config_yaml=CONFIG, options=SaveOptions("full"))
     saver.wait()
     assert [entry.name for entry in sorted(directory.iterdir())] == ["step-00000001", "step-00000002"]
     for entry in checkpoint.list_checkpoints(directory):
@@ -101,7 +101,7 @@ def full_format_is_one_file_of_whole_tensors(directory: Path) -> None:
     target = Snapshot(spread(mesh, {"blocks.0.weight": [Shard(1)]}, zeros=True))
     assert checkpoint.load(path, target)["step"] == 1
     assert_known(target.model)
-    again = raised(lambda: checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG, format="full"))
+    again = raised(lambda: checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG, options=SaveOptions("full")))
     assert "never overwritten" in assert_same_everywhere(again)
     dist.barrier()
     assert len(list(directory.iterdir())) == 2
@@ -118,7 +118,7 @@ def local_format_is_for_the_ranks_that_wrote_it(directory: Path) -> None:
     adam = {"main": {"head.weight//exp_avg": known("exp_avg", (5, 7))}}
     laid = spread(mesh, placements)
     saver = AsyncSaver()
-    saver.save(directory, 1, Snapshot(laid, adam, {"step": 1}), config_yaml=CONFIG, manner=Manner("local"))
+    saver.save(directory, 1, Snapshot(laid, adam, {"step": 1}), config_yaml=CONFIG, options=SaveOptions("local"))
     saver.wait()
     path = directory / "step-00000001"
     assert checkpoint.verify(path) == []
@@ -440,9 +440,9 @@ def killed_in_pairs(directory: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 1:
-        storage.PartWriter.write = die  # type: ignore[assignment,method-assign]
+        write.ShardedWriter.write = die  # type: ignore[assignment,method-assign]
     if rank == 2:
-        commit.sync_directory = die
+        posix.PosixStorage.commit = die  # type: ignore[assignment,method-assign]
     try:
         checkpoint.save(folder, 2, snapshot, config_yaml=CONFIG, group=group)
     except RuntimeError as error:

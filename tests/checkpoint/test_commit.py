@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from lockstep import checkpoint
-from lockstep.checkpoint.disk import write_file
+from lockstep.checkpoint import posix
+from lockstep.checkpoint.storage import Location
 from lockstep.errors import RunError
 from tests.checkpoint.shared import assert_same, blank, files_of, save, snapshot
 
@@ -26,8 +27,6 @@ def watch_disk(root: Path, before: Callable[[str, str], None]) -> None:
     Python announces the system calls itself (audit events), so that nothing in the product has to cooperate; fsync and
     writes, which it does not announce, are wrapped. It can't be undone: for a process of its own.
     """
-    import lockstep.checkpoint.disk as disk
-
     def hear(event: str, arguments: tuple[object, ...]) -> None:
         if event == "open":
             changes = isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
@@ -37,7 +36,7 @@ def watch_disk(root: Path, before: Callable[[str, str], None]) -> None:
             before(event, str(arguments[0]))
 
     writes: Counter[str] = Counter()
-    sync, set_direct = os.fsync, disk._set_direct  # called ahead of every write
+    sync, set_direct = os.fsync, posix._set_direct  # called ahead of every write
 
     def watched_sync(handle: int) -> None:
         before("fsync", os.readlink(f"/proc/self/fd/{handle}"))
@@ -51,7 +50,7 @@ def watch_disk(root: Path, before: Callable[[str, str], None]) -> None:
         set_direct(handle, direct)
 
     os.fsync = watched_sync
-    disk._set_direct = watched_write
+    posix._set_direct = watched_write
     sys.addaudithook(hear)
 
 
@@ -176,10 +175,11 @@ def test_the_folders_above_are_named_durably_too(tmp_path: Path) -> None:
 
 
 def test_no_file_is_written_over(tmp_path: Path) -> None:
-    write_file(tmp_path / "file", b"first")
+    draft = Location(posix.PosixStorage(tmp_path), posix.PosixStorage(tmp_path).begin("step-00000001"))
+    draft.put("model/file", b"first")
     with pytest.raises(FileExistsError):
-        write_file(tmp_path / "file", b"second")
-    assert (tmp_path / "file").read_bytes() == b"first"
+        draft.put("model/file", b"second")
+    assert (tmp_path / draft.name / "model" / "file").read_bytes() == b"first"
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lockstep import checkpoint
-from lockstep.checkpoint.keep import sweep
-from lockstep.checkpoint.names import SHARED_MARK, Writer
+from lockstep.checkpoint.posix import DraftOwner, PosixStorage
+from lockstep.checkpoint.storage import SHARED_MARK
 from tests.checkpoint.shared import flip, save
 
 
@@ -54,19 +54,19 @@ def test_damaged_ones_do_not_count_and_do_not_go(tmp_path: Path) -> None:
 
 
 def test_dead_writers_are_swept_and_living_ones_spared(tmp_path: Path) -> None:
-    here = Writer.new()
+    here = DraftOwner.new()
     finished = subprocess.Popen([sys.executable, "-c", ""])
     finished.wait()
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     dead = [
-        tmp_path / Writer(here.host, finished.pid, "00000000").folder(SHARED_MARK),
-        tmp_path / Writer(here.host, finished.pid, "00000001").folder("step-00000001"),
-        tmp_path / Writer(here.host, os.getpid(), "00000002").folder("step-00000002"),  # an earlier life of this pid
-        tmp_path / Writer("elsewhere", 1, "00000003").folder("step-00000003"),
+        tmp_path / DraftOwner(here.host, finished.pid, "00000000").draft_of(SHARED_MARK),
+        tmp_path / DraftOwner(here.host, finished.pid, "00000001").draft_of("step-00000001"),
+        tmp_path / DraftOwner(here.host, os.getpid(), "00000002").draft_of("step-00000002"),  # an earlier life of this pid
+        tmp_path / DraftOwner("elsewhere", 1, "00000003").draft_of("step-00000003"),
     ]
     spared = [
-        tmp_path / Writer(here.host, living.pid, "00000004").folder("step-00000004"),
-        tmp_path / Writer("elsewhere", 1, "00000005").folder("step-00000005"),
+        tmp_path / DraftOwner(here.host, living.pid, "00000004").draft_of("step-00000004"),
+        tmp_path / DraftOwner("elsewhere", 1, "00000005").draft_of("step-00000005"),
         tmp_path / "step-00000006.tmp",
         tmp_path / "notes.tmp-host-1-00000007",
         tmp_path / "step-00000008",
@@ -75,10 +75,10 @@ def test_dead_writers_are_swept_and_living_ones_spared(tmp_path: Path) -> None:
         (folder / "model").mkdir(parents=True)
     for path in (dead[3] / "model", dead[3]):
         os.utime(path, (1, 1))
-    assert sorted(sweep(tmp_path)) == dead
+    assert [tmp_path / name for name in PosixStorage(tmp_path).sweep()] == sorted(dead)
     assert sorted(tmp_path.iterdir()) == sorted(spared)
     living.communicate(b"\n")
-    assert sweep(tmp_path / "not there") == []
+    assert PosixStorage(tmp_path / "not there").sweep() == []
 
 
 def test_going_back_sets_the_later_ones_aside(tmp_path: Path) -> None:
