@@ -50,7 +50,12 @@ def test_full_buffers_go_past_the_page_cache_where_the_file_system_can(
 ) -> None:
     direct = []
     set_direct = posix._set_direct
-    monkeypatch.setattr(posix, "_set_direct", lambda handle, wanted: (direct.append(wanted), set_direct(handle, wanted)))
+
+    def watched(handle: int, wanted: bool) -> None:
+        direct.append(wanted)
+        set_direct(handle, wanted)
+
+    monkeypatch.setattr(posix, "_set_direct", watched)
     with UncachedFile(tmp_path / "file") as stream:
         stream.write(content(2 * posix._BUFFER + 100))
     assert direct == [True, True, False]
