@@ -170,7 +170,7 @@ def _place(record: Any) -> StoredAt:
 
 
 def _check_cover(name: str, tensor: TensorStorageMetadata) -> None:
-    """Refuse blocks that lie outside the tensor or leave a part of it out. (Overlaps were refused in writing.)"""
+    """Refuse blocks that lie outside the tensor or leave a part of it out; overlaps were refused in writing."""
     elements = 0
     for chunk in tensor.chunks:
         bounds = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
