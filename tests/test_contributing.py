@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from lockstep.checkpoint import Storage
-
 from tests.ranks import REPOSITORY
 
 GUIDE = (REPOSITORY / "CONTRIBUTING.md").read_text()
