@@ -32,13 +32,15 @@ def sample(
     directory = RunDirectory(run)
     if not directory.config.is_file():
         raise UsageError(f"{run} is no run directory", why="there is no config.yaml in it")
-    found = checkpoint.newest(directory.checkpoints)
+    config = load_config(directory.config)
+    storage = config.checkpoint.storage
+    folder = directory.checkpoints if storage is None else checkpoint.build_storage(storage)
+    found = checkpoint.newest(folder)
     if found is None:
         raise UsageError(
-            f"there is no checkpoint in {directory.checkpoints}",
+            f"there is no checkpoint in {folder}",
             fix="train it first; a run saves every checkpoint.save_steps and at its end",
         )
-    config = load_config(directory.config)
     data = build_data(config.data, seed=config.training.seed)
     if data.encode is None or data.decode is None:
         raise UsageError(
@@ -53,7 +55,7 @@ def sample(
     return data.decode(tokens[0].tolist())
 
 
-def restored(config: Config, data: Data, path: Path) -> Any:
+def restored(config: Config, data: Data, path: checkpoint.Checkpoint) -> Any:
     """The model of a checkpoint, whole, on the CPU, in evaluation mode.
 
     Args:

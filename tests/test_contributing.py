@@ -1,8 +1,14 @@
 """What the contributing guide points at is there."""
 
 import importlib
+import os
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
+from lockstep.checkpoint import Storage
 from tests.ranks import REPOSITORY
 
 GUIDE = (REPOSITORY / "CONTRIBUTING.md").read_text()
@@ -26,3 +32,23 @@ def test_each_door_in_the_tour_opens() -> None:
 def test_each_make_target_in_it_exists() -> None:
     targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"make ([\w-]+)", GUIDE)) <= set(targets)
+
+
+def test_a_storage_of_another_package_passes_the_tests_of_commit_kill_and_damage(tmp_path: Path) -> None:
+    """As the guide tells a newcomer: a copy of the example in a package elsewhere, and no edit in the repository."""
+    section = GUIDE.split("**A storage for checkpoints.**")[1].split("\n**")[0]
+    assert set(re.findall(r"^\| `(\w+)\(", section, re.MULTILINE)) == Storage.__abstractmethods__
+    (command,) = re.findall(r"^LOCKSTEP_TEST_STORAGE=(\S+) pytest (\S+) -k (\S+)$", section, re.MULTILINE)
+    named, tests, chosen = command
+    module = tmp_path.joinpath(*named.partition(":")[0].split(".")).with_suffix(".py")
+    module.parent.mkdir()
+    shutil.copy(REPOSITORY / "tests/checkpoint/memory_storage.py", module)
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", tests, "-k", chosen],
+        cwd=REPOSITORY, env={**os.environ, "LOCKSTEP_TEST_STORAGE": named, "PYTHONPATH": path},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for kind in ("test_commit.py::test_a_kill", "test_damage.py::test_trap_50", "test_storage.py::test_everything"):
+        assert re.search(rf"PASSED .*{kind}.*\[{re.escape(named)}\]", ended.stdout), ended.stdout

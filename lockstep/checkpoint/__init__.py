@@ -1,41 +1,72 @@
 """Checkpoints: what is committed is whole, what is not whole is invisible.
 
+A save takes four stops, a file each, from a state dict to disk:
+
+    snapshot   named tensors and JSON of this rank            → pieces: blocks of whole tensors
+    plan       what every rank holds, merged on rank 0        → each rank's share, one of three formats
+    write      each rank its files, into an invisible draft   → sizes and checksums
+    commit     state, config and, last, the manifest          → the checkpoint exists
+
+`storage` is what the last two write to: a folder (`posix`), or whatever offers the same few operations. `restore` goes
+the other way: `manifest` proves the files, `read` and `metadata` read the tensors of any format into any layout.
+`keep` chooses, rotates and sets aside; `convert` and `importing` take weights out and in; `commands` is the command
+line. `ranks` is how ranks agree; `torch_internals` holds torch's private names.
+
     checkpoints/step-00000100/
       manifest.json        format version, files {size, crc32}, parameters {shape, dtype, aliases}; last its checksum
       model/               the tensors of the model      (torch.distributed.checkpoint's format)
       optimizer/NAME/      the state of an optimizer     "
       extra/NAME/          EMA, compression state, …     "
-      state.json           everything that is no tensor
+      state.json           everything that is not a tensor
       config.yaml          the resolved config of the run
 
-`save` and `load` are for all ranks of a run at once; the rest looks at files, and needs no process group.
+`save` and `load` are for all ranks of a run at once; the rest looks at files, and needs no process group. A folder of
+checkpoints may be given as a path or a `Storage`, a checkpoint as a path or a `Location`.
 """
 
-from lockstep.checkpoint.background import AsyncSaver
-from lockstep.checkpoint.describe import inspect
-from lockstep.checkpoint.digest import digest, digest_tensors
-from lockstep.checkpoint.export import export_safetensors, export_torch, weights
-from lockstep.checkpoint.gathered import gather, hand_out, is_shared, scatter
+from lockstep.checkpoint.commit import AsyncSaver, SaveOptions, is_shared, save, save_as
+from lockstep.checkpoint.convert import digest, digest_tensors, export_safetensors, export_torch, weights
 from lockstep.checkpoint.importing import import_weights
-from lockstep.checkpoint.keep import newest, resume_point, rotate, set_aside
-from lockstep.checkpoint.manifest import DamagedError, verify
-from lockstep.checkpoint.names import list_checkpoints
-from lockstep.checkpoint.optimizers import (
+from lockstep.checkpoint.keep import hand_out, inspect, list_checkpoints, newest, resume_point, rotate, set_aside
+from lockstep.checkpoint.manifest import DamagedError, config_text, read_manifest, read_state, verify
+from lockstep.checkpoint.posix import PosixStorage
+from lockstep.checkpoint.ranks import Ranks, gather, scatter
+from lockstep.checkpoint.restore import (
+    has_extra,
     has_optimizer,
+    load,
     optimizer_state,
     optimizer_targets,
     optimizers_in,
     restore_optimizer,
 )
-from lockstep.checkpoint.restore import config_text, has_extra, load, read_state
-from lockstep.checkpoint.saving import Manner, save, save_as
 from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint.storage import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointPath,
+    Directory,
+    Location,
+    Storage,
+    build_storage,
+    step_name,
+    step_of,
+)
 
 __all__ = [
+    "MANIFEST",
     "AsyncSaver",
+    "Checkpoint",
+    "CheckpointPath",
     "DamagedError",
-    "Manner",
+    "Directory",
+    "Location",
+    "PosixStorage",
+    "Ranks",
+    "SaveOptions",
     "Snapshot",
+    "Storage",
+    "build_storage",
     "config_text",
     "digest",
     "digest_tensors",
@@ -54,6 +85,7 @@ __all__ = [
     "optimizer_state",
     "optimizer_targets",
     "optimizers_in",
+    "read_manifest",
     "read_state",
     "restore_optimizer",
     "resume_point",
@@ -62,6 +94,8 @@ __all__ = [
     "save_as",
     "scatter",
     "set_aside",
+    "step_name",
+    "step_of",
     "verify",
     "weights",
 ]

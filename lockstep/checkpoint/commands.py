@@ -6,13 +6,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.describe import checkpoints_at, inspect, newest_at
-from lockstep.checkpoint.digest import digest
-from lockstep.checkpoint.export import export_safetensors, export_torch, rewrite_full
+from lockstep.checkpoint.convert import digest, export_safetensors, export_torch, rewrite_full
 from lockstep.checkpoint.importing import import_weights
+from lockstep.checkpoint.keep import inspect, list_checkpoints, newest
 from lockstep.checkpoint.manifest import DamagedError, read_manifest, verify
-from lockstep.checkpoint.names import MANIFEST
+from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.restore import unreadable
+from lockstep.checkpoint.storage import MANIFEST, CheckpointPath, Directory, build_storage, step_of
+from lockstep.config import ObjectSpec
 from lockstep.errors import UsageError
 from lockstep.progress import progress_of
 
@@ -25,11 +26,12 @@ _BY_RANKS = {
 
 
 def run(verb: str, path: str | Path, **options: Any) -> str:
-    """Do what a verb says.
+    """Do one of the verbs.
 
     Args:
         verb: one of VERBS.
-        path: a run directory, a folder of checkpoints, or one checkpoint; where one is needed, the newest whole one.
+        path: a run directory, a folder of checkpoints, one checkpoint, or another storage, `package.module:Name`;
+            where one checkpoint is needed, the newest whole one.
         options: `output` (export, convert, import): the file or folder to write; `to` (convert): one of FORMATS;
             `prefix` (import): what to take off the names.
 
@@ -59,8 +61,9 @@ def _list(path: Path) -> str:
         if problems:
             rows.append((checkpoint.name, "", "", f"damaged: {problems[0]}"))
             continue
-        written = datetime.fromtimestamp((checkpoint / MANIFEST).stat().st_mtime)
-        rows.append((checkpoint.name, _size(read_manifest(checkpoint).num_bytes), f"{written:%Y-%m-%d %H:%M:%S}", ""))
+        seconds = locate(checkpoint).storage.committed_at(checkpoint.name)
+        written = "" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+        rows.append((checkpoint.name, _size(read_manifest(checkpoint).num_bytes), written, ""))
     return _table(rows)
 
 
@@ -92,7 +95,7 @@ def _verify(path: Path) -> str:
     return "\n".join(f"{checkpoint}: whole" for checkpoint in checkpoints)
 
 
-def _unreadable(checkpoint: Path) -> list[str]:
+def _unreadable(checkpoint: CheckpointPath) -> list[str]:
     reason = unreadable(checkpoint)
     return [] if reason is None else [reason]
 
@@ -118,7 +121,8 @@ def _convert(path: Path, to: str = "full", output: str | Path | None = None) -> 
     if to not in FORMATS:
         raise UsageError(f"there is no format {to!r} to convert to", fix="one of: " + ", ".join(FORMATS))
     checkpoint = newest_at(path)
-    target = Path(output) if output else Path(f"{checkpoint.resolve().name}-full" if to == "full" else "model.pt")
+    whole = f"{locate(checkpoint).name}-full"
+    target = Path(output) if output else Path(whole if to == "full" else "model.pt")
     if to == "torch":
         return f"{checkpoint} → {export_torch(checkpoint, target)}"
     with progress_of(f"writing {target.name}", read_manifest(checkpoint).num_bytes) as advance:
@@ -147,6 +151,36 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "convert": ("output", "to"),
     "import": ("output", "prefix"),
 }
+
+
+def checkpoints_at(path: Path) -> list[CheckpointPath]:
+    """Return the checkpoints that a path means: itself, or those of a folder of them or of a run, oldest first.
+
+    Raises:
+        UsageError: there are none.
+    """
+    if step_of(path.resolve().name) is not None or (path / MANIFEST).exists():
+        return [path]
+    elsewhere: list[Directory] = []
+    if ":" in str(path) and not path.exists():
+        elsewhere = [build_storage(ObjectSpec(name=str(path)), "PATH")]
+    for directory in elsewhere or [path / "checkpoints", path]:
+        if found := list_checkpoints(directory):
+            return found
+    raise UsageError(
+        f"there is no checkpoint in {path}" if path.exists() or elsewhere else f"{path} does not exist",
+        fix="give a run directory, its folder checkpoints/, or one checkpoint in it",
+    )
+
+
+def newest_at(path: Path) -> CheckpointPath:
+    """Return the checkpoint that a path means: itself, or the newest whole one of a folder or of a run."""
+    found = checkpoints_at(path)
+    if found == [path]:
+        return path
+    chosen = newest(locate(found[0]).storage)
+    assert chosen is not None, "there are some, and `newest` raises where none is whole"
+    return chosen
 
 
 def _size(num_bytes: int) -> str:

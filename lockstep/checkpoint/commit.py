@@ -1,283 +1,380 @@
-"""Writing a checkpoint: all of it or nothing, whatever happens meanwhile.
+"""Fourth stop, commit: the whole way of a save, and the moment at which the checkpoint exists.
 
-Everything goes into a folder that is not a checkpoint by its name. Each rank writes and syncs its own files; rank 0
-adds the metadata, the state and, last, the manifest; syncs every folder; gives the folder its name in one rename; and
-syncs the folder above. Before the rename there is no new checkpoint, after it there is a whole one. Nothing is
-overwritten.
+`save` takes a snapshot through all stops: staged, planned by rank 0, written by all ranks into a draft, which no reader
+sees; then rank 0 adds the state, the config and, last, the manifest, in one commit. Before it there is no new
+checkpoint, after it a whole one; whatever happens meanwhile, older ones are untouched. `AsyncSaver` does the same while
+training goes on.
 """
 
-import os
 import platform
-import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
+import torch.distributed as dist
 
-from lockstep.checkpoint.disk import FileFacts, make_directories, sync_directory, write_file
-from lockstep.checkpoint.manifest import Manifest, ParameterFacts, verify
-from lockstep.checkpoint.names import CONFIG, MANIFEST, MODEL, STATE, Writer, aside_name, step_of
-from lockstep.checkpoint.pieces import Part, dtype_name
-from lockstep.checkpoint.snapshot import Staged, dump_state
-from lockstep.checkpoint.storage import PartWriter, global_plan, local_plan
-from lockstep.checkpoint.together import Ranks
-from lockstep.checkpoint.untrusted import JSON_LIMIT
+from lockstep.checkpoint.manifest import CONFIG, JSON_LIMIT, STATE, Manifest, verify
+from lockstep.checkpoint.plan import Description, Plan, describe, merge
+from lockstep.checkpoint.posix import locate, storage_at
+from lockstep.checkpoint.ranks import Ranks
+from lockstep.checkpoint.snapshot import Part, Piece, Snapshot, Staged, stage
+from lockstep.checkpoint.storage import (
+    SHARED_MARK,
+    Checkpoint,
+    CheckpointPath,
+    Directory,
+    Location,
+    Storage,
+    aside_name,
+    step_name,
+    step_of,
+)
+from lockstep.checkpoint.write import Format, Written, writer_of
 from lockstep.errors import RunError, UsageError
+from lockstep.groups import once
 
-_in_flight: set[str] = set()  # tokens of the writers of this process; the sweep of dead writers spares them
+_FIRST_PAUSE = 0.5  # seconds before the second try; doubled for each further one
+_LOOKS, _SECONDS_BETWEEN_LOOKS = 5, 0.2  # a network file system may show a new folder a moment later
 
 
-@contextmanager
-def unfinished(path: Path) -> Iterator[Path]:
-    """A folder name beside `path` that is no checkpoint's, and that no sweep takes for a dead writer's.
+@dataclass(frozen=True)
+class SaveOptions:
+    """How checkpoints of a run are written.
 
-    Whatever is there by that name at the end is removed: after a failure, nothing of the attempt stays.
+    Attributes:
+        format: `sharded`: each rank writes a file of its own blocks; `full`: one file of whole tensors a part, which
+            rank 0 gathers, one tensor in memory at a time. Any number of ranks loads either.
+            `local`: each rank's shards as they lie in its memory, replicas too; only the same ranks load it again.
+        retries: how often a save that the storage refused is tried again, after pauses that double.
+        on_retry: called with the error and the seconds of the pause, on rank 0.
     """
-    writer = Writer.new()
-    folder = path.with_name(writer.folder(path.name))
-    _in_flight.add(writer.token)
-    try:
-        yield folder
-    finally:
-        if folder.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # the rest is swept later; another error is to be told now
-        _in_flight.discard(writer.token)
+
+    format: Format = "sharded"
+    retries: int = 0
+    on_retry: Callable[[RunError, float], object] = lambda _error, _seconds: None
 
 
-@dataclass(frozen=True)
-class _Share:
-    """What rank 0 tells each rank: the name of the unfinished folder, and what to write of each part."""
+def save(
+    directory: Directory,
+    step: int,
+    snapshot: Snapshot,
+    *,
+    config_yaml: str,
+    options: SaveOptions | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> CheckpointPath:
+    """Write a checkpoint; every rank of the group calls it. When it returns, the checkpoint is stored, whole.
 
-    folder: str
-    plans: dict[str, SavePlan]
+    Args:
+        directory: the folder of checkpoints, made if it is not there, or another storage. All ranks share it, but for
+            `full`.
+        step: the step after which the snapshot was taken.
+        config_yaml: the resolved config of the run, kept beside the state.
+        options: unset: sharded, tried once.
+        group: the ranks that hold the state; the default group if None. Gloo or NCCL.
 
-
-@dataclass(frozen=True)
-class _Written:
-    """What each rank tells rank 0: where its blocks lie, and the facts of its files (path inside the checkpoint)."""
-
-    results: dict[str, list[WriteResult]]
-    files: dict[str, FileFacts]
-
-
-def commit(path: Path, step: int, staged: Staged, config_yaml: str, ranks: Ranks) -> Path:
-    """Write a staged snapshot to `path`, which must not exist yet; every rank of `ranks` calls it.
+    Returns:
+        the new checkpoint, `directory/step-00000100`.
 
     Raises:
-        UsageError: there is something at `path` already (a damaged checkpoint is moved aside), or ranks disagree.
-        RunError: the disk refused; the same error on every rank, and nothing of the attempt stays.
+        UsageError: the snapshot can't be stored, or a checkpoint of this step exists already and is whole.
+        RunError: the storage refused; nothing of the attempt stays behind, older checkpoints are untouched.
+            The same error on every rank.
     """
+    target = Location(storage_at(directory), step_name(step))
+    return save_as(target, step, snapshot, config_yaml=config_yaml, options=options, group=group)
+
+
+def save_as(
+    checkpoint: Checkpoint,
+    step: int,
+    snapshot: Snapshot,
+    *,
+    config_yaml: str,
+    options: SaveOptions | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> CheckpointPath:
+    """Write a checkpoint as `save` does, under a name of the caller's; it must not exist yet."""
+    ranks = Ranks(group)
+    staged = ranks.run(_failure(step), lambda: stage(snapshot))
+    return write_staged(locate(checkpoint), step, staged, config_yaml, options or SaveOptions(), ranks).path
+
+
+def write_staged(
+    target: Location, step: int, staged: Staged, config_yaml: str, options: SaveOptions, ranks: Ranks
+) -> Location:
+    """Write a snapshot that is staged already; every rank meets the same errors, and tries again alike."""
+    pause = _FIRST_PAUSE
+    for left in reversed(range(options.retries + 1)):
+        try:
+            write_once(target, step, staged, config_yaml, options.format, ranks)
+            return target
+        except RunError as error:
+            if not left:
+                raise
+            if ranks.is_main:
+                options.on_retry(error, pause)
+        time.sleep(pause)
+        pause *= 2
+    raise AssertionError("the last try returns or raises")
+
+
+def write_once(target: Location, step: int, staged: Staged, config_yaml: str, format: Format, ranks: Ranks) -> None:
+    """Plan, write and commit, once; every rank calls it.
+
+    Raises:
+        UsageError: there is something of this name already (a damaged checkpoint is moved aside), or ranks disagree.
+        RunError: the storage refused; the same error on every rank, and nothing of the attempt stays.
+    """
+    doing = _failure(step)
+    writer = writer_of(format, staged, ranks, doing)
+    decided: list[tuple[Plan, Location]] = []  # on rank 0
     with ExitStack() as stack:
-        main: MainRank | None = None
-        if ranks.is_main:
-            main = MainRank(path, stack.enter_context(unfinished(path)), step, staged.state, config_yaml)
-        share = ranks.exchange(
-            not_written(step),
-            lambda: ({part: (local_plan(p), p.aliases) for part, p in staged.parts.items()}, staged.groups),
-            lambda plans: on_main(main).open(plans),
-        )
-        ranks.judge(
-            not_written(step),
-            lambda: _write_share(path.with_name(share.folder), share, staged.parts),
-            lambda written: on_main(main).close(written),
-        )
-    return path
+
+        def plan(described: list[Description]) -> list[tuple[str, object]]:
+            plan = merge(described)
+            shares = writer.plan(plan, described)
+            _make_way(target, step)
+            draft = stack.enter_context(unfinished(target.storage, target.name))
+            decided.append((plan, draft))
+            return [(draft.name, share) for share in shares]
+
+        def finish(written: list[Written]) -> None:
+            plan, draft = decided[0]
+            files = writer.finish(draft, written)
+            state = Staged({}, staged.state, plan.groups).state_json()
+            files[STATE] = draft.put(STATE, _bounded(STATE, state))
+            files[CONFIG] = draft.put(CONFIG, config_yaml.encode())
+            versions = {"torch": torch.__version__, "python": platform.python_version()}
+            manifest = Manifest(step, files, plan.parameters, tuple(plan.parts), versions, writer.raw_ranks)
+            target.storage.commit(draft.name, target.name, _bounded("manifest.json", manifest.to_bytes()))
+
+        draft, share = ranks.exchange(doing, lambda: describe(staged, writer.describe()), plan)
+        ranks.all_reduce(doing, lambda: writer.write(target.beside(draft), share), finish)
 
 
-def not_written(step: int) -> str:
-    """What fails where a save fails."""
+def is_shared(directory: Directory, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether all ranks see the storage that rank 0 sees; every rank calls it, all get the same answer.
+
+    Raises:
+        RunError: the folder can't be made or written to.
+    """
+    ranks, storage = Ranks(group), storage_at(directory)
+    doing = f"the folder {storage} could not be tried out"
+
+    def appears(draft: str) -> bool:
+        for _ in range(_LOOKS):
+            if storage.sees(draft):
+                return True
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        return False
+
+    draft: str | None = None
+    try:
+        draft = ranks.broadcast(doing, lambda: storage.begin(SHARED_MARK))
+        return ranks.all_reduce(doing, partial(appears, draft), all)
+    finally:
+        if draft is not None and ranks.is_main:
+            storage.delete(draft)
+
+
+def _failure(step: int) -> str:
     return f"the checkpoint of step {step} was not written"
 
 
-def on_main(main: "MainRank | None") -> "MainRank":
-    """Rank 0's side of a save; the others never ask for it."""
-    assert main is not None, "only rank 0 decides"
-    return main
+@contextmanager
+def unfinished(storage: Storage, name: str) -> Iterator[Location]:
+    """Begin a draft; after a failure, nothing of it stays."""
+    draft = storage.begin(name)
+    try:
+        yield Location(storage, draft)
+    except BaseException:
+        with suppress(Exception):  # a storage that fails at this too has the rest swept later
+            storage.delete(draft)
+        raise
 
 
-def _write_share(folder: Path, share: _Share, parts: Mapping[str, Part]) -> _Written:
-    if not folder.is_dir():
-        raise RunError(
-            f"{folder} was made by rank 0, but this rank does not see it",
-            why="the folder of checkpoints is not shared between the hosts",
-            fix="choose an --output-dir on a file system that all hosts mount",
+def _make_way(target: Location, step: int) -> None:
+    if not target.storage.exists(target.name):
+        return
+    if step_of(target.name) is None or not verify(target):
+        raise UsageError(
+            f"{target} exists already, and a checkpoint is never overwritten",
+            fix="resume from it, or move it away",
         )
-    results: dict[str, list[WriteResult]] = {}
-    files: dict[str, FileFacts] = {}
-    for part, plan in share.plans.items():
-        writer = PartWriter(folder / part)
-        results[part] = writer.write(plan, parts.get(part, Part()))
-        files |= {f"{part}/{name}": facts for name, facts in writer.facts.items()}
-    return _Written(results, files)
+    target.storage.move(target.name, aside_name(step))  # damaged: kept, but no longer in the way
 
 
-class MainRank:
-    """Rank 0's side: opens the unfinished folder, shares out the work, and commits."""
-
-    def __init__(self, path: Path, folder: Path, step: int, state: dict[str, Any], config_yaml: str) -> None:
-        self.path, self.folder, self.step, self.state, self.config_yaml = path, folder, step, state, config_yaml
-        self.metadata: dict[str, Metadata] = {}
-        self.aliases: dict[str, tuple[str, ...]] = {}
-        self.groups: dict[str, dict[str, Any]] = {}
-
-    def open(
-        self, ranks: list[tuple[dict[str, tuple[SavePlan, dict[str, tuple[str, ...]]]], dict[str, Any]]]
-    ) -> list[_Share]:
-        """Decide who writes what, and make the folders for it."""
-        names = sorted({part for parts, _ in ranks for part in parts}, key=lambda part: (part != MODEL, part))
-        shares: list[dict[str, SavePlan]] = [{} for _ in ranks]
-        for part in names:
-            plans = [parts[part][0] if part in parts else SavePlan([]) for parts, _ in ranks]
-            _check_ranks_agree(plans)
-            shared, self.metadata[part] = global_plan(plans, self.folder / part)
-            for share, plan in zip(shares, shared, strict=True):
-                share[part] = plan
-        known = self.metadata[MODEL].state_dict_metadata
-        self.aliases = merge_aliases([parts[MODEL][1] for parts, _ in ranks if MODEL in parts], known)
-        self.groups = merge_groups([groups for _, groups in ranks])
-        self.make_folders(names)
-        return [_Share(self.folder.name, plans) for plans in shares]
-
-    def make_folders(self, parts: list[str]) -> None:
-        """The unfinished folder, and one in it for each part."""
-        self._make_way()
-        make_directories(self.path.parent)
-        self.folder.mkdir()
-        for part in parts:
-            (self.folder / part).mkdir(parents=True)
-
-    def _make_way(self) -> None:
-        if not os.path.lexists(self.path):
-            return
-        if step_of(self.path.name) is None or not verify(self.path):
-            raise UsageError(
-                f"{self.path} exists already, and a checkpoint is never overwritten",
-                fix="resume from it, or move it away",
-            )
-        self.path.rename(self.path.with_name(aside_name(self.step)))  # damaged: kept, but no longer in the way
-
-    def close(self, written: list[_Written]) -> None:
-        """Add metadata, state and manifest; then let the checkpoint exist."""
-        files = {path: facts for rank in written for path, facts in rank.files.items()}
-        for part, metadata in self.metadata.items():
-            writer = PartWriter(self.folder / part)
-            writer.finish(metadata, [rank.results[part] for rank in written])
-            files |= {f"{part}/{name}": facts for name, facts in writer.facts.items()}
-        self.seal(files, self._parameters(), list(self.metadata))
-
-    def seal(
-        self, files: dict[str, FileFacts], parameters: dict[str, ParameterFacts], parts: list[str],
-        ranks: int | None = None,
-    ) -> None:  # fmt: skip
-        """Add state, config and manifest, and give the folder its name, once all that is in it is on disk."""
-        files[STATE] = write_file(self.folder / STATE, _bounded(STATE, dump_state(self.state, self.groups)))
-        files[CONFIG] = write_file(self.folder / CONFIG, self.config_yaml.encode())
-        manifest = Manifest(self.step, files, parameters, tuple(parts), _versions(), ranks)
-        write_file(self.folder / MANIFEST, _bounded(MANIFEST, manifest.to_bytes()))
-        inside = {self.folder / part for part in parts}
-        for folder in sorted(inside | {path.parent for path in inside} | {self.folder}, reverse=True):
-            sync_directory(folder)
-        self.folder.rename(self.path)
-        sync_directory(self.path.parent)
-
-    def _parameters(self) -> dict[str, ParameterFacts]:
-        stored = self.metadata[MODEL].state_dict_metadata
-        return {name: _facts(tensor, self.aliases.get(name, ())) for name, tensor in stored.items()}
-
-
-def is_in_flight(token: str) -> bool:
-    """Whether a writer of this process, by its token, is still at work."""
-    return token in _in_flight
-
-
-def _bounded(name: str, data: bytes) -> bytes:
-    """What a reader will take.
-
-    Raises:
-        UsageError: it would refuse so much.
-    """
+def _bounded(file: str, data: bytes) -> bytes:
+    """Return data that a reader will take; UsageError for more."""
     if len(data) > JSON_LIMIT:
         raise UsageError(
-            f"{name} of the checkpoint would have {len(data) >> 20} MiB, and {JSON_LIMIT >> 20} MiB are read at most",
+            f"{file} of the checkpoint would have {len(data) >> 20} MiB, and {JSON_LIMIT >> 20} MiB are read at most",
             fix="keep large data in tensors, in `extra`, or in a file of your own",
         )
     return data
 
 
-def _facts(tensor: object, aliases: tuple[str, ...]) -> ParameterFacts:
-    assert isinstance(tensor, TensorStorageMetadata)
-    return ParameterFacts(tuple(tensor.size), dtype_name(tensor.properties.dtype), aliases)
+# ---- while training goes on ----
 
 
-def _versions() -> dict[str, str]:
-    return {"torch": torch.__version__, "python": platform.python_version()}
+class AsyncSaver:
+    """Writes checkpoints in the background; every rank makes one, and calls each of its methods at the same points.
 
-
-def _check_ranks_agree(plans: list[SavePlan]) -> None:
-    seen: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for plan in plans:
-        for item in plan.items:
-            assert item.tensor_data is not None
-            mine = (tuple(item.tensor_data.size), item.tensor_data.properties.dtype)
-            first = seen.setdefault(item.index.fqn, mine)
-            if first != mine:
-                raise UsageError(
-                    f"ranks disagree about {item.index.fqn}: {_say(first)} on one, {_say(mine)} on another",
-                    why="a name means one tensor, whichever ranks hold it",
-                )
-
-
-def _say(facts: tuple[tuple[int, ...], torch.dtype]) -> str:
-    return f"{dtype_name(facts[1])}{list(facts[0])}"
-
-
-def merge_aliases(ranks: list[dict[str, tuple[str, ...]]], names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """The further names of each tensor over all ranks.
+    `save` copies the state and returns; a thread writes the copy and commits it, with process groups of its own, so
+    that its collectives never meet those of training. One save is in flight at a time; the next waits for it. An error
+    in the background is raised on every rank by the same later call: `poll`, `wait` or `save`. Call `wait` before
+    another saver is made, and before the process group is destroyed: savers share groups, which go with it.
 
     Args:
-        names: the canonical ones.
-
-    Raises:
-        UsageError: what is a further name on one rank is a tensor of its own on another.
+        then: called on rank 0, in the background, after each commit (`rotate`); its error counts as the save's.
     """
-    merged: dict[str, tuple[str, ...]] = {}
-    for aliases in ranks:
-        for name, others in aliases.items():
-            merged[name] = tuple(dict.fromkeys((*merged.get(name, ()), *others)))
-    for name, others in merged.items():
-        if both := [other for other in others if other in names]:
-            raise UsageError(
-                f"{name} and {both[0]} are one parameter on one rank and two on another",
-                fix="tell the snapshot: aliases={canonical name: (further names,)} on every rank",
-            )
-    return merged
+
+    def __init__(self, then: Callable[[CheckpointPath], object] | None = None) -> None:
+        connected = dist.is_available() and dist.is_initialized()
+        # Two groups: `poll` may run beside the thread's own collectives. Gloo: they send objects, not tensors on a GPU.
+        self._control = Ranks(_gloo("control") if connected else None)
+        self._writing = Ranks(_gloo("writing") if connected else None)
+        self._then = then
+        self._save: _BackgroundSave | None = None
+        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save was started whose result no call has returned yet; the same on every rank."""
+        return self._save is not None
+
+    def save(
+        self,
+        directory: Directory,
+        step: int,
+        snapshot: Snapshot,
+        *,
+        config_yaml: str,
+        options: SaveOptions | None = None,
+    ) -> CheckpointPath | None:
+        """Start a save; the snapshot's tensors may be changed as soon as this returns. Waits for the one before.
+
+        On CUDA the copy runs on the current stream into pinned memory, and the host does not wait for it.
+
+        Args:
+            options: unset: sharded, tried once.
+
+        Returns:
+            the checkpoint of the save before, if that had not been returned yet.
+
+        Raises:
+            UsageError: the snapshot can't be stored; as in `save`.
+            RunError: the save before failed.
+        """
+        before = self.wait()
+        staged, copied = self._control.run(_failure(step), lambda: self._copy(stage(snapshot)))
+        target = Location(storage_at(directory), step_name(step))
+
+        def work() -> None:
+            if copied is not None:
+                torch.cuda.set_device(copied[0])  # a new thread stands on device 0, whichever this rank's is
+                copied[1].synchronize()
+            write_staged(target, step, staged, config_yaml, options or SaveOptions(), self._writing)
+            if self._then is not None and self._writing.is_main:
+                self._then(target.path)
+
+        self._save = _BackgroundSave(target, step, work)
+        return before
+
+    def poll(self) -> CheckpointPath | None:
+        """Return the checkpoint of the save in flight once it is done; None while it runs, or if there is none.
+
+        Costs one small exchange between hosts while a save is in flight, and nothing otherwise.
+
+        Raises:
+            RunError: it failed; the same error on every rank.
+        """
+        if self._save is None:
+            return None
+        running = self._save.is_running
+        if self._control.all_reduce("the background save", lambda: running, any):
+            return None
+        return self.wait()
+
+    def wait(self) -> CheckpointPath | None:
+        """Wait for the save in flight, and return its checkpoint; None if there is none.
+
+        Raises:
+            RunError: it failed; the same error on every rank.
+        """
+        if self._save is None:
+            return None
+        save, self._save = self._save, None
+        self._control.run(_failure(save.step), save.result)
+        return save.target.path
+
+    def finish_alone(self) -> None:
+        """Wait for the save in flight without asking other ranks: this one is about to end for an error.
+
+        Its process may leave at once, and would take the thread along. The others wait in training for this rank, and
+        their threads write on; where they are gone, the thread's own collectives fail.
+        """
+        if self._save is not None:
+            self._save.join()
+
+    def _copy(self, staged: Staged) -> tuple[Staged, tuple[torch.device, torch.cuda.Event] | None]:
+        parts = {
+            part: Part({name: self._copy_piece(part, name, piece) for name, piece in p.pieces.items()}, p.aliases)
+            for part, p in staged.parts.items()
+        }
+        devices = {piece.tensor.device for p in staged.parts.values() for piece in p.pieces.values()}
+        cuda = next((device for device in devices if device.type == "cuda"), None)
+        copied = None
+        if cuda is not None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(cuda))
+            copied = (cuda, event)
+        return Staged(parts, staged.state, staged.groups), copied
+
+    def _copy_piece(self, part: str, name: str, piece: Piece) -> Piece:
+        source, key = piece.tensor, (part, name)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            self._buffers[key] = buffer  # kept for the next save: to pin memory anew each time is slow
+        buffer.copy_(source, non_blocking=True)
+        return piece.with_tensor(buffer)
 
 
-def merge_groups(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """The parameter groups of each optimizer over all ranks, which may hold different parameters of a group.
+def _gloo(use: str) -> dist.ProcessGroup | None:
+    group: dist.ProcessGroup | None = once(f"checkpoint: {use}", partial(dist.new_group, backend="gloo"))
+    return group
 
-    Raises:
-        UsageError: ranks have different options for a group.
-    """
-    merged: dict[str, dict[str, Any]] = {}
-    for groups in ranks:
-        for name, mine in groups.items():
-            whole = merged.setdefault(name, {"groups": [], "values": {}})
-            whole["values"] |= mine["values"]
-            for i, group in enumerate(mine["groups"]):
-                if i == len(whole["groups"]):
-                    whole["groups"].append({"params": [], "options": group["options"]})
-                if whole["groups"][i]["options"] != group["options"]:
-                    raise UsageError(
-                        f"group {i} of optimizer {name!r} has different options on different ranks",
-                        fix="make the optimizer alike on every rank: options must not depend on the rank",
-                    )
-                known = whole["groups"][i]["params"]
-                known += [param for param in group["params"] if param not in set(known)]
-    return merged
+
+class _BackgroundSave:
+    """One save at work in a thread. A run that ends or fails lets it finish what it was given."""
+
+    def __init__(self, target: Location, step: int, work: Callable[[], None]) -> None:
+        self.target, self.step = target, step
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}")
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def result(self) -> None:
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # carried to the rank's own thread, and raised there
+            self._error = error

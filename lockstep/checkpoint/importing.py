@@ -1,4 +1,4 @@
-"""Weights from elsewhere as a checkpoint of ours: what Accelerate, Lightning, Hugging Face and plain torch leave.
+"""Weights of other trainers, written as a checkpoint: those of Accelerate, Lightning, Hugging Face and plain torch.
 
     FOLDER/model.safetensors, or parts with model.safetensors.index.json    Accelerate, Hugging Face
     FOLDER/pytorch_model.bin                                                 the same, older
@@ -17,11 +17,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lockstep.checkpoint.disk import read_inside
-from lockstep.checkpoint.saving import save_as
-from lockstep.checkpoint.sizes import check_block
+from lockstep.checkpoint.commit import save_as
+from lockstep.checkpoint.manifest import JSON_LIMIT, parse_json, text_of
+from lockstep.checkpoint.posix import locate
+from lockstep.checkpoint.read import check_block
 from lockstep.checkpoint.snapshot import Snapshot
-from lockstep.checkpoint.untrusted import JSON_LIMIT, parse_json, text_of
+from lockstep.checkpoint.storage import Checkpoint, CheckpointPath
 from lockstep.errors import UsageError
 
 _DDP = "module."
@@ -33,7 +34,9 @@ _INSIDE = ("state_dict", "model")  # under which the weights may lie
 Weights = dict[str, Tensor]
 
 
-def import_weights(source: str | Path, output: str | Path, *, prefix: str = "") -> tuple[Path, int, int]:
+def import_weights(
+    source: str | Path, output: Checkpoint, *, prefix: str = ""
+) -> tuple[CheckpointPath, int, int]:  # fmt: skip
     """Write the weights of a checkpoint of another trainer as a checkpoint of step 0.
 
     Args:
@@ -66,12 +69,12 @@ def import_weights(source: str | Path, output: str | Path, *, prefix: str = "") 
         "source": {}, "best": {}, "metadata": {"imported_from": str(source)},
     }  # fmt: skip
     snapshot = Snapshot(_ties_kept(named, kept, prefix), state=state, aliases=declared)
-    path = save_as(Path(output), 0, snapshot, config_yaml=f"# weights imported from {source}\n")
+    path = save_as(output, 0, snapshot, config_yaml=f"# weights imported from {source}\n")
     return path, len(kept), len(named) - len(kept)
 
 
 def read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
-    """(name → tensor, alias → the name under which the tensor is).
+    """Return (name → tensor, alias → the name under which the tensor is).
 
     Raises:
         UsageError: there are none, or they can't be read safely.
@@ -79,7 +82,7 @@ def read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
     file = _file_of(source)
     if file.name == _INDEX:
         try:
-            index = parse_json(read_inside(file.parent, file.name, JSON_LIMIT))
+            index = parse_json(locate(file.absolute().parent).read(file.name, JSON_LIMIT))
             parts = sorted({text_of(part) for part in index["weight_map"].values()})
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UsageError(f"{file} is no index of weights", why=_first_line(error)) from None
@@ -95,7 +98,7 @@ def read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
 
 
 def canonical(name: str) -> str:
-    """A name without what FSDP, torch.compile and activation checkpointing put into it."""
+    """Return a name without what FSDP, torch.compile and activation checkpointing put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -200,12 +203,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _full_precision(tensor: Tensor) -> Tensor:
-    """Parameters are float32; autocast does the rest."""
+    """Return parameters as float32; autocast does the rest."""
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _ties_kept(named: Weights, kept: Weights, prefix: str) -> Weights:
-    """Names that shared memory before they were converted share it after."""
+    """Have names that shared memory before they were converted share it after."""
     first: dict[tuple[object, ...], str] = {}
     for name in kept:
         t = named[prefix + name]

@@ -1,81 +1,109 @@
 """Which checkpoints there are to trust, and which may go."""
 
 import logging
+import math
 import os
-import shutil
-import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.checkpoint.commit import is_in_flight
-from lockstep.checkpoint.disk import sync_directory
-from lockstep.checkpoint.manifest import DamagedError, problems_of_files, read_manifest
-from lockstep.checkpoint.names import Writer, aside_name, list_checkpoints, step_of
+from lockstep.checkpoint.commit import unfinished
+from lockstep.checkpoint.manifest import DamagedError, Manifest, problems_of_files, read_manifest, read_state
+from lockstep.checkpoint.posix import locate, storage_at
+from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.restore import prove
-from lockstep.checkpoint.together import Ranks
+from lockstep.checkpoint.storage import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointPath,
+    Directory,
+    Location,
+    aside_name,
+    step_of,
+)
 from lockstep.errors import RunError
 
 _log = logging.getLogger(__name__)
-_ABANDONED_SECONDS = 3600.0  # a writer on another host that has not touched its folder for so long is dead
 
-OnDamaged = Callable[[Path, str], None]
+OnDamaged = Callable[[CheckpointPath, str], None]
 
 
-def _warn(path: Path, reason: str) -> None:
+def _warn(path: CheckpointPath, reason: str) -> None:
     _log.warning("passing over %s: %s", path, reason)
 
 
-def newest(directory: str | os.PathLike[str], *, thorough: bool = False, on_damaged: OnDamaged = _warn) -> Path | None:
-    """The newest checkpoint that is whole; None if there is none at all. Local: no rank waits for another.
+def list_checkpoints(directory: Directory) -> list[CheckpointPath]:
+    """Return the checkpoints of a folder, by step, oldest first; whole or not (`verify` tells).
+
+    A folder that is not there has none.
+    """
+    return [checkpoint.path for checkpoint in _checkpoints(directory)]
+
+
+def _checkpoints(directory: Directory) -> list[Location]:
+    storage = storage_at(directory)
+    found = sorted((step, name) for name in storage.names() if (step := step_of(name)) is not None)
+    return [Location(storage, name) for _, name in found]
+
+
+def newest(directory: Directory, *, thorough: bool = False, on_damaged: OnDamaged = _warn) -> CheckpointPath | None:
+    """Return the newest checkpoint that is whole; None if there is none at all. Local: no rank waits for another.
 
     Args:
         thorough: compare the checksums of all files; else the manifest's own, and all sizes (`load` compares the rest).
-        on_damaged: told each newer checkpoint that is passed over, and why.
+        on_damaged: called with each newer checkpoint that is passed over, and why.
 
     Raises:
         RunError: there are checkpoints, but none is whole. To start afresh then is for a person to decide.
     """
-    return _choose(Path(directory), lambda path: _damage(path, thorough=thorough), on_damaged)
+    found = _choose(directory, lambda checkpoint: _damage(checkpoint, thorough=thorough), on_damaged)
+    return None if found is None else found.path
 
 
 def resume_point(
-    directory: str | os.PathLike[str], *, on_damaged: OnDamaged = _warn, group: dist.ProcessGroup | None = None
-) -> Path | None:
-    """`newest`, every checksum compared: every rank calls it, they share the reading, and get the same answer.
+    directory: Directory, *, on_damaged: OnDamaged = _warn, group: dist.ProcessGroup | None = None
+) -> CheckpointPath | None:
+    """Return the newest checkpoint whose every checksum is right; every rank calls it, and they share the reading.
 
     Rank 0 alone calls `on_damaged`. What is returned may be loaded with `proved=True`.
     """
-    ranks, folder = Ranks(group), Path(directory)
+    ranks, storage = Ranks(group), storage_at(directory)
     damaged: dict[str, str] = {}
-    told: set[Path] = set()
+    reported: set[str] = set()
 
-    def tell(path: Path, reason: str) -> None:
-        if path not in told:
-            told.add(path)
+    def report(path: CheckpointPath, reason: str) -> None:
+        if path.name not in reported:
+            reported.add(path.name)
             on_damaged(path, reason)
 
-    def choose() -> Path | None:
-        return _choose(folder, lambda path: damaged.get(path.name) or _damage(path, thorough=False), tell)
+    def choose() -> str | None:
+        found = _choose(storage, lambda it: damaged.get(it.name) or _damage(it, thorough=False), report)
+        return None if found is None else found.name
 
-    while (found := ranks.same(f"no checkpoint in {folder} could be chosen", choose)) is not None:
+    while (name := ranks.broadcast(f"no checkpoint in {storage} could be chosen", choose)) is not None:
+        checkpoint = Location(storage, name)
         try:
-            prove(found, ranks)
-            return found
+            prove(checkpoint, ranks)
+            return checkpoint.path
         except DamagedError as error:
-            damaged[found.name] = error.why or error.what
+            damaged[name] = error.why or error.what
     return None
 
 
-def _choose(directory: Path, damage: Callable[[Path], str | None], on_damaged: OnDamaged) -> Path | None:
+def _choose(
+    directory: Directory, damage: Callable[[Location], str | None], on_damaged: OnDamaged
+) -> Location | None:  # fmt: skip
     reasons = []
-    for path in reversed(list_checkpoints(directory)):
-        reason = damage(path)
+    for checkpoint in reversed(_checkpoints(directory)):
+        reason = damage(checkpoint)
         if reason is None:
-            return path
-        on_damaged(path, reason)
-        reasons.append(f"{path.name}: {reason}")
+            return checkpoint
+        on_damaged(checkpoint.path, reason)
+        reasons.append(f"{checkpoint.name}: {reason}")
     if reasons:
         raise RunError(
             f"none of the {len(reasons)} checkpoints in {directory} is whole",
@@ -85,106 +113,138 @@ def _choose(directory: Path, damage: Callable[[Path], str | None], on_damaged: O
     return None
 
 
-def _damage(path: Path, *, thorough: bool) -> str | None:
-    """Why a checkpoint can't be trusted; None if it can. One of a later format is an error, not damage."""
+def _damage(checkpoint: Location, *, thorough: bool) -> str | None:
+    """Return why a checkpoint can't be trusted; None if it can. One of a later format is an error, not damage."""
     try:
-        problems = problems_of_files(path, read_manifest(path), thorough=thorough)
+        problems = problems_of_files(checkpoint, read_manifest(checkpoint), thorough=thorough)
     except DamagedError as error:
         return error.what + (f": {error.why}" if error.why else "")
     return "; ".join(problems[:4]) or None
 
 
 def rotate(
-    directory: str | os.PathLike[str],
-    keep: int | None,
-    protect: Iterable[str | os.PathLike[str]] = (),
-    *,
-    on_damaged: OnDamaged = _warn,
-) -> list[Path]:
-    """Delete whole checkpoints beyond the newest `keep`, once the newest is proved byte by byte; sweep dead writers'
-    folders.
+    directory: Directory, keep: int | None, protect: Iterable[Checkpoint] = (), *, on_damaged: OnDamaged = _warn
+) -> list[CheckpointPath]:
+    """Delete whole checkpoints beyond the newest `keep`, once the newest is proved; sweep what dead writers left.
 
     One process of a run calls it (rank 0, after a save). A damaged checkpoint counts for nothing and is left for
-    whoever wants to look. What is deleted first loses its name, so that a kill half-way leaves no half checkpoint.
+    whoever wants to look. A kill half-way leaves no half checkpoint.
 
     Args:
         keep: how many to keep, at least 1; None: all of them.
         protect: checkpoints that stay in any case (the best one).
-        on_damaged: told the newest checkpoint, and why it does not prove whole: then nothing is deleted.
+        on_damaged: called with the newest checkpoint, and why it does not prove whole: then nothing is deleted.
 
     Returns:
         the deleted checkpoints; none if the newest does not prove whole.
     """
     assert keep is None or keep >= 1, "the only checkpoint is never deleted"
-    folder = Path(directory)
-    sweep(folder)
+    storage = storage_at(directory)
+    storage.sweep()
     if keep is None:
         return []
-    protected = {Path(path).name for path in protect}
-    whole = [path for path in reversed(list_checkpoints(folder)) if _damage(path, thorough=False) is None]
-    gone = [path for path in whole[keep:] if path.name not in protected]
-    if not gone:
+    protected = {locate(checkpoint).name for checkpoint in protect}
+    whole = [it for it in reversed(_checkpoints(storage)) if _damage(it, thorough=False) is None]
+    surplus = [it for it in whole[keep:] if it.name not in protected]
+    if not surplus:
         return []
     if (reason := _damage(whole[0], thorough=True)) is not None:
-        on_damaged(whole[0], reason)
+        on_damaged(whole[0].path, reason)
         return []
-    for path in reversed(gone):  # the oldest first
-        _delete(path)
-    return gone
+    for checkpoint in reversed(surplus):  # the oldest first
+        storage.delete(checkpoint.name)
+    return [checkpoint.path for checkpoint in surplus]
 
 
-def sweep(directory: Path) -> list[Path]:
-    """Delete what dead writers left: on this host the process is gone, on others the folder lay still for an hour."""
-    try:
-        entries = sorted(entry.path for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
-    except FileNotFoundError:
-        return []
-    dead = [Path(path) for path in entries if _is_dead(Path(path))]
-    for path in dead:
-        shutil.rmtree(path, ignore_errors=True)  # another sweeper may be at it
-    return dead
-
-
-def set_aside(directory: str | os.PathLike[str], after: int) -> list[Path]:
+def set_aside(directory: Directory, after: int) -> list[CheckpointPath]:
     """Rename the checkpoints of steps later than `after`: the run goes back there, and will write these steps anew.
 
     They are kept under names that no run resumes from. One process calls it, when it resumes from other than the
     newest.
     """
-    later = [path for path in list_checkpoints(directory) if (step_of(path.name) or 0) > after]
-    for path in reversed(later):  # the newest first: whatever stops this, no gap is left behind
-        path.rename(path.with_name(aside_name(step_of(path.name) or 0)))
-    if later:
-        sync_directory(Path(directory))
-    return later
+    later = [checkpoint for checkpoint in _checkpoints(directory) if (step_of(checkpoint.name) or 0) > after]
+    for checkpoint in reversed(later):  # the newest first: whatever stops this, no gap is left behind
+        checkpoint.storage.move(checkpoint.name, aside_name(step_of(checkpoint.name) or 0))
+    return [checkpoint.path for checkpoint in later]
 
 
-def _delete(path: Path) -> None:
-    doomed = path.with_name(Writer.new().folder(path.name))
-    path.rename(doomed)
-    sync_directory(path.parent)
-    shutil.rmtree(doomed)
+# ---- hosts that share no folder ----
 
 
-def _is_dead(path: Path) -> bool:
-    writer = Writer.of(path.name)
-    if writer is None or is_in_flight(writer.token):
-        return False
-    here = Writer.new()
-    if writer.host == here.host:
-        return writer.pid == here.pid or not _is_running(writer.pid)
-    try:
-        touched = max(entry.stat().st_mtime for entry in (path, *path.rglob("*")))
-    except FileNotFoundError:  # it is being removed or renamed just now
-        return False
-    return time.time() - touched > _ABANDONED_SECONDS
+def hand_out(path: Checkpoint | None, group: dist.ProcessGroup | None = None) -> CheckpointPath | None:
+    """Give each host that lacks it a copy of the checkpoint that rank 0 has; every rank calls it.
+
+    It is for folders that hosts do not share; then all ranks load as from one that they do.
+
+    Args:
+        path: rank 0's choice counts.
+
+    Returns:
+        rank 0's path, by which every rank finds the checkpoint now.
+    """
+    ranks = Ranks(group)
+    path = ranks.broadcast("no checkpoint was chosen", lambda: path)
+    if path is None:
+        return None
+    checkpoint = locate(path)
+    storage, doing = checkpoint.storage, f"the checkpoint {checkpoint} could not be handed out"
+    files = ranks.broadcast(doing, lambda: [*read_manifest(checkpoint).files])
+    place = (socket.gethostname(), os.path.abspath(str(storage)))
+    receives = ranks.rank in ranks.all_reduce(doing, lambda: (*place, storage.exists(checkpoint.name)), _receivers)
+    with ExitStack() as stack:
+        draft = ranks.run(
+            doing, lambda: stack.enter_context(unfinished(storage, checkpoint.name)) if receives else checkpoint
+        )
+        for file in files:
+            data = ranks.broadcast(doing, lambda file=file: _content(checkpoint, file))  # type: ignore[misc]
+            ranks.run(doing, lambda file=file, data=data: draft.put(file, data) if receives else None)  # type: ignore[misc]
+        manifest = ranks.broadcast(doing, lambda: _content(checkpoint, MANIFEST))
+        ranks.run(doing, lambda: storage.commit(draft.name, checkpoint.name, manifest) if receives else None)
+    return checkpoint.path
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def _receivers(ranks: list[tuple[str, str, bool]]) -> list[int]:
+    """Return the first rank of each folder that has no copy."""
+    first: dict[tuple[str, str], int] = {}
+    for rank, (host, folder, there) in enumerate(ranks):
+        if not there:
+            first.setdefault((host, folder), rank)
+    return list(first.values())
+
+
+def _content(checkpoint: Location, file: str) -> bytes:
+    with checkpoint.open(file) as stream:
+        return stream.read()
+
+
+# ---- looking into one ----
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` finds.
+
+    Args:
+        part_bytes: `model`, `optimizer/NAME`, `extra/NAME` → bytes of its files.
+        num_elements: elements of the model, tied ones counted once.
+    """
+
+    path: CheckpointPath
+    manifest: Manifest
+    state: Mapping[str, Any]
+    part_bytes: Mapping[str, int]
+    num_elements: int
+
+
+def inspect(path: Checkpoint) -> Inspection:
+    """Read the manifest and the state of one checkpoint.
+
+    Raises:
+        UsageError: there is no checkpoint at `path`.
+        DamagedError: its manifest is not what was written.
+    """
+    checkpoint = locate(path)
+    manifest = read_manifest(checkpoint)
+    sizes = {part: sum(manifest.files[file].size for file in manifest.files_of(part)) for part in manifest.parts}
+    elements = sum(math.prod(facts.shape) for facts in manifest.parameters.values())
+    return Inspection(checkpoint.path, manifest, read_state(checkpoint), sizes, elements)

@@ -1,39 +1,130 @@
-"""`manifest.json`: what a checkpoint holds, and the checksums that prove it.
+"""The files of a checkpoint that describe the others, and what proves them: `manifest.json`, `state.json`, the config.
 
 The manifest is written last. It is JSON, one entry a line; its last line is the CRC-32 of all lines before it, so that
-a flipped byte is noticed in the manifest as in any other file.
+a flipped byte is noticed in the manifest as in any other file. CRC-32 finds damage; it is not a signature. Whatever is
+read here may come from a stranger: it is of bounded size and depth, names no file outside, and claims no more bytes
+than there are.
 """
 
 import json
-import os
+import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from lockstep.checkpoint.disk import FileFacts, facts_inside, read_inside, size_inside
-from lockstep.checkpoint.names import (
-    CONFIG,
-    MANIFEST,
-    METADATA,
-    MODEL,
-    STATE,
-    is_listed_file,
-    is_part,
-    raw_file,
-    step_of,
-)
-from lockstep.checkpoint.untrusted import JSON_LIMIT, count_of, counts_of, parse_json, text_of
+from lockstep.checkpoint.posix import locate
+from lockstep.checkpoint.storage import MANIFEST, Checkpoint, FileFacts, Location, step_of
 from lockstep.errors import RunError, UsageError
 from lockstep.progress import Advance, progress_of
 
 FORMAT_VERSION = 1
+STATE = "state.json"
+CONFIG = "config.yaml"
+METADATA = ".metadata"  # in each part: what lies where in its tensor files
+MODEL = "model"
+JSON_LIMIT = 256 << 20  # bytes: about two million parameters in a manifest
+METADATA_LIMIT = 1 << 30  # bytes of DCP's `.metadata`, which names every block of every tensor
+
+_PART = re.compile(r"model|(?:optimizer|extra)/[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_TENSOR_FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp|rank-[0-9]{5,}\.raw")
 
 
 class DamagedError(RunError):
     """A checkpoint, or a file of it, is not what was written."""
+
+
+def unreadable_error(where: str, why: object) -> DamagedError:
+    """Return the error for a file that is there, and is not what was written."""
+    return DamagedError("a checkpoint can't be read", where=where, why=str(why))
+
+
+# ---- names inside a checkpoint ----
+
+
+def raw_file(part: str, rank: int) -> str:
+    """Return the file that one rank writes of a part under `format: local`."""
+    return f"{part}/rank-{rank:05d}.raw"
+
+
+def optimizer_part(name: str) -> str:
+    """Return the folder of an optimizer's state."""
+    return _checked_part(f"optimizer/{name}")
+
+
+def extra_part(name: str) -> str:
+    """Return the folder of further tensors."""
+    return _checked_part(f"extra/{name}")
+
+
+def is_part(text: str) -> bool:
+    """Return whether `text` names a folder of tensors: model, optimizer/NAME or extra/NAME."""
+    return _PART.fullmatch(text) is not None
+
+
+def _checked_part(part: str) -> str:
+    if not is_part(part):
+        raise UsageError(
+            f"{part.partition('/')[2]!r} can't name a part of a checkpoint",
+            why="it becomes a folder: letters, digits, '_', '-' and '.', not starting with '-' or '.'",
+        )
+    return part
+
+
+def _may_be_listed(file: str) -> bool:
+    """Return whether a manifest may list a file: the two at the top, and tensor files. Nothing can climb out."""
+    part, _, name = file.rpartition("/")
+    return file in (STATE, CONFIG) or (is_part(part) and _TENSOR_FILE.fullmatch(name) is not None)
+
+
+# ---- JSON from a stranger ----
+
+
+def parse_json(data: bytes, *, finite: bool = True) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Args:
+        finite: refuse NaN and Infinity, which Python writes and reads although JSON has none.
+
+    Raises:
+        ValueError: it is not an object, or is nested deeper than Python can follow.
+    """
+    try:
+        found = json.loads(data, parse_constant=_refuse_constant if finite else None)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if type(found) is not dict:
+        raise ValueError(f"it holds a {type(found).__name__}, where an object is needed")
+    return found
+
+
+def count_of(value: Any) -> int:
+    """Return a size, an offset or a number of things; ValueError unless it is whole, from 0 to 2⁶³ - 1."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"it holds {str(value)[:40]!r}, where a count is needed")
+    return value
+
+
+def counts_of(values: Any) -> tuple[int, ...]:
+    """Return a list of counts as a tuple; ValueError unless it is one."""
+    if type(values) is not list:
+        raise ValueError(f"it holds {str(values)[:40]!r}, where counts are needed")
+    return tuple(count_of(value) for value in values)
+
+
+def text_of(value: Any) -> str:
+    """Return a string as it is; ValueError unless it is one."""
+    if type(value) is not str:
+        raise ValueError(f"it holds {str(value)[:40]!r}, where a text is needed")
+    return value
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"it holds {constant}, which is no number")
+
+
+# ---- the manifest ----
 
 
 @dataclass(frozen=True)
@@ -55,7 +146,7 @@ class Manifest:
         parameters: canonical name → facts, in the order of the names.
         parts: the folders of tensors: `model`, `optimizer/NAME`, `extra/NAME`.
         written_by: program → its version.
-        ranks: of how many ranks it holds the raw shards (`format: local`); None: the parts are DCP's.
+        ranks: the number of ranks whose raw shards it holds (`format: local`); None: the parts are DCP's.
     """
 
     step: int
@@ -65,8 +156,17 @@ class Manifest:
     written_by: Mapping[str, str] = field(default_factory=dict)
     ranks: int | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all files that it lists."""
+        return sum(f.size for f in self.files.values())
+
+    def files_of(self, part: str) -> list[str]:
+        """Return the files of one part."""
+        return [file for file in self.files if file.startswith(f"{part}/")]
+
     def to_bytes(self) -> bytes:
-        """The file, its checksum included."""
+        """Return the content of the file, its checksum included."""
         files = {path: {"size": f.size, "crc32": f"{f.crc32:08x}"} for path, f in sorted(self.files.items())}
         parameters = {
             name: {"shape": list(p.shape), "dtype": p.dtype, "aliases": list(p.aliases)}
@@ -81,7 +181,12 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
-        """Raises ValueError, with the reason, for anything but what `to_bytes` wrote."""
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: it is anything else.
+            UsageError: it has a later format.
+        """
         body, newline, _ = data[:-1].rpartition(b"\n")
         body += newline
         if data != body + _checksum_line(body):
@@ -107,7 +212,7 @@ class Manifest:
         return manifest
 
     def _check_names(self) -> None:
-        stray = [path for path in self.files if not is_listed_file(path)]
+        stray = [path for path in self.files if not _may_be_listed(path)]
         stray += [part for part in self.parts if not is_part(part)]
         if stray:
             raise ValueError(f"it lists {stray[0]!r}, which no checkpoint holds")
@@ -124,102 +229,11 @@ class Manifest:
             raise ValueError("it lists no part for the model")
 
     def _check_sizes(self) -> None:
-        """No reader allocates more for the model than its files have."""
-        there = sum(facts.size for path, facts in self.files.items() if path.startswith(f"{MODEL}/"))
+        """Refuse a manifest for which a reader would allocate more for the model than its files have."""
+        there = sum(self.files[file].size for file in self.files_of(MODEL))
         claimed = sum(prod(facts.shape) for facts in self.parameters.values())
         if claimed > there:  # an element has a byte at least
             raise ValueError(f"it claims {claimed} elements for the model, whose files have {there} bytes")
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all files that it lists."""
-        return sum(f.size for f in self.files.values())
-
-
-def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of one checkpoint, its own checksum proved; the files that it lists are not looked at.
-
-    Raises:
-        UsageError: `path` is not there, or was written by a later format.
-        DamagedError: the manifest is missing, cut or changed.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise UsageError(
-            f"there is no checkpoint at {folder}",
-            fix="give a folder checkpoints/step-…; `lockstep checkpoint list RUN_DIR` names them",
-        )
-    try:
-        manifest = Manifest.from_bytes(read_inside(folder, MANIFEST, JSON_LIMIT))
-    except FileNotFoundError:
-        raise DamagedError(
-            f"{folder} has no {MANIFEST}", why="it is not a checkpoint, or was only partly copied"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(
-            "the manifest of a checkpoint is damaged", where=str(folder / MANIFEST), why=str(error)
-        ) from None
-    named = step_of(folder.name)
-    if named is not None and named != manifest.step:
-        raise DamagedError(f"{folder} holds step {manifest.step}, not the step of its name", fix="rename it back")
-    return manifest
-
-
-def problems_of_files(
-    folder: Path, manifest: Manifest, paths: Iterable[str] | None = None, *, thorough: bool,
-    advance: Advance = lambda _bytes: None,
-) -> list[str]:  # fmt: skip
-    """What is wrong with the files of a checkpoint, a line each; none if all is well.
-
-    Args:
-        paths: the ones to look at; all that the manifest lists if None.
-        thorough: read every byte and compare checksums; else sizes only.
-        advance: told of the bytes that were read.
-    """
-    problems = []
-    for path in manifest.files if paths is None else paths:
-        expected = manifest.files[path]
-        try:
-            size = size_inside(folder, path)
-            if size != expected.size:
-                problems.append(f"{path}: {size} bytes, where {expected.size} were written")
-            elif thorough and facts_inside(folder, path, advance).crc32 != expected.crc32:
-                problems.append(f"{path}: its checksum is not that of what was written")
-        except FileNotFoundError:
-            problems.append(f"{path}: missing")
-        except OSError as error:
-            problems.append(f"{path}: {error.strerror or error}")
-    return problems
-
-
-def proved_manifest(folder: Path, part: str | None = None) -> Manifest:
-    """The manifest, once every byte of a part (of the whole checkpoint if None) was compared with its checksum.
-
-    Raises:
-        UsageError: there is no checkpoint at `folder`.
-        DamagedError: something is not what was written.
-    """
-    manifest = read_manifest(folder)
-    paths = [path for path in manifest.files if part is None or path.startswith(f"{part}/")]
-    with progress_of(f"checking {folder.name}", sum(manifest.files[path].size for path in paths)) as advance:
-        problems = problems_of_files(folder, manifest, paths, thorough=True, advance=advance)
-    if problems:
-        raise DamagedError(f"the checkpoint {folder} is damaged", why="; ".join(problems[:4]))
-    return manifest
-
-
-def verify(path: str | os.PathLike[str], *, thorough: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, a line each; an empty list means that it is whole.
-
-    Args:
-        thorough: read every byte and compare checksums (about 2 GB/s); else the manifest's checksum and all sizes.
-    """
-    try:
-        manifest = read_manifest(path)
-    except (DamagedError, UsageError) as error:
-        return [error.what + (f": {error.why}" if error.why else "")]
-    with progress_of(f"checking {Path(path).name}", manifest.num_bytes) as advance:
-        return problems_of_files(Path(path), manifest, thorough=thorough, advance=advance)
 
 
 def _entries(name: str, entries: Mapping[str, Any]) -> list[str]:
@@ -238,3 +252,119 @@ def _facts(content: Mapping[str, Any]) -> FileFacts:
 
 def _checksum_line(body: bytes) -> bytes:
     return f'"crc32": "{zlib.crc32(body):08x}"}}\n'.encode()
+
+
+# ---- reading and proving ----
+
+
+def read_manifest(path: Checkpoint) -> Manifest:
+    """Read the manifest of one checkpoint and prove its checksum; the files that it lists are not looked at.
+
+    Raises:
+        UsageError: there is no checkpoint at `path`, or it was written by a later format.
+        DamagedError: the manifest is missing, cut or changed.
+    """
+    checkpoint = locate(path)
+    try:
+        manifest = Manifest.from_bytes(checkpoint.read(MANIFEST, JSON_LIMIT))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if isinstance(error, NotADirectoryError) or not checkpoint.storage.exists(checkpoint.name):
+            raise UsageError(
+                f"there is no checkpoint at {checkpoint}",
+                fix="give a folder checkpoints/step-…; `lockstep checkpoint list RUN_DIR` names them",
+            ) from None
+        raise DamagedError(
+            f"{checkpoint} has no {MANIFEST}", why="it is not a checkpoint, or was only partly copied"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(
+            "the manifest of a checkpoint is damaged", where=f"{checkpoint}/{MANIFEST}", why=str(error)
+        ) from None
+    named = step_of(checkpoint.name)
+    if named is not None and named != manifest.step:
+        raise DamagedError(f"{checkpoint} holds step {manifest.step}, not the step of its name", fix="rename it back")
+    return manifest
+
+
+def problems_of_files(
+    checkpoint: Location, manifest: Manifest, files: Iterable[str] | None = None, *, thorough: bool,
+    advance: Advance = lambda _bytes: None,
+) -> list[str]:  # fmt: skip
+    """Return what is wrong with the files of a checkpoint, a line each; none if all is well.
+
+    Args:
+        files: the ones to look at; all that the manifest lists if None.
+        thorough: read every byte and compare checksums; else sizes only.
+        advance: called with the bytes that were read.
+    """
+    problems = []
+    for file in manifest.files if files is None else files:
+        expected = manifest.files[file]
+        try:
+            size = checkpoint.size(file)
+            if size != expected.size:
+                problems.append(f"{file}: {size} bytes, where {expected.size} were written")
+            elif thorough and checkpoint.facts(file, advance).crc32 != expected.crc32:
+                problems.append(f"{file}: its checksum is not that of what was written")
+        except FileNotFoundError:
+            problems.append(f"{file}: missing")
+        except OSError as error:
+            problems.append(f"{file}: {error.strerror or error}")
+    return problems
+
+
+def proved_manifest(checkpoint: Location, part: str | None = None) -> Manifest:
+    """Return the manifest once every byte of a part (of all parts if None) was compared with its checksum.
+
+    Raises:
+        UsageError: there is no such checkpoint.
+        DamagedError: something is not what was written.
+    """
+    manifest = read_manifest(checkpoint)
+    files = list(manifest.files) if part is None else manifest.files_of(part)
+    with progress_of(f"checking {checkpoint.name}", sum(manifest.files[file].size for file in files)) as advance:
+        problems = problems_of_files(checkpoint, manifest, files, thorough=True, advance=advance)
+    if problems:
+        raise DamagedError(f"the checkpoint {checkpoint} is damaged", why="; ".join(problems[:4]))
+    return manifest
+
+
+def verify(path: Checkpoint, *, thorough: bool = True) -> list[str]:
+    """Return what is wrong with a checkpoint, a line each; an empty list means that it is whole.
+
+    Args:
+        thorough: read every byte and compare checksums (about 2 GB/s); else the manifest's checksum and all sizes.
+    """
+    checkpoint = locate(path)
+    try:
+        manifest = read_manifest(checkpoint)
+    except (DamagedError, UsageError) as error:
+        return [error.what + (f": {error.why}" if error.why else "")]
+    with progress_of(f"checking {checkpoint.name}", manifest.num_bytes) as advance:
+        return problems_of_files(checkpoint, manifest, thorough=thorough, advance=advance)
+
+
+def read_state(path: Checkpoint) -> dict[str, Any]:
+    """Return `state.json`; comparing its checksum is up to the caller.
+
+    Raises:
+        DamagedError: it is not what was written.
+    """
+    checkpoint = locate(path)
+    try:
+        return parse_json(checkpoint.read(STATE, JSON_LIMIT), finite=False)
+    except (OSError, ValueError) as error:
+        raise unreadable_error(f"{checkpoint}/{STATE}", error) from None
+
+
+def config_text(path: Checkpoint) -> str:
+    """Return the resolved config of the run that saved; of imported weights, a comment.
+
+    Raises:
+        DamagedError: it is not what was written.
+    """
+    checkpoint = locate(path)
+    try:
+        return checkpoint.read(CONFIG, JSON_LIMIT).decode()
+    except (OSError, ValueError) as error:
+        raise unreadable_error(f"{checkpoint}/{CONFIG}", error) from None

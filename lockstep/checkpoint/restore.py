@@ -1,25 +1,49 @@
-"""Reading a checkpoint back: proved first, compared strictly, then filled in place, for any layout of ranks."""
+"""Taking a checkpoint up again: proved first, compared strictly, then filled in place, for any layout of ranks.
 
-from collections.abc import Collection, Mapping
+An optimizer's state goes by canonical parameter names, through torch.optim's public attributes. A tensor of it is named
+`"<parameter>//<key>"`, as in `layers.0.weight//exp_avg`. What is not a tensor (the options of the groups, plain numbers
+of the state) is JSON. Nothing depends on the order of parameters or on their number per rank.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
 
-from lockstep.checkpoint.disk import read_inside
-from lockstep.checkpoint.local import Reader, check_topology, open_part
-from lockstep.checkpoint.manifest import DamagedError, Manifest, problems_of_files, read_manifest
-from lockstep.checkpoint.names import CONFIG, MODEL, STATE, extra_part, optimizer_part
-from lockstep.checkpoint.pieces import Piece, dtype_name, pieces_of
-from lockstep.checkpoint.snapshot import Snapshot
-from lockstep.checkpoint.together import Ranks
-from lockstep.checkpoint.untrusted import JSON_LIMIT, parse_json
+from lockstep.checkpoint.manifest import (
+    MODEL,
+    DamagedError,
+    Manifest,
+    extra_part,
+    optimizer_part,
+    problems_of_files,
+    read_manifest,
+    read_state,
+)
+from lockstep.checkpoint.plan import TensorFacts
+from lockstep.checkpoint.posix import locate
+from lockstep.checkpoint.ranks import Ranks
+from lockstep.checkpoint.read import PartReader, check_topology, open_part
+from lockstep.checkpoint.snapshot import Piece, Snapshot, as_json, dtype_name, pieces_of
+from lockstep.checkpoint.storage import Checkpoint, Location
 from lockstep.errors import UsageError, listed
+
+SEPARATOR = "//"
+_STEP = "step"  # torch's optimizers keep it on CPU, unless their kernels read it on the device
+_ON_DEVICE = ("capturable", "fused")
+
+# Which kernels compute the update, not what it is: there is no fused SGD for the shards that may go on from whole
+# parameters, and a run on a CPU may go on from one on a GPU. So the running optimizer keeps its own.
+_KERNELS = ("foreach", "fused", "capturable")
 
 
 def load(
-    path: str | Path,
+    path: Checkpoint,
     snapshot: Snapshot,
     *,
     only: Collection[str] | None = None,
@@ -42,56 +66,53 @@ def load(
         UsageError: the checkpoint is not there, or holds other names, shapes, dtypes or ties than the snapshot.
         DamagedError: something on disk is not what was written.
     """
-    ranks, folder = Ranks(group), Path(path)
-    manifest = ranks.agree(_failed(folder), lambda: read_manifest(folder)) if proved else prove(folder, ranks)
+    ranks, checkpoint = Ranks(group), locate(path)
+    doing = _failure(checkpoint)
+    manifest = ranks.run(doing, lambda: read_manifest(checkpoint)) if proved else prove(checkpoint, ranks)
     targets: dict[str, _Target] = {}
 
     def describe() -> dict[str, _Facts]:
-        targets.update(_targets(folder, manifest, snapshot, only))
+        targets.update(_targets(checkpoint, manifest, snapshot, only))
         for target in targets.values():
-            check_topology(folder, manifest, target.reader, target.pieces, target.owner, ranks)
+            check_topology(checkpoint, manifest, target.reader, target.pieces, target.owner, ranks)
         return {part: target.facts() for part, target in targets.items()}
 
     def compare(described: list[dict[str, _Facts]]) -> None:
-        _compare(folder, {part: target.stored_facts() for part, target in targets.items()}, described)
+        _compare(checkpoint, {part: target.stored_facts() for part, target in targets.items()}, described)
 
-    ranks.judge(_failed(folder), describe, compare)
-    return ranks.agree(_failed(folder), lambda: _fill(folder, targets))
-
-
-def has_extra(path: str | Path, name: str) -> bool:
-    """Whether a checkpoint holds an extra part of this name."""
-    return extra_part(name) in read_manifest(path).parts
+    ranks.all_reduce(doing, describe, compare)
+    return ranks.run(doing, lambda: _fill(checkpoint, targets))
 
 
-def prove(folder: Path, ranks: Ranks) -> Manifest:
+def prove(checkpoint: Location, ranks: Ranks) -> Manifest:
     """Compare every checksum of a checkpoint, each rank its share of the bytes; the same verdict on every rank.
 
     Raises:
         DamagedError: with the files that are not what was written.
-        UsageError: there is no checkpoint at `folder`, or of a later format.
+        UsageError: there is no checkpoint at this address, or of a later format.
     """
-    manifest = ranks.agree(_failed(folder), lambda: read_manifest(folder))
+    doing = _failure(checkpoint)
+    manifest = ranks.run(doing, lambda: read_manifest(checkpoint))
     by_size = sorted(manifest.files, key=lambda path: (manifest.files[path].size, path))
-    problems = ranks.judge(
-        _failed(folder),
-        lambda: problems_of_files(folder, manifest, by_size[ranks.rank :: ranks.size], thorough=True),
+    problems = ranks.all_reduce(
+        doing,
+        lambda: problems_of_files(checkpoint, manifest, by_size[ranks.rank :: ranks.size], thorough=True),
         lambda shares: sorted(problem for share in shares for problem in share),
     )
     if problems:
         raise DamagedError(
-            f"the checkpoint {folder} is damaged",
+            f"the checkpoint {checkpoint} is damaged",
             why=listed(problems),
             fix="resume from an older one: lockstep checkpoint list shows which are whole",
         )
     return manifest
 
 
-def _failed(folder: Path) -> str:
-    return f"the checkpoint {folder} could not be loaded"
+def _failure(checkpoint: Location) -> str:
+    return f"the checkpoint {checkpoint} could not be loaded"
 
 
-_Facts = dict[str, tuple[tuple[int, ...], str]]  # name → shape, dtype
+_Facts = dict[str, TensorFacts]  # by name
 
 
 @dataclass
@@ -103,7 +124,7 @@ class _Target:
         owner: alias → canonical name, as stored.
     """
 
-    reader: Reader
+    reader: PartReader
     pieces: dict[str, Piece]
     owner: dict[str, str] = field(default_factory=dict)
 
@@ -118,25 +139,27 @@ class _Target:
         }
 
 
-def _targets(folder: Path, manifest: Manifest, snapshot: Snapshot, only: Collection[str] | None) -> dict[str, _Target]:
-    tensors = {MODEL: snapshot.model}
-    tensors |= {optimizer_part(name): flat for name, flat in snapshot.optimizers.items()}
-    tensors |= {extra_part(name): flat for name, flat in snapshot.extra.items()}
+def _targets(
+    checkpoint: Location, manifest: Manifest, snapshot: Snapshot, only: Collection[str] | None
+) -> dict[str, _Target]:
+    tensors = snapshot.tensors()
     wanted = {part for part in (*manifest.parts, *tensors) if only is None or part in only}
     stray = [f"{part}: not in the checkpoint" for part in sorted(wanted - set(manifest.parts))]
     stray += [f"{part}: only in the checkpoint" for part in sorted(wanted & set(manifest.parts) - tensors.keys())]
     if stray:
-        raise UsageError(f"{folder} holds other parts than were to be loaded", why=listed(stray))
-    targets = {part: _Target(open_part(folder, manifest, part), pieces_of(tensors[part])) for part in sorted(wanted)}
+        raise UsageError(f"{checkpoint} holds other parts than were to be loaded", why=listed(stray))
+    targets = {
+        part: _Target(open_part(checkpoint, manifest, part), pieces_of(tensors[part])) for part in sorted(wanted)
+    }
     if MODEL in targets:
         ties = {alias: name for name, facts in manifest.parameters.items() for alias in facts.aliases}
         targets[MODEL].owner = ties
-        _check_ties(folder, targets[MODEL], {a for others in snapshot.aliases.values() for a in others})
+        _check_ties(checkpoint, targets[MODEL], {a for others in snapshot.aliases.values() for a in others})
     return targets
 
 
-def _check_ties(folder: Path, model: _Target, declared: Collection[str]) -> None:
-    """What is one tensor in the checkpoint is one in the model, and the other way round."""
+def _check_ties(checkpoint: Location, model: _Target, declared: Collection[str]) -> None:
+    """Refuse tensors that are one in the checkpoint and two in the model, or the other way round."""
     in_memory: dict[tuple[object, ...], str] = {}
     stored: dict[str, str] = {}
     for name, piece in model.pieces.items():
@@ -146,19 +169,19 @@ def _check_ties(folder: Path, model: _Target, declared: Collection[str]) -> None
         first = in_memory.setdefault(piece.memory, name)
         if model.owner.get(first, first) != kept:
             raise UsageError(
-                f"{first} and {name} are tied in the model, but two parameters in {folder}",
+                f"{first} and {name} are tied in the model, but two parameters in {checkpoint}",
                 fix="untie them before loading, or build the model as it was built for the run that saved",
             )
         other = stored.setdefault(kept, name)
         if model.pieces[other].memory != piece.memory and not {name, other} & set(declared):
             raise UsageError(
-                f"{other} and {name} are two parameters in the model, but tied in {folder}",
+                f"{other} and {name} are two parameters in the model, but tied in {checkpoint}",
                 fix="tie them before loading: training would pull them apart",
             )
 
 
-def _compare(folder: Path, stored: dict[str, _Facts], ranks: list[dict[str, _Facts]]) -> None:
-    """All that is stored is wanted by some rank, all that is wanted is stored, in the same shape and dtype."""
+def _compare(checkpoint: Location, stored: dict[str, _Facts], ranks: list[dict[str, _Facts]]) -> None:
+    """Refuse names that are only stored or only wanted, and names with another shape or dtype; on rank 0."""
     missing: set[str] = set()
     unexpected: set[str] = set()
     shapes: set[str] = set()
@@ -183,55 +206,184 @@ def _compare(folder: Path, stored: dict[str, _Facts], ranks: list[dict[str, _Fac
     )
     if differing := [f"{kind}: {listed(sorted(names))}" for kind, names in kinds if names]:
         raise UsageError(
-            f"{folder} does not fit this model",
+            f"{checkpoint} does not fit this model",
             why="; ".join(differing),
             fix="build the model and the optimizer from the config beside the checkpoint's state, config.yaml",
         )
 
 
-def _fill(folder: Path, targets: Mapping[str, _Target]) -> dict[str, Any]:
+def _fill(checkpoint: Location, targets: Mapping[str, _Target]) -> dict[str, Any]:
     for target in targets.values():
         rest = dict(target.pieces)
         while rest:  # a name is read once a pass; a parameter that lies here twice takes two
             now = {target.owner.get(name, name): name for name in reversed(rest)}
             target.reader.read_into({kept: rest.pop(name) for kept, name in now.items()})
-    return read_state(folder)
+    return read_state(checkpoint)
 
 
-def config_text(folder: Path) -> str:
-    """The resolved config of the run that saved; of imported weights, a comment.
-
-    Raises:
-        DamagedError: it is not what was written.
-    """
-    try:
-        return read_inside(folder, CONFIG, JSON_LIMIT).decode()
-    except (OSError, ValueError) as error:
-        raise DamagedError("a checkpoint can't be read", where=str(folder / CONFIG), why=str(error)) from None
+def has_extra(path: Checkpoint, name: str) -> bool:
+    """Return whether a checkpoint holds an extra part of this name."""
+    return extra_part(name) in read_manifest(path).parts
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """`state.json`; its checksum is the caller's to compare.
-
-    Raises:
-        DamagedError: it is not what was written.
-    """
-    try:
-        return parse_json(read_inside(folder, STATE, JSON_LIMIT), finite=False)
-    except (OSError, ValueError) as error:
-        raise DamagedError("a checkpoint can't be read", where=str(folder / STATE), why=str(error)) from None
-
-
-def unreadable(folder: Path) -> str | None:
-    """Why a checkpoint whose files are as they were written can't be read nevertheless; None if it can.
+def unreadable(path: Checkpoint) -> str | None:
+    """Return why a checkpoint whose files are as they were written can't be read nevertheless; None if it can.
 
     What describes its parts and its state is read; tensors are not.
     """
+    checkpoint = locate(path)
     try:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(checkpoint)
         for part in manifest.parts:
-            open_part(folder, manifest, part)
-        read_state(folder)
+            open_part(checkpoint, manifest, part)
+        read_state(checkpoint)
     except DamagedError as error:
         return f"{error.where}: {error.why}"
     return None
+
+
+# ---- optimizers ----
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state of an optimizer, for a `Snapshot`.
+
+    Args:
+        names: id of a parameter → its canonical name; every parameter of the optimizer has one.
+
+    Returns:
+        (the tensors, `"<parameter>//<key>"` → tensor, sharing the optimizer's memory; the rest as JSON:
+        `{"groups": [{"params": [names], "options": {…}}], "values": {parameter: {key: number}}}`).
+
+    Raises:
+        UsageError: a parameter has no name, or a value is neither a tensor nor JSON.
+    """
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        params = [_name(parameter, names) for parameter in group["params"]]
+        options = {key: _plain(value) for key, value in group.items() if key != "params"}
+        groups.append({"params": params, "options": as_json(options, "an option of the optimizer")})
+        for name, parameter in zip(params, group["params"], strict=True):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"{name}{SEPARATOR}{key}"] = value
+                else:
+                    values.setdefault(name, {})[key] = as_json(value, f"the optimizer's {key!r} of {name}")
+    return tensors, {"groups": groups, "values": values}
+
+
+def optimizers_in(path: Checkpoint) -> list[str]:
+    """Return the names of the optimizers whose states a checkpoint holds."""
+    parts = (part.partition("/") for part in read_manifest(path).parts)
+    return sorted(name for kind, _, name in parts if kind == "optimizer")
+
+
+def has_optimizer(path: Checkpoint, name: str) -> bool:
+    """Return whether a checkpoint holds the state of an optimizer of this name."""
+    return optimizer_part(name) in read_manifest(path).parts
+
+
+def optimizer_targets(path: Checkpoint, name: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return empty tensors for the stored state of one optimizer, of the parameters that this rank holds.
+
+    A fresh optimizer has no state to load into. What was stored in a parameter's shape is laid out like the parameter
+    (device, mesh, placements); everything else (`step`) is a plain tensor on CPU. The dtype is the stored one.
+
+    Args:
+        parameters: canonical name → parameter, of this rank.
+    """
+    checkpoint = locate(path)
+    stored = open_part(checkpoint, read_manifest(checkpoint), optimizer_part(name)).stored
+    return {
+        full: _target(key, tensor, parameters[parameter])
+        for full, tensor in stored.tensors.items()
+        for parameter, _, key in (full.rpartition(SEPARATOR),)
+        if parameter in parameters
+    }
+
+
+def restore_optimizer(
+    optimizer: Optimizer, names: Mapping[int, str], tensors: Mapping[str, Tensor], groups: Mapping[str, Any]
+) -> None:
+    """Give an optimizer the state that `optimizer_state` took and `load` filled.
+
+    Args:
+        names: id of a parameter of this rank → its canonical name.
+        tensors: the filled targets; they become the optimizer's own.
+        groups: the JSON part; it may list parameters of other ranks too.
+
+    Raises:
+        UsageError: the optimizer has other groups than the stored one.
+    """
+    matched = list(_match_groups(optimizer, names, groups["groups"]))
+    for group, stored in matched:
+        for key, value in stored.items():
+            if key not in _KERNELS:
+                group[key] = _like(group.get(key), value)
+    values: Mapping[str, Mapping[str, Any]] = groups["values"]
+    by_parameter: dict[str, dict[str, Tensor]] = {}
+    for full, tensor in tensors.items():
+        parameter, _, key = full.rpartition(SEPARATOR)
+        by_parameter.setdefault(parameter, {})[key] = tensor
+    for group, _ in matched:
+        on_device = any(group.get(option) for option in _ON_DEVICE)
+        for parameter in group["params"]:
+            name = _name(parameter, names)
+            state: dict[str, Any] = {**values.get(name, {})}
+            for key, tensor in by_parameter.get(name, {}).items():
+                state[key] = tensor if key == _STEP and not on_device else tensor.to(parameter.device)
+            optimizer.state[parameter] = state
+            if not state:
+                del optimizer.state[parameter]
+
+
+def _match_groups(
+    optimizer: Optimizer, names: Mapping[int, str], stored: list[dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield each group of the optimizer with the options of the stored group that has its parameters."""
+    home = {name: i for i, group in enumerate(stored) for name in group["params"]}
+    if len(stored) != len(optimizer.param_groups):
+        raise UsageError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(stored)}",
+            fix="build the optimizer as it was built for the run that saved",
+        )
+    for i, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            name = _name(parameter, names)
+            if home.get(name) != i:
+                where = f"in group {home[name]}" if name in home else "in none"
+                raise UsageError(
+                    f"{name} is in group {i} of the optimizer, and {where} in the checkpoint",
+                    fix="build the optimizer as it was built for the run that saved",
+                )
+        yield group, stored[i]["options"]
+
+
+def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
+    if id(parameter) not in names:
+        raise UsageError(
+            f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model does not have",
+            why="it was made before the model was placed, or from another model: what it updates is not trained on",
+        )
+    return names[id(parameter)]
+
+
+def _target(key: str, stored: TensorStorageMetadata, parameter: Tensor) -> Tensor:
+    dtype = stored.properties.dtype
+    if key != _STEP and stored.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(stored.size, dtype=dtype)
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as JSON has it: a learning rate kept in a tensor is its number."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _like(current: Any, stored: Any) -> Any:
+    """Return a stored option in the form that the optimizer keeps it in."""
+    if isinstance(current, Tensor):
+        return current.fill_(stored)
+    return tuple(stored) if isinstance(current, tuple) else stored

@@ -1,17 +1,79 @@
-"""What a checkpoint holds, before it is on disk: the caller's `Snapshot`, and its `Staged` form of pieces and JSON."""
+"""First stop, snapshot: what a checkpoint holds, taken from the run.
+
+The caller's `Snapshot` holds named tensors and JSON. Staged, a plain tensor is one piece, the whole; a DTensor is the
+block that this rank holds, with its offset in the whole. A rank that holds nothing of a tensor (dimension 0 shorter
+than the mesh) has an empty piece, and still knows its shape.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint.names import MODEL, extra_part, optimizer_part
-from lockstep.checkpoint.pieces import Part, part_of, pieces_of
+from lockstep.checkpoint.manifest import MODEL, extra_part, optimizer_part
+from lockstep.checkpoint.torch_internals import chunks_of
 from lockstep.errors import UsageError
 
-GROUPS_KEY = "optimizer_groups"
+GROUPS_KEY = "optimizer_groups"  # under which state.json keeps the parameter groups of the optimizers
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of a whole tensor, on this rank.
+
+    Args:
+        tensor: the block itself; it shares memory with what it was made from.
+        shape: the shape of the whole tensor.
+        offset: the index, in the whole, of the block's first element.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> "Piece":
+        """Return a tensor as the one piece of itself."""
+        return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing of a tensor that does have elements: not worth a place in a file."""
+        return self.tensor.numel() == 0 and 0 not in self.shape
+
+    @property
+    def memory(self) -> tuple[object, ...]:
+        """Equal for two pieces exactly if they are the same elements in memory (and there are any)."""
+        t = self.tensor
+        return (t.device, t.data_ptr(), t.shape, t.stride(), t.dtype, self.shape, self.offset)
+
+    def with_tensor(self, tensor: Tensor) -> "Piece":
+        """Return the same block of the same whole, with its elements elsewhere."""
+        return Piece(tensor, self.shape, self.offset)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One flat dictionary of tensors, as this rank holds it: the model, or the state of one optimizer.
+
+    Args:
+        pieces: canonical name → piece.
+        aliases: canonical name → the other names of the same tensor.
+        read: returns a block when it is written; the pieces then hold no values.
+    """
+
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    read: Callable[[str], Tensor] | None = None
+
+    def block(self, name: str) -> Tensor:
+        """Return the block of a name, as it is to be written."""
+        return self.pieces[name].tensor if self.read is None else self.read(name)
 
 
 @dataclass
@@ -24,7 +86,7 @@ class Snapshot:
     Args:
         model: canonical name → parameter or buffer.
         optimizers: name of an optimizer → flat state, `"<canonical parameter name>//<state key>"` → tensor.
-        state: everything that is no tensor; JSON; rank 0's is written.
+        state: everything that is not a tensor; JSON; rank 0's is written.
         extra: name → flat dictionary of tensors: EMA, compression state, the user's own.
         groups: name of an optimizer → its parameter groups, from `optimizer_state`; the ranks' are merged.
         aliases: canonical name → further names of the same parameter, where those live on different ranks.
@@ -37,12 +99,11 @@ class Snapshot:
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def parts(self) -> dict[str, Part]:
-        """Its tensors by folder: `model`, `optimizer/NAME`, `extra/NAME`."""
-        parts = {MODEL: part_of(self.model, self.aliases)}
-        parts |= {optimizer_part(name): Part(pieces_of(tensors)) for name, tensors in self.optimizers.items()}
-        parts |= {extra_part(name): Part(pieces_of(tensors)) for name, tensors in self.extra.items()}
-        return parts
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return its tensors by folder: `model`, `optimizer/NAME`, `extra/NAME`."""
+        tensors = {MODEL: self.model}
+        tensors |= {optimizer_part(name): flat for name, flat in self.optimizers.items()}
+        return tensors | {extra_part(name): flat for name, flat in self.extra.items()}
 
 
 @dataclass(frozen=True)
@@ -53,23 +114,77 @@ class Staged:
     state: dict[str, Any]
     groups: dict[str, dict[str, Any]]
 
+    def state_json(self) -> bytes:
+        """Return `state.json`. Floats come back to the bit; NaN and infinity are written as Python writes them."""
+        return (json.dumps({**self.state, GROUPS_KEY: self.groups}, indent=1, sort_keys=True) + "\n").encode()
+
 
 def stage(snapshot: Snapshot) -> Staged:
-    """Pieces that share memory with the snapshot's tensors, and a copy of its JSON.
+    """Return pieces that share memory with the snapshot's tensors, and a copy of its JSON.
 
     Raises:
         UsageError: something is not a tensor where tensors are needed, or is not JSON in `state` or `groups`.
     """
     if GROUPS_KEY in snapshot.state:
         raise UsageError(f"state[{GROUPS_KEY!r}] is where the optimizers' groups are kept", fix="choose another key")
-    return Staged(snapshot.parts(), as_json(snapshot.state, "state"), as_json(snapshot.groups, "groups"))
+    parts = {part: Part(pieces_of(tensors)) for part, tensors in snapshot.tensors().items()}
+    parts[MODEL] = part_of(snapshot.model, snapshot.aliases)
+    return Staged(parts, as_json(snapshot.state, "state"), as_json(snapshot.groups, "groups"))
+
+
+def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+    """Return the piece of each tensor that this rank holds.
+
+    Raises:
+        UsageError: a value is not a tensor, or has no memory to save (meta, sparse, quantized, pending reduction).
+    """
+    return {name: _piece(name, tensor) for name, tensor in tensors.items()}
+
+
+def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, Sequence[str]]) -> Part:
+    """Return the pieces of a model, each tensor once: names of the same memory become one name with aliases.
+
+    The canonical name is the first in the dictionary's order, as in `named_parameters`.
+
+    Args:
+        declared: canonical name → aliases known beforehand; needed where the names live on different ranks.
+    """
+    owner = {alias: name for name, aliases in declared.items() for alias in aliases}
+    aliases = {name: tuple(others) for name, others in declared.items()}
+    pieces: dict[str, Piece] = {}
+    seen: dict[tuple[object, ...], str] = {}
+    for given, piece in pieces_of(tensors).items():
+        name = owner.get(given, given)
+        if piece.tensor.numel():
+            name = seen.setdefault(piece.memory, name)
+        if name != given and given not in aliases.get(name, ()):
+            aliases[name] = (*aliases.get(name, ()), given)
+        pieces.setdefault(name, piece)
+    return Part(pieces, aliases)
+
+
+def _piece(name: str, tensor: Tensor) -> Piece:
+    if not isinstance(tensor, Tensor):
+        raise UsageError(
+            f"{name} is a {type(tensor).__name__}, where a checkpoint holds tensors", fix="put it in `state`"
+        )
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise UsageError(
+            f"{name} can't be in a checkpoint: it is on device {tensor.device} with layout {tensor.layout}",
+            why="only dense tensors with values are stored",
+        )
+    with torch.no_grad():
+        if isinstance(tensor, DTensor):
+            chunk = chunks_of(tensor)
+            return Piece(tensor.to_local().detach(), tuple(tensor.shape), tuple(chunk.offsets))
+        return Piece.whole(tensor.detach())
 
 
 def as_json(value: Any, place: str) -> Any:
-    """A copy made of what JSON can hold; tuples become lists.
+    """Return a copy made of what JSON can hold; tuples become lists.
 
     Raises:
-        UsageError: something can't be held, or would come back as something else (a key that is no string).
+        UsageError: something can't be held, or would come back as something else (a key that is not a string).
     """
     if isinstance(value, Mapping):
         if stray := [key for key in value if type(key) is not str]:
@@ -85,6 +200,24 @@ def as_json(value: Any, place: str) -> Any:
     raise UsageError(f"{place} is a {type(value).__name__}, which JSON can't hold", fix=fix)
 
 
-def dump_state(state: Mapping[str, Any], groups: Mapping[str, Any]) -> bytes:
-    """`state.json`. Floats come back to the bit; NaN and infinity are written as Python writes them."""
-    return (json.dumps({**state, GROUPS_KEY: groups}, indent=1, sort_keys=True) + "\n").encode()
+# ---- dtypes and bytes ----
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return torch.bfloat16 for `bfloat16`; ValueError for a name that is not a dtype's."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) != name:
+        raise ValueError(f"{name!r} is not a dtype")
+    return dtype
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the elements of a tensor, row by row, as bytes; no copy if it is contiguous on CPU."""
+    assert sys.byteorder == "little"
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

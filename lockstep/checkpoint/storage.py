@@ -1,215 +1,259 @@
-"""One folder of tensors in DCP's format: planning, writing and reading pieces.
+"""Where checkpoints are kept: what a storage offers, and the address of one checkpoint in it.
 
-The files are those of torch.distributed.checkpoint (its own `load` reads them). What is ours: names and blocks come
-from `Piece`, every byte is counted into a checksum as it is written, and reading trusts nothing (`stored_metadata`).
-Collectives are the caller's affair: a plan, a write and a read here are local.
+A storage holds checkpoints by name (`step-00000100`); a checkpoint is a set of files (`model/__0_0.distcp`) and its
+manifest. It is written as a *draft*, which no reader sees, and becomes visible whole, by one commit:
+
+    begin → write, write, … (every rank its files) → commit
+
+A folder of a file system commits by renaming the draft (`posix.PosixStorage`). An object store, which can't rename,
+writes the files where they will stay and the manifest last, on the condition that there is none yet; what has no
+manifest is not a checkpoint. Everything else in this package works through this interface.
 """
 
 import io
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
+import re
+import secrets
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn, cast
+from typing import Any, BinaryIO, Protocol
 
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import WriteResult
+from lockstep.config import ObjectSpec
+from lockstep.config.objects import build_object
+from lockstep.errors import UsageError
+from lockstep.progress import Advance
 
-from lockstep.checkpoint.disk import ChecksummedStream, FileFacts, open_inside, read_inside, sync_directory
-from lockstep.checkpoint.manifest import DamagedError, Manifest, problems_of_files
-from lockstep.checkpoint.names import METADATA, MODEL
-from lockstep.checkpoint.pieces import Part, Piece, dtype_name
-from lockstep.checkpoint.sizes import check_block, check_sizes
-from lockstep.checkpoint.stored_metadata import StoredPart, parse_metadata
-from lockstep.checkpoint.torch_internals import read_items
-from lockstep.checkpoint.untrusted import METADATA_LIMIT
+MANIFEST = "manifest.json"  # the file whose presence makes a checkpoint
+SHARED_MARK = ".shared"  # the name of a draft by which ranks find out whether they see one storage
+_STEP = re.compile(r"step-([0-9]{8,})")
+_CHUNK = 4 << 20  # bytes read at a time for a checksum
 
 
-def local_plan(part: Part) -> SavePlan:
-    """What this rank could write of a part."""
-    return SavePlan([_write_item(name, piece) for name, piece in part.pieces.items() if not piece.is_empty])
+class ByteSink(Protocol):
+    """Takes the bytes of a new file, from start to end."""
+
+    def write(self, data: Any, /) -> object:
+        """Take all of a bytes-like object."""
 
 
-def global_plan(plans: list[SavePlan], folder: Path) -> tuple[list[SavePlan], Metadata]:
-    """Each block once, shared out so that replicas write about the same number of bytes each; and the metadata of it
-    all.
+class Storage(ABC):
+    """A place that holds checkpoints. Subclass it to keep them elsewhere; CONTRIBUTING.md shows how.
 
-    Raises:
-        ValueError: the ranks' blocks of some tensor overlap, or leave a part of it out.
+    What a storage refuses it raises as an OSError. Whatever it raises, the save fails on all ranks with that reason and
+    is tried again (`checkpoint.retries`). Every rank has an object of its own; rank 0 alone calls `begin`, `commit`,
+    `move`, `delete` and `sweep`.
     """
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    shared, metadata = planner.create_global_plan(plans)
-    return PartWriter(folder).prepare_global_plan(shared), metadata
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Return the names of all committed checkpoints. Names that are not a checkpoint's are passed over."""
+
+    @abstractmethod
+    def open(self, name: str, file: str) -> AbstractContextManager[BinaryIO]:
+        """Open a file of a checkpoint for reading, with `seek`.
+
+        Raises:
+            FileNotFoundError: there is no such checkpoint or file.
+        """
+
+    @abstractmethod
+    def begin(self, name: str) -> str:
+        """Start a new checkpoint, and return the name of its draft, which the other ranks write to.
+
+        What a dead writer left under the name, and did not commit, is removed or avoided.
+        """
+
+    @abstractmethod
+    def write(self, draft: str, file: str) -> AbstractContextManager[ByteSink]:
+        """Create a file of a draft. It is durable when the block ends without an error.
+
+        Raises:
+            FileExistsError: it is there already; no file is ever overwritten.
+        """
+
+    @abstractmethod
+    def commit(self, draft: str, name: str, manifest: bytes) -> None:
+        """Write `manifest.json` and make the checkpoint visible: durably, at once and whole, or not at all.
+
+        Raises:
+            OSError: there is a checkpoint of this name already, or the storage refused.
+        """
+
+    @abstractmethod
+    def move(self, name: str, new_name: str) -> None:
+        """Give a checkpoint, whole or damaged, another name."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint or a draft. Whenever this is interrupted, a checkpoint is whole or invisible."""
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is a checkpoint, or anything else, of this name."""
+        return name in self.names()
+
+    def sees(self, draft: str) -> bool:
+        """Return whether this process sees a draft that another one began; always, in a storage that hosts share."""
+        return True
+
+    def sweep(self) -> list[str]:
+        """Delete what dead writers left, and return the names of it."""
+        return []
+
+    def committed_at(self, name: str) -> float | None:
+        """Return when a checkpoint was committed, in seconds since 1970; None if that is not known."""
+        return None
+
+    def path(self, name: str) -> "CheckpointPath":
+        """Return what callers know a checkpoint by: a `Path` where there is one, else its `Location`."""
+        return Location(self, name)
 
 
-class PartWriter(FileSystemWriter):
-    """Writes this rank's file of one folder; `facts` holds size and checksum of each file written."""
+@dataclass(frozen=True)
+class FileFacts:
+    """What the manifest holds of a file: its size in bytes and the CRC-32 of its content."""
 
-    def __init__(self, folder: Path) -> None:
-        # No copying ahead: pieces staged on CPU need none, and it would touch the current device of a background
-        # thread.
-        super().__init__(folder, per_thread_copy_ahead=0)
-        self.folder = folder
-        self.fs = _ChecksummedFiles()
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Location:
+    """The address of one checkpoint, or of one draft: a storage, and a name in it."""
+
+    storage: Storage
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.storage}/{self.name}"
 
     @property
-    def facts(self) -> dict[str, FileFacts]:
-        return cast(_ChecksummedFiles, self.fs).facts
+    def path(self) -> "CheckpointPath":
+        """The same address as callers know it."""
+        return self.storage.path(self.name)
 
-    def write(self, plan: SavePlan, part: Part) -> list[WriteResult]:
-        """Write what the plan gives to this rank, and sync it; no file if that is nothing."""
-        if not plan.items:
-            return []
-        results: list[WriteResult] = self.write_data(plan, _PieceSavePlanner(part)).wait()
-        sync_directory(self.folder)
-        return results
+    def beside(self, name: str) -> "Location":
+        """Return the address of another name in the same storage."""
+        return Location(self.storage, name)
 
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # DCP's own holds the absolute path and a random id: the same state would differ in bytes
+    def open(self, file: str) -> AbstractContextManager[BinaryIO]:
+        """Open a file for reading."""
+        return self.storage.open(self.name, file)
 
+    def read(self, file: str, limit: int) -> bytes:
+        """Return the whole of a file that describes others.
 
-class _ChecksummedFiles(FileSystem):
-    """Where DCP opens and renames files: every file written here gets its checksum on the way."""
+        Raises:
+            ValueError: it has more than `limit` bytes, as no such file has.
+            OSError: the storage can't read it.
+        """
+        with self.open(file) as stream:
+            data = stream.read(limit + 1)
+        if len(data) > limit:
+            raise ValueError(f"{file} has more than {limit >> 20} MiB, as nothing that describes a checkpoint has")
+        return data
 
-    def __init__(self) -> None:
-        self.facts: dict[str, FileFacts] = {}
+    def size(self, file: str) -> int:
+        """Return the size of a file in bytes."""
+        with self.open(file) as stream:
+            return stream.seek(0, io.SEEK_END)
+
+    def facts(self, file: str, advance: Advance = lambda _bytes: None) -> FileFacts:
+        """Read a file and return its size and checksum; `advance` is called with the bytes of each piece."""
+        size, crc = 0, 0
+        with self.open(file) as stream:
+            while chunk := stream.read(_CHUNK):
+                size += len(chunk)
+                crc = zlib.crc32(chunk, crc)
+                advance(len(chunk))
+        return FileFacts(size, crc)
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        assert mode == "wb"
-        with ChecksummedStream(Path(path)) as stream:
-            yield stream
-            self.facts[Path(path).name] = stream.facts
+    def create(self, file: str) -> Generator["ChecksumStream", None, None]:
+        """Create a file of a draft; durable when the block ends."""
+        with self.storage.write(self.name, file) as target:
+            yield ChecksumStream(target)
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.facts[Path(new_path).name] = self.facts.pop(Path(path).name)
-
-
-class _PieceSavePlanner(DefaultSavePlanner):
-    def __init__(self, part: Part) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.part = part
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.part.resolve(write_item.index.fqn)
+    def put(self, file: str, data: bytes) -> FileFacts:
+        """Create a file of a draft with this content."""
+        with self.create(file) as stream:
+            stream.write(data)
+        return stream.facts
 
 
-def _write_item(name: str, piece: Piece) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(piece.offset), piece.tensor.size())
-    data = TensorWriteData(chunk, TensorProperties(piece.tensor.dtype), torch.Size(piece.shape))
-    # SHARD for whole tensors too: then any rank that holds a block may be the one that writes it.
-    return WriteItem(MetadataIndex(name, piece.offset), WriteItemType.SHARD, tensor_data=data)
+class ChecksumStream(io.RawIOBase):
+    """Passes bytes on to a new file and computes their checksum. It can't seek; closing it leaves the file open."""
+
+    def __init__(self, target: ByteSink) -> None:
+        super().__init__()
+        self._target, self._size, self._crc = target, 0, 0
+
+    @property
+    def facts(self) -> FileFacts:
+        """Size and checksum of what was written so far."""
+        return FileFacts(self._size, self._crc)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._target.write(view)
+        self._crc = zlib.crc32(view, self._crc)
+        self._size += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._size
 
 
-class PartReader(FileSystemReader):
-    """Reads blocks of one folder of a checkpoint into pieces.
+# What the public functions take and return: paths, or addresses in another storage.
+Directory = str | os.PathLike[str] | Storage  # a folder of checkpoints
+Checkpoint = str | os.PathLike[str] | Location  # one checkpoint
+CheckpointPath = Path | Location  # one checkpoint, as it is returned
+
+
+def build_storage(spec: ObjectSpec, where: str = "checkpoint.storage") -> Storage:
+    """Make the storage that a config names, `package.module:Name`.
+
+    Args:
+        where: the config key, for messages.
 
     Raises:
-        DamagedError: `.metadata` is not the file that was written, or holds what it must not.
+        UsageError: it can't be imported, does not take its arguments, or is not a storage.
     """
-
-    def __init__(self, checkpoint: Path, manifest: Manifest, part: str) -> None:
-        super().__init__(checkpoint / part)
-        self.fs = _FilesInside(checkpoint, part)
-        self.stored = read_stored_part(checkpoint, manifest, part)
-        self.storage_data = dict(self.stored.places)
-
-    def read_into(self, pieces: dict[str, Piece]) -> None:
-        """Fill the pieces, in place, from whatever blocks were stored. Shapes and dtypes are the caller's to compare
-        first.
-        """
-        planner = _PieceLoadPlanner(pieces)
-        items: list[ReadItem] = []
-        for name, piece in pieces.items():
-            if piece.tensor.numel():
-                block = ChunkStorageMetadata(torch.Size(piece.offset), piece.tensor.size())
-                items += read_items(name, self.stored.tensors[name], block)
-        self._check_blocks(items)
-        with torch.no_grad():
-            self.read_data(LoadPlan(items), planner).wait()
-
-    def _check_blocks(self, items: list[ReadItem]) -> None:
-        for place in {self.stored.places[item.storage_index] for item in items}:
-            with self.fs.create_stream(Path(self.path, place.relative_path), "rb") as file:
-                try:
-                    check_block(cast(IO[bytes], file), place.offset, place.length)
-                except ValueError as error:
-                    where = str(Path(self.path) / place.relative_path)
-                    raise DamagedError("a checkpoint can't be read", where=where, why=str(error)) from None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise AssertionError("the metadata is read by read_stored_part, never by torch's unpickler")
+    made = build_object(spec, where)
+    if not isinstance(made, Storage):
+        raise UsageError(
+            f"{spec.name} made a {type(made).__name__}, which is not a storage",
+            where=where,
+            fix="name a subclass of lockstep.checkpoint.Storage, or a function that returns an object of one",
+        )
+    return made
 
 
-class _FilesInside(FileSystem):
-    """Where DCP opens files to read: only inside the checkpoint, never through a link."""
-
-    def __init__(self, checkpoint: Path, part: str) -> None:
-        self.checkpoint, self.part = checkpoint, part
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        assert mode == "rb"
-        with open_inside(self.checkpoint, f"{self.part}/{Path(path).name}") as stream:
-            yield stream
+# ---- the names of checkpoints ----
 
 
-class _PieceLoadPlanner(DefaultLoadPlanner):
-    def __init__(self, pieces: dict[str, Piece]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.pieces = pieces
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        block = self.pieces[read_item.dest_index.fqn].tensor
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            block = block.narrow(dim, offset, length)
-        return block
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
-        raise AssertionError("objects are never stored with tensors, and never unpickled")
+def step_name(step: int) -> str:
+    """Return `step-00000100` for 100: at least eight digits, so that names sort as steps do."""
+    if step < 0:
+        raise UsageError(f"a step is not negative, but {step} was to be saved", fix="count steps from 0")
+    return f"step-{step:08d}"
 
 
-def read_stored_part(checkpoint: Path, manifest: Manifest, part: str) -> StoredPart:
-    """What one folder of tensors holds, from its `.metadata`, whose checksum is compared before it is parsed."""
-    relative = f"{part}/{METADATA}"
-    problems = problems_of_files(checkpoint, manifest, [relative], thorough=True)
-    try:
-        if problems:
-            raise ValueError(problems[0])
-        stored = parse_metadata(read_inside(checkpoint, relative, METADATA_LIMIT))
-        unlisted = {f"{part}/{place.relative_path}" for place in stored.places.values()} - manifest.files.keys()
-        if unlisted:
-            raise ValueError(f"it points at {min(unlisted)}, which the manifest does not list")
-        check_sizes(stored, {name: f.size for name, f in manifest.files.items() if name.startswith(f"{part}/")}, part)
-        if part == MODEL:
-            _compare_with_manifest(stored, manifest)
-    except ValueError as error:
-        raise DamagedError("a checkpoint can't be read", where=str(checkpoint / relative), why=str(error)) from None
-    return stored
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint's name; None for every other name. The whole name must match."""
+    match = _STEP.fullmatch(name)
+    if match is None:
+        return None
+    step = int(match[1])
+    return step if step_name(step) == name else None  # step-000000100 would be a second name of step 100
 
 
-def _compare_with_manifest(stored: StoredPart, manifest: Manifest) -> None:
-    found = {name: (tuple(t.size), dtype_name(t.properties.dtype)) for name, t in stored.tensors.items()}
-    listed = {name: (facts.shape, facts.dtype) for name, facts in manifest.parameters.items()}
-    if found != listed:
-        name = min({*found, *listed}, key=lambda n: (found.get(n) == listed.get(n), n))
-        raise ValueError(f"it disagrees with the manifest about {name}")
+def aside_name(step: int) -> str:
+    """Return a name for a checkpoint that no run resumes from, and that is kept: `step-00000100.aside-RANDOM`."""
+    return f"{step_name(step)}.aside-{secrets.token_hex(4)}"

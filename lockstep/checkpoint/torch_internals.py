@@ -1,4 +1,4 @@
-"""The names in torch that are not public, all in one place; a test notices when one of them moves.
+"""The names in torch that are not public, all in one place; tests/checkpoint/test_torch_internals.py watches them.
 
 Assumes the file format of torch.distributed.checkpoint 1.0 (torch 2.11 to 2.13).
 """
@@ -29,10 +29,10 @@ GET_LAYOUT = ("torch.serialization", "_get_layout")
 
 
 def chunks_of(tensor: DTensor) -> ChunkStorageMetadata:
-    """The block of the whole tensor that this rank holds: offsets and sizes.
+    """Return the block of the whole tensor that this rank holds: offsets and sizes.
 
     Raises:
-        UsageError: the block can't be said: a pending reduction, or a placement that leaves several blocks.
+        UsageError: there is not one block: a pending reduction, or a placement that leaves several.
     """
     try:
         chunks = cast(Sequence[ChunkStorageMetadata], tensor.__create_chunk_list__())  # type: ignore[no-untyped-call]
@@ -47,5 +47,5 @@ def chunks_of(tensor: DTensor) -> ChunkStorageMetadata:
 
 
 def read_items(name: str, stored: TensorStorageMetadata, target: ChunkStorageMetadata) -> list[ReadItem]:
-    """Which parts of which stored blocks fill the target block."""
+    """Return which parts of which stored blocks fill the target block."""
     return create_read_items_for_chunk_list(name, stored, [target])

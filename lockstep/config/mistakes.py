@@ -91,7 +91,7 @@ def _instead(path: Path) -> str:
     if advice is not None:
         return advice
     section = dotted_name(path[:-1])
-    if section.partition("[")[0] in ("loss_fn", "monitor.callbacks"):
+    if section.partition("[")[0] in ("loss_fn", "monitor.callbacks", "checkpoint.storage"):
         return "an object has a name, and args (keywords) and positional (a list) if it takes any"
     near = near_keys(str(path[-1]), section)
     if near:

@@ -29,6 +29,11 @@ class CheckpointConfig(Section):
         description="`sharded`: every rank writes its part, any number of ranks can load it; `full`: one file of whole "
         "tensors; `local`: every rank's part as it is, for the same topology only.",
     )
+    storage: ObjectSpec | None = Field(
+        default=None,
+        description="`package.module:Name`, or with `args`: a `lockstep.checkpoint.Storage` of your own; unset: the "
+        "folder `checkpoints/` of the run directory.",
+    )
     async_: bool = Field(
         default=True, alias="async", description="Write while training goes on; the next save waits for the last."
     )

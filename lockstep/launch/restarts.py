@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lockstep.errors import RunError
 from lockstep.launch.failures import Failure
+from lockstep.records import RunDirectory
 
 
 class CrashLoop:
@@ -30,6 +31,9 @@ class CrashLoop:
         if cause is None:
             return
         steps = [int(p.name[5:]) for p in self._checkpoints.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name)]
+        if not steps:  # `checkpoint.storage` keeps them elsewhere: the run says what it saved
+            saves = RunDirectory(self._checkpoints.parent).read_events()
+            steps = [event["step"] for event in saves if event["kind"] == "save"]
         seen = (re.sub(r"[\d.]+", "#", cause.what), max(steps, default=0))
         self._times = self._times + 1 if seen == self._seen else 1
         self._seen = seen

@@ -8,7 +8,6 @@ model is not the training that began; a learning rate or a number of steps may b
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
@@ -39,7 +38,7 @@ class Change:
         return f"{self.key} {_shown(self.before)} → {_shown(self.now)}"
 
 
-def compare(trainer: "Trainer", found: Path) -> list[Change]:
+def compare(trainer: "Trainer", found: checkpoint.CheckpointPath) -> list[Change]:
     """What differs, as rank 0 reads it, which may be the only one that sees the checkpoint; all ranks call it.
 
     Raises:
@@ -53,7 +52,7 @@ def compare(trainer: "Trainer", found: Path) -> list[Change]:
     return changes
 
 
-def another_training(what: str, found: Path) -> UsageError:
+def another_training(what: str, found: checkpoint.CheckpointPath) -> UsageError:
     """The refusal to go on from a checkpoint of another training."""
     return UsageError(
         f"the run would not go on as it began: {what}",
@@ -65,7 +64,7 @@ def another_training(what: str, found: Path) -> UsageError:
     )
 
 
-def _changes(trainer: "Trainer", found: Path) -> Iterator[Change]:
+def _changes(trainer: "Trainer", found: checkpoint.CheckpointPath) -> Iterator[Change]:
     before = _flat(parse(checkpoint.config_text(found), lambda line: Origin(str(found), line + 1)).plain())
     now = _flat(trainer.config.to_dict())
     training = trainer.config.training

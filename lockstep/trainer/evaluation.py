@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.checkpoint.together import Ranks
+from lockstep.checkpoint import Ranks
 from lockstep.data import MicroBatch, StepBatches, StepSource, adopt
 from lockstep.monitor import Monitor
 from lockstep.parallel.ledger import Share
@@ -62,7 +62,7 @@ class Validation:
             saved = any(event["kind"] == "save" and event["step"] == step for event in directory.read_events())
             return saved and not any("eval_loss" in row for row in directory.read_metrics() if row["step"] == step)
 
-        if Ranks().same("the metrics of the run could not be read", stopped):
+        if Ranks().broadcast("the metrics of the run could not be read", stopped):
             self._evaluate()
 
     def _is_time(self) -> bool:

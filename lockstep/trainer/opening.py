@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lockstep.checkpoint.together import Ranks
+from lockstep.checkpoint import Ranks
 from lockstep.monitor import Figures, Monitor, PhaseClock
 from lockstep.monitor.flops import FirstStep, peak_flops
 from lockstep.monitor.over_ranks import gather_objects
@@ -20,7 +20,7 @@ def lock_run_directory(trainer: "Trainer") -> None:
         UsageError: another run has it; on every rank.
     """
     if trainer.lock is not None:
-        Ranks().same("the run directory could not be locked", trainer.lock.acquire)
+        Ranks().broadcast("the run directory could not be locked", trainer.lock.acquire)
 
 
 def open_monitor(trainer: "Trainer", total: int | None) -> Monitor:

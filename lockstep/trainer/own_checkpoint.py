@@ -22,7 +22,9 @@ def save(
     for name, optimizer in optimizers.items():
         snapshot.optimizers[name], snapshot.groups[name] = checkpoint.optimizer_state(optimizer, names)
     snapshot.state = {"step": step, "metadata": metadata}
-    return checkpoint.save(path, step, snapshot, config_yaml=config_yaml)
+    saved = checkpoint.save(path, step, snapshot, config_yaml=config_yaml)
+    assert isinstance(saved, Path)
+    return saved
 
 
 def load(placed: Placed, path: Path, optimizers: Mapping[str, Optimizer]) -> tuple[int, dict[str, Any]]:
@@ -34,7 +36,9 @@ def load(placed: Placed, path: Path, optimizers: Mapping[str, Optimizer]) -> tup
     Raises:
         UsageError: there is none; it is of another model, or lacks an optimizer.
     """
-    found = path if (path / "manifest.json").exists() else checkpoint.resume_point(path)
+    found: checkpoint.CheckpointPath | None = path
+    if not (path / checkpoint.MANIFEST).exists():
+        found = checkpoint.resume_point(path)
     if found is None:
         raise UsageError(f"there is no checkpoint in {path}", fix="give a checkpoint, or the folder that was saved to")
     names = {id(parameter): name for name, parameter in placed.parameters.items()}

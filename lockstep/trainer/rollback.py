@@ -43,11 +43,11 @@ class Rollback:
         """
         trainer = self._trainer
         saving.finish(must_succeed=False)
-        if not error.goes_back or trainer.run_directory is None:
+        if not error.goes_back or trainer.checkpoints is None:
             raise error
         stops, avoid = trainer.step.stopping, {*trainer.step.avoid, error.bad.step - 1}
         trainer.optimizer.zero_grad(set_to_none=True)
-        if not checkpoint.list_checkpoints(trainer.run_directory.checkpoints):
+        if not checkpoint.list_checkpoints(trainer.checkpoints):
             monitor.say("there is no checkpoint yet to go back to")
             raise error
         found, step = state.go_back(trainer, "auto")

@@ -1,15 +1,12 @@
 """When a run is saved, what is kept, and what happens when the storage refuses."""
 
-import json
 import logging
 import math
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint
-from lockstep.checkpoint.names import STATE, step_name, step_of
 from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat import together
 from lockstep.monitor import Monitor
@@ -37,7 +34,7 @@ class Saving:
     def __init__(self, trainer: "Trainer", monitor: Monitor) -> None:
         self._trainer, self._monitor, self._config = trainer, monitor, trainer.config.checkpoint
         directory = trainer.run_directory
-        self._folder = None if directory is None or self._config.save_strategy == "none" else directory.checkpoints
+        self._folder = None if self._config.save_strategy == "none" else trainer.checkpoints
         self._saver: checkpoint.AsyncSaver | None = None
         self._evaluated: dict[int, float] = {}
         self._saved: int | None = None  # the last step of which a save was begun
@@ -52,9 +49,8 @@ class Saving:
         # The evaluation at the end of a run comes after its last save, which therefore does not hold the result.
         if self._config.keep_best == "eval_loss" and trainer.is_main_process and directory is not None:
             self._evaluated = evaluations(directory)
-        self._manner = checkpoint.Manner(
-            self._config.format, trainer.storage_is_shared, self._config.retries, self._told_of_retry
-        )
+        assert trainer.storage_is_shared or self._config.format == "full"
+        self._options = checkpoint.SaveOptions(self._config.format, self._config.retries, self._report_retry)
         if self._config.async_:
             self._saver = checkpoint.AsyncSaver(then=self._committed)
 
@@ -120,19 +116,19 @@ class Saving:
         snapshot = trainer.snapshot()
         config = trainer.config.to_yaml()
         if self._saver is not None:
-            self._saver.save(self._folder, step, snapshot, config_yaml=config, manner=self._manner)
+            self._saver.save(self._folder, step, snapshot, config_yaml=config, options=self._options)
             return
-        path = self._folder / step_name(step)
-        checkpoint.save_as(path, step, snapshot, config_yaml=config, manner=self._manner)
+        path = checkpoint.save(self._folder, step, snapshot, config_yaml=config, options=self._options)
         if trainer.is_main_process:
             self._committed(path)
 
-    def _committed(self, path: Path) -> None:
-        """On rank 0, after each commit; in the background where the save was."""
-        self._monitor.event("save", step=step_of(path.name), checkpoint=path.name)
+    def _committed(self, path: checkpoint.CheckpointPath) -> None:
+        """Record a commit, and delete what is no longer kept; on rank 0, in the background where the save was."""
+        assert self._folder is not None
+        self._monitor.event("save", step=checkpoint.step_of(path.name), checkpoint=path.name)
         best = self._config.keep_best
-        protected = [] if best is None else best_of(path.parent, best, self._evaluated)
-        checkpoint.rotate(path.parent, self._config.save_total_limit, protected)
+        protected = [] if best is None else best_of(self._folder, best, self._evaluated)
+        checkpoint.rotate(self._folder, self._config.save_total_limit, protected)
 
     def _guard(self, call: Any, *, must_succeed: bool) -> None:
         try:
@@ -145,24 +141,32 @@ class Saving:
             if self._trainer.is_main_process:
                 _log.warning("warning: step %d: training goes on without a new checkpoint: %s", step, error)
 
-    def _told_of_retry(self, error: RunError, seconds: float) -> None:
+    def _report_retry(self, error: RunError, seconds: float) -> None:
         self._monitor.event("save_retry", reason=str(error), pause_seconds=seconds)
         _log.warning("warning: a save failed and is tried again in %g s: %s", seconds, error)
 
 
+def checkpoints_of(trainer: "Trainer") -> checkpoint.Directory | None:
+    """Return where a run keeps its checkpoints: in its run directory, or in the storage that its config names."""
+    directory, storage = trainer.run_directory, trainer.config.checkpoint.storage
+    if directory is None:
+        return None
+    return directory.checkpoints if storage is None else checkpoint.build_storage(storage)
+
+
 def storage_is_shared(trainer: "Trainer") -> bool:
-    """Whether all ranks see one run directory; all ranks call it together.
+    """Return whether all ranks see one folder of checkpoints; all ranks call it together.
 
     Raises:
         UsageError: they do not, and the format of checkpoints needs it.
     """
-    directory, config = trainer.run_directory, trainer.config.checkpoint
-    if trainer.layout.world_size == 1 or directory is None or config.save_strategy == "none":
+    folder, config = trainer.checkpoints, trainer.config.checkpoint
+    if trainer.layout.world_size == 1 or folder is None or config.save_strategy == "none":
         return True
-    shared = checkpoint.is_shared(directory.checkpoints)
+    shared = checkpoint.is_shared(folder)
     if not shared and config.format != "full":
         raise UsageError(
-            f"the hosts do not share {directory.checkpoints}",
+            f"the hosts do not share {folder}",
             where="checkpoint.format: " + config.format,
             why="each rank writes its part of a checkpoint, and they belong into one folder",
             fix="choose an --output-dir that all hosts mount, or checkpoint.format: full, which rank 0 writes",
@@ -175,8 +179,10 @@ def evaluations(directory: RunDirectory) -> dict[int, float]:
     return {int(row["step"]): float(row["eval_loss"]) for row in directory.read_metrics() if "eval_loss" in row}
 
 
-def best_of(folder: Path, metric: str, later: Mapping[int, float]) -> list[Path]:
-    """The checkpoint whose metric is least, of those that know it; the newest of equals. Empty if there is none.
+def best_of(
+    folder: checkpoint.Directory, metric: str, later: Mapping[int, float]
+) -> list[checkpoint.CheckpointPath]:  # fmt: skip
+    """Return the checkpoint whose metric is least, of those that know it; the newest of equals. Empty if there is none.
 
     Args:
         later: step → value, where it was measured after the checkpoint was written.
@@ -184,9 +190,9 @@ def best_of(folder: Path, metric: str, later: Mapping[int, float]) -> list[Path]
     known = []
     for path in checkpoint.list_checkpoints(folder):
         try:
-            state = json.loads((path / STATE).read_text())
-            value = later.get(step_of(path.name) or 0, float(state.get("metrics", {}).get(metric, math.nan)))
-        except (OSError, ValueError, AttributeError):  # a damaged one is no candidate, and is kept anyway
+            metrics = checkpoint.read_state(path).get("metrics", {})
+            value = later.get(checkpoint.step_of(path.name) or 0, float(metrics.get(metric, math.nan)))
+        except (RunError, TypeError, ValueError, AttributeError):  # a damaged one is no candidate, and is kept anyway
             continue
         if math.isfinite(value):
             known.append((value, path))

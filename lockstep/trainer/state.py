@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep import checkpoint, collectives
-from lockstep.checkpoint.names import MANIFEST
 from lockstep.errors import UsageError, listed
 from lockstep.records import plain
 from lockstep.step import Progress
@@ -96,7 +95,7 @@ def load(trainer: "Trainer", path: Path) -> tuple[int, dict[str, Any]]:
     return restore(trainer, found)
 
 
-def resume(trainer: "Trainer", how: str) -> Path | None:
+def resume(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
     """See `Trainer.resume`."""
     started = time.perf_counter()
     found = find(trainer, how)
@@ -118,7 +117,7 @@ def resume(trainer: "Trainer", how: str) -> Path | None:
     return found
 
 
-def restore(trainer: "Trainer", path: Path) -> tuple[int, dict[str, Any]]:
+def restore(trainer: "Trainer", path: checkpoint.Checkpoint) -> tuple[int, dict[str, Any]]:
     """Fill the trainer from a checkpoint of any topology.
 
     Returns:
@@ -147,7 +146,7 @@ def restore(trainer: "Trainer", path: Path) -> tuple[int, dict[str, Any]]:
     return step.progress.step, state["metadata"]
 
 
-def _fill(trainer: "Trainer", path: Path) -> dict[str, Any]:
+def _fill(trainer: "Trainer", path: checkpoint.Checkpoint) -> dict[str, Any]:
     """Tensors of the model, the strategy and the optimizer; what is left is the state that is no tensor."""
     placed, workers = trainer.placed, trainer.placed.workers
     target = snapshot(trainer, include_optimizer=False, metadata={})
@@ -177,7 +176,7 @@ def _fill(trainer: "Trainer", path: Path) -> dict[str, Any]:
     return state
 
 
-def _optimizer_in(path: Path) -> str | None:
+def _optimizer_in(path: checkpoint.Checkpoint) -> str | None:
     """Return the name of the one optimizer in a checkpoint; a loop of one's own names it as it likes."""
     names = checkpoint.optimizers_in(path)
     if len(names) > 1:
@@ -190,7 +189,7 @@ def _optimizer_in(path: Path) -> str | None:
     return names[0] if names else None
 
 
-def _require_as_many(path: Path, workers: int) -> None:
+def _require_as_many(path: checkpoint.Checkpoint, workers: int) -> None:
     stored = checkpoint.read_state(path).get("workers")
     if stored != workers:
         raise UsageError(
@@ -200,7 +199,7 @@ def _require_as_many(path: Path, workers: int) -> None:
         )
 
 
-def find(trainer: "Trainer", how: str) -> Path | None:
+def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
     """Where to resume from: the newest whole checkpoint (`auto`), nowhere (`never`), or the path that is given.
 
     Raises:
@@ -210,17 +209,19 @@ def find(trainer: "Trainer", how: str) -> Path | None:
     if how == "never":
         return None
     if how == "auto":
-        directory = trainer.run_directory
-        if directory is None:
+        folder = trainer.checkpoints
+        if folder is None:
             return None
         if trainer.storage_is_shared:
-            return checkpoint.resume_point(directory.checkpoints)
-        here = checkpoint.newest(directory.checkpoints, thorough=True) if trainer.is_main_process else None
+            return checkpoint.resume_point(folder)
+        here = checkpoint.newest(folder, thorough=True) if trainer.is_main_process else None
         return checkpoint.hand_out(here)
+    if isinstance(trainer.checkpoints, checkpoint.Storage) and trainer.checkpoints.exists(how):
+        return trainer.checkpoints.path(how)
     return _named(Path(how), how)
 
 
-def go_back(trainer: "Trainer", how: str) -> tuple[Path | None, int]:
+def go_back(trainer: "Trainer", how: str) -> tuple[checkpoint.CheckpointPath | None, int]:
     """Take the trainer to a checkpoint, and the run directory with it; every rank calls it.
 
     Metrics of later steps are dropped, and later checkpoints set aside: these steps will be written anew.
@@ -232,31 +233,31 @@ def go_back(trainer: "Trainer", how: str) -> tuple[Path | None, int]:
     return found, _go_to(trainer, found)
 
 
-def _go_to(trainer: "Trainer", found: Path | None) -> int:
+def _go_to(trainer: "Trainer", found: checkpoint.CheckpointPath | None) -> int:
     """The step that the trainer stands at once it, and its run directory, are taken to a checkpoint or to the start."""
     step = restore(trainer, found)[0] if found is not None else 0
     directory = trainer.run_directory
     if directory is not None and trainer.is_main_process:
         directory.forget_after(step)
-        for path in checkpoint.set_aside(directory.checkpoints, after=step):
+        for path in checkpoint.set_aside(trainer.checkpoints or directory.checkpoints, after=step):
             directory.append_event("set_aside", step=step, checkpoint=path.name)
     if trainer.layout.world_size > 1:
         collectives.barrier()  # nobody looks into the folder before it is in order
     return step
 
 
-def _named(path: Path, how: str) -> Path:
+def _named(path: Path, how: str) -> checkpoint.CheckpointPath:
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
-    if path.is_dir() and not (path / MANIFEST).exists():
+    if path.is_dir() and not (path / checkpoint.MANIFEST).exists():
         found = checkpoint.resume_point(path)
         if found is not None:
             return found
-    if not (path / MANIFEST).exists():
+    if not (path / checkpoint.MANIFEST).exists():
         raise UsageError(
             f"{how} is no checkpoint",
             where="--resume",
-            why=f"there is no {MANIFEST} in it" if path.is_dir() else "there is no such folder",
+            why=f"there is no {checkpoint.MANIFEST} in it" if path.is_dir() else "there is no such folder",
             fix="give a folder checkpoints/step-…, a run directory, auto or never",
         )
     return path

@@ -43,7 +43,7 @@ from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.opening import lock_run_directory, open_monitor
 from lockstep.trainer.optimizing import MakeOptimizer, MakeScheduler, before_data, make_optimizer, user_schedule
 from lockstep.trainer.rollback import Rollback
-from lockstep.trainer.saving import Saving, storage_is_shared
+from lockstep.trainer.saving import Saving, checkpoints_of, storage_is_shared
 from lockstep.trainer.settings import loss_fn_of, with_settings
 from lockstep.trainer.source import open_source, take_batch_size, worker_deaths_explained
 from lockstep.trainer.updates import AfterUpdate
@@ -105,6 +105,7 @@ class Trainer:
         )  # fmt: skip
         updates.set_up(self, list(before.values()), after_update, freeze_until)
         self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
+        self.checkpoints = checkpoints_of(self)
         self.lock = RunLock(self.run_directory.path, _say) if self.run_directory is not None else None
         self.best: dict[str, float] = {}
         self.metrics: dict[str, Any] = {}  # the newest, as `checkpoint.keep_best` names them
@@ -112,7 +113,7 @@ class Trainer:
         self.last_record: StepRecord | None = None
         self.reads_tokens = False  # known from the first batch on
         self.is_placed = False  # resumed, loaded, or told to start afresh
-        self.resumed_from: Path | None = None  # until its data are compared with those of this run
+        self.resumed_from: checkpoint.CheckpointPath | None = None  # until its data are compared with those of this run
         self.steps_per_epoch: int | None = None
         self.heartbeat = of_this_rank()
         hang = self.config.distributed.hang
@@ -323,7 +324,9 @@ class Trainer:
         """
         self.step.settle()
         snapshot = self.snapshot(include_optimizer=include_optimizer, metadata=metadata)
-        return checkpoint.save(Path(path), self.step.progress.step, snapshot, config_yaml=self.config.to_yaml())
+        saved = checkpoint.save(Path(path), self.step.progress.step, snapshot, config_yaml=self.config.to_yaml())
+        assert isinstance(saved, Path)
+        return saved
 
     def snapshot(self, *, include_optimizer: bool = True, metadata: dict[str, Any] | None = None) -> Snapshot:
         """What a checkpoint holds of the run as it stands; tensors are the live ones."""
@@ -342,7 +345,7 @@ class Trainer:
         return state.load(self, Path(path))
 
     @together
-    def resume(self, how: str) -> Path | None:
+    def resume(self, how: str) -> checkpoint.CheckpointPath | None:
         """Go on from the newest whole checkpoint of the run directory (`auto`), from nowhere (`never`), or from a path.
 
         Returns:
@@ -353,7 +356,7 @@ class Trainer:
 
     @cached_property
     def storage_is_shared(self) -> bool:
-        """Whether all ranks see one run directory; found out once, by all ranks together."""
+        """Whether all ranks see one folder of checkpoints; found out once, by all ranks together."""
         return storage_is_shared(self)
 
     # ---- small things ----

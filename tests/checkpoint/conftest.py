@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint import places
+
 _IN_MEMORY = Path("/dev/shm")
 
 
@@ -21,6 +23,12 @@ def _fresh() -> Iterator[Path]:
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
     yield from _fresh()
+
+
+@pytest.fixture(params=places.tested())
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> places.Place:
+    """An empty storage: a folder, one in memory, or the one that LOCKSTEP_TEST_STORAGE names."""
+    return places.place_of(request.param, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import os
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import cast
 
@@ -15,8 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from lockstep import checkpoint
-from lockstep.checkpoint import AsyncSaver, Manner, Snapshot, commit, storage
+from lockstep.checkpoint import AsyncSaver, Ranks, SaveOptions, Snapshot, commit, posix, write
+from lockstep.checkpoint.snapshot import Part, Staged, stage
 from lockstep.errors import LockstepError, RunError
+from tests.checkpoint.memory_storage import MemoryStorage
 from tests.checkpoint.shared import CONFIG, files_of, flip, known, known_model
 
 
@@ -90,9 +92,9 @@ def full_format_is_one_file_of_whole_tensors(directory: Path) -> None:
     """Rank 0 writes it; nothing of the scattered one stays; on a refusal by the disk nothing at all."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     snapshot = Snapshot(spread(mesh, {"blocks.0.weight": [Shard(0)], "norm": [Shard(0)]}), state={"step": 1})
-    path = checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG, format="full")
+    path = checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG, options=SaveOptions("full"))
     saver = AsyncSaver()
-    saver.save(directory, 2, snapshot, config_yaml=CONFIG, manner=checkpoint.Manner("full"))
+    saver.save(directory, 2, snapshot, config_yaml=CONFIG, options=SaveOptions("full"))
     saver.wait()
     assert [entry.name for entry in sorted(directory.iterdir())] == ["step-00000001", "step-00000002"]
     for entry in checkpoint.list_checkpoints(directory):
@@ -101,7 +103,7 @@ def full_format_is_one_file_of_whole_tensors(directory: Path) -> None:
     target = Snapshot(spread(mesh, {"blocks.0.weight": [Shard(1)]}, zeros=True))
     assert checkpoint.load(path, target)["step"] == 1
     assert_known(target.model)
-    again = raised(lambda: checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG, format="full"))
+    again = raised(lambda: checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG, options=SaveOptions("full")))
     assert "never overwritten" in assert_same_everywhere(again)
     dist.barrier()
     assert len(list(directory.iterdir())) == 2
@@ -118,7 +120,7 @@ def local_format_is_for_the_ranks_that_wrote_it(directory: Path) -> None:
     adam = {"main": {"head.weight//exp_avg": known("exp_avg", (5, 7))}}
     laid = spread(mesh, placements)
     saver = AsyncSaver()
-    saver.save(directory, 1, Snapshot(laid, adam, {"step": 1}), config_yaml=CONFIG, manner=Manner("local"))
+    saver.save(directory, 1, Snapshot(laid, adam, {"step": 1}), config_yaml=CONFIG, options=SaveOptions("local"))
     saver.wait()
     path = directory / "step-00000001"
     assert checkpoint.verify(path) == []
@@ -132,6 +134,89 @@ def local_format_is_for_the_ranks_that_wrote_it(directory: Path) -> None:
     said = assert_same_everywhere(raised(lambda: checkpoint.load(path, other)))
     assert "laid blocks.0.weight over its ranks otherwise" in said
     assert f"lockstep checkpoint convert {path} --to full" in said
+
+
+class Objects(MutableMapping[str, bytes]):
+    """The objects of a bucket, each a file of a folder: what several processes share."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __getitem__(self, key: str) -> bytes:
+        try:
+            return (self._folder / key.replace("/", "|")).read_bytes()
+        except FileNotFoundError:
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: str, value: bytes) -> None:
+        (self._folder / key.replace("/", "|")).write_bytes(value)
+
+    def __delitem__(self, key: str) -> None:
+        (self._folder / key.replace("/", "|")).unlink()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([file.name.replace("|", "/") for file in self._folder.iterdir()])
+
+    def __len__(self) -> int:
+        return len(list(self._folder.iterdir()))
+
+
+def an_object_store_holds_every_format(directory: Path) -> None:
+    """No folders and no rename; a rank that is refused leaves nothing that a run would take for a checkpoint."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placements: dict[str, list[Placement]] = {"blocks.0.weight": [Shard(0)], "norm": [Shard(0)]}
+    store = MemoryStorage(Objects(directory))
+    assert checkpoint.is_shared(store)
+    for step, format in enumerate(("sharded", "full", "local")):
+        options = SaveOptions(format)  # type: ignore[arg-type]
+        path = checkpoint.save(store, step, Snapshot(spread(mesh, placements)), config_yaml=CONFIG, options=options)
+        assert checkpoint.verify(path) == []
+        target = Snapshot(spread(mesh, placements, zeros=True))
+        checkpoint.load(path, target)
+        assert_known(target.model)
+    saver = AsyncSaver()
+    saver.save(store, 3, Snapshot(spread(mesh, placements)), config_yaml=CONFIG)
+    assert str(saver.wait()) == "memory/step-00000003"
+    saver.save(store, 4, Snapshot(spread(mesh, placements)), config_yaml=CONFIG, options=SaveOptions("full"))
+    saver.wait()
+    dist.barrier()
+    if dist.get_rank() == 2:
+        store.write = None  # type: ignore[assignment,method-assign]
+    error = raised(lambda: checkpoint.save(store, 5, Snapshot(spread(mesh, placements)), config_yaml=CONFIG))
+    assert "the checkpoint of step 5 was not written" in assert_same_everywhere(error)
+    dist.barrier()
+    assert checkpoint.resume_point(store).name == "step-00000004"  # type: ignore[union-attr]
+    assert not [key for key in store.bucket if key.startswith("step-00000005")]
+
+
+def full_format_is_refused_on_all(directory: Path) -> None:
+    """Rank 0 is refused, or another fails to send, while tensors are gathered: one error on all, and it goes on."""
+    rank = dist.get_rank()
+    snapshot = Snapshot({f"w{i}": known(f"w{i}", (50, 50)) for i in range(4) if i % dist.get_world_size() == rank})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for failing in (0, 1):
+        if rank == failing == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+        bad = {"w1": snapshot.model["w1"].to("meta")} if rank == failing == 1 else {}
+        pieces = stage(snapshot).parts["model"].pieces
+        parts = {
+            "model": Part({name: piece.with_tensor(bad.get(name, piece.tensor)) for name, piece in pieces.items()})
+        }
+        target = posix.locate(directory / "step-00000001")
+        options = SaveOptions("full", retries=1)
+        error = raised(
+            lambda parts=parts, target=target, options=options: commit.write_staged(  # type: ignore[misc]
+                target, 1, Staged(parts, {}, {}), CONFIG, options, Ranks()
+            )
+        )
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        text = assert_same_everywhere(error)
+        assert f"rank {failing}" in text
+        dist.barrier()
+        assert list(directory.iterdir()) == []
+    dist.barrier()
+    path = checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG, options=SaveOptions("full"))
+    assert checkpoint.verify(path) == []
 
 
 class Network(nn.Module):
@@ -402,6 +487,8 @@ def saving_beside_training(directory: Path) -> None:
 CASES = (
     full_format_is_one_file_of_whole_tensors,
     local_format_is_for_the_ranks_that_wrote_it,
+    an_object_store_holds_every_format,
+    full_format_is_refused_on_all,
     fsdp_goes_on_in_the_same_bits,
     one_rank_fails,
     mistakes_are_the_same_everywhere,
@@ -440,9 +527,9 @@ def killed_in_pairs(directory: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 1:
-        storage.PartWriter.write = die  # type: ignore[assignment,method-assign]
+        write.ShardedWriter.write = die  # type: ignore[assignment,method-assign]
     if rank == 2:
-        commit.sync_directory = die
+        posix.PosixStorage.commit = die  # type: ignore[assignment,method-assign]
     try:
         checkpoint.save(folder, 2, snapshot, config_yaml=CONFIG, group=group)
     except RuntimeError as error:

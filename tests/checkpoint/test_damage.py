@@ -10,7 +10,8 @@ import pytest
 from lockstep import checkpoint
 from lockstep.checkpoint import DamagedError
 from lockstep.errors import RunError, UsageError
-from tests.checkpoint.shared import blank, files_of, flip, save, snapshot
+from tests.checkpoint.places import Place
+from tests.checkpoint.shared import blank, save, snapshot
 
 LIMIT = 60  # positions of a file that are tried: all of a short one
 
@@ -25,23 +26,23 @@ def positions(size: int) -> list[int]:
     "anywhere in any file",
     "noticed by `checkpoint verify` and on load: nothing is loaded",
 )
-def test_trap_50_one_flipped_bit_in_any_file_is_noticed(tmp_path: Path) -> None:
+def test_trap_50_one_flipped_bit_in_any_file_is_noticed(place: Place) -> None:
     """torch's own format has no checksum: flipped bits load successfully."""
-    path = save(tmp_path, 1)
+    path = place.save(1)
     assert checkpoint.verify(path) == []
-    for file in files_of(path):
-        data = file.read_bytes()
-        where = range(len(data)) if file.name == "manifest.json" else positions(len(data))
+    for file in place.files(path):
+        data = place.content(path, file)
+        where = range(len(data)) if file == "manifest.json" else positions(len(data))
         for position in where:
-            flip(file, position)
-            assert checkpoint.verify(path), f"{file.name}, byte {position}"
-            file.write_bytes(data)
-        flip(file, len(data) // 2)
+            place.flip(path, file, position)
+            assert checkpoint.verify(path), f"{file}, byte {position}"
+            place.damage(path, file, data)
+        place.flip(path, file, len(data) // 2)
         target = blank(snapshot())
         with pytest.raises(DamagedError):
             checkpoint.load(path, target)
         assert not any(tensor.any() for tensor in target.model.values())
-        file.write_bytes(data)
+        place.damage(path, file, data)
     assert checkpoint.verify(path) == []
 
 
@@ -50,16 +51,16 @@ def test_trap_50_one_flipped_bit_in_any_file_is_noticed(tmp_path: Path) -> None:
     "half a copy, a bad disk",
     "noticed by their sizes, without reading them",
 )
-def test_cut_lengthened_and_missing_files_are_noticed_at_a_glance(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    for file in files_of(path):
-        data = file.read_bytes()
+def test_cut_lengthened_and_missing_files_are_noticed_at_a_glance(place: Place) -> None:
+    path = place.save(1)
+    for file in place.files(path):
+        data = place.content(path, file)
         for damaged in (data[:-1], data[: len(data) // 2], b"", data + b"\0"):
-            file.write_bytes(damaged)
-            assert checkpoint.verify(path, thorough=False), f"{file.name}: {len(damaged)} of {len(data)} bytes"
-        file.unlink()
-        assert checkpoint.verify(path, thorough=False), f"{file.name}: missing"
-        file.write_bytes(data)
+            place.damage(path, file, damaged)
+            assert checkpoint.verify(path, thorough=False), f"{file}: {len(damaged)} of {len(data)} bytes"
+        place.damage(path, file, None)
+        assert checkpoint.verify(path, thorough=False), f"{file}: missing"
+        place.damage(path, file, data)
     assert checkpoint.verify(path) == []
 
 
@@ -68,10 +69,10 @@ def test_cut_lengthened_and_missing_files_are_noticed_at_a_glance(tmp_path: Path
     "step-100 is called step-200",
     "noticed: the manifest knows its step",
 )
-def test_a_renamed_checkpoint_is_not_taken_for_another_step(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    path.rename(tmp_path / "step-00000009")
-    assert "not the step of its name" in checkpoint.verify(tmp_path / "step-00000009")[0]
+def test_a_renamed_checkpoint_is_not_taken_for_another_step(place: Place) -> None:
+    place.save(1)
+    place.storage.move("step-00000001", "step-00000009")
+    assert "not the step of its name" in checkpoint.verify(place.storage.path("step-00000009"))[0]
 
 
 @pytest.mark.fault(
@@ -79,21 +80,25 @@ def test_a_renamed_checkpoint_is_not_taken_for_another_step(tmp_path: Path) -> N
     "a run resumes",
     "it is passed over with a warning that says why, and the newest good one is used",
 )
-def test_newest_passes_over_what_is_damaged_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first, second, third, fourth = (save(tmp_path, step) for step in (1, 2, 3, 4))
-    (fourth / "manifest.json").unlink()
-    shutil.rmtree(third / "optimizer")
+def test_newest_passes_over_what_is_damaged_and_says_so(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    first, second, third, fourth = (place.save(step) for step in (1, 2, 3, 4))
+    place.damage(fourth, "manifest.json", None)
+    for file in place.files(third):
+        if file.startswith("optimizer/"):
+            place.damage(third, file, None)
     with caplog.at_level(logging.WARNING):
-        assert checkpoint.newest(tmp_path) == second
+        assert checkpoint.newest(place.directory) == second
     assert "step-00000004" in caplog.text
     assert "optimizer/main/.metadata: missing" in caplog.text
     told: list[tuple[str, str]] = []
-    flip(second / "model" / "__0_0.distcp", 1000)
-    assert checkpoint.newest(tmp_path) == second, "at a glance the sizes are right"
-    found = checkpoint.newest(tmp_path, thorough=True, on_damaged=lambda path, why: told.append((path.name, why)))
+    place.flip(second, "model/__0_0.distcp", 1000)
+    assert checkpoint.newest(place.directory) == second, "at a glance the sizes are right"
+    found = checkpoint.newest(
+        place.directory, thorough=True, on_damaged=lambda path, why: told.append((path.name, why))
+    )
     assert found == first
     assert [name for name, _ in told] == ["step-00000004", "step-00000003", "step-00000002"]
-    assert checkpoint.resume_point(tmp_path) == first
+    assert checkpoint.resume_point(place.directory) == first
 
 
 @pytest.mark.fault(
@@ -101,28 +106,28 @@ def test_newest_passes_over_what_is_damaged_and_says_so(tmp_path: Path, caplog: 
     "a run resumes",
     "it fails with exit code 1: to start afresh is for a person to decide",
 )
-def test_trap_53_all_damaged_is_a_hard_failure(tmp_path: Path) -> None:
+def test_trap_53_all_damaged_is_a_hard_failure(place: Place) -> None:
     """A run that starts afresh because no checkpoint could be read has lost everything, silently."""
     for step in (1, 2):
-        (save(tmp_path, step) / "state.json").unlink()
+        place.damage(place.save(step), "state.json", None)
     for choose in (checkpoint.newest, checkpoint.resume_point):
         with pytest.raises(RunError, match="none of the 2 checkpoints"):
-            choose(tmp_path)
+            choose(place.directory)
 
 
-def test_trap_53_the_last_one_fails_only_under_its_checksum(tmp_path: Path) -> None:
+def test_trap_53_the_last_one_fails_only_under_its_checksum(place: Place) -> None:
     """The one checkpoint looks whole until its bytes are read: still a hard failure, not a fresh start."""
-    flip(save(tmp_path, 1) / "model" / "__0_0.distcp", 1000)
+    place.flip(place.save(1), "model/__0_0.distcp", 1000)
     with pytest.raises(RunError, match="none of the 1 checkpoints"):
-        checkpoint.resume_point(tmp_path)
+        checkpoint.resume_point(place.directory)
 
 
-def test_no_checkpoint_at_all_is_a_fresh_start(tmp_path: Path) -> None:
-    for directory in (tmp_path, tmp_path / "not there"):
+def test_no_checkpoint_at_all_is_a_fresh_start(place: Place, tmp_path: Path) -> None:
+    for directory in (place.directory, tmp_path / "not there"):
         assert checkpoint.newest(directory) is None
         assert checkpoint.resume_point(directory) is None
     with pytest.raises(UsageError, match="there is no checkpoint at"):
-        checkpoint.load(tmp_path / "step-00000001", snapshot())
+        checkpoint.load(place.storage.path("step-00000001"), snapshot())
 
 
 @pytest.mark.fault(

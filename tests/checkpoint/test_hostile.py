@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from lockstep import checkpoint
 from lockstep.checkpoint import DamagedError, commands
-from lockstep.checkpoint.disk import FileFacts, facts_inside
-from lockstep.checkpoint.manifest import Manifest, ParameterFacts, read_manifest
-from lockstep.checkpoint.restore import read_state
-from lockstep.checkpoint.stored_metadata import parse_metadata
+from lockstep.checkpoint.manifest import Manifest, ParameterFacts, read_manifest, read_state
+from lockstep.checkpoint.metadata import parse_metadata
+from lockstep.checkpoint.posix import locate
+from lockstep.checkpoint.storage import FileFacts
 from lockstep.errors import RunError
 from tests.checkpoint.shared import blank, save, snapshot
 
@@ -28,7 +28,7 @@ from tests.checkpoint.shared import blank, save, snapshot
 def reseal(path: Path, **changes: Any) -> None:
     """Write a manifest that fits whatever is now in the folder: the attacker can compute checksums too."""
     old = read_manifest(path)
-    files = {name: facts_inside(path, name) for name in old.files}
+    files = {name: locate(path).facts(name) for name in old.files}
     parameters = {**old.parameters, **changes.get("parameters", {})}
     manifest = Manifest(old.step, changes.get("files", files), parameters, old.parts, old.written_by, old.ranks)
     (path / "manifest.json").write_bytes(manifest.to_bytes())

@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 
 from lockstep import checkpoint
-from lockstep.checkpoint.keep import sweep
-from lockstep.checkpoint.names import SHARED_MARK, Writer
-from tests.checkpoint.shared import flip, save
+from lockstep.checkpoint.posix import DraftOwner, PosixStorage
+from lockstep.checkpoint.storage import SHARED_MARK
+from tests.checkpoint.places import Place
 
 
-def steps(directory: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in checkpoint.list_checkpoints(directory)]
+def steps(place: Place) -> list[int]:
+    return [int(name.removeprefix("step-")) for name in place.names()]
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
-    paths = [save(tmp_path, step) for step in (1, 2, 3, 4, 5)]
-    assert checkpoint.rotate(tmp_path, None) == []
-    assert checkpoint.rotate(tmp_path, keep=2, protect=[paths[1]]) == [paths[2], paths[0]]
-    assert steps(tmp_path) == [2, 4, 5]
-    assert checkpoint.rotate(tmp_path, keep=2, protect=[paths[1], paths[4]]) == []
-    assert checkpoint.rotate(tmp_path, keep=1) == [paths[3], paths[1]]
-    assert checkpoint.rotate(tmp_path, keep=1) == []
-    assert steps(tmp_path) == [5], "never the only one"
+def test_the_newest_are_kept(place: Place) -> None:
+    paths, directory = [place.save(step) for step in (1, 2, 3, 4, 5)], place.directory
+    assert checkpoint.rotate(directory, None) == []
+    assert checkpoint.rotate(directory, keep=2, protect=[paths[1]]) == [paths[2], paths[0]]
+    assert steps(place) == [2, 4, 5]
+    assert checkpoint.rotate(directory, keep=2, protect=[paths[1], paths[4]]) == []
+    assert checkpoint.rotate(directory, keep=1) == [paths[3], paths[1]]
+    assert checkpoint.rotate(directory, keep=1) == []
+    assert steps(place) == [5], "never the only one"
 
 
 @pytest.mark.fault(
@@ -33,40 +33,39 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     "rotation runs",
     "nothing is deleted before a newer one is proved byte by byte",
 )
-def test_trap_51_nothing_goes_before_the_newest_is_proved(tmp_path: Path) -> None:
+def test_trap_51_nothing_goes_before_the_newest_is_proved(place: Place) -> None:
     """The new checkpoint is damaged, and the old good ones are pruned in its favour."""
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    flip(tmp_path / "step-00000003" / "model" / "__0_0.distcp", 500)
+    newest = [place.save(step) for step in (1, 2, 3)][-1]
+    place.flip(newest, "model/__0_0.distcp", 500)
     told: list[str] = []
-    assert checkpoint.rotate(tmp_path, keep=1, on_damaged=lambda path, why: told.append(why)) == []
-    assert steps(tmp_path) == [1, 2, 3]
+    assert checkpoint.rotate(place.directory, keep=1, on_damaged=lambda path, why: told.append(why)) == []
+    assert steps(place) == [1, 2, 3]
     assert "checksum" in told[0]
 
 
-def test_damaged_ones_do_not_count_and_do_not_go(tmp_path: Path) -> None:
+def test_damaged_ones_do_not_count_and_do_not_go(place: Place) -> None:
     for step in (1, 2, 3, 4):
-        save(tmp_path, step)
-    for step in (1, 3):
-        (tmp_path / f"step-{step:08d}" / "state.json").unlink()
-    checkpoint.rotate(tmp_path, keep=1)
-    assert steps(tmp_path) == [1, 3, 4]
+        path = place.save(step)
+        if step in (1, 3):
+            place.damage(path, "state.json", None)
+    checkpoint.rotate(place.directory, keep=1)
+    assert steps(place) == [1, 3, 4]
 
 
 def test_dead_writers_are_swept_and_living_ones_spared(tmp_path: Path) -> None:
-    here = Writer.new()
+    here = DraftOwner.new()
     finished = subprocess.Popen([sys.executable, "-c", ""])
     finished.wait()
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     dead = [
-        tmp_path / Writer(here.host, finished.pid, "00000000").folder(SHARED_MARK),
-        tmp_path / Writer(here.host, finished.pid, "00000001").folder("step-00000001"),
-        tmp_path / Writer(here.host, os.getpid(), "00000002").folder("step-00000002"),  # an earlier life of this pid
-        tmp_path / Writer("elsewhere", 1, "00000003").folder("step-00000003"),
+        tmp_path / DraftOwner(here.host, finished.pid, "00000000").draft_of(SHARED_MARK),
+        tmp_path / DraftOwner(here.host, finished.pid, "00000001").draft_of("step-00000001"),
+        tmp_path / DraftOwner(here.host, os.getpid(), "00000002").draft_of("step-00000002"),  # this pid earlier
+        tmp_path / DraftOwner("elsewhere", 1, "00000003").draft_of("step-00000003"),
     ]
     spared = [
-        tmp_path / Writer(here.host, living.pid, "00000004").folder("step-00000004"),
-        tmp_path / Writer("elsewhere", 1, "00000005").folder("step-00000005"),
+        tmp_path / DraftOwner(here.host, living.pid, "00000004").draft_of("step-00000004"),
+        tmp_path / DraftOwner("elsewhere", 1, "00000005").draft_of("step-00000005"),
         tmp_path / "step-00000006.tmp",
         tmp_path / "notes.tmp-host-1-00000007",
         tmp_path / "step-00000008",
@@ -75,24 +74,24 @@ def test_dead_writers_are_swept_and_living_ones_spared(tmp_path: Path) -> None:
         (folder / "model").mkdir(parents=True)
     for path in (dead[3] / "model", dead[3]):
         os.utime(path, (1, 1))
-    assert sorted(sweep(tmp_path)) == dead
+    assert [tmp_path / name for name in PosixStorage(tmp_path).sweep()] == sorted(dead)
     assert sorted(tmp_path.iterdir()) == sorted(spared)
     living.communicate(b"\n")
-    assert sweep(tmp_path / "not there") == []
+    assert PosixStorage(tmp_path / "not there").sweep() == []
 
 
-def test_going_back_sets_the_later_ones_aside(tmp_path: Path) -> None:
+def test_going_back_sets_the_later_ones_aside(place: Place) -> None:
     """Resumed from step 2 on purpose, a restart must not go on from the old step 4."""
     for step in (1, 2, 3, 4):
-        save(tmp_path, step)
-    checkpoint.set_aside(tmp_path, after=2)
-    assert steps(tmp_path) == [1, 2]
-    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000002"
-    (aside,) = tmp_path.glob("step-00000004.aside-*")
-    assert checkpoint.verify(aside) == []
-    save(tmp_path, 3)
-    assert steps(tmp_path) == [1, 2, 3]
-    assert checkpoint.set_aside(tmp_path, after=3) == []
+        place.save(step)
+    checkpoint.set_aside(place.directory, after=2)
+    assert steps(place) == [1, 2]
+    assert checkpoint.newest(place.directory).name == "step-00000002"
+    (aside,) = (name for name in place.storage.names() if name.startswith("step-00000004.aside-"))
+    assert checkpoint.verify(place.storage.path(aside)) == []
+    place.save(3)
+    assert steps(place) == [1, 2, 3]
+    assert checkpoint.set_aside(place.directory, after=3) == []
 
 
 def test_keeping_none_is_refused(tmp_path: Path) -> None:

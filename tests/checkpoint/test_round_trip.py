@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lockstep import checkpoint
 from lockstep.checkpoint import Snapshot
-from lockstep.checkpoint.disk import FileFacts
 from lockstep.checkpoint.manifest import Manifest, ParameterFacts, _checksum_line
+from lockstep.checkpoint.storage import FileFacts
 from lockstep.errors import UsageError
 from tests.checkpoint.shared import CONFIG, assert_same, blank, files_of, known, save, snapshot
 

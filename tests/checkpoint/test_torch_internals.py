@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint import torch_internals
-from lockstep.checkpoint.stored_metadata import StoredAt, parse_metadata
+from lockstep.checkpoint.metadata import StoredAt, parse_metadata
 from tests.checkpoint.shared import save
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from lockstep import checkpoint
-from lockstep.checkpoint.storage import read_stored_part
+from lockstep.checkpoint.posix import locate
+from lockstep.checkpoint.read import read_stored_part
 from lockstep.config import config_from
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model
@@ -97,7 +98,7 @@ def test_trap_25_every_layout_writes_the_same_names_once(written: dict[str, list
     for name in NAMES:
         (path,) = Path(folder, name.replace("*", "-")).glob("step-*")
         inside = checkpoint.inspect(path)
-        optimizer = read_stored_part(path, inside.manifest, "optimizer/main").tensors
+        optimizer = read_stored_part(locate(path), inside.manifest, "optimizer/main").tensors
         found[name] = (inside.manifest.parameters, {key: tuple(t.size) for key, t in optimizer.items()})
     assert len(found["single"][1]) >= 2 * len(found["single"][0]), "two moments for each parameter"
     for name in NAMES:

@@ -234,6 +234,14 @@ def test_progress_is_no_crash_loop(tmp_path: Path) -> None:
         loop.check(failure)
 
 
+def test_progress_in_another_storage_is_no_crash_loop(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    loop, failure = CrashLoop(run.checkpoints), Failure(0, 1, "signal", "killed by SIGKILL")
+    for step in range(6):
+        run.append_event("save", step=step)
+        loop.check(failure)
+
+
 @pytest.mark.fault(
     "process: a rank raises",
     "an exception in the user's code",

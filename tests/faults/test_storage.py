@@ -157,15 +157,15 @@ def test_a_full_disk_does_not_hide_its_own_message(small_disk: Path, launch: Lau
     "one save is under way at a time; the next waits for it, and how long is in events.jsonl",
 )
 def test_a_slow_write_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.checkpoint import saving
+    from lockstep.checkpoint import commit
 
-    once = saving._write_once
+    once = commit.write_once
 
-    def slowly(*args: object) -> Path:
+    def slowly(*args: object) -> None:
         time.sleep(1.0)  # longer than four steps on a busy machine
-        return once(*args)  # type: ignore[arg-type]
+        once(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(saving, "_write_once", slowly)
+    monkeypatch.setattr(commit, "write_once", slowly)
     trainer(tmp_path, checkpoint={"save_steps": 4}).train(Points())
     assert saved(tmp_path) == ["step-00000004", "step-00000008", "step-00000012"]
     assert max(event["waited_for_previous"] for event in events(tmp_path, "save_stall")) > 0.1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import Trainer, checkpoint
-from lockstep.checkpoint import saving
+from lockstep.checkpoint import commit
 from lockstep.errors import RunError
 from tests.faults.tiny import Points, events, trainer
 from tests.ranks import run_ranks
@@ -76,8 +76,8 @@ def an_error_on_one_rank(folder: Path) -> list[str]:
         time.sleep(1.0)
         return once(*arguments)
 
-    once, last = saving._write_once, dist.get_rank() == dist.get_world_size() - 1
-    saving._write_once = slowly
+    once, last = commit.write_once, dist.get_rank() == dist.get_world_size() - 1
+    commit.write_once = slowly
     run = trainer(folder, training={**TRAINING, "max_steps": 200, "eval_steps": None}, checkpoint={"save_steps": 1})
     try:
         run.train(Failing(seconds=0.01))

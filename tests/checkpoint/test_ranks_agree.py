@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.checkpoint.together import Ranks
+from lockstep.checkpoint import Ranks
 from lockstep.trainer import Trainer
 
 
@@ -31,7 +31,7 @@ def one_rank_of_a_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def test_each_rank_keeps_what_it_agreed_on(one_rank_of_a_group: list[int]) -> None:
     value = torch.zeros(1000)
-    assert Ranks().agree("nothing was done", lambda: value) is value
+    assert Ranks().run("nothing was done", lambda: value) is value
     assert max(one_rank_of_a_group) < 100
 
 

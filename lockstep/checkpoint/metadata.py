@@ -1,16 +1,19 @@
-"""Reading DCP's `.metadata` without trusting it.
+"""DCP's `.metadata`, read without trusting it.
 
 The file is a pickle, and a pickle is a program. Here it can build nothing but plain records: every class that DCP's
 metadata names is replaced by an inert stand-in, every other name is refused, and what comes out is checked field by
 field before it becomes the real thing. So a hostile file can name no function, run nothing, and point at no file but
-the tensor files beside it.
+the tensor files beside it. Nor can it make a reader take more memory than the files have bytes: what it claims about
+sizes is compared with what is there before anything is allocated.
 """
 
 import io
 import pickle
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lockstep.checkpoint.pieces import dtype_of
+from lockstep.checkpoint.snapshot import dtype_of
 from lockstep.checkpoint.torch_internals import GET_LAYOUT, METADATA_MODULE, METADATA_RECORDS, STORAGE_INFO
 
 _TENSOR_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
@@ -46,7 +49,7 @@ class StoredPart:
 
 
 class _Record:
-    """Stands in for one of DCP's records; keeps what the pickle says of it.
+    """Stands in for one of DCP's records; keeps what the pickle gives it.
 
     A pickle's BUILD may be aimed at the class itself; it then finds `__setstate__` here, which a class can't serve.
     """
@@ -97,7 +100,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def parse_metadata(data: bytes) -> StoredPart:
-    """The content of a `.metadata` file.
+    """Return the content of a `.metadata` file.
 
     Raises:
         ValueError: it is not what DCP writes for a flat dictionary of dense tensors, or it points elsewhere.
@@ -116,6 +119,31 @@ def parse_metadata(data: bytes) -> StoredPart:
         if missing:
             raise ValueError(f"a block of {name} is described but stored nowhere")
     return StoredPart(tensors, places)
+
+
+def check_sizes(stored: StoredPart, sizes: Mapping[str, int]) -> None:
+    """Compare what the metadata of a part claims with the bytes of its files.
+
+    A tensor has no more bytes than were stored for it, and blocks do not share bytes.
+
+    Args:
+        sizes: file of the part → its bytes.
+
+    Raises:
+        ValueError: it claims more than there is.
+    """
+    used: Counter[str] = Counter()
+    for place in stored.places.values():
+        file = place.relative_path
+        used[file] += place.length
+        if place.offset + place.length > sizes[file] or used[file] > sizes[file]:
+            raise ValueError(f"it claims more bytes than the {sizes[file]} of {file}")
+    for name, tensor in stored.tensors.items():
+        for chunk in tensor.chunks:
+            claimed = prod(chunk.sizes) * tensor.properties.dtype.itemsize
+            there = stored.places[MetadataIndex(name, chunk.offsets)].length
+            if claimed > there:
+                raise ValueError(f"it claims {claimed} bytes for a block of {name}, where {there} are stored")
 
 
 def _tensor(record: Any) -> TensorStorageMetadata:
@@ -142,7 +170,7 @@ def _place(record: Any) -> StoredAt:
 
 
 def _check_cover(name: str, tensor: TensorStorageMetadata) -> None:
-    """The stored blocks lie inside the tensor and have as many elements as it. (Overlaps were refused in writing.)"""
+    """Refuse blocks that lie outside the tensor or leave a part of it out; overlaps were refused in writing."""
     elements = 0
     for chunk in tensor.chunks:
         bounds = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)

@@ -1,0 +1,316 @@
+"""Checkpoints in a folder of a file system, which survive a kill and a power cut.
+
+    step-00000100/                          a checkpoint: it has its name because everything in it was on disk
+    step-00000100.tmp-HOST-PID-RANDOM/      a draft, or left behind by a writer that died; never read
+    .shared.tmp-HOST-PID-RANDOM/            made for a moment, to see whether all ranks see it; swept like a draft
+    step-00000100.aside-RANDOM/             moved out of the way; never read, never deleted
+
+A file is on disk once its bytes and the folder that names it are synced. A commit syncs every file and folder of the
+draft, renames it, and syncs the folder above. Before the rename there is no new checkpoint, after it a whole one.
+Source: POSIX fsync and rename; Pillai et al. 2014, "All File Systems Are Not Created Equal".
+"""
+
+import errno
+import fcntl
+import io
+import mmap
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lockstep.checkpoint.storage import MANIFEST, Checkpoint, Directory, Location, Storage
+
+_BUFFER = 4 << 20  # bytes written at a time
+_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
+_ABANDONED_SECONDS = 3600.0  # a writer on another host that has not touched its draft for so long is dead
+_DRAFT = re.compile(r"(?:step-[0-9]{8,}|\.shared)\.tmp-([A-Za-z0-9._-]+)-([0-9]+)-([0-9a-f]{8})")
+
+_in_flight: set[str] = set()  # the drafts of this process; sweeping spares them
+
+
+@dataclass(frozen=True)
+class DraftOwner:
+    """The process that writes a draft: its host, its process id there, and a random token."""
+
+    host: str
+    pid: int
+    token: str
+
+    @classmethod
+    def new(cls) -> "DraftOwner":
+        """Return this process, with a new token."""
+        host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()) or "host"
+        return cls(host, os.getpid(), secrets.token_hex(4))
+
+    @classmethod
+    def of(cls, draft: str) -> "DraftOwner | None":
+        """Return the owner of a draft, by its name; None for every other name."""
+        match = _DRAFT.fullmatch(draft)
+        return cls(match[1], int(match[2]), match[3]) if match else None
+
+    def draft_of(self, name: str) -> str:
+        """Return the name of the draft of what will be called `name`."""
+        return f"{name}.tmp-{self.host}-{self.pid}-{self.token}"
+
+    def is_dead(self, folder: Path) -> bool:
+        """Return whether the process is gone; of one on another host, whether the draft lay still for an hour."""
+        here = DraftOwner.new()
+        if self.host == here.host:
+            return self.pid == here.pid or not _is_running(self.pid)
+        try:
+            touched = max(entry.stat().st_mtime for entry in (folder, *folder.rglob("*")))
+        except FileNotFoundError:  # it is being removed or renamed just now
+            return False
+        return time.time() - touched > _ABANDONED_SECONDS
+
+
+class PosixStorage(Storage):
+    """Keeps checkpoints in a folder.
+
+    Args:
+        root: the folder; made by the first checkpoint if it is not there.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def path(self, name: str) -> Path:
+        return self.root / name
+
+    def names(self) -> list[str]:
+        try:
+            return [entry.name for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def exists(self, name: str) -> bool:
+        return os.path.lexists(self.root / name)
+
+    def sees(self, draft: str) -> bool:
+        return (self.root / draft).is_dir()
+
+    def committed_at(self, name: str) -> float:
+        return (self.root / name / MANIFEST).stat().st_mtime
+
+    @contextmanager
+    def open(self, name: str, file: str) -> Generator[BinaryIO, None, None]:
+        """Open a file for reading; neither it nor a folder inside the checkpoint may be a symbolic link."""
+        folder = os.open(self.root / name, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            *parents, last = file.split("/")
+            for parent in parents:
+                deeper = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+                os.close(folder)
+                folder = deeper
+            handle = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        finally:
+            os.close(folder)
+        with os.fdopen(handle, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise OSError(f"{file} is not an ordinary file")
+            yield stream
+
+    def begin(self, name: str) -> str:
+        draft = DraftOwner.new().draft_of(name)
+        _in_flight.add(draft)
+        try:
+            _make_folders(self.root)
+            (self.root / draft).mkdir()
+        except OSError:
+            _in_flight.discard(draft)
+            raise
+        return draft
+
+    @contextmanager
+    def write(self, draft: str, file: str) -> Generator["UncachedFile", None, None]:
+        folder = self.root / draft
+        for part in Path(file).parent.parts:
+            folder /= part
+            if not folder.is_dir():
+                folder.mkdir(exist_ok=True)  # another rank may be making it
+                sync_folder(folder.parent)
+        with UncachedFile(self.root / draft / file) as stream:
+            yield stream
+            os.fsync(stream.fileno())
+        sync_folder(folder)
+
+    def commit(self, draft: str, name: str, manifest: bytes) -> None:
+        folder = self.root / draft
+        with self.write(draft, MANIFEST) as stream:
+            stream.write(manifest)
+        inside = [path for path in folder.rglob("*") if path.is_dir()]
+        for path in [*sorted(inside, reverse=True), folder]:
+            sync_folder(path)
+        folder.rename(self.root / name)
+        _in_flight.discard(draft)
+        sync_folder(self.root)
+
+    def move(self, name: str, new_name: str) -> None:
+        (self.root / name).rename(self.root / new_name)
+        sync_folder(self.root)
+
+    def delete(self, name: str) -> None:
+        if name in _in_flight:
+            _in_flight.discard(name)
+            shutil.rmtree(self.root / name, ignore_errors=True)  # the rest is swept later
+            return
+        doomed = DraftOwner.new().draft_of(name)  # it loses its name first: a kill leaves no half checkpoint
+        self.move(name, doomed)
+        shutil.rmtree(self.root / doomed)
+
+    def sweep(self) -> list[str]:
+        dead = []
+        for name in sorted(self.names()):
+            owner = DraftOwner.of(name)
+            if owner is not None and name not in _in_flight and owner.is_dead(self.root / name):
+                dead.append(name)
+                shutil.rmtree(self.root / name, ignore_errors=True)  # another sweeper may be at it
+        return dead
+
+
+def storage_at(directory: Directory) -> Storage:
+    """Return the storage that a folder of checkpoints is; a storage is returned as it is."""
+    return directory if isinstance(directory, Storage) else PosixStorage(directory)
+
+
+def locate(checkpoint: Checkpoint) -> Location:
+    """Return the address of a checkpoint, which may be given by its path."""
+    if isinstance(checkpoint, Location):
+        return checkpoint
+    path = Path(checkpoint)
+    if path.name in ("", ".."):
+        path = path.absolute().resolve()
+    return Location(PosixStorage(path.parent), path.name)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _make_folders(path: Path) -> None:
+    """Make a folder, and those above it that are not there, each durably named in the one above."""
+    if path.is_dir():
+        return
+    _make_folders(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class UncachedFile(io.RawIOBase):
+    """A new file, written from start to end, past the page cache where the file system can do that.
+
+    A checkpoint is not read again soon; in the cache it would push out the data, and each page costs time. While a
+    thread writes one buffer, the next is filled. All bytes have been handed to the system when `fileno` is called, to
+    sync them, or when the file is closed; not at `flush`, which torch calls after each tensor.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        # "Exclusive": nothing on disk is ever overwritten.
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._buffer, self._other = _page_aligned_buffer(), _page_aligned_buffer()
+        self._thread = ThreadPoolExecutor(1)  # starts with the first full buffer
+        self._under_way: Future[None] | None = None
+        self._held = 0  # bytes in the buffer
+        self._at_page = True  # what is in the file ends with a page, as direct writes ask for
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            more = view[done : done + _BUFFER - self._held]
+            self._buffer[self._held : self._held + len(more)] = more
+            self._held += len(more)
+            done += len(more)
+            if self._held == _BUFFER:
+                self._pass_on()
+        return len(view)
+
+    def fileno(self) -> int:
+        self._finish()
+        return self._handle
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        try:
+            self._finish()
+        finally:
+            self._thread.shutdown()
+            os.close(self._handle)
+
+    def _pass_on(self) -> None:
+        """Have the thread write the full buffer, and fill the other one."""
+        self._held = 0  # after a failure, closing the file tries nothing again
+        self._wait()
+        self._under_way = self._thread.submit(self._write_out, self._buffer, _BUFFER, direct=True)
+        self._buffer, self._other = self._other, self._buffer
+
+    def _finish(self) -> None:
+        """Hand all that is held to the system."""
+        held, self._held = self._held, 0
+        self._wait()
+        self._write_out(self._buffer, held, direct=False)
+
+    def _wait(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _write_out(self, buffer: mmap.mmap, held: int, *, direct: bool) -> None:
+        done = 0
+        while done < held:  # a raw write may be short: just before the disk is full
+            self._at_page = self._at_page and (held - done) % mmap.PAGESIZE == 0
+            _set_direct(self._handle, direct and self._at_page)
+            with memoryview(buffer) as whole, whole[done:held] as left:
+                try:
+                    done += os.write(self._handle, left)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not (direct and self._at_page):
+                        raise
+                    self._at_page = False  # the file system can't write directly after all: as usual from here on
+
+
+def _page_aligned_buffer() -> mmap.mmap:
+    return mmap.mmap(-1, _BUFFER)
+
+
+def _set_direct(handle: int, direct: bool) -> None:
+    """Have writes go past the page cache or not; a file system that can't goes on as it is."""
+    flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+    wanted = flags | _DIRECT if direct else flags & ~_DIRECT
+    if wanted != flags:
+        with suppress(OSError):
+            fcntl.fcntl(handle, fcntl.F_SETFL, wanted)

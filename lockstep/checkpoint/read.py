@@ -1,0 +1,352 @@
+"""Reading the tensors of a checkpoint, whatever format it has, into pieces of any layout.
+
+Nothing that is read is trusted: what describes a part is proved by its checksum, checked field by field, and compared
+with the manifest and with the sizes of the files before anything is allocated. Names, shapes and dtypes are the
+caller's to compare before `read_into`.
+"""
+
+import io
+import os
+import zipfile
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, NoReturn, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from lockstep.checkpoint.manifest import (
+    JSON_LIMIT,
+    METADATA,
+    METADATA_LIMIT,
+    MODEL,
+    Manifest,
+    count_of,
+    counts_of,
+    parse_json,
+    problems_of_files,
+    raw_file,
+    text_of,
+    unreadable_error,
+)
+from lockstep.checkpoint.metadata import StoredPart, check_sizes, parse_metadata
+from lockstep.checkpoint.ranks import Ranks
+from lockstep.checkpoint.snapshot import Piece, dtype_name, dtype_of
+from lockstep.checkpoint.storage import Location
+from lockstep.checkpoint.torch_internals import read_items
+from lockstep.errors import UsageError
+
+
+class PartReader(Protocol):
+    """Reads one part of a checkpoint."""
+
+    stored: StoredPart
+
+    def read_into(self, pieces: dict[str, Piece]) -> None:
+        """Fill the pieces, in place, from whatever blocks were stored."""
+
+
+def open_part(checkpoint: Location, manifest: Manifest, part: str) -> PartReader:
+    """Return a reader for one part.
+
+    Raises:
+        DamagedError: what describes the part is not what was written, or a file of it has another size.
+    """
+    if problems := problems_of_files(checkpoint, manifest, manifest.files_of(part), thorough=False):
+        raise unreadable_error(f"{checkpoint}/{part}", problems[0])
+    return (ShardedReader if manifest.ranks is None else LocalReader)(checkpoint, manifest, part)
+
+
+def _compare_with_manifest(stored: StoredPart, manifest: Manifest) -> None:
+    found = {name: (tuple(t.size), dtype_name(t.properties.dtype)) for name, t in stored.tensors.items()}
+    listed = {name: (facts.shape, facts.dtype) for name, facts in manifest.parameters.items()}
+    if found != listed:
+        name = min({*found, *listed}, key=lambda n: (found.get(n) == listed.get(n), n))
+        raise ValueError(f"it disagrees with the manifest about {name}")
+
+
+# ---- sharded and full: torch.distributed.checkpoint's files ----
+
+
+class ShardedReader(FileSystemReader):
+    """Reads blocks of one part of DCP's files.
+
+    Raises:
+        DamagedError: `.metadata` is not the file that was written, or holds what it must not.
+    """
+
+    def __init__(self, checkpoint: Location, manifest: Manifest, part: str) -> None:
+        super().__init__(Path(part))
+        self.checkpoint, self.part = checkpoint, part
+        self.fs = _CheckpointFiles(checkpoint)
+        self.stored = read_stored_part(checkpoint, manifest, part)
+        self.storage_data = dict(self.stored.places)
+
+    def read_into(self, pieces: dict[str, Piece]) -> None:
+        """Fill the pieces, in place, from whatever blocks were stored."""
+        items: list[ReadItem] = []
+        for name, piece in pieces.items():
+            if piece.tensor.numel():
+                block = ChunkStorageMetadata(torch.Size(piece.offset), piece.tensor.size())
+                items += read_items(name, self.stored.tensors[name], block)
+        self._check_blocks(items)
+        with torch.no_grad():
+            self.read_data(LoadPlan(items), _PieceLoadPlanner(pieces)).wait()
+
+    def _check_blocks(self, items: list[ReadItem]) -> None:
+        for place in {self.stored.places[item.storage_index] for item in items}:
+            file = f"{self.part}/{place.relative_path}"
+            with self.checkpoint.open(file) as stream:
+                try:
+                    check_block(stream, place.offset, place.length)
+                except ValueError as error:
+                    raise unreadable_error(f"{self.checkpoint}/{file}", error) from None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise AssertionError("the metadata is read by read_stored_part, never by torch's unpickler")
+
+
+class _CheckpointFiles(FileSystem):
+    """Opens the files that DCP reads, only inside the checkpoint."""
+
+    def __init__(self, checkpoint: Location) -> None:
+        self._checkpoint = checkpoint
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        assert mode == "rb"
+        with self._checkpoint.open(PurePath(path).as_posix()) as stream:
+            yield cast(io.IOBase, stream)
+
+
+class _PieceLoadPlanner(DefaultLoadPlanner):
+    """Gives DCP the places in memory that are to be filled."""
+
+    def __init__(self, pieces: dict[str, Piece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.pieces = pieces
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        block = self.pieces[read_item.dest_index.fqn].tensor
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            block = block.narrow(dim, offset, length)
+        return block
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
+        raise AssertionError("objects are never stored with tensors, and never unpickled")
+
+
+def read_stored_part(checkpoint: Location, manifest: Manifest, part: str) -> StoredPart:
+    """Return what one part holds, from its `.metadata`, whose checksum is compared before it is parsed."""
+    file = f"{part}/{METADATA}"
+    problems = problems_of_files(checkpoint, manifest, [file], thorough=True)
+    try:
+        if problems:
+            raise ValueError(problems[0])
+        stored = parse_metadata(checkpoint.read(file, METADATA_LIMIT))
+        sizes = {listed.removeprefix(f"{part}/"): manifest.files[listed].size for listed in manifest.files_of(part)}
+        if unlisted := {place.relative_path for place in stored.places.values()} - sizes.keys():
+            raise ValueError(f"it points at {part}/{min(unlisted)}, which the manifest does not list")
+        check_sizes(stored, sizes)
+        if part == MODEL:
+            _compare_with_manifest(stored, manifest)
+    except ValueError as error:
+        raise unreadable_error(f"{checkpoint}/{file}", error) from None
+    return stored
+
+
+def check_block(stream: BinaryIO, offset: int, length: int) -> None:
+    """Look at the table of a stored block, which is a zip archive of torch's, without reading the block.
+
+    Torch's archives may be compressed when a stranger makes them; a megabyte of them can stand for a gigabyte.
+
+    Raises:
+        ValueError: it would unpack to more than it is.
+    """
+    try:
+        with zipfile.ZipFile(_FileSlice(stream, offset, length)) as archive:
+            entries = archive.infolist()
+    except zipfile.BadZipFile:
+        return  # torch's reader says what else it may be, and reads only plain tensors
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ValueError("a block is compressed, as torch never writes it")
+    if sum(entry.file_size for entry in entries) > length:
+        raise ValueError("a block claims to hold more bytes than it has")
+
+
+class _FileSlice(io.RawIOBase):
+    """Some bytes of a file, as a file."""
+
+    def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
+        self._stream, self._offset, self._length, self._at = stream, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, start + to)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        self._stream.seek(self._offset + self._at)
+        data = self._stream.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
+# ---- local: raw files ----
+
+
+@dataclass(frozen=True)
+class RawBlock:
+    """A block of a tensor, `start` bytes into a raw file."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]
+    block: tuple[int, ...]  # the shape of the block
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the block."""
+        return prod(self.block) * self.dtype.itemsize
+
+
+class LocalReader:
+    """Reads blocks of one part from the raw files of all ranks; of replicas, the first rank's."""
+
+    def __init__(self, checkpoint: Location, manifest: Manifest, part: str) -> None:
+        self._checkpoint = checkpoint
+        self.by_rank: list[dict[str, RawBlock]] = []
+        try:
+            for rank in range(manifest.ranks or 0):
+                file = raw_file(part, rank)
+                listed = manifest.files.get(file)
+                self.by_rank.append({} if listed is None else _read_header(checkpoint, file, listed.size))
+            self._blocks = self._each_once()
+            self.stored = StoredPart({name: _described(blocks) for name, blocks in self._blocks.items()})
+            if part == MODEL:
+                _compare_with_manifest(self.stored, manifest)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise unreadable_error(f"{checkpoint}/{part}", error) from None
+
+    def _each_once(self) -> dict[str, list[RawBlock]]:
+        """Return the blocks that make up each tensor, replicas left out."""
+        found: dict[str, dict[tuple[int, ...], RawBlock]] = {}
+        for blocks in self.by_rank:
+            for name, block in blocks.items():
+                mine = found.setdefault(name, {})
+                first = next(iter(mine.values()), block)
+                if (first.shape, first.dtype) != (block.shape, block.dtype):
+                    raise ValueError(f"ranks disagree about {name}")
+                if prod(block.block) or not prod(block.shape):
+                    mine.setdefault(block.offset, block)
+        for name, mine in found.items():
+            if sum(prod(b.block) for b in mine.values()) != prod(next(iter(mine.values())).shape if mine else (1,)):
+                raise ValueError(f"the blocks of {name} do not make up the whole of it")
+        return {name: list(mine.values()) for name, mine in found.items()}
+
+    def read_into(self, pieces: dict[str, Piece]) -> None:
+        """Fill the pieces, in place, one block in memory at a time."""
+        with torch.no_grad():
+            for name, piece in pieces.items():
+                for block in self._blocks[name] if piece.tensor.numel() else ():
+                    _copy_overlap(self._checkpoint, block, piece)
+
+
+def check_topology(
+    checkpoint: Location, manifest: Manifest, reader: PartReader, pieces: Mapping[str, Piece],
+    owner: Mapping[str, str], ranks: Ranks,
+) -> None:  # fmt: skip
+    """Refuse raw shards of other ranks than those that load them.
+
+    Args:
+        owner: alias → canonical name, as stored.
+
+    Raises:
+        UsageError: this rank holds other blocks.
+    """
+    if not isinstance(reader, LocalReader):
+        return
+    whole = f"{checkpoint.name}-full"
+    fix = f"lockstep checkpoint convert {checkpoint} --to full --output {whole}, then --resume {whole}"
+    if manifest.ranks != ranks.size:
+        raise UsageError(
+            f"{checkpoint} holds the raw shards of {manifest.ranks} ranks (checkpoint.format: local); this run has "
+            f"{ranks.size}", fix=fix,
+        )  # fmt: skip
+    mine = reader.by_rank[ranks.rank]
+    for name, piece in pieces.items():
+        block = mine.get(owner.get(name, name))
+        if block is not None and block.shape != piece.shape:
+            continue  # another model: the comparison of all names and shapes says so
+        if block is None or (block.offset, block.block) != (piece.offset, tuple(piece.tensor.shape)):
+            raise UsageError(
+                f"{checkpoint} holds raw shards (checkpoint.format: local) of a run that laid {name} over its ranks "
+                "otherwise than this one", fix=fix,
+            )  # fmt: skip
+
+
+def _read_header(checkpoint: Location, file: str, size: int) -> dict[str, RawBlock]:
+    """Return the blocks of one raw file, each inside of it.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is not what `write` wrote.
+    """
+    with checkpoint.open(file) as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(size - 8, JSON_LIMIT):
+            raise ValueError(f"the header of {file} claims {length} bytes")
+        header = parse_json(stream.read(length))
+    blocks = {}
+    for name, facts in header.items():
+        shape, offset, block = (counts_of(facts[key]) for key in ("shape", "offset", "block"))
+        start = 8 + length + count_of(facts["at"])
+        found = RawBlock(file, dtype_of(text_of(facts["dtype"])), shape, offset, block, start)
+        if found.start + found.num_bytes > size:
+            raise ValueError(f"{file} claims more bytes for {name} than it has")
+        if any(o + b > s for o, b, s in zip(offset, block, shape, strict=True)):
+            raise ValueError(f"a block of {name} lies outside it")
+        blocks[name] = found
+    return blocks
+
+
+def _described(blocks: list[RawBlock]) -> TensorStorageMetadata:
+    first = blocks[0]
+    chunks = [ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.block)) for b in blocks]
+    return TensorStorageMetadata(TensorProperties(first.dtype), torch.Size(first.shape), chunks)
+
+
+def _copy_overlap(checkpoint: Location, block: RawBlock, piece: Piece) -> None:
+    """Copy what the block and the piece have in common."""
+    low = [max(a, b) for a, b in zip(block.offset, piece.offset, strict=True)]
+    ends = zip(block.offset, block.block, piece.offset, piece.tensor.shape, strict=True)
+    high = [min(a + n, b + m) for a, n, b, m in ends]
+    if any(end <= start for start, end in zip(low, high, strict=True)):
+        return
+    with checkpoint.open(block.file) as stream:
+        stream.seek(block.start)
+        data = bytearray(stream.read(block.num_bytes))
+    source = torch.frombuffer(data, dtype=block.dtype).reshape(block.block)
+    target = piece.tensor
+    for dim, (start, end) in enumerate(zip(low, high, strict=True)):
+        source = source.narrow(dim, start - block.offset[dim], end - start)
+        target = target.narrow(dim, start - piece.offset[dim], end - start)
+    target.copy_(source)

@@ -1,0 +1,294 @@
+"""Storages under test: each can be damaged, and its writer killed at any moment.
+
+The tests that take `place` run over a folder, where a forked process is killed before each change of the disk, and over
+a storage in memory, whose writer dies at each of the storage's own lines. LOCKSTEP_TEST_STORAGE=package.module:Name
+has them run over another storage alone, as its author would; it is called without arguments, and its contents must
+outlive its objects.
+"""
+
+import io
+import os
+import shutil
+import signal
+import sys
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, BinaryIO
+
+from lockstep import checkpoint
+from lockstep.checkpoint import Directory, Location, Storage, build_storage, posix
+from lockstep.config import ObjectSpec
+from tests.checkpoint.shared import CONFIG, snapshot
+
+MEMORY = "tests.checkpoint.memory_storage:MemoryStorage"
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree"}
+
+
+def tested() -> list[str]:
+    """The storages that the tests run over: `folder`, or package.module:Name."""
+    named = os.environ.get("LOCKSTEP_TEST_STORAGE")
+    return [named] if named else ["folder", MEMORY]
+
+
+def place_of(name: str, tmp_path: Path) -> "Place":
+    return Folder(tmp_path) if name == "folder" else Elsewhere(name)
+
+
+class Place(ABC):
+    """A storage, and what a test does to it."""
+
+    directory: Directory
+
+    def save(self, step: int, shift: float = 0.0) -> Any:
+        return checkpoint.save(self.directory, step, snapshot(shift), config_yaml=CONFIG)
+
+    def names(self) -> list[str]:
+        return [path.name for path in checkpoint.list_checkpoints(self.directory)]
+
+    def files(self, path: Any) -> list[str]:
+        return [*checkpoint.read_manifest(path).files, checkpoint.MANIFEST]
+
+    @property
+    def storage(self) -> Storage:
+        return posix.storage_at(self.directory)
+
+    @abstractmethod
+    def content(self, path: Any, file: str) -> bytes:
+        """What a file holds."""
+
+    @abstractmethod
+    def damage(self, path: Any, file: str, data: bytes | None) -> None:
+        """Have a file hold something else; None: nothing, it is gone."""
+
+    @abstractmethod
+    def moments(self, work: Callable[[], object]) -> Iterator[list[str]]:
+        """Each moment at which the process that does `work` can be killed, until it gets through.
+
+        Yields:
+            the changes that it came to.
+        """
+
+    @abstractmethod
+    def killed_at(self, moment: int, work: Callable[[], object]) -> tuple[bool, list[str]]:
+        """Kill the process that does `work` just before its change number `moment`.
+
+        Returns:
+            (whether it was killed, the changes that it came to).
+        """
+
+    def flip(self, path: Any, file: str, position: int) -> None:
+        """One bit of one byte, as a bad disk would."""
+        data = bytearray(self.content(path, file))
+        data[position] ^= 0x10
+        self.damage(path, file, bytes(data))
+
+
+class Folder(Place):
+    """A folder; whoever writes is a forked process."""
+
+    def __init__(self, root: Path) -> None:
+        self.directory: Path = root
+
+    def content(self, path: Path, file: str) -> bytes:
+        return (path / file).read_bytes()
+
+    def damage(self, path: Path, file: str, data: bytes | None) -> None:
+        if data is None:
+            (path / file).unlink()
+        else:
+            (path / file).write_bytes(data)
+
+    def moments(self, work: Callable[[], object]) -> Iterator[list[str]]:
+        moment, killed = 0, True
+        while killed:
+            killed, changes = self.killed_at(moment, work)
+            yield changes
+            moment += 1
+
+    def killed_at(self, moment: int, work: Callable[[], object]) -> tuple[bool, list[str]]:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            count = 0
+
+            def before(name: str, path: str) -> None:
+                nonlocal count
+                os.write(write, f"{name} {Path(path).name}\n".encode())
+                if count == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                count += 1
+
+            try:
+                watch_disk(self.directory, before)
+                work()
+            finally:
+                os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as said:
+            changes = said.read().splitlines()
+        _, status = os.waitpid(child, 0)
+        return os.WIFSIGNALED(status), changes
+
+
+def watch_disk(root: Path, before: Callable[[str, str], None]) -> None:
+    """Call `before(name, path)` ahead of each change that this process makes to the disk below `root`.
+
+    Python announces the system calls itself (audit events), so that nothing in the product has to cooperate; fsync and
+    writes, which it does not announce, are wrapped. It can't be undone: for a process of its own.
+    """
+
+    def hear(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open":
+            changes = isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        else:
+            changes = event in CHANGES
+        if changes and str(root) in str(arguments[0]):
+            before(event, str(arguments[0]))
+
+    writes: Counter[str] = Counter()
+    sync, set_direct = os.fsync, posix._set_direct  # called ahead of every write
+
+    def watched_sync(handle: int) -> None:
+        before("fsync", os.readlink(f"/proc/self/fd/{handle}"))
+        sync(handle)
+
+    def watched_write(handle: int, direct: bool) -> None:
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        writes[path] += 1
+        if writes[path].bit_count() == 1:  # of many little writes in a row: the 1st, 2nd, 4th, 8th …
+            before("write", path)
+        set_direct(handle, direct)
+
+    os.fsync = watched_sync
+    posix._set_direct = watched_write
+    sys.addaudithook(hear)
+
+
+class KilledError(BaseException):
+    """The process is gone: nothing that comes after it, no `finally` either, changes the storage."""
+
+
+class Elsewhere(Place):
+    """A storage of another package. Whoever writes is this process, and dies in a line of the storage's own module."""
+
+    def __init__(self, name: str) -> None:
+        self._spec = ObjectSpec(name=name)
+        self.tampered: dict[str, bytes | None] = {}
+        storage = build_storage(self._spec)
+        self._module = sys.modules[type(storage).__module__].__file__
+        for left in storage.names():
+            storage.delete(left)
+        storage.sweep()
+        assert (storage.names(), storage.sweep()) == ([], [])
+        self.directory: Mortal = Mortal(storage, self.tampered)
+
+    def content(self, path: Location, file: str) -> bytes:
+        with path.open(file) as stream:
+            return stream.read()
+
+    def damage(self, path: Location, file: str, data: bytes | None) -> None:
+        self.tampered[f"{path.name}/{file}"] = data
+
+    def moments(self, work: Callable[[], object]) -> Iterator[list[str]]:
+        moment, killed = 0, True
+        while killed:
+            killed, changes = self.killed_at(moment, work)
+            yield changes
+            moment += 1
+
+    def killed_at(self, moment: int, work: Callable[[], object]) -> tuple[bool, list[str]]:
+        lines: list[str] = []
+        mortal = self.directory = Mortal(build_storage(self._spec), self.tampered)
+
+        def enter(frame: FrameType, event: str, argument: Any) -> Any:
+            code = frame.f_code
+            return each_line if code.co_filename == self._module and not code.co_name.startswith("<") else None
+
+        def each_line(frame: FrameType, event: str, argument: Any) -> Any:
+            if event == "line":
+                if len(lines) == moment:
+                    mortal.dead = True
+                    raise KilledError
+                lines.append(f"{frame.f_code.co_name} {frame.f_lineno}")
+            return each_line
+
+        before = sys.gettrace()
+        sys.settrace(enter)
+        try:
+            work()
+        except KilledError:
+            pass
+        finally:
+            sys.settrace(before)
+        self.directory = Mortal(build_storage(self._spec), self.tampered)  # another process
+        return mortal.dead, lines
+
+
+class Mortal(Storage):
+    """A storage whose process may be dead, and whose files may hold other bytes than were written."""
+
+    def __init__(self, inner: Storage, tampered: dict[str, bytes | None]) -> None:
+        self._inner, self._tampered, self.dead = inner, tampered, False
+
+    def __str__(self) -> str:
+        return str(self._inner)
+
+    @property
+    def inner(self) -> Storage:
+        if self.dead:
+            raise KilledError
+        return self._inner
+
+    def names(self) -> Sequence[str]:
+        return self.inner.names()
+
+    @contextmanager
+    def open(self, name: str, file: str) -> Iterator[BinaryIO]:
+        key = f"{name}/{file}"
+        with self.inner.open(name, file) as stream:
+            if self._tampered.get(key, b"") is None:
+                raise FileNotFoundError(key)
+            yield io.BytesIO(self._tampered[key] or b"") if key in self._tampered else stream
+
+    def begin(self, name: str) -> str:
+        return self.inner.begin(name)
+
+    @contextmanager
+    def write(self, draft: str, file: str) -> Iterator[Any]:
+        with self.inner.write(draft, file) as stream:
+            yield stream
+
+    def commit(self, draft: str, name: str, manifest: bytes) -> None:
+        self.inner.commit(draft, name, manifest)
+
+    def move(self, name: str, new_name: str) -> None:
+        self.inner.move(name, new_name)
+        moved = [key for key in self._tampered if key.startswith(f"{name}/")]
+        self._tampered.update({new_name + key.removeprefix(name): self._tampered.pop(key) for key in moved})
+
+    def delete(self, name: str) -> None:
+        self.inner.delete(name)
+
+    def exists(self, name: str) -> bool:
+        return self.inner.exists(name)
+
+    def sees(self, draft: str) -> bool:
+        return self.inner.sees(draft)
+
+    def sweep(self) -> list[str]:
+        return self.inner.sweep()
+
+    def committed_at(self, name: str) -> float | None:
+        return self.inner.committed_at(name)
+
+
+def remove(path: Any) -> None:
+    """Delete a checkpoint, whichever storage it is in."""
+    if isinstance(path, Path):
+        shutil.rmtree(path)
+    else:
+        path.storage.delete(path.name)
