@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import lockstep.trainer  # noqa: F401  # what ranks load
@@ -36,8 +37,9 @@ class Forked:
         self.returncode: int | None = None
         bench = os.getpid()
         self.pid = os.fork()
+        with suppress(OSError):  # both do it, so that the group is there whoever comes first; the other one may be done
+            os.setpgid(self.pid, self.pid)
         if self.pid == 0:
-            os.setsid()
             _die_with(bench)
             os.environ.update({"OMP_NUM_THREADS": "1", **environment})
             os._exit(_launch([str(word) for word in command], ranks))

@@ -136,16 +136,18 @@ class PosixStorage(Storage):
 
     @contextmanager
     def write(self, draft: str, file: str) -> Generator["UncachedFile", None, None]:
-        folder = self.root / draft
+        changed = {folder := self.root / draft}
         for part in Path(file).parent.parts:
             folder /= part
+            changed.add(folder)
             if not folder.is_dir():
                 folder.mkdir(exist_ok=True)  # another rank may be making it
-                sync_folder(folder.parent)
         with UncachedFile(self.root / draft / file) as stream:
             yield stream
             os.fsync(stream.fileno())
-        sync_folder(folder)
+        if draft not in _in_flight:  # else this process commits it, and syncs all its folders then
+            for folder in sorted(changed, reverse=True):
+                sync_folder(folder)
 
     def commit(self, draft: str, name: str, manifest: bytes) -> None:
         folder = self.root / draft

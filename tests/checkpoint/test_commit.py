@@ -38,7 +38,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_old_or_the_new(place: Place) 
         seen_old, seen_new = seen_old + (found.name == old), seen_new + (found.name == new)
         if found.name == new:
             remove(found)
-    assert seen_old > 50, "every file is made, written and synced, every folder made and synced"
+    assert seen_old > 40, "every file is made, written and synced, every folder made and synced"
     if isinstance(place, Folder):
         assert seen_new == 2, "from the rename on: before the folder above is synced, and at the end"
     assert seen_new >= 1
@@ -119,6 +119,20 @@ def test_trap_50_everything_is_synced_before_the_rename(tmp_path: Path) -> None:
     for folder in inside:
         assert f"fsync {folder}" in changes[last:rename], f"{folder} got names after it was synced"
     assert changes[rename + 1 :] == [f"fsync {tmp_path.name}"]
+
+
+def test_a_rank_syncs_what_it_writes_into_the_draft_of_another(tmp_path: Path) -> None:
+    """On another host, the syncs of the rank that commits need not reach what this one has made."""
+    storage = posix.PosixStorage(tmp_path)
+    draft = storage.begin("step-00000001")
+
+    def as_another_rank() -> None:
+        posix._in_flight.clear()
+        Location(storage, draft).put("optimizer/main/rank-00001.raw", b"x")
+
+    _, changes = Folder(tmp_path).killed_at(10**9, as_another_rank)
+    written = changes.index("fsync rank-00001.raw")
+    assert changes[written + 1 :] == ["fsync main", "fsync optimizer", f"fsync {draft}"]
 
 
 def test_the_folders_above_are_named_durably_too(tmp_path: Path) -> None:
