@@ -94,7 +94,7 @@ def test_trap_79_saving_on_rank_0_alone_under_other_launchers(tmp_path: Path, la
     )  # fmt: skip
     text = f"{begin}def train():\n    {train.replace(chr(10), chr(10) + '    ')}\n" + (
         "def in_a_group(rank):\n"
-        "    dist.init_process_group('gloo', init_method='file://' + os.path.abspath('meet'), rank=rank, world_size=2)\n"
+        "    dist.init_process_group('gloo', init_method=f'file://{os.getcwd()}/meet', rank=rank, world_size=2)\n"
         "    train()\n"
         "if __name__ == '__main__':\n    train()\n"
     )
