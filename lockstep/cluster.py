@@ -13,6 +13,7 @@ import os
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from lockstep.environment import RankFacts, check_numbers, rank_facts, settle
 from lockstep.errors import UsageError
 from lockstep.existing_group import facts_of_existing_group, facts_over_store
 from lockstep.heap import keep_freed_memory
+from lockstep.heartbeat import of_this_rank, share_calls, stop_sharing_calls
 from lockstep.rendezvous import choose_interface, rendezvous
+from lockstep.scratch import remove, scratch_folder
 
 _log = logging.getLogger("lockstep")
 
@@ -69,6 +72,7 @@ _current: Cluster | None = None
 # script has destroyed, and its port, for the rest of the process.
 _world: "weakref.ref[Any] | None" = None
 _group_is_ours = False
+_calls: Path | None = None  # the folder that this rank has made for those of its machine
 
 
 def setup(distributed: DistributedConfig | None = None) -> Cluster:
@@ -86,6 +90,7 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     if _current is not None and _is_same_world():
         return _current
     _current, _group_is_ours = None, False  # the script has made or left a group since
+    _stop_comparing_calls()
     settle(None)
     config = distributed if distributed is not None else DistributedConfig()
     os.environ.update(environment(config))
@@ -121,6 +126,7 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
         _join(config, facts, device, backend, store)
     _world = None if dist.group.WORLD is None else weakref.ref(dist.group.WORLD)
     _current = Cluster(facts, device, backend)
+    _compare_calls(facts)
     return _current
 
 
@@ -132,6 +138,7 @@ def _is_same_world() -> bool:
 def cleanup() -> None:
     """Leave the process group that `setup` made; harmless where there is none."""
     global _current, _world, _group_is_ours
+    _stop_comparing_calls()
     groups.leave_world(destroy=_group_is_ours)
     _current, _world, _group_is_ours = None, None, False
     settle(None)
@@ -246,6 +253,35 @@ def _join(config: DistributedConfig, facts: RankFacts, device: torch.device, bac
     )
     _group_is_ours = True
     atexit.register(_leave_at_exit)
+
+
+# ---- calls that all ranks make ----
+
+
+def _compare_calls(facts: RankFacts) -> None:
+    """Give the ranks of each machine a folder where they compare their calls, if no launcher has made one.
+
+    All ranks call it. The folder is the first rank's of the machine.
+    """
+    global _calls
+    if facts.world_size == 1 or of_this_rank().folder is not None or dist.get_backend() == "fake":
+        return
+    if facts.local_rank == 0 and facts.local_world_size > 1:
+        with suppress(OSError):  # no disk has room for it: calls are not compared
+            _calls = scratch_folder("calls")
+    told: list[Any] = [None] * facts.world_size
+    dist.all_gather_object(told, (facts.node_rank, None if _calls is None else str(_calls)))
+    folder = next((Path(path) for node, path in told if node == facts.node_rank and path is not None), None)
+    if folder is not None and folder.is_dir():
+        share_calls(folder, facts.rank, facts.local_world_size)
+
+
+def _stop_comparing_calls() -> None:
+    global _calls
+    stop_sharing_calls()
+    if _calls is not None:
+        remove(_calls)  # what the others have opened stays theirs
+        _calls = None
 
 
 def _leave_at_exit() -> None:

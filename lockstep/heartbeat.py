@@ -2,8 +2,9 @@
 
 A rank maps a small file and writes into it its process, step and phase, and the calls that all ranks make together: the
 public functions that hold a collective. The launcher reads the files to find ranks that hang; each rank reads those of
-the others when it begins such a call, for a call that only some ranks make would wait for ever. The clock is the
-machine's monotonic one, the same for all of its processes. Nothing here imports torch.
+the others when it begins such a call, for a call that only some ranks make would wait for ever. Under another launcher
+than Lockstep's nobody looks for hangs, and the ranks compare their calls in a folder that one of them has made. The
+clock is the machine's monotonic one, the same for all of its processes. Nothing here imports torch.
 """
 
 import contextlib
@@ -79,7 +80,7 @@ class Beat:
 
 
 class Heartbeat:
-    """A rank's own. Without a folder (no launcher watches) it does nothing.
+    """A rank's own. Without a folder (no launcher watches, and no rank has made one) it does nothing.
 
     Args:
         folder: the launcher's, or None.
@@ -87,8 +88,12 @@ class Heartbeat:
     """
 
     def __init__(self, folder: Path | None, rank: int, ranks: int = 1) -> None:
-        self.folder, self.rank, self._ranks = folder, rank, ranks
+        self.folder = folder
         self._process = os.getpid()
+        self._share(folder, rank, ranks)
+
+    def _share(self, folder: Path | None, rank: int, ranks: int) -> None:
+        self._shared, self.rank, self._ranks = folder, rank, ranks
         self._number = 0
         self._under_way: list[int] = []  # numbers of the calls, one inside of the other
         self._state: tuple[int, int, float] = (0, PHASES.index("pause"), time.monotonic())
@@ -119,8 +124,8 @@ class Heartbeat:
 
     def leave(self) -> None:
         """Say that the call that was entered last is over."""
-        if self._map is None or not self._is_mine():
-            return
+        if self._map is None or not self._under_way or not self._is_mine():
+            return  # the call began before this rank shared anything
         number = self._under_way.pop()
         if number > self._number - _CALLS:  # its place was not taken by another
             struct.pack_into("<d", self._map, _HEAD.size + (number - 1) % _CALLS * _CALL.size + 16, time.monotonic())
@@ -157,8 +162,8 @@ class Heartbeat:
 
     def _seen(self) -> dict[int, mmap.mmap]:
         """The other ranks' files, of which those are opened that have come since."""
-        if self.folder is not None and len(self._others) < self._ranks - 1:
-            for path in self.folder.glob("beat-*"):
+        if self._shared is not None and len(self._others) < self._ranks - 1:
+            for path in self._shared.glob("beat-*"):
                 rank = int(path.name.removeprefix("beat-"))
                 if rank != self.rank and rank not in self._others and path.stat().st_size == _SIZE:
                     self._others[rank] = _mapped(path)
@@ -188,6 +193,19 @@ def of_this_rank() -> Heartbeat:
         folder, facts = os.environ.get(FOLDER), rank_facts()
         _mine = Heartbeat(None if folder is None else Path(folder), facts.rank, facts.local_world_size)
     return _mine
+
+
+def share_calls(folder: Path, rank: int, ranks: int) -> None:
+    """Compare calls in a new folder of the ranks' own, which nobody watches; the machine's ranks begin it together."""
+    beat = of_this_rank()
+    if beat.folder is None:
+        beat._share(folder, rank, ranks)
+
+
+def stop_sharing_calls() -> None:
+    """Compare no calls any more, where `share_calls` began it."""
+    if _mine is not None and _mine.folder is None:
+        _mine._share(None, 0, 1)
 
 
 def together(function: Callable[P, R]) -> Callable[P, R]:

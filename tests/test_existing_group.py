@@ -100,6 +100,7 @@ def geometry_os(rank, world_size, port, sampler):
 def worlds_of_two(rank, world_size):
     setup(rank, world_size)
     found = [error_of(lockstep.setup), error_of(lambda: Trainer(get_model(), None, nn.MSELoss(), max_steps=1))]
+    dist.barrier()                                                    # the other rank may still be connecting
     dist.destroy_process_group()
     return found
 

@@ -182,7 +182,10 @@ main()
 
 def test_a_program_of_any_kind(tmp_path: Path, launch: Launch) -> None:
     program = tmp_path / "program"
-    program.write_text('#!/bin/sh\necho "program $RANK of $WORLD_SIZE: $1"\nexit $RANK\n')
+    program.write_text(
+        '#!/bin/sh\necho "program $RANK of $WORLD_SIZE: $1"\ntouch said-$RANK\n'
+        "until [ -e said-0 ]; do sleep 0.1; done\nexit $RANK\n"  # rank 1's failure ends rank 0, which may start late
+    )
     assert launch("--nproc-per-node", "2", "--no-python", "./program", "--word").code == 2, "not executable"
     program.chmod(0o755)
     ended = launch("--nproc-per-node", "2", "--no-python", "./program", "--word")

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,20 +14,34 @@ from lockstep.records import RunDirectory
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model
 
-SLOW_SECONDS = 0.15  # a step; far above what a busy machine adds to the others
+_LEAST_SLOW_SECONDS = 0.15
 
 
 class SlowTokens(Tokens):
-    """Rank 1 takes long to read."""
+    """Rank 1 takes long to read.
+
+    Args:
+        seconds: how long for a step, of which it reads 4 samples.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if dist.get_rank() == 1:
-            time.sleep(SLOW_SECONDS / 6)
+            time.sleep(self.seconds / 4)
         return super().__getitem__(index)
 
 
-def run_with(folder: str, strategy: str, slow: str | None, steps: int, **settings: Any) -> dict[str, Any]:
-    """Train; `slow`: what rank 1 is slow in, `data` or `forward_backward`.
+def run_with(
+    folder: str, strategy: str, slow: str | None, steps: int, seconds: float = 0.0, **settings: Any
+) -> dict[str, Any]:
+    """Train.
+
+    Args:
+        slow: what rank 1 is slow in, `data` or `forward_backward`.
+        seconds: how long it takes for that in each step.
 
     Returns:
         rows and events of the run, and the wall seconds of rank 0.
@@ -40,8 +55,8 @@ def run_with(folder: str, strategy: str, slow: str | None, steps: int, **setting
     })  # fmt: skip
     trainer = Trainer(language_model("transformer"), config=config, output_dir=folder)
     if slow == "forward_backward" and dist.get_rank() == 1:
-        trainer.placed.parts[0].register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS / 2))
-    trainer.train(SlowTokens() if slow == "data" else Tokens())
+        trainer.placed.parts[0].register_forward_pre_hook(lambda *_: time.sleep(seconds / 2))
+    trainer.train(SlowTokens(seconds) if slow == "data" else Tokens())
     dist.barrier()
     run = RunDirectory(Path(folder))
     return {"rows": run.read_metrics(), "events": run.read_events()}
@@ -49,15 +64,13 @@ def run_with(folder: str, strategy: str, slow: str | None, steps: int, **setting
 
 def all_cases(folder: str) -> dict[str, dict[str, Any]]:
     """Every case in one launch."""
-    cases: dict[str, dict[str, Any]] = {
-        f"{strategy} {slow}": run_with(f"{folder}/{strategy}-{slow}", strategy, slow, 8)
-        for strategy, slow in (
-            ("ddp", "forward_backward"),
-            ("fsdp", "forward_backward"),
-            ("ddp", "data"),
-            ("ddp", None),
-        )
-    }
+    cases: dict[str, dict[str, Any]] = {"ddp None": run_with(f"{folder}/ddp-None", "ddp", None, 8)}
+    # A slow rank is far slower than the other one, which may be slow itself on a busy machine.
+    usual = [row["step_seconds"] for row in cases["ddp None"]["rows"][1:]]
+    seconds = max(_LEAST_SLOW_SECONDS, 3 * median(usual))
+    for strategy, slow in (("ddp", "forward_backward"), ("fsdp", "forward_backward"), ("ddp", "data")):
+        case = run_with(f"{folder}/{strategy}-{slow}", strategy, slow, 8, seconds)
+        cases[f"{strategy} {slow}"] = case | {"slow seconds": seconds}
     request = Path(folder, "asked", "profile.request")
     if dist.get_rank() == 0:
         request.parent.mkdir()
