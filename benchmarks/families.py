@@ -245,6 +245,7 @@ def _in_short(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if package := re.search(r"requires the (\S+) library", text):
         return f"needs the package {package[1]}"
+    text = text.removeprefix("Class validation error for validator 'validate_architecture': ValueError: ")
     return text[:90] + ("…" if len(text) > 90 else "")
 
 

@@ -559,7 +559,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 """Sizes that are tried one after the other."""
 
-LARGEST = 100_000_000  # parameters
+LARGEST, LARGEST_VARIANT = 100_000_000, 25_000_000  # parameters of the first variant, and of the others
 
 
 def config_class(name: str, model_type: str) -> type[Any]:
@@ -607,7 +607,7 @@ def build(name: str, model_type: str, task: str, variant: dict[str, Any]) -> Any
     kind = getattr(transformers, name)
     two = task.endswith("QUESTION_ANSWERING") or task in ("NEXT_SENTENCE_PREDICTION", "PRETRAINING")
     config.num_labels = 2 if two else CLASSES
-    if (size := _size(kind, config)) > LARGEST:
+    if (size := _size(kind, config)) > (LARGEST_VARIANT if variant else LARGEST):
         raise UnknownError(f"{size:,} parameters where its sizes are not shrunk")
     torch.manual_seed(0)
     return kind(config).float().train(config.model_type in TRAINING)
