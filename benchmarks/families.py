@@ -128,7 +128,8 @@ def _first_that_runs(task: str, model_type: str, name: str) -> tuple[Any, dict[s
             model = build(name, model_type, task, variant)
             for batch in batches(model, task):
                 try:
-                    with torch.no_grad(), LossCalls() as calls:
+                    with torch.no_grad(), warnings.catch_warnings(), LossCalls() as calls:
+                        warnings.filterwarnings("error", message="Using a target size")  # labels of another shape
                         loss = getattr(model(**batch), "loss", None)
                     if isinstance(loss, Tensor) and loss.ndim == 0 and loss.isfinite():
                         return model, batch, loss, calls

@@ -90,6 +90,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "maskformer-swin": {"embed_dim": 24, "window_size": 2, "patch_size": 4},
+    "patchtst": {"num_targets": CLASSES},
     "perceiver": {"num_cross_attention_heads": 1, "num_latents": 8, "d_latents": 32, "num_blocks": 1},
     "pix2struct_vision_model": {"patch_embed_hidden_size": 768},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"], "local_attn_chunk_length": 5,
@@ -448,13 +449,13 @@ class _Making:
             yield {"mask_labels": [o["masks"] for o in objects], "class_labels": [o["class_labels"] for o in objects]}
         if "future_values" in parameters:
             horizon = int(_first(of("prediction_length", of("horizon_length", 4))))
-            several = int(of("num_input_channels", of("input_size", 1)))
-            one = several == 1 and "past_time_features" in parameters
-            yield {"future_values": self._floats(horizon, *(() if one else (several,)))}
+            several = int(of("num_input_channels", of("input_size", 0)))
+            one = several < 2 and "past_time_features" in parameters
+            yield {"future_values": self._floats(horizon, *(() if one or not several else (several,)))}
             yield {"future_values": self._floats(horizon)}
         if "target_values" in parameters:
-            yield {"target_values": classes}
-            yield {"target_values": self._floats(int(of("num_targets", 1)))}
+            targets = self._floats(int(of("num_targets", 1)))
+            yield {"target_values": classes if self._task.endswith("CLASSIFICATION") else targets}
         if "spectrogram_labels" in parameters:
             yield {
                 "spectrogram_labels": self._floats(LENGTH, int(of("num_mel_bins", 80))),
