@@ -98,7 +98,7 @@ def test_a_run_under_it_ends_in_the_digest_of_one_process(outside: Outside) -> N
         ranks = [] if more else ["--nproc-per-node", 2]
         same = "distributed.reproducible=true"
         said = outside.lockstep("train", "config.yaml", *more, *ranks, "--output-dir", name, same)
-        assert more or f"{NAME}:2" in said
+        assert more or f"strategy {NAME}, 2 processes" in said
         digests.add(outside.lockstep("checkpoint", "digest", f"{name}/checkpoints/step-00000003").split()[0])
     assert len(digests) == 1
 
