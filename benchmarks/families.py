@@ -17,7 +17,7 @@ import os
 import re
 import signal
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,6 +75,15 @@ def classes(tasks: Sequence[str] = ()) -> Iterator[tuple[str, str, str]]:
                 if name not in seen and (not tasks or task in tasks):
                     seen.add(name)
                     yield task, model_type, name
+
+
+def walk_all(tasks: Sequence[str] = (), done: Collection[str] = ()) -> Iterator[Row]:
+    """Walk the classes of these tasks, all if there are none; leave out those that are done."""
+    for number, (task, model_type, name) in enumerate(classes(tasks)):
+        if name not in done:
+            yield walk(task, model_type, name)
+        if not number % 20:
+            gc.collect()  # models are cycles of references
 
 
 def walk(task: str, model_type: str, name: str) -> Row:
@@ -321,14 +330,10 @@ def main() -> None:
         PAGE.write_text(page(rows))
         return
     done = {row.name for row in recorded() if row.outcome != NOT_BUILT} if arguments.missing else set()
-    for number, (task, model_type, name) in enumerate(classes(arguments.tasks)):
-        if not number % 20:
-            gc.collect()  # models are cycles of references
-        if name not in done:
-            row = walk(task, model_type, name)
-            print(f"{row.task:32} {row.name:48} {row.outcome:10} {row.how}", flush=True)
-            with ROWS.open("a") as file:
-                file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
+    for row in walk_all(arguments.tasks, done):
+        print(f"{row.task:32} {row.name:48} {row.outcome:10} {row.how}", flush=True)
+        with ROWS.open("a") as file:
+            file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

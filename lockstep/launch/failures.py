@@ -53,6 +53,7 @@ class Failure:
         traceback: the whole of it, for LOCKSTEP_TRACEBACK=1.
         log: path of the rank's log.
         consequence: whether a peer that went away explains it.
+        before_training: whether the rank was told to stop before there was anything to save.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class Failure:
     traceback: str = ""
     log: str | None = None
     consequence: bool = False
+    before_training: bool = False
 
     def write(self, folder: Path) -> None:
         """Leave it as `rank-N.json`; whole or not at all."""
@@ -89,8 +91,12 @@ class Failure:
         return RunError(who + self.what, where=where, why=self.why, fix="; ".join(t for t in (self.fix, read) if t))
 
 
-def preempted(facts: RankFacts) -> Failure:
-    return Failure(facts.rank, facts.world_size, "preempted", "preempted and saved", exit_code=EXIT_PREEMPTED)
+def preempted(facts: RankFacts, before_training: str = "") -> Failure:
+    """A rank that was told to stop and did: it saved, or, as `before_training` says, it had nothing to save yet."""
+    what = before_training or "preempted and saved"
+    return Failure(
+        facts.rank, facts.world_size, "preempted", what, exit_code=EXIT_PREEMPTED, before_training=bool(before_training)
+    )
 
 
 def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> Failure:

@@ -113,10 +113,14 @@ def _run_agent(job: Job, options: LaunchOptions, processes: int, failures: Path,
             raise RunError("the ranks of another machine failed", fix="its launcher says why")
         if cause is not None and agent.stop_signal is not None and cause.kind == "signal":
             raise StoppedBySignalError(agent.stop_signal)
-        if cause is not None:
-            print_error(cause.error(), cause.traceback)
         told = agent.stop_signal is not None or options.several_nodes
-        return exit_code(ended if cause is None else [*ended, cause], told=told)
+        code = exit_code(ended if cause is None else [*ended, cause], told=told)
+        early = next((failure for failure in ended if failure.before_training), None)
+        if code == EXIT_PREEMPTED and early is not None:
+            _say(early.what)
+        elif cause is not None:
+            print_error(cause.error(), cause.traceback)
+        return code
     except StoppedBySignalError as stopped:
         print_error(stopped.error())
         return EXIT_FAILED

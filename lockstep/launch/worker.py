@@ -54,9 +54,9 @@ def run_as_worker(
 
     def leave(number: int) -> None:
         """There is nothing to save before the training has begun; whoever trains answers the signals then."""
-        told = folder is not None and _left(preempted(facts), Path(folder))
-        if facts.is_main:
-            said = f"stopped by {signals.name_of(number)} before the training began"
+        said = f"stopped by {signals.name_of(number)} before the training began"
+        told = folder is not None and _left(preempted(facts, said), Path(folder))
+        if facts.is_main and not told:  # Lockstep's launcher says it, unless it ended the ranks for another's failure
             with suppress(OSError):
                 os.write(console(sys.stderr).fileno(), f"lockstep: {said}\n".encode())
         signals.end_now(EXIT_DONE if told else EXIT_PREEMPTED, "")

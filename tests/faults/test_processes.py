@@ -170,6 +170,7 @@ def test_a_killed_launcher_and_an_early_signal(tmp_path: Path) -> None:
     early.send_signal(signal.SIGTERM)
     ended = finish(early, tmp_path)
     assert ended.code == 75, ended.err + ended.out
+    assert ended.err.count("lockstep: stopped by SIGTERM before the training began\n") == 1, ended.err
 
 
 def _children(pid: int) -> list[int]:
