@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.parallel.placed import local
+from lockstep.torch_compat import foreach
 
 _LEAST_WEIGHT_NORM = 1e-3  # ε: units that start at zero can still grow
 
@@ -38,8 +39,8 @@ def clip_by_value(
         counts[0] += (gradient.abs() > limit).sum()
         counts[1] += gradient.numel()
     if gradients:
-        torch._foreach_clamp_min_(list(gradients), -limit)
-        torch._foreach_clamp_max_(list(gradients), limit)
+        foreach.clamp_min_(list(gradients), -limit)
+        foreach.clamp_max_(list(gradients), limit)
     for group in groups:
         dist.all_reduce(counts, group=group)
     return counts[0] / counts[1].clamp(min=1)

@@ -34,6 +34,7 @@ from lockstep.parallel.numbers import Number, at_least, at_most, exceeds, number
 from lockstep.parallel.placed import Placed, Turn
 from lockstep.precision import LossScale
 from lockstep.records import StepRecord
+from lockstep.torch_compat import foreach
 
 
 @dataclass
@@ -251,7 +252,7 @@ class Step:
         gradients = placed.gradients()
         to_mean = 1.0 / self.factor / count
         if placed.gradient_hooks:  # they see the gradient of the mean loss
-            torch._foreach_mul_(gradients, tensor_of(to_mean))
+            foreach.mul_(gradients, tensor_of(to_mean))
             run_hooks(placed.gradient_hooks, placed.parameters)
             to_mean = 1.0
         norm = self._norm(gradients if placed.counted is None else placed.counted_gradients()) * to_mean
@@ -283,7 +284,7 @@ class Step:
             step_times(self.optimizer, to_mean)
             return clipped
         if gradients:
-            torch._foreach_mul_(gradients, tensor_of(to_mean))
+            foreach.mul_(gradients, tensor_of(to_mean))
         groups, device = self.placed.norm_groups, self.placed.cursor.device
         if kind == "value":
             clipped = clip_by_value(gradients, limit, groups, device)
@@ -307,7 +308,7 @@ def gradient_norm(gradients: list[Tensor], groups: list[dist.ProcessGroup], devi
 
 def _local_norm(gradients: list[Tensor]) -> Tensor:
     """What `torch.nn.utils.get_total_norm` gives, which sorts tensors by device and dtype first: half of its time."""
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach.norm(gradients)))
     return norm
 
 

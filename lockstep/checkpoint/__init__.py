@@ -10,7 +10,7 @@ A save takes four stops, a file each, from a state dict to disk:
 `storage` is what the last two write to: a folder (`posix`), or whatever offers the same few operations. `restore` goes
 the other way: `manifest` proves the files, `read` and `metadata` read the tensors of any format into any layout.
 `keep` chooses, rotates and sets aside; `convert` and `importing` take weights out and in; `commands` is the command
-line. `ranks` is how ranks agree; `torch_internals` holds torch's private names.
+line. `ranks` is how ranks agree.
 
     checkpoints/step-00000100/
       manifest.json        format version, files {size, crc32}, parameters {shape, dtype, aliases}; last its checksum

@@ -24,9 +24,9 @@ from lockstep.checkpoint.read import check_block
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.storage import Checkpoint, CheckpointPath
 from lockstep.errors import UsageError
+from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
 
 _DDP = "module."
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _INDEX = "model.safetensors.index.json"
 _IN_FOLDERS = (_INDEX, "model.safetensors", "pytorch_model.bin")
 _INSIDE = ("state_dict", "model")  # under which the weights may lie
@@ -99,7 +99,7 @@ def read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
 
 def canonical(name: str) -> str:
     """Return a name without what FSDP, torch.compile and activation checkpointing put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)
 
 
 def _stripped(name: str, prefix: str) -> str:
@@ -193,7 +193,7 @@ def _check(weights: Weights, source: str | Path) -> None:
             )
     if len({canonical(name) for name in weights}) < len(weights):
         raise UsageError(
-            f"two names in {source} differ only in what wrappers add to them ({', '.join(_WRAPPERS)})",
+            f"two names in {source} differ only in what wrappers add to them ({', '.join(WRAPPER_NAMES)})",
             fix="save the weights of the model alone: torch.save(model.state_dict(), FILE)",
         )
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lockstep.checkpoint.snapshot import dtype_of
-from lockstep.checkpoint.torch_internals import GET_LAYOUT, METADATA_MODULE, METADATA_RECORDS, STORAGE_INFO
+from lockstep.torch_compat.checkpoint_format import GET_LAYOUT, METADATA_MODULE, METADATA_RECORDS, STORAGE_INFO
 
 _TENSOR_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 

@@ -40,8 +40,8 @@ from lockstep.checkpoint.metadata import StoredPart, check_sizes, parse_metadata
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.snapshot import Piece, dtype_name, dtype_of
 from lockstep.checkpoint.storage import Location
-from lockstep.checkpoint.torch_internals import read_items
 from lockstep.errors import UsageError
+from lockstep.torch_compat.checkpoint_format import read_items
 
 
 class PartReader(Protocol):

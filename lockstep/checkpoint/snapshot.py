@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.manifest import MODEL, extra_part, optimizer_part
-from lockstep.checkpoint.torch_internals import chunks_of
 from lockstep.errors import UsageError
+from lockstep.torch_compat.checkpoint_format import chunks_of
 
 GROUPS_KEY = "optimizer_groups"  # under which state.json keeps the parameter groups of the optimizers
 

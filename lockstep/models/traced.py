@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lockstep.errors import UsageError
 from lockstep.models.chain import look_up, run_segments
 from lockstep.models.protocol import blocks_of
 from lockstep.models.traced_losses import note_losses
+from lockstep.torch_compat.pytree import TreeSpec, tree_unflatten
 
 _SEEDED = torch.Tag.nondeterministic_seeded
 

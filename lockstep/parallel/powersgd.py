@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.randomness import derive_key
+from lockstep.torch_compat import foreach
 
 _LEAST_GAIN = 2  # a tensor is compressed if it then takes at most one number in so many
 
@@ -143,9 +144,9 @@ class PowerSGD:
                 matrices.append(gradient.view(self._matrix[name]))
             else:
                 plain.append(gradient)
-        torch._foreach_div_(matrices, self.factor)
+        foreach.div_(matrices, self.factor)
         if self._errors:
-            torch._foreach_add_(matrices, [self._errors[name] for name in names])
+            foreach.add_(matrices, [self._errors[name] for name in names])
         if not self.warm_start:
             for name in names:
                 self._qs[name].copy_(self._first_q(name))

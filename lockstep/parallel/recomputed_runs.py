@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.randomness import Captured, Cursor, generator_of
+from lockstep.torch_compat.pytree import tree_leaves, tree_map
 
 
 def recompute_runs(blocks: Sequence[tuple[str, nn.Module]], length: int, cursor: Cursor) -> None:

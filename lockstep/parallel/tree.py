@@ -32,6 +32,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lockstep.torch_compat import foreach
+
 Node = tuple[int, int]
 """A run [lo, hi) of micro-batches that the tree sums as one."""
 
@@ -193,7 +195,7 @@ def _added(into: Values, values: Values, owned: bool) -> Values:
     """into + values, in place of `into`."""
     both = [i for i, (a, b) in enumerate(zip(into, values, strict=True)) if a is not None and b is not None]
     if both:
-        torch._foreach_add_([into[i] for i in both], [values[i] for i in both])  # type: ignore[misc]
+        foreach.add_([into[i] for i in both], [values[i] for i in both])  # type: ignore[misc]
     for i, (a, b) in enumerate(zip(into, values, strict=True)):
         if a is None and b is not None:
             into[i] = b if owned else b.clone()
@@ -204,4 +206,4 @@ def _added(into: Values, values: Values, owned: bool) -> Values:
 def finish(gradients: Sequence[Tensor]) -> None:
     """Give every zero of the step's gradients the sign +, in place: what a missing leaf may have changed."""
     if gradients:
-        torch._foreach_add_(list(gradients), 0.0)
+        foreach.add_(list(gradients), 0.0)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lockstep.costs.hardware import Cost
 from lockstep.plan.record import KINDS, Change, Mark, Record
+from lockstep.torch_compat.pytree import tree_leaves
 
 _KIND = {kind: index for index, kind in enumerate(KINDS)}
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lockstep.config import Config
 from lockstep.data import build_data
 from lockstep.errors import UsageError
 from lockstep.models import build_model
 from lockstep.models.protocol import Objective, blocks_of, objective_of
+from lockstep.torch_compat.pytree import tree_map
 from lockstep.trainer.settings import loss_fn_of
 
 KEPT_BLOCKS = 5  # of a long run of equal blocks: first, second, one to be repeated, last but one, last

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from lockstep.collectives import is_main_process
 from lockstep.errors import UsageError
@@ -33,6 +32,7 @@ from lockstep.monitor.over_ranks import gather_objects
 from lockstep.parallel.compiled import compiled_blocks
 from lockstep.parallel.ledger import Ledger, Loss, Share
 from lockstep.parallel.placed import Placed
+from lockstep.torch_compat.pytree import tree_flatten, tree_map_only, tree_unflatten
 from lockstep.trainer.evaluation import evaluating
 from lockstep.trainer.loss_weights import line_to_write
 

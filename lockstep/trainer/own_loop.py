@@ -35,6 +35,7 @@ from lockstep.parallel.placed import Placed
 from lockstep.precision import Precision, resolve_mode
 from lockstep.step import gradient_norm
 from lockstep.strategy import strategy_named
+from lockstep.torch_compat import foreach
 from lockstep.trainer import own_checkpoint
 from lockstep.trainer.dealing import Dealer
 from lockstep.trainer.evaluation import WINDOW, evaluate, evaluating
@@ -151,7 +152,7 @@ class PlacedModel:
         valid = at_least(valid, 1.0)  # a step without a valid target has a gradient of zero, not of nan
         placed.finish_gradients()
         if gradients := placed.gradients():
-            torch._foreach_mul_(gradients, tensor_of(nominal / valid))
+            foreach.mul_(gradients, tensor_of(nominal / valid))
         run_hooks(placed.gradient_hooks, placed.parameters)
         placed.settle(False)
         self.step += 1
@@ -167,7 +168,7 @@ class PlacedModel:
         placed = self._placed
         norm = number(gradient_norm(placed.counted_gradients(), placed.norm_groups, self.device))
         if gradients := placed.gradients():
-            torch._foreach_mul_(gradients, tensor_of(at_most(max_norm / (norm + 1e-6), 1.0)))
+            foreach.mul_(gradients, tensor_of(at_most(max_norm / (norm + 1e-6), 1.0)))
         return tensor_of(norm)
 
     def zero_grad(self) -> None:

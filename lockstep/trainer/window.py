@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lockstep import collectives
 from lockstep.config import require_equation
@@ -16,6 +15,7 @@ from lockstep.data import batch_length, move
 from lockstep.errors import UsageError
 from lockstep.parallel.ledger import Ledger, Loss, Share
 from lockstep.strategy import strategy_named
+from lockstep.torch_compat.pytree import tree_leaves
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer

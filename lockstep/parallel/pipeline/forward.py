@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.parallel.pipeline.part import Part
 from lockstep.parallel.pipeline.torch_stage import Meta, Metas
+from lockstep.torch_compat.pytree import tree_leaves, tree_map
 
 Start = Callable[[Part, int], None]
 """(stage, place among the micro-batches): the stage's forward pass of this micro-batch begins."""

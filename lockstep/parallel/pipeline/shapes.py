@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from lockstep.parallel.pipeline.torch_stage import Metas
 from lockstep.randomness import derive_key
+from lockstep.torch_compat.pytree import tree_flatten
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint import torch_internals
 from lockstep.checkpoint.metadata import StoredAt, parse_metadata
+from lockstep.torch_compat import checkpoint_format
 from tests.checkpoint.shared import save
 
 
@@ -30,8 +30,8 @@ def globals_of(data: bytes) -> set[tuple[str, str]]:
 
 def test_the_metadata_names_what_is_known(tmp_path: Path) -> None:
     data = (save(tmp_path, 1) / "model" / ".metadata").read_bytes()
-    known = {(torch_internals.METADATA_MODULE, name) for name in torch_internals.METADATA_RECORDS}
-    known |= {torch_internals.STORAGE_INFO, torch_internals.GET_LAYOUT, ("torch", "Size")}
+    known = {(checkpoint_format.METADATA_MODULE, name) for name in checkpoint_format.METADATA_RECORDS}
+    known |= {checkpoint_format.STORAGE_INFO, checkpoint_format.GET_LAYOUT, ("torch", "Size")}
     dtypes = {("torch", name) for name in ("float32", "bfloat16", "int64")}
     assert globals_of(data) <= known | dtypes
     assert any(operation.name == "BUILD" for operation, _, _ in pickletools.genops(data))
@@ -62,5 +62,5 @@ def test_names_that_are_called_are_there() -> None:
     stored = torch.distributed.checkpoint.metadata.TensorStorageMetadata(
         torch.distributed.checkpoint.metadata.TensorProperties(torch.float32), torch.Size([4]), [whole]
     )
-    (item,) = torch_internals.read_items("x", stored, ChunkStorageMetadata(torch.Size([1]), torch.Size([2])))
+    (item,) = checkpoint_format.read_items("x", stored, ChunkStorageMetadata(torch.Size([1]), torch.Size([2])))
     assert (item.dest_index.fqn, tuple(item.storage_offsets), tuple(item.lengths)) == ("x", (1,), (2,))

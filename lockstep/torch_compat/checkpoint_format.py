@@ -1,6 +1,10 @@
-"""The names in torch that are not public, all in one place; tests/checkpoint/test_torch_internals.py watches them.
+"""The records of `torch.distributed.checkpoint`'s metadata file, and the blocks in which a DTensor is stored.
 
-Assumes the file format of torch.distributed.checkpoint 1.0 (torch 2.11 to 2.13).
+Public torch: `FileSystemReader` unpickles the metadata, which can run any code. Lockstep reads it without, and so
+has to know the classes in it by name. A DTensor's block comes from the method that `torch.distributed.checkpoint`
+calls itself, which alone knows uneven and strided shards.
+Seen to work: torch 2.11.0 to 2.15.0, whose files have version 1.0 of the format.
+When gone: metadata with an unknown record is refused with its name, and nothing is loaded; a save of a DTensor raises.
 """
 
 from collections.abc import Sequence
