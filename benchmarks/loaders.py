@@ -24,7 +24,7 @@ from benchmarks.page import RESULTS, machine, page, tell
 from lockstep.data.loader import StepLoader
 from lockstep.data.order import SampleOrder, epoch_permutation
 from lockstep.data.tokens import FORMAT, HEADER, TOKENS, tokens
-from lockstep.parallel.placed import contiguous_shares
+from lockstep.parallel.parallel_model import assign_contiguous
 
 BLOCK, BATCH, STEP_SECONDS = 256, 8, 0.001
 
@@ -59,7 +59,7 @@ def ours(workers: int) -> Callable[[Path, int], Iterator[Any]]:
         data = tokens(path=str(folder), block_size=BLOCK, validation_fraction=0.0).train
         order = SampleOrder(len(data), BATCH, BATCH, seed=1)
         loader = StepLoader(
-            data, order, lambda count: contiguous_shares(count, 0, 1), start_step=0, stop_step=order.steps_per_epoch,
+            data, order, lambda count: assign_contiguous(count, 0, 1), start_step=0, stop_step=order.steps_per_epoch,
             seed=1, device="cpu", num_workers=workers,
         )  # fmt: skip
         for step in loader:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from benchmarks.page import RESULTS, machine, page, tell
 from lockstep.config import config_from
+from lockstep.data.batches import MicroBatch
 from lockstep.models.protocol import Objective
-from lockstep.parallel.ledger import Ledger, Share
+from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.pipeline.picture import Timeline, clocked
 from lockstep.parallel.pipeline.schedules import SCHEDULES
 from lockstep.parallel.pipeline.torch_schedule import Action, actions
@@ -114,15 +115,15 @@ def one(case: Case, seconds: float, repeats: int) -> list[float]:
         objective=Objective(lambda batch: ((batch,), {}), lambda loss, _batch: loss, lambda batch: len(batch)),
         device=device, precision=Precision("fp32", "cpu"),
     )  # fmt: skip
-    shares = [Share(i, torch.zeros(1, 8)) for i in range(case.micro_batches)]
+    micro_batches = [MicroBatch(i, torch.zeros(1, 8)) for i in range(case.micro_batches)]
     times = []
     for _ in range(repeats + 1):  # the first one learns shapes
-        ledger = Ledger(case.micro_batches, device, shared=True)
+        accumulator = LossAccumulator(case.micro_batches, device, shared=True)
         dist.barrier()
         start = time.perf_counter()
-        placed.forward_backward(shares, ledger, 1.0)
+        placed.forward_backward(micro_batches, accumulator, 1.0)
         times.append(time.perf_counter() - start)
-        ledger.totals()
+        accumulator.totals()
     return times[1:]
 
 

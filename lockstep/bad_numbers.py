@@ -20,8 +20,8 @@ from lockstep.parallel.numbers import Number
 
 
 @dataclass(frozen=True)
-class Bad:
-    """A step whose numbers are no good.
+class Anomaly:
+    """A step whose loss or gradient norm is not usable.
 
     Attributes:
         step: counted from 1, as in a `StepRecord`.
@@ -35,21 +35,21 @@ class Bad:
 
 
 class BadNumbersError(RunError):
-    """A bad step that is not simply skipped: the run stops, or goes back."""
+    """Raised for an anomaly that is not simply skipped: the run stops, or goes back."""
 
-    def __init__(self, bad: Bad, *, goes_back: bool = False, in_order: int = 1) -> None:
-        self.bad, self.goes_back, self.in_order = bad, goes_back, in_order
+    def __init__(self, anomaly: Anomaly, *, goes_back: bool = False, in_order: int = 1) -> None:
+        self.anomaly, self.goes_back, self.in_order = anomaly, goes_back, in_order
         often = f", the last of {in_order} bad steps in order" if in_order > 1 else ""
         super().__init__(
-            f"{bad.what}{often}",
-            where=f"step {bad.step}",
+            f"{anomaly.what}{often}",
+            where=f"step {anomaly.step}",
             why="the loss overflowed, or a batch holds values that are no numbers",
             fix="lower training.learning_rate, lengthen training.warmup_steps, or look at that step's samples, which "
             "events.jsonl lists; training.bad_numbers.action: skip or rollback goes on without them",
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), goes_back=self.goes_back, in_order=self.in_order), (self.bad,)
+        return partial(type(self), goes_back=self.goes_back, in_order=self.in_order), (self.anomaly,)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Numbers:
     """What the host knows of a step (on a GPU: of the one before)."""
 
     stop: bool = False
-    bad: Bad | None = None
+    anomaly: Anomaly | None = None
 
 
 def _device_of(numbers: Iterable[Number]) -> torch.device | None:
@@ -69,7 +69,7 @@ def _device_of(numbers: Iterable[Number]) -> torch.device | None:
 
 
 @dataclass
-class Judge:
+class AnomalyDetector:
     """Reads each step's numbers and finds the bad ones.
 
     On the CPU they are read at once. On a GPU they are copied behind the step's work and read one step later, when the
@@ -90,16 +90,16 @@ class Judge:
         """Whether a bad step makes no update."""
         return self.config.action == "skip"
 
-    def look(self, step: int, loss: Number, norm: Number, stop_votes: Number, astray: Number) -> Numbers:
-        """What is known now, after the gradients of `step` and before its update.
+    def check(self, step: int, loss: Number, norm: Number, stop_votes: Number, out_of_step: Number) -> Numbers:
+        """Take the numbers of `step`, after its gradients and before its update; return what is known by now.
 
         Args:
-            astray: 0 if all ranks met in this step.
+            out_of_step: 0 if all ranks reduced in this step.
 
         Raises:
             RunError: the ranks did not meet in this step.
         """
-        given = (loss, norm, stop_votes, astray)
+        given = (loss, norm, stop_votes, out_of_step)
         device = _device_of(given)
         if device is None or device.type == "cpu" or self.skips:
             return self._judge(step, *map(float, given))  # on a GPU the host waits for the device
@@ -110,13 +110,13 @@ class Judge:
         earlier, self._pending = self._pending, (step, copy, arrived)
         return self._read(earlier)
 
-    def settle(self) -> Numbers:
-        """What is still under way, before a checkpoint is made of it: waits for the device."""
+    def flush(self) -> Numbers:
+        """Return what is still pending, before a checkpoint is made; the host waits for the device."""
         earlier, self._pending = self._pending, None
         return self._read(earlier)
 
-    def forget(self) -> None:
-        """The run goes back: what is under way is of steps that count no longer."""
+    def discard_pending(self) -> None:
+        """Drop what is pending, when the run goes back: it belongs to steps that no longer count."""
         self._pending = None
 
     def _read(self, pending: tuple[int, Tensor, Any] | None) -> Numbers:
@@ -126,8 +126,8 @@ class Judge:
         arrived.synchronize()
         return self._judge(step, *copy.tolist())
 
-    def _judge(self, step: int, loss: float, norm: float, stop_votes: float, astray: float) -> Numbers:
-        if astray != 0:
+    def _judge(self, step: int, loss: float, norm: float, stop_votes: float, out_of_step: float) -> Numbers:
+        if out_of_step != 0:
             raise RunError(
                 f"the ranks did not meet in step {step}",
                 where=f"step {step}",
@@ -142,7 +142,7 @@ class Judge:
                 self.losses.popleft()
             return Numbers(stop_votes > 0)
         self.in_order += 1
-        return Numbers(stop_votes > 0, Bad(step, what, loss, norm))
+        return Numbers(stop_votes > 0, Anomaly(step, what, loss, norm))
 
     def _fault(self, step: int, loss: float, norm: float) -> str | None:
         if not math.isfinite(loss):

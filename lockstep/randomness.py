@@ -3,7 +3,7 @@
 A number drawn inside the model is a function of (seed, phase, step, micro-batch, segment, call index): before each
 segment of a forward pass runs, the device's generator is seeded from that key. So dropout, Bernoulli draws and VAE
 noise are the same in one process, on any number of ranks and in the middle of a pipeline. What lies between blocks is
-a segment too. Keys are captured at forward and travel into recomputation (`Cursor.recomputing`): by the time
+a segment too. Keys are captured at forward and travel into recomputation (`RandomState.recomputing`): by the time
 activation checkpointing recomputes a block under a pipeline, another micro-batch is current.
 
 Only the device's own generator is seeded (2 µs; `torch.manual_seed` walks every backend, 250 µs), and the state that it
@@ -56,7 +56,7 @@ HostState = tuple[Any, Any, Any]  # of Python's, NumPy's and torch's generator
 
 @dataclass(frozen=True)
 class Captured:
-    """Where a cursor stood when a segment's forward pass began."""
+    """Where a random_state stood when a segment's forward pass began."""
 
     phase: str
     step: int
@@ -160,7 +160,7 @@ class _Kept:
 
 
 @dataclass
-class Cursor:
+class RandomState:
     """Which micro-batch of which step a forward pass works on; the loop sets it, the segments' hooks read it."""
 
     seed: int
@@ -196,7 +196,7 @@ class Cursor:
             self.host.trained = self.host.trained or self.phase == "train"
 
     def capture(self) -> Captured:
-        """Where the cursor stands, to be taken up again by `recomputing`."""
+        """Where the random_state stands, to be taken up again by `recomputing`."""
         host = self.host.capture() if self.host is not None else None
         return Captured(self.phase, self.step, self.micro_batch, dict(self.calls), host)
 
@@ -215,7 +215,7 @@ class Cursor:
             self.phase, self.step, self.micro_batch, self.calls = outer
 
 
-def key_segments(cursor: Cursor, segments: Sequence[tuple[str, nn.Module]], *, chain: bool) -> None:
+def key_segments(random_state: RandomState, segments: Sequence[tuple[str, nn.Module]], *, chain: bool) -> None:
     """Let every call of a segment draw from its own key.
 
     Args:
@@ -228,10 +228,10 @@ def key_segments(cursor: Cursor, segments: Sequence[tuple[str, nn.Module]], *, c
         name = str(getattr(module, "random_key", segment))
 
         def before(_module: nn.Module, _args: object, *, name: str = name) -> None:
-            cursor.enter(name)
+            random_state.enter(name)
 
         def after(_module: nn.Module, _args: object, _output: object, *, name: str = name) -> None:
-            cursor.enter(f"{name}/after")
+            random_state.enter(f"{name}/after")
 
         module.register_forward_pre_hook(before, prepend=True)
         if not chain:

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.bad_numbers import Bad, BadNumbersError, Judge
+from lockstep.bad_numbers import Anomaly, AnomalyDetector, BadNumbersError
 from lockstep.clipping import clip_adaptively, clip_by_value
 from lockstep.collectives import is_main_process
 from lockstep.config import GradientClipConfig
+from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed
 from lockstep.fused import scales, step_times
 from lockstep.monitor import PhaseClock
@@ -29,9 +30,9 @@ from lockstep.optim import CallersRate, Schedule, TorchSchedule, unfuse
 from lockstep.parallel.exact_norm import exact_norm
 from lockstep.parallel.gradient_hooks import run_hooks
 from lockstep.parallel.layer_norms import layer_norms
-from lockstep.parallel.ledger import Ledger, Share
+from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.numbers import Number, at_least, at_most, exceeds, number, tensor_of
-from lockstep.parallel.placed import Placed, Turn
+from lockstep.parallel.parallel_model import ParallelModel, Turn
 from lockstep.precision import LossScale
 from lockstep.records import StepRecord
 from lockstep.torch_compat import foreach
@@ -66,14 +67,14 @@ class Step:
         stopping: all ranks know that one of them was asked to.
         clock: told which phase of the step begins.
         wants_layer_norms: whether the record of a step, by its number, is to hold them; the same on all ranks.
-        judge: finds bad numbers, and the votes to stop.
+        detector: finds bad numbers, and the votes to stop.
         avoid: positions whose data are passed over, after a rollback.
         bad: what was wrong with the last step, where it was skipped for that.
         after_update: called with the number of updates made, after each, on every rank.
         frozen_until: parameter → the first step (from 0) that trains it; before, its gradient is dropped.
     """
 
-    placed: Placed
+    placed: ParallelModel
     optimizer: Optimizer
     schedule: Schedule | TorchSchedule | CallersRate
     clip: GradientClipConfig
@@ -85,9 +86,9 @@ class Step:
     stopping: bool = False
     clock: PhaseClock = field(default_factory=PhaseClock)
     wants_layer_norms: Callable[[int], bool] = lambda _step: False
-    judge: Judge = field(default_factory=Judge)
+    anomaly_detector: AnomalyDetector = field(default_factory=AnomalyDetector)
     avoid: set[int] = field(default_factory=set)
-    bad: Bad | None = None
+    anomaly: Anomaly | None = None
     after_update: list[Callable[[int], None]] = field(default_factory=list)
     frozen_until: dict[str, int] = field(default_factory=dict)
     _buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -95,7 +96,7 @@ class Step:
 
     def __post_init__(self) -> None:
         if self.placed.reproducible and unfuse(self.optimizer):
-            self.placed.notices.append("reproducible: the optimizer's fused kernels are switched off")
+            self.placed.log_lines.append("reproducible: the optimizer's fused kernels are switched off")
         self._trained = [parameter.requires_grad for parameter in self.placed.parameters.values()]
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -105,28 +106,28 @@ class Step:
         """What the summed loss is multiplied by before backward."""
         return (self.loss_scale.scale if self.loss_scale else 1.0) / (self.nominal or 1.0)
 
-    def learn_nominal(self, first: Any, slots: int) -> None:
+    def learn_nominal(self, first: Any, micro_batches_per_step: int) -> None:
         """Set it, once and for all steps: by the very first micro-batch of the run, which rank 0 has, for all ranks."""
         placed = self.placed
         count = float(placed.objective.estimate(first)) if is_main_process() else 0.0  # host waits for the device
         if placed.layout.world_size > 1:
-            box = torch.tensor([count], dtype=torch.float64, device=placed.cursor.device)
+            box = torch.tensor([count], dtype=torch.float64, device=placed.random_state.device)
             dist.broadcast(box, src=0)
             count = box.item()
-        self.nominal = nominal_count(count, slots)
+        self.nominal = nominal_count(count, micro_batches_per_step)
 
-    def open(self, slots: int) -> Ledger:
-        """Before the first micro-batch of a step: its ledger; running statistics are remembered if they may go back.
+    def open(self, micro_batches_per_step: int) -> LossAccumulator:
+        """Begin a step: return its loss accumulator, and remember running statistics if the step may be undone.
 
         Raises:
             UsageError: parameters were frozen or thawed since the model was placed.
         """
         self._refuse_thawed()
-        if self.judge.skips:
+        if self.anomaly_detector.skips:
             self._buffers = {name: buffer.clone() for name, buffer in self.placed.buffers.items()}
-        ledger = self.placed.ledger(slots)
-        ledger.stamp(self.progress.step + 1)
-        return ledger
+        accumulator = self.placed.loss_accumulator(micro_batches_per_step)
+        accumulator.mark_step(self.progress.step + 1)
+        return accumulator
 
     def pass_over(self, samples: int) -> None:
         """Leave out the step whose turn it is: its data are consumed, and nothing is learned from them."""
@@ -140,19 +141,25 @@ class Step:
         if self.placed.workers is not None:
             self.placed.workers.advance(self.progress.step, last=self.progress.step == self.total)
 
-    def run(self, shares: list[Share], slots: int, samples: int) -> StepRecord:
-        """One step over `slots` micro-batches of `samples` samples in all, of which this rank runs `shares`."""
-        if self.nominal is None:
-            self.learn_nominal(shares[0].batch, slots)
-        self.clock.enter("forward_backward")
-        ledger = self.open(slots)
-        if self.stop_asked:
-            ledger.vote_to_stop()
-        with self.placed.cursor.running("train", self.progress.step):
-            self.placed.forward_backward(shares, ledger, self.factor)
-        return self.update(ledger, samples)
+    def run(self, micro_batches: list[MicroBatch], micro_batches_per_step: int, samples: int) -> StepRecord:
+        """Run one step.
 
-    def update(self, ledger: Ledger, samples: int) -> StepRecord:
+        Args:
+            micro_batches: those of this rank.
+            micro_batches_per_step: their number over all ranks.
+            samples: of the step, over all ranks.
+        """
+        if self.nominal is None:
+            self.learn_nominal(micro_batches[0].batch, micro_batches_per_step)
+        self.clock.enter("forward_backward")
+        accumulator = self.open(micro_batches_per_step)
+        if self.stop_asked:
+            accumulator.vote_to_stop()
+        with self.placed.random_state.running("train", self.progress.step):
+            self.placed.forward_backward(micro_batches, accumulator, self.factor)
+        return self.update(accumulator, samples)
+
+    def update(self, accumulator: LossAccumulator, samples: int) -> StepRecord:
         """What follows the last backward pass of a step.
 
         Raises:
@@ -160,12 +167,12 @@ class Step:
                 what the config says, or has been done too often. The step is over all the same.
         """
         self.clock.enter("optimizer")
-        loss_sum, count = ledger.totals()
+        loss_sum, count = accumulator.totals()
         count = at_least(count, 1.0)  # a step without a valid target has a gradient of zero, not of nan
         loss = loss_sum / count
         self.placed.finish_gradients()
         self._drop_frozen()
-        turns, norm = self._turns(ledger, count)
+        turns, norm = self._turns(accumulator, count)
         rate = self._set_learning_rate()
         overflow = self.loss_scale is not None and not math.isfinite(float(norm))  # host waits for the device
         record = StepRecord(
@@ -177,11 +184,11 @@ class Step:
                 record.gradient_norms = layer_norms(self.placed, turns[0].to_mean)
         # Under fp16 a norm that is no number is the scaler's business.
         seen = 0.0 if self.loss_scale is not None else norm
-        astray = ledger.stamps - record.step * self.placed.layout.world_size
-        numbers = self.judge.look(record.step, loss, seen, ledger.stop_votes, astray)
+        out_of_step = accumulator.step_marks - record.step * self.placed.layout.world_size
+        numbers = self.anomaly_detector.check(record.step, loss, seen, accumulator.stop_votes, out_of_step)
         self.stopping = numbers.stop or self.stopping
-        self.bad = numbers.bad
-        record.skipped = overflow or numbers.bad is not None
+        self.anomaly = numbers.anomaly
+        record.skipped = overflow or numbers.anomaly is not None
         if record.skipped:
             self.progress.skipped.append(self.progress.step)
         else:
@@ -191,7 +198,7 @@ class Step:
                     record.clipped = self._clip_and_update(gradients, turn.to_mean, turn.norm)
             self.progress.updates += 1
             self._call_after_update()
-        if numbers.bad is not None:
+        if numbers.anomaly is not None:
             for name, before in self._buffers.items():
                 self.placed.buffers[name].copy_(before)
         self.placed.settle(record.skipped)
@@ -201,7 +208,7 @@ class Step:
         self._advance(samples)
         self.placed.check(self.progress.step)
         self.clock.enter("other")
-        self._refuse(numbers.bad)
+        self._refuse(numbers.anomaly)
         return record
 
     def _refuse_thawed(self) -> None:
@@ -234,21 +241,23 @@ class Step:
         Raises:
             BadNumbersError: the last step's numbers are bad.
         """
-        numbers = self.judge.settle()
+        numbers = self.anomaly_detector.flush()
         self.stopping = numbers.stop or self.stopping
-        self._refuse(numbers.bad)
+        self._refuse(numbers.anomaly)
 
-    def _refuse(self, bad: Bad | None) -> None:
-        if bad is None or (self.judge.skips and self.judge.in_order < self.judge.config.patience):
+    def _refuse(self, anomaly: Anomaly | None) -> None:
+        if anomaly is None or (
+            self.anomaly_detector.skips and self.anomaly_detector.in_order < self.anomaly_detector.config.patience
+        ):
             return
-        goes_back = self.judge.config.action == "rollback"
-        raise BadNumbersError(bad, goes_back=goes_back, in_order=self.judge.in_order)
+        goes_back = self.anomaly_detector.config.action == "rollback"
+        raise BadNumbersError(anomaly, goes_back=goes_back, in_order=self.anomaly_detector.in_order)
 
-    def _turns(self, ledger: Ledger, count: Number) -> tuple[list[Turn], Number]:
+    def _turns(self, accumulator: LossAccumulator, count: Number) -> tuple[list[Turn], Number]:
         """What is to be updated, and the norm that is recorded: of the gradient, or the mean over workers'."""
         placed = self.placed
         if placed.workers is not None:
-            return placed.workers.turns(), placed.workers.mean_norm(ledger)
+            return placed.workers.turns(), placed.workers.mean_norm(accumulator)
         gradients = placed.gradients()
         to_mean = 1.0 / self.factor / count
         if placed.gradient_hooks:  # they see the gradient of the mean loss
@@ -259,7 +268,7 @@ class Step:
         return [Turn(to_mean, norm, gradients)], norm
 
     def _norm(self, gradients: list[Tensor]) -> Number:
-        placed, device = self.placed, self.placed.cursor.device
+        placed, device = self.placed, self.placed.random_state.device
         if placed.reproducible:
             return number(exact_norm(gradients, placed.norm_groups, device, placed.num_parameters))
         return number(gradient_norm(gradients, placed.norm_groups, device))
@@ -285,7 +294,7 @@ class Step:
             return clipped
         if gradients:
             foreach.mul_(gradients, tensor_of(to_mean))
-        groups, device = self.placed.norm_groups, self.placed.cursor.device
+        groups, device = self.placed.norm_groups, self.placed.random_state.device
         if kind == "value":
             clipped = clip_by_value(gradients, limit, groups, device)
         if kind == "adaptive":
@@ -312,6 +321,10 @@ def _local_norm(gradients: list[Tensor]) -> Tensor:
     return norm
 
 
-def nominal_count(count: float, slots: int) -> float:
-    """A power of two near the valid targets of a step of `slots` micro-batches, the first of which has `count`."""
-    return 2.0 ** round(math.log2(max(1.0, count * slots)))
+def nominal_count(count: float, micro_batches_per_step: int) -> float:
+    """Return a power of two near the number of valid targets of a step.
+
+    Args:
+        count: valid targets of the first micro-batch.
+    """
+    return 2.0 ** round(math.log2(max(1.0, count * micro_batches_per_step)))

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from lockstep.config import Config, DistributedConfig
     from lockstep.costs.hardware import Cluster
     from lockstep.costs.steps import ModelSize, Pieces, StepTime
-    from lockstep.parallel.placed import Placed
-    from lockstep.parallel.placement import Placement
+    from lockstep.parallel.parallel_model import ParallelModel
+    from lockstep.parallel.placement import PlacementContext
 
 AUTO = "auto"
 SINGLE, REPLICAS = "single", "ddp"  # what `auto` means in Python: on one rank, and on several
@@ -103,7 +103,7 @@ class Strategy:
         """Return the strategy that places the model on such ranks: on one rank there is nothing to exchange."""
         return self if layout.world_size > 1 else strategy_named(SINGLE)
 
-    def place(self, placement: "Placement") -> "Placed":
+    def place(self, placement: "PlacementContext") -> "ParallelModel":
         """Place a model on this rank.
 
         Args:

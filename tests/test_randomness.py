@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lockstep.randomness import Cursor, derive_key, key_segments, seeded
+from lockstep.randomness import RandomState, derive_key, key_segments, seeded
 
 
 def test_keys_are_the_same_everywhere_and_differ_by_every_part() -> None:
@@ -18,25 +18,25 @@ def test_the_outer_state_is_put_back() -> None:
     torch.manual_seed(5)
     with seeded(1):
         torch.rand(7)
-    cursor = Cursor(1, torch.device("cpu"))
-    with cursor.running("train", 3):
-        cursor.at(0)
-        cursor.enter("block")
+    random_state = RandomState(1, torch.device("cpu"))
+    with random_state.running("train", 3):
+        random_state.at(0)
+        random_state.enter("block")
         torch.rand(100)
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_a_block_draws_the_same_whatever_ran_before_it() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5), nn.Dropout(0.5))
-    cursor = Cursor(7, torch.device("cpu"))
-    key_segments(cursor, list(model.named_children()), chain=True)
+    random_state = RandomState(7, torch.device("cpu"))
+    key_segments(random_state, list(model.named_children()), chain=True)
     x = torch.ones(64)
-    with cursor.running("train", 0):
-        cursor.at(3)
+    with random_state.running("train", 0):
+        random_state.at(3)
         whole = model[2](model[1](model[0](x)))
-        cursor.at(3)
+        random_state.at(3)
         last = model[2](x)  # as on the last stage of a pipeline
-        cursor.at(4)
+        random_state.at(4)
         other = model[2](x)
     assert torch.equal(whole != 0, (whole != 0) & (last != 0))
     assert not torch.equal(last, other)
@@ -44,13 +44,13 @@ def test_a_block_draws_the_same_whatever_ran_before_it() -> None:
 
 def test_the_second_call_of_a_segment_draws_other_numbers() -> None:
     dropout = nn.Dropout(0.5)
-    cursor = Cursor(7, torch.device("cpu"))
-    key_segments(cursor, [("shared", dropout)], chain=True)
+    random_state = RandomState(7, torch.device("cpu"))
+    key_segments(random_state, [("shared", dropout)], chain=True)
     x = torch.ones(64)
-    with cursor.running("train", 0):
-        cursor.at(0)
+    with random_state.running("train", 0):
+        random_state.at(0)
         first, second = dropout(x), dropout(x)
-        cursor.at(0)
+        random_state.at(0)
         again = dropout(x)
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
@@ -64,13 +64,13 @@ def test_trap_28_recomputation_draws_what_the_forward_pass_drew() -> None:
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()) for _ in range(3)]
         named = [(f"layers.{i}", b) for i, b in enumerate(blocks)]
-        cursor = Cursor(7, torch.device("cpu"))
-        key_segments(cursor, named, chain=True)
-        apply_activation_checkpointing(named, mode, cursor)
+        random_state = RandomState(7, torch.device("cpu"))
+        key_segments(random_state, named, chain=True)
+        apply_activation_checkpointing(named, mode, random_state)
         x, losses = torch.ones(4, 8), []
-        with cursor.running("train", 0):
+        with random_state.running("train", 0):
             for micro_batch in range(2):  # both forward passes first, as a pipeline does
-                cursor.at(micro_batch)
+                random_state.at(micro_batch)
                 y = x
                 for block in blocks:
                     y = block(y)

@@ -13,11 +13,17 @@ Assign = Callable[[int], list[tuple[int, bool]]]
 
 @dataclass
 class MicroBatch:
-    """One unit of work."""
+    """One micro-batch as a rank runs it.
 
-    index: int  # place in the step's global list of micro-batches
-    batch: Any  # as collated, on the device; None on ranks that want no data
-    real: bool  # False: a dummy that counts nothing, run so that ranks keep in step
+    Attributes:
+        index: its place in the step's global list of micro-batches.
+        batch: the samples as collated, on this rank's device; None where this rank needs none of them.
+        real: False for a zero-weight dummy, which keeps a rank in step that is short of a micro-batch.
+    """
+
+    index: int
+    batch: Any
+    real: bool = True
 
 
 @dataclass

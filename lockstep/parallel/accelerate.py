@@ -25,8 +25,8 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.ddp import bucketed_step_time, torch_contradictions
 from lockstep.parallel.in_order import placed_in_order
-from lockstep.parallel.placed import Placed, contiguous_shares
-from lockstep.parallel.placement import Applied, Placement, shared_out
+from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
+from lockstep.parallel.placement import AppliedStrategy, PlacementContext, shared_out
 from lockstep.rules import Contradiction
 from lockstep.strategy import Strategy
 
@@ -64,7 +64,7 @@ class Accelerate(Strategy):
     def topologies_to_verify(self, config: Config) -> list[str]:
         return ["accelerate:2"]
 
-    def place(self, placement: Placement) -> Placed:
+    def place(self, placement: PlacementContext) -> ParallelModel:
         p = placement
         p.materialise()
         compression = p.compress()
@@ -75,7 +75,9 @@ class Accelerate(Strategy):
             multiplier=float(p.ranks),
             after_backward=prepared.after_backward,
         )
-        return placed_in_order(p, Applied(micro_step, shared_out(contiguous_shares, p), compression=compression))
+        return placed_in_order(
+            p, AppliedStrategy(micro_step, shared_out(assign_contiguous, p), compression=compression)
+        )
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Activation checkpointing: forget what is inside a block, and recompute it in the backward pass.
 
 A block's `forward` is replaced on the instance, so canonical names stay, and hooks on the block (keyed random numbers,
-FSDP's gathering) lie outside of what is recomputed. The recomputation takes up the cursor as it stood in the forward
-pass: under a pipeline another micro-batch is current by then.
+FSDP's gathering) lie outside of what is recomputed. The recomputation restores the random state of the forward pass:
+under a pipeline another micro-batch is current by then.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lockstep.errors import UsageError
 from lockstep.parallel.recomputed_runs import recompute_runs
-from lockstep.randomness import Captured, Cursor
+from lockstep.randomness import Captured, RandomState
 
 # What selective checkpointing keeps: results that cost much to compute for their size. The rest is recomputed.
 _KEPT = (
@@ -31,7 +31,12 @@ _KEPT = (
 
 
 def apply_activation_checkpointing(
-    blocks: Sequence[tuple[str, nn.Module]], mode: str, cursor: Cursor, *, every: int = 2, compiled: bool = False
+    blocks: Sequence[tuple[str, nn.Module]],
+    mode: str,
+    random_state: RandomState,
+    *,
+    every: int = 2,
+    compiled: bool = False,
 ) -> None:
     """Checkpoint blocks in place.
 
@@ -40,7 +45,7 @@ def apply_activation_checkpointing(
         mode: none | full (each block) | selective (each block, keeping products of matrices) | every_n (each
             `every`-th) | sequential (runs of `every` blocks: see `lockstep.parallel.recomputed_runs`).
         every: n of every_n and of sequential.
-        compiled: the blocks will be compiled; the cursor's context is then left to the hooks outside of them.
+        compiled: the blocks will be compiled; the random context is then left to the hooks outside of them.
 
     Raises:
         UsageError: the model names no blocks, or runs of them would have to be compiled.
@@ -60,15 +65,15 @@ def apply_activation_checkpointing(
                 where="training.gradient_checkpointing, training.compile",
                 fix="set training.gradient_checkpointing: full, or training.compile: false",
             )
-        recompute_runs(blocks, every, cursor)
+        recompute_runs(blocks, every, random_state)
         return
     chosen = blocks[::every] if mode == "every_n" else blocks
     for _, block in chosen:
-        block.forward = _checkpointed(block.forward, cursor, selective=mode == "selective", compiled=compiled)
+        block.forward = _checkpointed(block.forward, random_state, selective=mode == "selective", compiled=compiled)
 
 
 def _checkpointed(
-    forward: Callable[..., Any], cursor: Cursor, *, selective: bool, compiled: bool
+    forward: Callable[..., Any], random_state: RandomState, *, selective: bool, compiled: bool
 ) -> Callable[..., Any]:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -78,20 +83,20 @@ def _checkpointed(
                 {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
             )
         else:
-            contexts = {"context_fn": partial(_contexts, cursor, cursor.capture(), selective)}
+            contexts = {"context_fn": partial(_contexts, random_state, random_state.capture(), selective)}
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **contexts, **kwargs)
 
     return checkpointed
 
 
 def _contexts(
-    cursor: Cursor, captured: Captured, selective: bool
+    random_state: RandomState, captured: Captured, selective: bool
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     keep: AbstractContextManager[Any] = nullcontext()
     reuse: AbstractContextManager[Any] = nullcontext()
     if selective:
         keep, reuse = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-    return keep, _Both(cursor.recomputing(captured), reuse)
+    return keep, _Both(random_state.recomputing(captured), reuse)
 
 
 class _Both(AbstractContextManager[None]):

@@ -152,14 +152,14 @@ class RunningBuffers:
         self._changed |= {name for name, seen in self._versions.items() if now[name] != seen}
 
     @torch.no_grad()
-    def finish_step(self, slots: int) -> None:
+    def finish_step(self, micro_batches_per_step: int) -> None:
         """Bring the buffers to what the step makes of them; every rank calls it after its last backward pass.
 
         Args:
-            slots: micro-batches in the step, over all ranks.
+            micro_batches_per_step: micro-batches in the step, over all ranks.
         """
         if (active := self._active()) and (self.ranks > 1 or self._records):
-            _replay(active, self._gathered(slots, active))
+            _replay(active, self._gathered(micro_batches_per_step, active))
             self._records.clear()
         for (module, name), iterated in zip(self._vectors, self._iterated, strict=True) if self._iterated else ():
             vector = module._buffers[name]
@@ -172,11 +172,11 @@ class RunningBuffers:
         """Those that update their averages; frozen ones, in evaluation mode, normalise with theirs."""
         return [module for module in self._norms.values() if module.training]
 
-    def _gathered(self, slots: int, active: list[_BatchNorm]) -> Tensor:
+    def _gathered(self, micro_batches_per_step: int, active: list[_BatchNorm]) -> Tensor:
         """[micro-batches, statistics] over all ranks, in order; rows of zeros, which change nothing, come first."""
         if self.ranks == 1:
             return torch.stack([self._records[index] for index in sorted(self._records)])
-        rows = -(-slots // self.ranks)
+        rows = -(-micro_batches_per_step // self.ranks)
         width, device = _width(active)
         mine = torch.zeros(rows, width + 1, dtype=torch.float64, device=device)  # the last column: micro-batch + 1
         for row, (index, record) in enumerate(self._records.items()):

@@ -12,8 +12,9 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from lockstep.parallel.ledger import Ledger, Share
-from lockstep.parallel.placed import MicroStep
+from lockstep.data.batches import MicroBatch
+from lockstep.parallel.loss_accumulator import LossAccumulator
+from lockstep.parallel.parallel_model import MicroStep
 
 _COMPILED: WeakSet[nn.Module] = WeakSet()
 
@@ -34,25 +35,25 @@ class ColdStart:
     """Measures how much longer a step's first micro-batch takes than its second, which needs nothing compiled.
 
     Args:
-        said_later: receives the line.
+        later_log_lines: receives the line.
     """
 
-    def __init__(self, num_blocks: int, said_later: list[str]) -> None:
-        self._num_blocks, self._said_later = num_blocks, said_later
+    def __init__(self, num_blocks: int, later_log_lines: list[str]) -> None:
+        self._num_blocks, self._log_lines = num_blocks, later_log_lines
         self._seconds: list[float] = []
 
     def over(self, micro_step: MicroStep) -> MicroStep:
         """`micro_step`, timed twice."""
 
-        def timed(share: Share, ledger: Ledger, factor: float, last: bool) -> Any:
+        def timed(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Any:
             if len(self._seconds) == 2:
-                return micro_step(share, ledger, factor, last)
+                return micro_step(micro_batch, accumulator, factor, last)
             begin = time.perf_counter()
-            result = micro_step(share, ledger, factor, last)
+            result = micro_step(micro_batch, accumulator, factor, last)
             self._seconds.append(time.perf_counter() - begin)
             if len(self._seconds) == 2:
                 longer = max(0.0, self._seconds[0] - self._seconds[1])
-                self._said_later.append(f"compile: {self._num_blocks} block(s) took {longer:.1f} s at the first pass")
+                self._log_lines.append(f"compile: {self._num_blocks} block(s) took {longer:.1f} s at the first pass")
             return result
 
         return timed

@@ -22,8 +22,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch'
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import Config
-from lockstep.parallel.ledger import Ledger, Share
-from lockstep.parallel.placed import MicroStep
+from lockstep.data.batches import MicroBatch
+from lockstep.parallel.loss_accumulator import LossAccumulator
+from lockstep.parallel.parallel_model import MicroStep
 from lockstep.parallel.powersgd import PowerSGD, matrix_of
 from lockstep.parallel.trial import TURNS, WARM, Hook, Trial
 
@@ -40,17 +41,17 @@ class Compression:
 
     Attributes:
         hook: DDP's communication hook; None: DDP reduces by itself.
-        notices: lines to be said at start.
+        log_lines: lines to be said at start.
         powersgd: the memory of PowerSGD, where that is the kind.
         trial: of a compression that may pay.
-        said_later: lines that become known in the first steps.
+        later_log_lines: lines that become known in the first steps.
     """
 
     hook: Hook | None = None
-    notices: list[str] = field(default_factory=list)
+    log_lines: list[str] = field(default_factory=list)
     powersgd: PowerSGD | None = None
     trial: Trial | None = None
-    said_later: list[str] = field(default_factory=list)
+    later_log_lines: list[str] = field(default_factory=list)
 
     @property
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -70,9 +71,9 @@ class Compression:
         if powersgd is None:
             return micro_step
 
-        def with_factor(share: Share, ledger: Ledger, factor: float, last: bool) -> Any:
+        def with_factor(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Any:
             powersgd.factor = factor
-            return micro_step(share, ledger, factor, last)
+            return micro_step(micro_batch, accumulator, factor, last)
 
         return with_factor
 
@@ -88,32 +89,34 @@ def compress(model: nn.Module, replicas: DeviceMesh, config: Config, *, undoable
     asked = config.distributed.ddp.compression
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kind: str = asked.kind
-    notices: list[str] = []
+    log_lines: list[str] = []
     if kind == "auto":
         device = next(iter(parameters.values())).device
         kind, line = choose(sum(p.numel() for p in parameters.values()), measure_link(replicas.get_group(), device))
-        notices.append(line)
+        log_lines.append(line)
         if kind != "none":
-            return _tried(kind, replicas.get_group(), device, notices)
+            return _tried(kind, replicas.get_group(), device, log_lines)
     if kind in HALF:
-        return Compression(half_precision_hook(HALF[kind], replicas.get_group()), notices)
+        return Compression(half_precision_hook(HALF[kind], replicas.get_group()), log_lines)
     if kind == "none":
-        return Compression(notices=notices)
+        return Compression(log_lines=log_lines)
     powersgd = PowerSGD(
         parameters, replicas, rank=asked.rank, start_step=asked.start_step, warm_start=asked.warm_start,
         error_feedback=asked.error_feedback, seed=config.training.seed, undoable=undoable,
     )  # fmt: skip
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
     share = sent_numbers(shapes, "powersgd", asked.rank) / sent_numbers(shapes, "none")
-    notices.append(f"powersgd of rank {asked.rank} sends {share:.1%} of the gradients from step {asked.start_step} on")
-    return Compression(powersgd.hook, notices, powersgd)
+    log_lines.append(
+        f"powersgd of rank {asked.rank} sends {share:.1%} of the gradients from step {asked.start_step} on"
+    )
+    return Compression(powersgd.hook, log_lines, powersgd)
 
 
-def _tried(kind: str, group: dist.ProcessGroup, device: torch.device, notices: list[str]) -> Compression:
-    said_later: list[str] = []
+def _tried(kind: str, group: dist.ProcessGroup, device: torch.device, log_lines: list[str]) -> Compression:
+    later_log_lines: list[str] = []
     small = half_precision_hook(HALF[kind], group)
-    trial = Trial(kind, half_precision_hook(torch.float32, group), small, group, device, said_later)
-    return Compression(trial.hook, notices, trial=trial, said_later=said_later)
+    trial = Trial(kind, half_precision_hook(torch.float32, group), small, group, device, later_log_lines)
+    return Compression(trial.hook, log_lines, trial=trial, later_log_lines=later_log_lines)
 
 
 def half_precision_hook(dtype: torch.dtype, group: dist.ProcessGroup) -> Hook:

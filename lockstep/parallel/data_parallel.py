@@ -20,10 +20,10 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.in_order import placed_in_order
-from lockstep.parallel.placed import Placed, contiguous_shares
-from lockstep.parallel.placement import Applied, Placement, shared_out
+from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
+from lockstep.parallel.placement import AppliedStrategy, PlacementContext, shared_out
 from lockstep.parallel.tree_local import LocalTree
-from lockstep.randomness import Cursor, derive_key
+from lockstep.randomness import RandomState, derive_key
 from lockstep.rules import Contradiction
 from lockstep.strategy import Strategy
 
@@ -59,14 +59,14 @@ class DP(Strategy):
     def keys_random_numbers(self, device: torch.device) -> bool:
         return num_gpus(device) == 1
 
-    def place(self, placement: Placement) -> Placed:
+    def place(self, placement: PlacementContext) -> ParallelModel:
         p = placement
         p.materialise()
         refuse_means_of_parts(p.model, p.objective, num_gpus(p.device))
-        runs = apply_dp(p.model, p.config, p.cursor, p.notices)
-        applied = Applied(
+        runs = apply_dp(p.model, p.config, p.random_state, p.log_lines)
+        applied = AppliedStrategy(
             p.loop(runs, objective=over_parts(p.objective)),
-            shared_out(contiguous_shares, p),
+            shared_out(assign_contiguous, p),
             tree=LocalTree(list(p.model.parameters())) if p.reproducible else None,
         )
         return placed_in_order(p, applied)
@@ -77,19 +77,19 @@ def num_gpus(device: torch.device) -> int:
     return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
 
 
-def apply_dp(model: nn.Module, config: Config, cursor: Cursor, notices: list[str]) -> nn.Module:
+def apply_dp(model: nn.Module, config: Config, random_state: RandomState, log_lines: list[str]) -> nn.Module:
     """Wrap a model that lies on the first GPU; on the CPU or one GPU the model itself is returned, and it is said.
 
     Args:
-        notices: lines to be said at start are added.
+        log_lines: lines to be said at start are added.
 
     Raises:
         UsageError: something replaces the `forward` of blocks, which copies of the model would share.
     """
-    gpus = num_gpus(cursor.device)
+    gpus = num_gpus(random_state.device)
     if gpus == 1:
-        where = "one GPU" if cursor.device.type == "cuda" else "the CPU"
-        notices.append(f"dp on {where}: nothing to share out, runs as single")
+        where = "one GPU" if random_state.device.type == "cuda" else "the CPU"
+        log_lines.append(f"dp on {where}: nothing to share out, runs as single")
         return model
     training = config.training
     for key, asked in (("compile", training.compile), ("gradient_checkpointing", training.gradient_checkpointing)):
@@ -100,12 +100,12 @@ def apply_dp(model: nn.Module, config: Config, cursor: Cursor, notices: list[str
                 why="it copies the model to each GPU, and the copies would share one block's replaced forward",
                 fix="write strategy: ddp, which is faster as well",
             )
-    notices.append(
+    log_lines.append(
         f"dp: {gpus} GPUs share out each micro-batch, driven by one process; ddp is faster. What the model draws at "
         "random differs from other strategies"
     )
     wrapped = nn.DataParallel(model)
-    wrapped.register_forward_pre_hook(lambda _module, _args: _seed_all(cursor, gpus))
+    wrapped.register_forward_pre_hook(lambda _module, _args: _seed_all(random_state, gpus))
     return wrapped
 
 
@@ -140,7 +140,9 @@ def over_parts(objective: Objective) -> Objective:
     return replace(objective, loss=loss)
 
 
-def _seed_all(cursor: Cursor, gpus: int) -> None:
+def _seed_all(random_state: RandomState, gpus: int) -> None:
     for index in range(gpus):
-        key = derive_key(cursor.seed, cursor.phase, cursor.step, cursor.micro_batch, "dp", index)
+        key = derive_key(
+            random_state.seed, random_state.phase, random_state.step, random_state.micro_batch, "dp", index
+        )
         torch.cuda.default_generators[index].manual_seed(key)

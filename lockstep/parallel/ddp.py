@@ -18,14 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import Config, DDPConfig
 from lockstep.costs.hardware import Cluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, replicated_step
+from lockstep.data.batches import MicroBatch
 from lockstep.errors import RunError, listed
 from lockstep.layout import Layout
 from lockstep.monitor.phases import watch_ddp
 from lockstep.parallel.in_order import placed_in_order
-from lockstep.parallel.ledger import Share
-from lockstep.parallel.placed import Placed, contiguous_shares
-from lockstep.parallel.placement import Applied, Placement, shared_out
-from lockstep.parallel.tree import tree_shares
+from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
+from lockstep.parallel.placement import AppliedStrategy, PlacementContext, shared_out
+from lockstep.parallel.tree import assign_tree
 from lockstep.parallel.tree_local import ReplicaTree
 from lockstep.parallel.trial import Hook
 from lockstep.registry import STRATEGIES
@@ -57,7 +57,7 @@ class DDP(Strategy):
     ) -> StepTime:
         return bucketed_step_time(pieces, config, layout, cluster, micro_batches)
 
-    def place(self, placement: Placement) -> Placed:
+    def place(self, placement: PlacementContext) -> ParallelModel:
         p, mesh = placement, placement.mesh
         assert mesh is not None
         p.materialise()
@@ -69,9 +69,9 @@ class DDP(Strategy):
             multiplier=1.0 if p.reproducible else float(p.ranks),  # the tree is a sum; DDP's own reduction is a mean
             after_backward=check_reduced(wrapped),
         )
-        applied = Applied(
+        applied = AppliedStrategy(
             compression.over(micro_step),
-            shared_out(tree_shares if p.reproducible else contiguous_shares, p),
+            shared_out(assign_tree if p.reproducible else assign_contiguous, p),
             tree=ReplicaTree(wrapped, mesh["replicate"].get_group()) if p.reproducible else None,
             compression=compression,
         )
@@ -143,7 +143,7 @@ def sync_switch(model: DistributedDataParallel) -> Callable[[bool], None]:
     return switch
 
 
-def check_reduced(model: DistributedDataParallel) -> Callable[[Share], None]:
+def check_reduced(model: DistributedDataParallel) -> Callable[[MicroBatch], None]:
     """A check to be made after each backward pass: if it was to reduce the gradients, did DDP reduce them all?
 
     A parameter without a gradient keeps its bucket from being sent. DDP says so in the next step's forward pass, by
@@ -151,7 +151,7 @@ def check_reduced(model: DistributedDataParallel) -> Callable[[Share], None]:
     """
     names = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
 
-    def check(_share: Share) -> None:
+    def check(_micro_batch: MicroBatch) -> None:
         if not model.require_backward_grad_sync or model.find_unused_parameters or model.static_graph:
             return
         try:

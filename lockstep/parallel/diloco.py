@@ -26,17 +26,18 @@ from torch.optim import Optimizer
 from lockstep.config import Config, DiLoCoConfig, DistributedConfig
 from lockstep.costs.hardware import Cluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, rarely_exchanged_step
+from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.layout import Layout, multiplied
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.in_order import placed_in_order
-from lockstep.parallel.ledger import Ledger, Loss, Share, WorkersLedger
 from lockstep.parallel.local_worker import Flat, Worker, require_one_type
 from lockstep.parallel.loop import looped
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator, WorkersLossAccumulator
 from lockstep.parallel.numbers import Number, number
 from lockstep.parallel.outer_step import OuterStep
-from lockstep.parallel.placed import MicroStep, Placed, Turn, contiguous_shares
-from lockstep.parallel.placement import Applied, Placement
+from lockstep.parallel.parallel_model import MicroStep, ParallelModel, Turn, assign_contiguous
+from lockstep.parallel.placement import AppliedStrategy, PlacementContext
 from lockstep.parallel.wire import LARGEST, Wire, bytes_each
 from lockstep.rules import Contradiction
 from lockstep.strategy import Strategy, given_sizes
@@ -114,17 +115,17 @@ class DiLoCo(Strategy):
     def on(self, layout: Layout) -> Strategy:
         return self
 
-    def place(self, placement: Placement) -> Placed:
+    def place(self, placement: PlacementContext) -> ParallelModel:
         p = placement
         p.materialise()
         buffers = RunningBuffers(p.model, 1, reproducible=p.reproducible)  # a worker sees its own micro-batches only
-        micro_step = looped(p.model, p.objective, p.cursor, p.precision, buffers)
-        placed = placed_in_order(p, Applied(micro_step, partial(_assigned, *_numbers(p))))
+        micro_step = looped(p.model, p.objective, p.random_state, p.precision, buffers)
+        placed = placed_in_order(p, AppliedStrategy(micro_step, partial(_assigned, *_numbers(p))))
         _settle(p, placed)
         return placed
 
 
-def _numbers(p: Placement) -> tuple[range, int]:
+def _numbers(p: PlacementContext) -> tuple[range, int]:
     """(the workers of this rank, how many there are)."""
     total = p.layout.workers or p.ranks
     each = total // p.ranks
@@ -132,10 +133,10 @@ def _numbers(p: Placement) -> tuple[range, int]:
 
 
 def _assigned(mine: range, total: int, micro_batches: int) -> list[tuple[int, bool]]:
-    return [share for number in mine for share in contiguous_shares(micro_batches, number, total)]
+    return [assigned for number in mine for assigned in assign_contiguous(micro_batches, number, total)]
 
 
-def _settle(p: Placement, placed: Placed) -> None:
+def _settle(p: PlacementContext, placed: ParallelModel) -> None:
     """Let the workers live in a placed model."""
     mine, total = _numbers(p)
     assert placed.micro_step is not None
@@ -146,10 +147,10 @@ def _settle(p: Placement, placed: Placed) -> None:
     placed.forward_backward, placed.micro_step = workers.forward_backward, workers.micro_step
     placed.evaluate, placed.forward = workers.common(placed.evaluate), workers.common(placed.forward)
     placed.buffers = workers.buffers
-    placed.notices += _said(config, total, p.ranks, placed)
+    placed.log_lines += _said(config, total, p.ranks, placed)
 
 
-def _said(config: DiLoCoConfig, total: int, ranks: int, placed: Placed) -> list[str]:
+def _said(config: DiLoCoConfig, total: int, ranks: int, placed: ParallelModel) -> list[str]:
     numbers = sum(p.numel() for p in placed.parameters.values() if p.requires_grad)
     sent = 2 * (ranks - 1) / ranks * numbers * (total // ranks) * bytes_each(config.send_as) / config.inner_steps
     parts = f", in {config.fragments} fragments" if config.fragments > 1 else ""
@@ -175,7 +176,7 @@ class LocalWorkers:
     """
 
     def __init__(
-        self, placed: Placed, micro_step: MicroStep, mine: range, total: int, config: DiLoCoConfig, wire: Wire
+        self, placed: ParallelModel, micro_step: MicroStep, mine: range, total: int, config: DiLoCoConfig, wire: Wire
     ) -> None:
         self.total = total
         self._placed, self._micro_step = placed, micro_step
@@ -206,14 +207,16 @@ class LocalWorkers:
 
     # ---- a step ----
 
-    def forward_backward(self, shares: Sequence[Share], ledger: Ledger, factor: float) -> None:
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
+    ) -> None:
         """This rank's shares of a step, worker by worker."""
-        left = iter(shares)
+        left = iter(micro_batches)
         for worker in self._mine:
-            count = len(contiguous_shares(ledger.slots, worker.number, self.total))
+            count = len(assign_contiguous(accumulator.micro_batches_per_step, worker.number, self.total))
             with self._entered(worker):
                 for place in range(1, count + 1):
-                    self._run(worker, next(left), ledger, factor, last=place == count)
+                    self._run(worker, next(left), accumulator, factor, last=place == count)
 
     @property
     def micro_step(self) -> MicroStep | None:
@@ -221,36 +224,40 @@ class LocalWorkers:
         if len(self._mine) > 1:
             return None
         worker = self._mine[0]
-        return lambda share, ledger, factor, last: self._run(worker, share, ledger, factor, last=last)
+        return lambda micro_batch, accumulator, factor, last: self._run(
+            worker, micro_batch, accumulator, factor, last=last
+        )
 
-    def _run(self, worker: Worker, share: Share, ledger: Ledger, factor: float, *, last: bool) -> Loss:
-        loss = self._micro_step(share, ledger, factor, last)
-        if share.real:
+    def _run(
+        self, worker: Worker, micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, *, last: bool
+    ) -> Loss:
+        loss = self._micro_step(micro_batch, accumulator, factor, last)
+        if micro_batch.real:
             self._count = self._count + loss.targets
         worker.turn = None
         if last:
-            if not isinstance(self._count, int) or self._count > 0 or share.real:
-                worker.turn = self._turn(worker, factor, ledger)
+            if not isinstance(self._count, int) or self._count > 0 or micro_batch.real:
+                worker.turn = self._turn(worker, factor, accumulator)
             self._count = 0
         return loss
 
-    def _turn(self, worker: Worker, factor: float, ledger: Ledger) -> Turn:
-        count = torch.as_tensor(self._count, dtype=torch.float64, device=self._placed.cursor.device).clamp(min=1)
+    def _turn(self, worker: Worker, factor: float, accumulator: LossAccumulator) -> Turn:
+        count = torch.as_tensor(self._count, dtype=torch.float64, device=self._placed.random_state.device).clamp(min=1)
         to_mean = (1.0 / factor / count).float()
         gradients = self._placed.gradients()
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(to_mean)
-        assert isinstance(ledger, WorkersLedger)
-        ledger.note(worker.number, norm * to_mean)
+        assert isinstance(accumulator, WorkersLossAccumulator)
+        accumulator.add_norm(worker.number, norm * to_mean)
         return Turn(number(to_mean), number(norm * to_mean), entered=partial(self._entered, worker))
 
     def turns(self) -> list[Turn]:
         """The updates of this rank's workers."""
         return [worker.turn for worker in self._mine if worker.turn is not None]
 
-    def mean_norm(self, ledger: Ledger) -> Number:
-        """Of all workers' gradients, after the ledger's `totals`; equal on all ranks."""
-        assert isinstance(ledger, WorkersLedger)
-        return ledger.mean_norm
+    def mean_norm(self, accumulator: LossAccumulator) -> Number:
+        """Of all workers' gradients, after the accumulator's `totals`; equal on all ranks."""
+        assert isinstance(accumulator, WorkersLossAccumulator)
+        return accumulator.mean_norm
 
     @contextmanager
     def _entered(self, worker: Worker, optimizer: Optimizer | None = None) -> Iterator[None]:

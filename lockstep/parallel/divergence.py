@@ -18,21 +18,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import Config
 from lockstep.errors import RunError, listed
-from lockstep.parallel.placed import Placed, local
+from lockstep.parallel.parallel_model import ParallelModel, local
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def guard_replicas(placed: Placed, config: Config, mesh: DeviceMesh | None) -> None:
+def guard_replicas(placed: ParallelModel, config: Config, mesh: DeviceMesh | None) -> None:
     """Set `placed.check` where there are replicas to compare and the config wants it."""
     every = config.distributed.divergence_check_steps
     if mesh is not None and mesh["replicate"].size() > 1 and every is not None:
         placed.check = guard(placed, mesh["replicate"].get_group(), every)
     elif every is not None and "divergence_check_steps" in config.distributed.model_fields_set:
-        placed.notices.append("divergence_check_steps: one replica, nothing to compare")
+        placed.log_lines.append("divergence_check_steps: one replica, nothing to compare")
 
 
-def guard(placed: Placed, group: dist.ProcessGroup, every: int) -> Callable[[int], None]:
+def guard(placed: ParallelModel, group: dist.ProcessGroup, every: int) -> Callable[[int], None]:
     """A check to be called after each step with the number of steps made; every rank calls it.
 
     Args:
@@ -46,7 +46,7 @@ def guard(placed: Placed, group: dist.ProcessGroup, every: int) -> Callable[[int
     def check(step: int) -> None:
         if step % every == 0:
             found = compare(placed.kept(), group, step)
-            _raise_together(found, placed.cursor.device)
+            _raise_together(found, placed.random_state.device)
 
     return check
 

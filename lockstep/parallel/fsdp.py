@@ -28,9 +28,9 @@ from lockstep.parallel.fsdp_gloo import GlooMessages, own_parameters
 from lockstep.parallel.fsdp_scalars import Scalars, scalars_of
 from lockstep.parallel.fsdp_usage import Usage, callable_units, implements_forward
 from lockstep.parallel.in_order import placed_in_order
-from lockstep.parallel.placed import MicroStep, Placed, strided_shares
-from lockstep.parallel.placement import Applied, Placement, shared_out
-from lockstep.parallel.tree import hybrid_shares
+from lockstep.parallel.parallel_model import MicroStep, ParallelModel, assign_strided
+from lockstep.parallel.placement import AppliedStrategy, PlacementContext, shared_out
+from lockstep.parallel.tree import assign_hybrid
 from lockstep.parallel.tree_fsdp import ShardTree
 from lockstep.registry import STRATEGIES, load_object
 from lockstep.rules import Contradiction
@@ -131,13 +131,13 @@ class FSDP(Strategy):
     def topologies_to_verify(self, config: Config) -> list[str]:
         return ["hybrid:2x2"] if config.distributed.fsdp.sharding_strategy == "hybrid_shard" else []
 
-    def place(self, placement: Placement) -> Placed:
+    def place(self, placement: PlacementContext) -> ParallelModel:
         p, mesh, layout = placement, placement.mesh, placement.layout
         assert mesh is not None
         options = p.config.distributed.fsdp
         if p.first is None:
             p.model.to(p.device)  # a shard is cut on the device that it stays on
-        p.notices += apply_fsdp(
+        p.log_lines += apply_fsdp(
             p.model, mesh, options, p.blocks, param_dtype=p.config.precision.param_dtype, replicas_apart=p.reproducible
         )
         if p.first is not None:
@@ -148,14 +148,14 @@ class FSDP(Strategy):
         if p.device.type == "cpu":
             micro_step = over_gloo(p.model, layout, micro_step, reproducible=p.reproducible)
         micro_step = scalars.over(usage.over(micro_step))
-        assign, tree = shared_out(strided_shares, p), None
+        assign, tree = shared_out(assign_strided, p), None
         if p.reproducible:
             replica, shard = divmod(p.rank, layout.shard)
             assign = partial(
-                hybrid_shares, replica=replica, replicas=layout.replicate, shard=shard, shards=layout.shard
+                assign_hybrid, replica=replica, replicas=layout.replicate, shard=shard, shards=layout.shard
             )  # fmt: skip
             tree = ShardTree(p.model, mesh)
-        applied = Applied(
+        applied = AppliedStrategy(
             micro_step,
             assign,
             tree=tree,
@@ -199,13 +199,13 @@ def shard_stage(
             where="distributed.strategy: pipeline",
             fix="give it one, torch.ones(1) for torch.ones(()), or write strategy: fsdp or ddp",
         )
-    notices = apply_fsdp(
+    log_lines = apply_fsdp(
         root, mesh, config.distributed.fsdp.model_copy(update={"auto_wrap_policy": "transformer"}), units,
         param_dtype=config.precision.param_dtype, reshard_after_forward=frees, foreign=foreign,
     )  # fmt: skip
     if mesh.device_type == "cpu":
         GlooMessages(root)
-    return notices
+    return log_lines
 
 
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -242,7 +242,7 @@ def apply_fsdp(
         "shard_placement_fn": _divisible_dim(mesh["shard"].size()),
         "ignored_params": (foreign or set()) | set(scalars_of(model).values()),
     }
-    notices = _cast_buffers(model, config)
+    log_lines = _cast_buffers(model, config)
     units = units_of(model, config, blocks)
     for unit in (*(unit for _, unit in units), model):  # inner ones first: what is left belongs to the outer one
         own = own_parameters(unit)
@@ -257,11 +257,11 @@ def apply_fsdp(
     at_root = sum(p.numel() for p in own_parameters(model))
     whole = sum(p.numel() for p in model.parameters())
     if whole and at_root > whole / 2 and mesh["shard"].size() > 1:
-        notices.append(
+        log_lines.append(
             f"{at_root / whole:.0%} of the parameters belong to no block: they are sharded at the root and gathered "
             "whole for each forward and backward pass"
         )
-    return notices
+    return log_lines
 
 
 def _refuse_mixture(unit: nn.Module, own: Sequence[nn.Parameter]) -> None:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lockstep.parallel.ledger import Ledger, Loss, Share
-from lockstep.parallel.placed import MicroStep, local
+from lockstep.data.batches import MicroBatch
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.parallel.parallel_model import MicroStep, local
 from lockstep.parallel.tree_reduce import MESSAGE, all_gather_flat
 
 
@@ -51,9 +52,9 @@ class GlooMessages:
         """
         self._may_wait = True
 
-        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> Loss:
+        def step(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:
             self._last = last
-            result = micro_step(share, ledger, factor, last)
+            result = micro_step(micro_batch, accumulator, factor, last)
             self.settle()
             if last:
                 for parameter, total in self._sums.items():  # of those that this micro-batch has no gradient of

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from lockstep.parallel.ledger import Ledger, Loss, Share
-from lockstep.parallel.placed import MicroStep
+from lockstep.data.batches import MicroBatch
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.parallel.parallel_model import MicroStep
 from lockstep.parallel.tree import Partials, finish
 
 
@@ -46,24 +47,24 @@ class Scalars:
         if not self._trained:
             return micro_step
 
-        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> Loss:
-            result = micro_step(share, ledger, factor, last)
+        def step(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:
+            result = micro_step(micro_batch, accumulator, factor, last)
             gradients = [self._own[name].grad for name in self._trained]
-            if share.real:
-                self._rows[share.index] = gradients
+            if micro_batch.real:
+                self._rows[micro_batch.index] = gradients
             for name in self._trained:
                 self._own[name].grad = None
             if last:
-                self._reduce(ledger.slots)
+                self._reduce(accumulator.micro_batches_per_step)
             return result
 
         return step
 
     @torch.no_grad()
-    def _reduce(self, slots: int) -> None:
+    def _reduce(self, micro_batches_per_step: int) -> None:
         first = self._own[self._trained[0]]
         # Adding zeros changes no bit of a row; each value has a second column that says whether it is there.
-        table = torch.zeros(slots, len(self._trained), 2, dtype=torch.float64, device=first.device)
+        table = torch.zeros(micro_batches_per_step, len(self._trained), 2, dtype=torch.float64, device=first.device)
         for index, row in self._rows.items():
             for place, gradient in enumerate(row):
                 if gradient is not None:
@@ -71,8 +72,8 @@ class Scalars:
         self._rows.clear()
         dist.all_reduce(table)
         there = table[..., 1].bool().tolist()
-        sums = Partials(slots)
-        for index in range(slots):
+        sums = Partials(micro_batches_per_step)
+        for index in range(micro_batches_per_step):
             sums.add(index, [
                 table[index, place, 0].to(self._own[name].dtype) if there[index][place] else None
                 for place, name in enumerate(self._trained)

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.parallel.fsdp_gloo import own_parameters
-from lockstep.parallel.ledger import Ledger, Loss, Share
-from lockstep.parallel.placed import MicroStep
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.parallel.parallel_model import MicroStep
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,10 +95,10 @@ class Usage:
 
         explained = mixing_explained(micro_step, self._not_called)
 
-        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> Loss:
+        def step(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:
             self._forward = True
             try:
-                result = explained(share, ledger, factor, last)
+                result = explained(micro_batch, accumulator, factor, last)
             finally:
                 self._forward = False
                 self._calls.clear()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.parallel.numbers import Number
-from lockstep.parallel.placed import Placed, local
+from lockstep.parallel.parallel_model import ParallelModel, local
 
 _NUMBER = re.compile(r"\.\d+(\.|$)")
 
@@ -18,7 +18,7 @@ def layer_of(name: str) -> str:
     return name[: found.end()].rstrip(".") if found else name.partition(".")[0]
 
 
-def layer_norms(placed: Placed, factor: Number) -> dict[str, float]:
+def layer_norms(placed: ParallelModel, factor: Number) -> dict[str, float]:
     """Layer → 2-norm of its gradient times `factor`. All ranks call it together; waits for the device, and for them."""
     squares: dict[str, Any] = {}
     counted = placed.parameters if placed.counted is None else placed.counted

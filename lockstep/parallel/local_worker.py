@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.placed import Turn
+from lockstep.parallel.parallel_model import Turn
 from lockstep.parallel.wire import BLOCK
 
 _ALIGNED = 64  # elements: parameters begin where kernels like it

@@ -6,24 +6,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.data.batches import MicroBatch
 from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
-from lockstep.parallel.ledger import Ledger, Loss, Share
-from lockstep.parallel.placed import Evaluate, ForwardBackward, MicroStep
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.parallel.parallel_model import Evaluate, ForwardBackward, MicroStep
 from lockstep.precision import Precision
-from lockstep.randomness import Cursor
+from lockstep.randomness import RandomState
 
 
-def forward_loss(model: nn.Module, objective: Objective, precision: Precision, share: Share) -> Loss:
+def forward_loss(model: nn.Module, objective: Objective, precision: Precision, micro_batch: MicroBatch) -> Loss:
     """Of one micro-batch."""
     with precision.autocast():
-        return Loss(*objective.of(model, share.batch))
+        return Loss(*objective.of(model, micro_batch.batch))
 
 
 def looped(
-    model: nn.Module, objective: Objective, cursor: Cursor, precision: Precision, buffers: RunningBuffers, *,
+    model: nn.Module, objective: Objective, random_state: RandomState, precision: Precision, buffers: RunningBuffers, *,
     set_sync: Callable[[bool], None] = lambda _last: None, multiplier: float = 1.0,
-    after_backward: Callable[[Share], None] = lambda _share: None,
+    after_backward: Callable[[MicroBatch], None] = lambda _micro_batch: None,
 ) -> MicroStep:  # fmt: skip
     """A `MicroStep` for a model that is whole on this rank, or gathers itself.
 
@@ -34,21 +35,21 @@ def looped(
         after_backward: told after each backward pass.
     """
 
-    def micro_step(share: Share, ledger: Ledger, factor: float, last: bool) -> Loss:
+    def micro_step(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:
         set_sync(last)
-        cursor.at(share.index)
-        with buffers.micro_batch(share.index, real=share.real):
-            loss = forward_loss(model, objective, precision, share)
+        random_state.at(micro_batch.index)
+        with buffers.micro_batch(micro_batch.index, real=micro_batch.real):
+            loss = forward_loss(model, objective, precision, micro_batch)
             buffers.forward_done()
-            ledger.enter(share, loss)
+            accumulator.add(micro_batch, loss)
             if last:
-                ledger.close()
+                accumulator.start_reduce()
             # A dummy has weight zero: its backward pass is there for the collectives inside of it.
-            weight = factor * multiplier * loss.times if share.real else 0.0
+            weight = factor * multiplier * loss.times if micro_batch.real else 0.0
             loss.value.backward(torch.full_like(loss.value, weight))  # type: ignore[no-untyped-call]
-            after_backward(share)
+            after_backward(micro_batch)
         if last:
-            buffers.finish_step(ledger.slots)
+            buffers.finish_step(accumulator.micro_batches_per_step)
         return loss
 
     return micro_step
@@ -57,21 +58,21 @@ def looped(
 def in_order(micro_step: MicroStep) -> ForwardBackward:
     """The shares of a step, one after the other."""
 
-    def forward_backward(shares: Sequence[Share], ledger: Ledger, factor: float) -> None:
-        for place, share in enumerate(shares, start=1):
-            micro_step(share, ledger, factor, place == len(shares))
+    def forward_backward(micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float) -> None:
+        for place, micro_batch in enumerate(micro_batches, start=1):
+            micro_step(micro_batch, accumulator, factor, place == len(micro_batches))
 
     return forward_backward
 
 
-def evaluated(model: nn.Module, objective: Objective, cursor: Cursor, precision: Precision) -> Evaluate:
+def evaluated(model: nn.Module, objective: Objective, random_state: RandomState, precision: Precision) -> Evaluate:
     """Forward only, under `no_grad`; the caller has put the parts into evaluation mode."""
 
     @torch.no_grad()
-    def evaluate(shares: Sequence[Share], ledger: Ledger) -> None:
-        for share in shares:
-            cursor.at(share.index)
-            ledger.enter(share, forward_loss(model, objective, precision, share))
+    def evaluate(micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator) -> None:
+        for micro_batch in micro_batches:
+            random_state.at(micro_batch.index)
+            accumulator.add(micro_batch, forward_loss(model, objective, precision, micro_batch))
 
     return evaluate
 

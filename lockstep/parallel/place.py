@@ -1,4 +1,4 @@
-"""`place`: from a model and a layout to `Placed`, as one ordered list.
+"""`place`: from a model and a layout to `ParallelModel`, as one ordered list.
 
 checks → names → keyed randomness → float8 → activation checkpointing → compile → shard or replicate → first values
 """
@@ -18,12 +18,12 @@ from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.fsdp import units_of
 from lockstep.parallel.gradient_hooks import take_hooks
 from lockstep.parallel.initial import FirstValues, agree, canonical_names, on_meta
-from lockstep.parallel.placed import Placed
-from lockstep.parallel.placement import Placement
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.placement import PlacementContext
 from lockstep.parallel.refused import refuse_parameters, refuse_wrapped
 from lockstep.parallel.unit_inputs import join_uses_of_inputs
 from lockstep.precision import Precision, switch_tf32
-from lockstep.randomness import Cursor
+from lockstep.randomness import RandomState
 from lockstep.rules import refuse
 from lockstep.strategy import Strategy, strategy_named
 
@@ -36,7 +36,7 @@ def place(
     objective: Objective,
     device: torch.device,
     precision: Precision,
-) -> Placed:
+) -> ParallelModel:
     """Place a model on this rank, by the strategy that the layout names.
 
     Args:
@@ -71,24 +71,24 @@ def place(
 def _prepared(
     model: nn.Module, strategy: Strategy, layout: Layout, config: Config, objective: Objective, device: torch.device,
     precision: Precision,
-) -> Placement:  # fmt: skip
+) -> PlacementContext:  # fmt: skip
     """The model keyed and transformed, the same on all ranks, with all that strategies need to know."""
     shared = layout.world_size > 1
     blocks = blocks_of(model)
-    cursor = Cursor(config.training.seed, device)
+    random_state = RandomState(config.training.seed, device)
     first = FirstValues(model, config.training.seed) if on_meta(model) else None
     if strategy.keys_random_numbers(device):
-        key_model(model, cursor, blocks, cut=strategy.splits_model)
-    notices = apply_fp8(model, blocks, config.precision.fp8, device)
-    notices += transform_blocks(model, config.training, cursor, blocks)
+        key_model(model, random_state, blocks, cut=strategy.splits_model)
+    log_lines = apply_fp8(model, blocks, config.precision.fp8, device)
+    log_lines += transform_blocks(model, config.training, random_state, blocks)
     if config.distributed.reproducible:
         join_uses_of_inputs(units_of(model, config.distributed.fsdp, blocks))
-        notices += reproducible.switch_on(device) + reproducible.extra_traffic(config, layout)
+        log_lines += reproducible.switch_on(device) + reproducible.extra_traffic(config, layout)
     if first is None and shared and not agree(model):
-        notices.append("the model's values differed between ranks: all took rank 0's")
+        log_lines.append("the model's values differed between ranks: all took rank 0's")
     if shared:
         refuse_synchronised(model)
     mesh = device_mesh(layout, device.type) if shared else None
-    return Placement(
-        model, layout, config, mesh, objective, device, precision, cursor, blocks, first, notices
+    return PlacementContext(
+        model, layout, config, mesh, objective, device, precision, random_state, blocks, first, log_lines
     )  # fmt: skip

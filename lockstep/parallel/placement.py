@@ -17,15 +17,15 @@ from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.compression import Compression, compress
 from lockstep.parallel.initial import FirstValues, materialise
 from lockstep.parallel.loop import looped
-from lockstep.parallel.placed import MicroStep
+from lockstep.parallel.parallel_model import MicroStep
 from lockstep.precision import Precision
-from lockstep.randomness import Cursor
+from lockstep.randomness import RandomState
 
 Blocks = list[tuple[str, nn.Module]]
 
 
 @dataclass
-class Placement:
+class PlacementContext:
     """What every strategy is given.
 
     Attributes:
@@ -36,10 +36,10 @@ class Placement:
         objective: how a batch becomes a loss.
         device: of this rank.
         precision: of the forward pass.
-        cursor: what random numbers depend on.
+        random_state: what random numbers depend on.
         blocks: the model's repeated blocks, by name.
         first: makes the first values; None where the model has them.
-        notices: lines to be said at start; strategies add theirs.
+        log_lines: lines to be said at start; strategies add theirs.
     """
 
     model: nn.Module
@@ -49,10 +49,10 @@ class Placement:
     objective: Objective
     device: torch.device
     precision: Precision
-    cursor: Cursor
+    random_state: RandomState
     blocks: Blocks
     first: FirstValues | None
-    notices: list[str] = field(default_factory=list)
+    log_lines: list[str] = field(default_factory=list)
 
     @property
     def reproducible(self) -> bool:
@@ -82,7 +82,7 @@ class Placement:
         assert self.mesh is not None
         undoable = self.precision.mode == "fp16"
         compression = compress(self.model, self.mesh["replicate"], self.config, undoable=undoable)
-        self.notices += compression.notices
+        self.log_lines += compression.log_lines
         return compression
 
     def loop(self, runs: nn.Module, *, objective: Objective | None = None, **synchronise: Any) -> MicroStep:
@@ -94,7 +94,7 @@ class Placement:
             synchronise: see `lockstep.parallel.loop.looped`.
         """
         buffers = RunningBuffers(self.model, self.ranks, reproducible=self.reproducible)
-        return looped(runs, objective or self.objective, self.cursor, self.precision, buffers, **synchronise)
+        return looped(runs, objective or self.objective, self.random_state, self.precision, buffers, **synchronise)
 
 
 class Tree(Protocol):
@@ -108,7 +108,7 @@ class Tree(Protocol):
 
 
 @dataclass
-class Applied:
+class AppliedStrategy:
     """What a strategy made of a model whose micro-batches run one at a time.
 
     Attributes:
@@ -118,7 +118,7 @@ class Applied:
         finish_gradients: what is left to do to `.grad` after the last backward pass of a step without a tree.
         compression: of gradients on the wire.
         norm_groups: process groups over which squared norms of the local gradients add up.
-        counted: see `Placed.counted`.
+        counted: see `ParallelModel.counted`.
         parameters: what is trained in place of the model's own parameter of that name.
     """
 
@@ -133,7 +133,7 @@ class Applied:
 
 
 def shared_out(
-    how: Callable[..., list[tuple[int, bool]]], placement: Placement
+    how: Callable[..., list[tuple[int, bool]]], placement: PlacementContext
 ) -> Callable[[int], list[tuple[int, bool]]]:
     """`how` for this rank of the placement's data-parallel ranks."""
     return partial(how, rank=placement.rank, ranks=placement.ranks)

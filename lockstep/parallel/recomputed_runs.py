@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.randomness import Captured, Cursor, generator_of
+from lockstep.randomness import Captured, RandomState, generator_of
 from lockstep.torch_compat.pytree import tree_leaves, tree_map
 
 
-def recompute_runs(blocks: Sequence[tuple[str, nn.Module]], length: int, cursor: Cursor) -> None:
+def recompute_runs(blocks: Sequence[tuple[str, nn.Module]], length: int, random_state: RandomState) -> None:
     """Replace the `forward` of blocks in place, so that runs of `length` of them are recomputed at once."""
-    runs = _Runs(cursor)
+    runs = _Runs(random_state)
     for place, (_, block) in enumerate(blocks):
         block.forward = runs.over(block, starts=place % length == 0)
 
@@ -44,7 +44,7 @@ class _Call:
     Attributes:
         arguments: (positional, keyword); tensors are detached, and those from the block before are left out.
         generator: state of the device's generator when the block began.
-        captured: where the cursor stood.
+        captured: where the random_state stood.
     """
 
     block: nn.Module
@@ -57,8 +57,8 @@ class _Call:
 class _Runs:
     """The runs of a model's blocks. One is open at a time: forward passes of micro-batches do not interleave."""
 
-    def __init__(self, cursor: Cursor) -> None:
-        self._cursor = cursor
+    def __init__(self, random_state: RandomState) -> None:
+        self._random_state = random_state
         self._open: _Run | None = None
         self._returned: list[weakref.ref[Tensor]] = []  # by the block that ran last
 
@@ -72,10 +72,16 @@ class _Runs:
             continues = any(isinstance(leaf, _Previous) for leaf in tree_leaves(arguments))
             run = self._open
             if run is None or starts or not continues:
-                run = self._open = _Run(self._cursor)
+                run = self._open = _Run(self._random_state)
                 arguments = (args, kwargs)
             run.calls.append(
-                _Call(block, forward, tree_map(_detached, arguments), _state(self._cursor), self._cursor.capture())
+                _Call(
+                    block,
+                    forward,
+                    tree_map(_detached, arguments),
+                    _state(self._random_state),
+                    self._random_state.capture(),
+                )
             )
             with saved_tensors_hooks(run.pack, run.unpack):
                 outputs = forward(*args, **kwargs)
@@ -104,13 +110,13 @@ class _Slot:
 class _Run:
     """Blocks that are recomputed at once."""
 
-    cursor: Cursor
+    random_state: RandomState
     calls: list[_Call] = field(default_factory=list)
     _saved: int = 0
     _values: dict[int, Tensor] = field(default_factory=dict)  # place → tensor, once recomputed
 
     def __post_init__(self) -> None:
-        kind = self.cursor.device.type
+        kind = self.random_state.device.type
         self._autocast = (
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
             if torch.is_autocast_enabled(kind)
@@ -128,7 +134,7 @@ class _Run:
 
     def _recompute(self) -> None:
         found: list[Tensor] = []
-        generator, outer = generator_of(self.cursor.device), _state(self.cursor)
+        generator, outer = generator_of(self.random_state.device), _state(self.random_state)
         outputs: list[Any] = []
         try:
             with torch.enable_grad(), self._precision(), saved_tensors_hooks(_collected_in(found), _never):
@@ -136,7 +142,7 @@ class _Run:
                     _gather(call.block)
                     generator.set_state(call.generator)
                     args, kwargs = tree_map(_attached(outputs), call.arguments)
-                    with self.cursor.recomputing(call.captured):
+                    with self.random_state.recomputing(call.captured):
                         made = call.forward(*args, **kwargs)
                     outputs[:] = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         finally:
@@ -154,8 +160,8 @@ class _Run:
         return torch.autocast(kind, dtype, cache_enabled=cached)
 
 
-def _state(cursor: Cursor) -> Tensor:
-    return generator_of(cursor.device).get_state()
+def _state(random_state: RandomState) -> Tensor:
+    return generator_of(random_state.device).get_state()
 
 
 def _same(one: Tensor, other: Tensor | None) -> bool:

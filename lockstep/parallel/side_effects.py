@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import UsageError, listed
 from lockstep.parallel.divergence import fingerprint
-from lockstep.parallel.placed import Placed, local
+from lockstep.parallel.parallel_model import ParallelModel, local
 
 _STEPS = 2  # steps whose first forward pass is watched: a counter has moved in both of them
 
@@ -71,26 +71,26 @@ class _Values:
         ]
 
 
-def watch(placed: Placed) -> None:
+def watch(placed: ParallelModel) -> None:
     """Watch the first forward passes of a placed model, and end the keying of generators that nobody draws from."""
     _Watch(placed).begin()
     placed.check = _settling(placed)
 
 
-def _settling(placed: Placed) -> Any:
+def _settling(placed: ParallelModel) -> Any:
     """`placed.check`, which after the first step also settles whether Python's and NumPy's generators are keyed."""
     check = placed.check
 
     def settle(step: int) -> None:
-        host = placed.cursor.host
+        host = placed.random_state.host
         if host is not None and host.trained and not host.settled:
-            drawn = torch.tensor([host.drawn], dtype=torch.int32, device=placed.cursor.device)
+            drawn = torch.tensor([host.drawn], dtype=torch.int32, device=placed.random_state.device)
             if placed.layout.world_size > 1:
                 dist.all_reduce(drawn, op=dist.ReduceOp.MAX)
             if drawn.item():
                 host.settled = True
             else:
-                placed.cursor.host = None
+                placed.random_state.host = None
         check(step)
 
     return settle
@@ -104,7 +104,7 @@ class _Watch:
         placed: the model.
     """
 
-    placed: Placed
+    placed: ParallelModel
     _handles: list[Any] = field(default_factory=list)
     _seen: dict[int, set[int]] = field(default_factory=dict)  # root → steps whose first forward pass was watched
     _open: dict[int, _Values] = field(default_factory=dict)  # unit → its parameters
@@ -126,17 +126,21 @@ class _Watch:
 
     def _before(self, root: nn.Module, unit: nn.Module) -> Any:
         def before(_module: nn.Module, _args: Any) -> None:
-            cursor, seen = self.placed.cursor, self._seen.setdefault(id(root), set())
-            if cursor.phase != "train" or not torch.is_grad_enabled() or (unit is root and cursor.step in seen):
+            random_state, seen = self.placed.random_state, self._seen.setdefault(id(root), set())
+            if (
+                random_state.phase != "train"
+                or not torch.is_grad_enabled()
+                or (unit is root and random_state.step in seen)
+            ):
                 return
             if unit is root:
-                seen.add(cursor.step)
+                seen.add(random_state.step)
                 self._attributes[id(root)] = dict(_attributes(root))
                 self._generators[id(root)] = dict(_generators(root))
             elif id(root) not in self._attributes:
                 return
             here = {name: p for name, p in unit.named_parameters() if not p.is_meta}
-            self._open[id(unit)] = _Values.of(here, cursor.device)
+            self._open[id(unit)] = _Values.of(here, random_state.device)
 
         return before
 
@@ -145,7 +149,7 @@ class _Watch:
             before = self._open.pop(id(unit), None)
             if before is None:
                 return
-            written = before.written(unit, self.placed.cursor.device)
+            written = before.written(unit, self.placed.random_state.device)
             if written:
                 self._report_written([self._canonical(before.parameters[name], name) for name in written])
             if unit is root:

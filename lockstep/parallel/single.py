@@ -8,8 +8,8 @@ from lockstep.costs.hardware import Cluster
 from lockstep.costs.steps import ModelSize
 from lockstep.layout import Layout
 from lockstep.parallel.in_order import placed_in_order
-from lockstep.parallel.placed import Placed, contiguous_shares
-from lockstep.parallel.placement import Applied, Placement, shared_out
+from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
+from lockstep.parallel.placement import AppliedStrategy, PlacementContext, shared_out
 from lockstep.parallel.tree_local import LocalTree
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy
@@ -37,14 +37,14 @@ class Single(Strategy):
     def on(self, layout: Layout) -> Strategy:
         return self
 
-    def place(self, placement: Placement) -> Placed:
+    def place(self, placement: PlacementContext) -> ParallelModel:
         asked = placement.layout.strategy
         if asked != self.name:
-            placement.notices.append(f"{asked} on one rank: nothing to synchronise or to shard")
+            placement.log_lines.append(f"{asked} on one rank: nothing to synchronise or to shard")
         placement.materialise()
-        applied = Applied(
+        applied = AppliedStrategy(
             placement.loop(placement.model),
-            shared_out(contiguous_shares, placement),
+            shared_out(assign_contiguous, placement),
             tree=LocalTree(list(placement.model.parameters())) if placement.reproducible else None,
         )
         return placed_in_order(placement, applied)

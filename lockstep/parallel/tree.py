@@ -98,7 +98,7 @@ def leaves_of(nodes: Iterable[Node]) -> list[int]:
     return sorted(index for lo, hi in nodes for index in range(lo, hi))
 
 
-def tree_shares(micro_batches: int, rank: int, ranks: int, *, even: bool = False) -> list[tuple[int, bool]]:
+def assign_tree(micro_batches: int, rank: int, ranks: int, *, even: bool = False) -> list[tuple[int, bool]]:
     """What one of `ranks` ranks runs that reduce once a step: (index, real); one dummy if it is left with nothing.
 
     Args:
@@ -111,7 +111,7 @@ def tree_shares(micro_batches: int, rank: int, ranks: int, *, even: bool = False
     return [(index, True) for index in mine] + dummies
 
 
-def hybrid_shares(
+def assign_hybrid(
     micro_batches: int, replica: int, replicas: int, shard: int, shards: int
 ) -> list[tuple[int, bool]]:  # fmt: skip
     """What a rank runs where shards reduce each micro-batch and replicas once a step: (index, real).

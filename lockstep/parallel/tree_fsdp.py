@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.parallel.fsdp_gloo import Exchange
-from lockstep.parallel.ledger import Ledger, Loss, Share
-from lockstep.parallel.placed import MicroStep, local
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.parallel.parallel_model import MicroStep, local
 from lockstep.parallel.tree import Partials, finish, leaves_of, tree_assignment
 from lockstep.parallel.tree_reduce import tree_all_reduce
 
@@ -50,13 +51,13 @@ class ShardTree:
         """`micro_step`, whose gradients are summed by this tree."""
         rounds = 0
 
-        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> Loss:
+        def step(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:
             nonlocal rounds
-            self.leaves, self.last = ledger.slots, last
+            self.leaves, self.last = accumulator.micro_batches_per_step, last
             mine = leaves_of(self.nodes)
             shards = self.shards.size()
             self.round = mine[rounds * shards : (rounds + 1) * shards]
-            result = micro_step(share, ledger, factor, last)
+            result = micro_step(micro_batch, accumulator, factor, last)
             rounds = 0 if last else rounds + 1
             if last:
                 self._check()

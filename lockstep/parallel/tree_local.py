@@ -13,8 +13,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch'
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.parallel.ledger import Ledger, Loss, Share
-from lockstep.parallel.placed import MicroStep
+from lockstep.data.batches import MicroBatch
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.parallel.parallel_model import MicroStep
 from lockstep.parallel.tree import Partials, finish, tree_assignment
 from lockstep.parallel.tree_reduce import TreeAllReduce
 
@@ -32,12 +33,12 @@ class LocalTree:
     def over(self, micro_step: MicroStep) -> MicroStep:
         """`micro_step`, whose gradients are summed by this tree."""
 
-        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> Loss:
+        def step(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:
             if not len(self._partials):
-                self._partials = Partials(ledger.slots)
-            result = micro_step(share, ledger, factor, last)
-            if share.real:
-                self._partials.add(share.index, [p.grad for p in self._parameters])
+                self._partials = Partials(accumulator.micro_batches_per_step)
+            result = micro_step(micro_batch, accumulator, factor, last)
+            if micro_batch.real:
+                self._partials.add(micro_batch.index, [p.grad for p in self._parameters])
             for parameter in self._parameters:
                 parameter.grad = None
             if last:
@@ -101,7 +102,7 @@ class ReplicaTree:
         self._places = {id(p): place for place, p in enumerate(self._parameters)}
         self._group = group
         self._partials = Partials(0)
-        self._share: Share | None = None
+        self._micro_batch: MicroBatch | None = None
         self._may_miss = model.find_unused_parameters  # whether a backward pass may leave parameters out
         self._used_before: set[int] = set()  # places of those that earlier micro-batches of the step used
         self._folding: list[tuple[TreeAllReduce, Tensor]] = []  # the all-to-all runs
@@ -111,22 +112,22 @@ class ReplicaTree:
     def over(self, micro_step: MicroStep) -> MicroStep:
         """`micro_step`, whose gradients are summed by this tree."""
 
-        def step(share: Share, ledger: Ledger, factor: float, last: bool) -> Loss:
-            if self._share is None:
-                self._partials = Partials(ledger.slots)
-            self._share = share
+        def step(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:
+            if self._micro_batch is None:
+                self._partials = Partials(accumulator.micro_batches_per_step)
+            self._micro_batch = micro_batch
             if last:
                 # DDP remembers what earlier micro-batches of the step used, and wants a gradient of it to reduce.
                 for place in self._used_before:
                     self._parameters[place].grad = torch.zeros_like(self._parameters[place])
                 self._used_before.clear()
-            result = micro_step(share, ledger, factor, last)
+            result = micro_step(micro_batch, accumulator, factor, last)
             if last:
                 assert not self._folding
-                self._share = None
+                self._micro_batch = None
             else:
-                if share.real:
-                    self._partials.add(share.index, [p.grad for p in self._parameters])
+                if micro_batch.real:
+                    self._partials.add(micro_batch.index, [p.grad for p in self._parameters])
                 for place, parameter in enumerate(self._parameters):
                     if parameter.grad is not None and self._may_miss:
                         self._used_before.add(place)
@@ -160,10 +161,10 @@ class ReplicaTree:
 
     def _sums(self, bucket: GradBucket) -> list[Tensor | None]:
         """This rank's nodes' sums of a bucket's parameters, each laid out as the bucket is."""
-        assert self._share is not None
+        assert self._micro_batch is not None
         partials = self._partials.move_out([self._places[id(p)] for p in bucket.parameters()])
-        if self._share.real:
-            partials.add(self._share.index, list(bucket.gradients()), owned=False)
+        if self._micro_batch.real:
+            partials.add(self._micro_batch.index, list(bucket.gradients()), owned=False)
         nodes = tree_assignment(partials.leaves, self._group.size())[self._group.rank()]
         return [None if (values := partials.take(node)) is None else _flat(values, bucket) for node in nodes]
 

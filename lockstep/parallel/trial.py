@@ -27,15 +27,15 @@ class Trial:
     Args:
         name: of the compression.
         plain, small: the hooks.
-        said_later: receives the line that says what came out.
+        later_log_lines: receives the line that says what came out.
     """
 
     def __init__(
         self, name: str, plain: Hook, small: Hook, group: dist.ProcessGroup, device: torch.device,
-        said_later: list[str],
+        later_log_lines: list[str],
     ) -> None:  # fmt: skip
         self._name, self._plain, self._small = name, plain, small
-        self._group, self._device, self._said_later = group, device, said_later
+        self._group, self._device, self._log_lines = group, device, later_log_lines
         self._compresses = False
         self._over = False
         self._began: float | None = None
@@ -67,4 +67,4 @@ class Trial:
         before, after = times.tolist()
         self._compresses, self._over = after < PAYS_BELOW * before, True
         found = f"a step takes {after:.3g} s with {self._name} and {before:.3g} s without"
-        self._said_later.append(f"compression auto: {self._name if self._compresses else 'none'}, as {found}")
+        self._log_lines.append(f"compression auto: {self._name if self._compresses else 'none'}, as {found}")

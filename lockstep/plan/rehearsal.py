@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.config import Config
 from lockstep.costs.hardware import Cost
+from lockstep.data.batches import MicroBatch
 from lockstep.errors import RunError
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
@@ -32,15 +33,15 @@ from lockstep.parallel import fsdp
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.blocks import key_model
 from lockstep.parallel.buffers import RunningBuffers
-from lockstep.parallel.ledger import Ledger, Share
 from lockstep.parallel.loop import looped
-from lockstep.parallel.placed import MicroStep, local
+from lockstep.parallel.loss_accumulator import LossAccumulator
+from lockstep.parallel.parallel_model import MicroStep, local
 from lockstep.plan.hooks import Reducer, mark_blocks, on_backward, tag_gradients
 from lockstep.plan.record import KINDS, Peak, Region, play, repeated
 from lockstep.plan.tracker import Tracker
 from lockstep.plan.workload import REPEATED, Workload, shortened
 from lockstep.precision import Precision, resolve_mode
-from lockstep.randomness import Cursor
+from lockstep.randomness import RandomState
 from lockstep.strategy import strategy_named
 
 CPU = torch.device("cpu")
@@ -164,7 +165,7 @@ def precision_of(config: Config) -> Precision:
 @dataclass
 class _Parts:
     micro_step: MicroStep
-    cursor: Cursor
+    random_state: RandomState
 
 
 def _lay(
@@ -172,13 +173,13 @@ def _lay(
     device_type: str,
 ) -> _Parts:  # fmt: skip
     objective = work.objective(model)
-    cursor = Cursor(config.training.seed, CPU)
+    random_state = RandomState(config.training.seed, CPU)
     blocks = blocks_of(model)
     mark_blocks(tracker, blocks)
-    key_model(model, cursor, blocks)
+    key_model(model, random_state, blocks)
     training = config.training
     apply_activation_checkpointing(
-        blocks, training.gradient_checkpointing, cursor, every=training.gradient_checkpointing_every
+        blocks, training.gradient_checkpointing, random_state, every=training.gradient_checkpointing_every
     )
     buffers = RunningBuffers(model, layout.data_parallel_size, reproducible=False)
     set_sync: Callable[[bool], None] = lambda _last: None  # noqa: E731
@@ -203,21 +204,21 @@ def _lay(
         set_sync = Reducer(tracker, model, config).set_sync
     else:
         tag_gradients(tracker, model.parameters())
-    micro_step = looped(model, objective, cursor, precision_of(config), buffers, set_sync=set_sync)
+    micro_step = looped(model, objective, random_state, precision_of(config), buffers, set_sync=set_sync)
     if sharded and device_type == "cpu":
         micro_step = fsdp.over_gloo(model, layout, micro_step)
-    return _Parts(micro_step, cursor)
+    return _Parts(micro_step, random_state)
 
 
 def _step(
     tracker: Tracker, parts: _Parts, optimizer: torch.optim.Optimizer, batch: Any, count: int, layout: Layout
 ) -> None:
-    # As many slots as the step has over all ranks: what gathers records of micro-batches makes room for so many.
-    ledger = Ledger(count * layout.data_parallel_size, CPU, shared=layout.world_size > 1)
-    with parts.cursor.running("train", 0):
+    # The count is over all ranks: what gathers records of micro-batches makes room for so many.
+    accumulator = LossAccumulator(count * layout.data_parallel_size, CPU, shared=layout.world_size > 1)
+    with parts.random_state.running("train", 0):
         for place in range(count):
             tracker.mark("forward")
-            parts.micro_step(Share(place, batch), ledger, 1.0, place == count - 1)
+            parts.micro_step(MicroBatch(place, batch), accumulator, 1.0, place == count - 1)
     tracker.mark("update")
     update(optimizer)
 

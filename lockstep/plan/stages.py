@@ -47,7 +47,7 @@ from lockstep.plan.rehearsal import (
 )
 from lockstep.plan.tracker import Tracker
 from lockstep.plan.workload import Workload, looks
-from lockstep.randomness import Cursor
+from lockstep.randomness import RandomState
 
 Changes = dict[tuple[str, int, bool], Region]
 """(kind of action, stage, first of its kind on this rank) → what it changes and costs."""
@@ -152,11 +152,14 @@ class _Rank:
     def __post_init__(self) -> None:
         config, plan = self.config, self.plan
         self.batch = self.work.batch(config.training.batch_size)
-        cursor = Cursor(config.training.seed, CPU)
+        random_state = RandomState(config.training.seed, CPU)
         blocks = blocks_of(self.model)
-        key_model(self.model, cursor, blocks, cut=True)
+        key_model(self.model, random_state, blocks, cut=True)
         apply_activation_checkpointing(
-            blocks, config.training.gradient_checkpointing, cursor, every=config.training.gradient_checkpointing_every
+            blocks,
+            config.training.gradient_checkpointing,
+            random_state,
+            every=config.training.gradient_checkpointing_every,
         )
         units = fsdp.units_of(self.model, config.distributed.fsdp, blocks)
         self.frees = frees_after_forward(self.layout, config)

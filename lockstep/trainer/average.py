@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import UsageError
-from lockstep.parallel.placed import Placed
+from lockstep.parallel.parallel_model import ParallelModel
 
 _EXTRA = "average"  # the name in a checkpoint
 
@@ -37,10 +37,10 @@ class WeightAverage:
                 fix="write a decay from 0 to below 1 or None, and start and every of 1 or more",
             )
         self._decay, self._start, self._every = decay, start, every
-        self._placed: Placed | None = None
+        self._placed: ParallelModel | None = None
         self._average: dict[str, Tensor] = {}
 
-    def attach(self, placed: Placed) -> None:
+    def attach(self, placed: ParallelModel) -> None:
         """Begin with the values that a placed model has; its checkpoints keep the average from now on."""
         self._placed = placed
         self._average = {name: p.detach().clone() for name, p in placed.parameters.items()}

@@ -10,9 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from lockstep.checkpoint import Ranks
 from lockstep.data import MicroBatch, StepBatches, StepSource, adopt
 from lockstep.monitor import Monitor
-from lockstep.parallel.ledger import Share
 from lockstep.parallel.numbers import Number, at_least
-from lockstep.parallel.placed import Placed
+from lockstep.parallel.parallel_model import ParallelModel
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -105,7 +104,7 @@ def validation_source(trainer: "Trainer", data: Any) -> StepSource:
 
 
 @contextmanager
-def evaluating(placed: Placed) -> Iterator[None]:
+def evaluating(placed: ParallelModel) -> Iterator[None]:
     """Inside, the parts are in evaluation mode; then they are as they were.
 
     Parameters that FSDP2 has gathered for a forward pass are let go of again: an update, or a checkpoint that is taken
@@ -124,7 +123,7 @@ def evaluating(placed: Placed) -> Iterator[None]:
 
 
 def evaluate(
-    placed: Placed, source: StepSource | Generator[StepBatches, None, None], *, limit: int | None = None,
+    placed: ParallelModel, source: StepSource | Generator[StepBatches, None, None], *, limit: int | None = None,
     asked: Callable[[], bool] = lambda: False,
 ) -> float:  # fmt: skip
     """Return the mean loss over the source, or over its first micro-batches.
@@ -142,32 +141,32 @@ def evaluate(
     try:
         with evaluating(placed):
             for batches in source:
-                ledger = placed.ledger(batches.num_micro_batches)
-                with placed.cursor.running("eval", batches.step):
-                    placed.evaluate([_counted(m, batches, limit) for m in batches.mine], ledger)
+                accumulator = placed.loss_accumulator(batches.num_micro_batches)
+                with placed.random_state.running("eval", batches.step):
+                    placed.evaluate([_counted(m, batches, limit) for m in batches.mine], accumulator)
                 if asked():
-                    ledger.vote_to_stop()
-                some_loss, some_count = ledger.totals()
+                    accumulator.vote_to_stop()
+                some_loss, some_count = accumulator.totals()
                 loss_sum, count = loss_sum + some_loss, count + some_count
-                if float(ledger.stop_votes):  # host waits for the device
+                if float(accumulator.stop_votes):  # host waits for the device
                     raise EvaluationStoppedError
     finally:
         source.close()
     return float(loss_sum / at_least(count, 1.0))
 
 
-def _counted(micro_batch: MicroBatch, batches: StepBatches, limit: int | None) -> Share:
-    """A micro-batch of an evaluation; one beyond the limit runs as a dummy, as all ranks run equally many."""
+def _counted(micro_batch: MicroBatch, batches: StepBatches, limit: int | None) -> MicroBatch:
+    """Return the micro-batch, as a dummy where it is beyond the limit: all ranks run equally many."""
     place = batches.step * WINDOW + micro_batch.index
-    return Share(micro_batch.index, micro_batch.batch, micro_batch.real and (limit is None or place < limit))
+    return MicroBatch(micro_batch.index, micro_batch.batch, micro_batch.real and (limit is None or place < limit))
 
 
-def sample_from(placed: Placed) -> Callable[[torch.Tensor], Any]:
+def sample_from(placed: ParallelModel) -> Callable[[torch.Tensor], Any]:
     """The placed model as a function of its inputs, in evaluation mode; all ranks call it together."""
 
     def forward(*inputs: torch.Tensor) -> Any:
-        with evaluating(placed), placed.cursor.running("sample", 0):
-            placed.cursor.at(0)
+        with evaluating(placed), placed.random_state.running("sample", 0):
+            placed.random_state.at(0)
             return placed.forward(*inputs)
 
     return forward

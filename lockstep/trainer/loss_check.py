@@ -24,14 +24,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.collectives import is_main_process
+from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.groups import object_device
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import num_samples
 from lockstep.monitor.over_ranks import gather_objects
 from lockstep.parallel.compiled import compiled_blocks
-from lockstep.parallel.ledger import Ledger, Loss, Share
-from lockstep.parallel.placed import Placed
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.torch_compat.pytree import tree_flatten, tree_map_only, tree_unflatten
 from lockstep.trainer.evaluation import evaluating
 from lockstep.trainer.loss_weights import line_to_write
@@ -79,10 +80,10 @@ class LossCheck:
         left: steps in which it will compare.
     """
 
-    def __init__(self, placed: Placed, *, compiled: bool, coarse: bool) -> None:
+    def __init__(self, placed: ParallelModel, *, compiled: bool, coarse: bool) -> None:
         self._placed, self._compiled, self.left = placed, compiled, STEPS
         self._proportional = True
-        coarse = coarse or placed.cursor.device.type != "cpu"
+        coarse = coarse or placed.random_state.device.type != "cpu"
         coarse = coarse or any(p.dtype in (torch.bfloat16, torch.float16) for p in placed.parameters.values())
         self._tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE
 
@@ -90,30 +91,30 @@ class LossCheck:
         """Compare nothing in this run."""
         self.left = 0
 
-    def before_step(self, shares: Sequence[Share], slots: int, step: int) -> None:
+    def before_step(self, micro_batches: Sequence[MicroBatch], micro_batches_per_step: int, step: int) -> None:
         """Compare, if it is time; on rank 0 warn where the loss does not add up, with the line to write.
 
         Args:
-            shares: this rank's of the step that follows.
-            slots: micro-batches in it, over all ranks.
+            micro_batches: this rank's of the step that follows.
+            micro_batches_per_step: micro-batches in it, over all ranks.
 
         Raises:
             UsageError: a Hugging Face model's loss does not add up, or nothing tells what it is a mean over.
         """
         placed = self._placed
         models = placed.workers.total if placed.workers is not None else 1
-        if not self.left or slots <= models:  # each is updated from one micro-batch, or none
+        if not self.left or micro_batches_per_step <= models:  # each is updated from one micro-batch, or none
             return
         self.left -= 1
         # The ranks of a pipeline have the same batch already, and those in the middle of it have none.
         if placed.layout.shard > 1 and placed.layout.pipeline == 1:
-            shares = [Share(0, self._of_rank_0(shares[0].batch))]
-        self._judge(gather_objects(self._found(shares, step)))
+            micro_batches = [MicroBatch(0, self._of_rank_0(micro_batches[0].batch))]
+        self._judge(gather_objects(self._found(micro_batches, step)))
 
     def _of_rank_0(self, batch: Any) -> Any:
         """Return rank 0's batch, on all ranks: all gather a sharded unit at once, and data may decide which unit."""
         box = [tree_map_only(Tensor, Tensor.cpu, batch) if is_main_process() else None]
-        device = self._placed.cursor.device
+        device = self._placed.random_state.device
         dist.broadcast_object_list(box, src=0, device=object_device(device))
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), box[0])
 
@@ -133,12 +134,12 @@ class LossCheck:
         if is_main_process():
             warnings.warn(f"{what}\n  why: {why}\n  do: {fix}", stacklevel=2)
 
-    def _found(self, shares: Sequence[Share], step: int) -> _Finding:
+    def _found(self, micro_batches: Sequence[MicroBatch], step: int) -> _Finding:
         """What this rank finds; all ranks run the same forward passes."""
         placed, objective = self._placed, self._placed.objective
         observed = objective.observed
-        cut = _halved(shares) if placed.wants_data else None
-        batches = [shares[0].batch] * 3 if cut is None else [cut.whole, *cut.halves]
+        cut = _halved(micro_batches) if placed.wants_data else None
+        batches = [micro_batches[0].batch] * 3 if cut is None else [cut.whole, *cut.halves]
         if not all(gather_objects(cut is not None or not placed.wants_data)):
             batches = batches[:1] if objective.must_be_told else []
         with evaluating(placed), _unchanged(placed), _as_written(placed) if self._compiled else nullcontext():
@@ -163,11 +164,11 @@ class LossCheck:
         observed, piped = placed.objective.observed, placed.layout.pipeline > 1
         if observed is not None:
             observed.looks = True
-        with placed.cursor.running(phase, step), _LastStage(placed.parts) as last_stage:
+        with placed.random_state.running(phase, step), _LastStage(placed.parts) as last_stage:
             for batch in batches:
                 failed = last_stage.reached = False
                 try:
-                    placed.evaluate([Share(0, batch)], losses)
+                    placed.evaluate([MicroBatch(0, batch)], losses)
                 except Exception:  # whatever a model raises where it is not trained; training will raise what matters
                     if piped and not last_stage.reached:
                         raise  # other ranks wait for what this one was to send
@@ -209,7 +210,7 @@ def _proportional(divisors: Sequence[tuple[float, ...]]) -> bool:
     )
 
 
-class _Losses(Ledger):
+class _Losses(LossAccumulator):
     """Keeps the mean loss of each micro-batch, and what it counts; of this rank alone."""
 
     def __init__(self) -> None:
@@ -217,7 +218,7 @@ class _Losses(Ledger):
         self.found: list[tuple[float, float]] = []
         self.divisors: list[tuple[float, ...]] = []
 
-    def enter(self, share: Share, loss: Loss) -> None:
+    def add(self, micro_batch: MicroBatch, loss: Loss) -> None:
         count = float(loss.targets)
         self.found.append((float(loss.summed()) / count if count else 0.0, count))
 
@@ -242,7 +243,7 @@ class _LastStage:
 
 
 @contextmanager
-def _as_written(placed: Placed) -> Iterator[None]:
+def _as_written(placed: ParallelModel) -> Iterator[None]:
     """Run compiled blocks without their compiled code. Like there, no call of a loss function is noted inside."""
     handles = []
     for block in compiled_blocks(placed.parts):
@@ -268,7 +269,7 @@ def _leave(inside: LossCalls, *_call: Any) -> None:
 
 
 @contextmanager
-def _unchanged(placed: Placed) -> Iterator[None]:
+def _unchanged(placed: ParallelModel) -> Iterator[None]:
     """Put back what a forward pass may change besides: buffers, plain numbers in modules, random states."""
     modules = [module for part in placed.parts for module in part.modules()]
     kept = [buffer for part in placed.parts for buffer in part.buffers()]
@@ -291,18 +292,18 @@ def _unchanged(placed: Placed) -> Iterator[None]:
             buffer.copy_(before_pass)
 
 
-def _halved(shares: Sequence[Share]) -> _Cut | None:
+def _halved(micro_batches: Sequence[MicroBatch]) -> _Cut | None:
     """A micro-batch and its halves, or where it is one sample, two of them and both; None where that can't be."""
     try:
-        batch, size = shares[0].batch, num_samples(shares[0].batch)
+        batch, size = micro_batches[0].batch, num_samples(micro_batches[0].batch)
     except UsageError:
         return None
     if size > 1:
         one, other = (_sliced(batch, size, part) for part in (slice(size // 2), slice(size // 2, size)))
         return _Cut(batch, (one, other)) if one is not None and other is not None else None
-    if len(shares) > 1:
-        both = _joined(shares[0].batch, shares[1].batch)
-        return _Cut(both, (shares[0].batch, shares[1].batch)) if both is not None else None
+    if len(micro_batches) > 1:
+        both = _joined(micro_batches[0].batch, micro_batches[1].batch)
+        return _Cut(both, (micro_batches[0].batch, micro_batches[1].batch)) if both is not None else None
     return None
 
 

@@ -44,7 +44,7 @@ def open_monitor(trainer: "Trainer", total: int | None) -> Monitor:
         trainer.step.wants_layer_norms = monitor.logs
     lines = _lines(trainer, total)
     monitor.say(*lines)
-    trainer.later_lines.clear()
+    trainer.start_lines.clear()
     monitor.event(
         "start", layout=str(trainer.layout), world_size=trainer.layout.world_size, lines=lines, ranks=ranks,
         step=start, total_steps=total, parameters=trainer.placed.num_parameters, peak_flops=figures.peak,
@@ -81,8 +81,8 @@ def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
         *_idle(micro_batches, ranks, training.batch_size),
         *_never_warm(training.warmup_steps, last_step),
         *([trainer.layout.notice] if trainer.layout.notice else []),
-        *trainer.placed.notices,
-        *trainer.later_lines,
+        *trainer.placed.log_lines,
+        *trainer.start_lines,
     ]
 
 

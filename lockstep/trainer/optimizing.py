@@ -19,14 +19,14 @@ from lockstep.optim import (
     refuse_closures,
     scaled_learning_rate,
 )
-from lockstep.parallel.placed import Placed
+from lockstep.parallel.parallel_model import ParallelModel
 
 MakeOptimizer = Callable[[Any], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 
 def make_optimizer(
-    given: Optimizer | MakeOptimizer | None, before: dict[int, str], placed: Placed, config: Config,
+    given: Optimizer | MakeOptimizer | None, before: dict[int, str], placed: ParallelModel, config: Config,
     global_batch_size: int,
 ) -> tuple[Optimizer, str]:  # fmt: skip
     """An optimizer over the placed parameters, and the line that says its learning rate.
@@ -44,7 +44,7 @@ def make_optimizer(
     if given is None:
         optimizer = build_optimizer(
             training.optimizer, placed.parameters.values(), learning_rate=rate, weight_decay=training.weight_decay,
-            args=training.optimizer_args, device=placed.cursor.device,
+            args=training.optimizer_args, device=placed.random_state.device,
             reproducible=config.distributed.reproducible,
         )  # fmt: skip
     elif isinstance(given, Optimizer):

@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.errors import UsageError
-from lockstep.parallel.placed import Placed
+from lockstep.parallel.parallel_model import ParallelModel
 
 
 def save(
-    placed: Placed, path: Path, step: int, optimizers: Mapping[str, Optimizer], metadata: dict[str, Any], *,
+    placed: ParallelModel, path: Path, step: int, optimizers: Mapping[str, Optimizer], metadata: dict[str, Any], *,
     config_yaml: str,
 ) -> Path:  # fmt: skip
     """Write it; every rank calls it. Whole when this returns, or not there."""
@@ -27,7 +27,7 @@ def save(
     return saved
 
 
-def load(placed: Placed, path: Path, optimizers: Mapping[str, Optimizer]) -> tuple[int, dict[str, Any]]:
+def load(placed: ParallelModel, path: Path, optimizers: Mapping[str, Optimizer]) -> tuple[int, dict[str, Any]]:
     """Take it up, whatever layout wrote it; every rank calls it.
 
     Returns:
@@ -56,6 +56,6 @@ def load(placed: Placed, path: Path, optimizers: Mapping[str, Optimizer]) -> tup
     return int(state["step"]), state["metadata"]
 
 
-def _snapshot(placed: Placed) -> checkpoint.Snapshot:
+def _snapshot(placed: ParallelModel) -> checkpoint.Snapshot:
     aliases = {name: tuple(others) for name, others in placed.aliases.items() if name in placed.parameters}
     return checkpoint.Snapshot(model=placed.kept(), extra=dict(placed.state), aliases=aliases)

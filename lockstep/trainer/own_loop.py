@@ -23,21 +23,21 @@ from torch.optim import Optimizer
 from lockstep import checkpoint, cluster
 from lockstep.cluster import Cluster
 from lockstep.config import Config, apply_flags, config_from
-from lockstep.data import MicroBatch, StepBatches
+from lockstep.data import StepBatches
 from lockstep.errors import UsageError
 from lockstep.heartbeat import together
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import objective_of
 from lockstep.parallel.gradient_hooks import run_hooks
 from lockstep.parallel.numbers import at_least, at_most, number, tensor_of
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import place as place_over
-from lockstep.parallel.placed import Placed
 from lockstep.precision import Precision, resolve_mode
 from lockstep.step import gradient_norm
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat import foreach
 from lockstep.trainer import own_checkpoint
-from lockstep.trainer.dealing import Dealer
+from lockstep.trainer.dealing import MicroBatchAssigner
 from lockstep.trainer.evaluation import WINDOW, evaluate, evaluating
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.settings import loss_fn_of
@@ -82,34 +82,34 @@ class PlacedModel:
 
     Attributes:
         step: calls of `backward` so far; random numbers follow from it. `load_checkpoint` sets it.
-        notices: what the placement has to say.
+        log_lines: what the placement has to say.
     """
 
-    def __init__(self, placed: Placed, mode: str, config: Config, here: Cluster) -> None:
+    def __init__(self, placed: ParallelModel, mode: str, config: Config, here: Cluster) -> None:
         self._placed, self._mode, self._config, self.step = placed, mode, config, 0
-        self._dealer, self._cluster = Dealer(placed), here
+        self._assigner, self._cluster = MicroBatchAssigner(placed), here
         self._loss_check = LossCheck(placed, compiled=config.training.compile, coarse=mode != "fp32")
-        self.notices = placed.notices
+        self.log_lines = placed.log_lines
 
     def __repr__(self) -> str:
         placed = self._placed
-        device = placed.cursor.device.type
+        device = placed.random_state.device.type
         return f"PlacedModel({placed.layout} on {device}, {self._mode}, {placed.num_parameters:,} parameters)"
 
     @property
     def device(self) -> torch.device:
         """Of this rank. Micro-batches are brought there."""
-        return self._placed.cursor.device
+        return self._placed.random_state.device
 
     @property
     def data_parallel_rank(self) -> int:
         """Whose share of the data this rank runs; the ranks of one pipeline run the same."""
-        return self._dealer.column
+        return self._assigner.dp_rank
 
     @property
     def data_parallel_size(self) -> int:
         """Among how many the data are shared out."""
-        return self._dealer.columns
+        return self._assigner.dp_size
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """For optimizers: this rank's, sharded ones as DTensors."""
@@ -120,11 +120,12 @@ class PlacedModel:
         return iter(self._placed.parameters.items())
 
     @together
-    def backward(self, *micro_batches: Any) -> Tensor:
+    def backward(self, *batches: Any) -> Tensor:
         """Forward and backward of one step; `.grad` is then the gradient of its mean loss, on all ranks.
 
         Args:
-            micro_batches: this rank's. Numbers may differ between ranks; one that has none left calls `backward()`.
+            batches: this rank's micro-batches. Their number may differ between ranks; one without any calls
+                `backward()`.
 
         Returns:
             the mean loss over all valid targets of all ranks, 0-dim, the same on all of them.
@@ -141,14 +142,14 @@ class PlacedModel:
                 fix="pass all micro-batches of a step to one backward(…), and zero_grad() after the update",
             )
         placed.check(self.step)
-        shares, slots = self._dealer.deal(micro_batches, self.step, "backward")
-        if not shares:
+        micro_batches, micro_batches_per_step = self._assigner.assign(batches, self.step, "backward")
+        if not micro_batches:
             raise UsageError("no rank brings a micro-batch", fix="end the loop when all ranks have run out of data")
-        self._loss_check.before_step(shares, slots, self.step)
-        ledger, nominal = placed.ledger(slots), self._dealer.nominal
-        with placed.cursor.running("train", self.step):
-            placed.forward_backward(shares, ledger, 1.0 / nominal)
-        loss_sum, valid = ledger.totals()
+        self._loss_check.before_step(micro_batches, micro_batches_per_step, self.step)
+        accumulator, nominal = placed.loss_accumulator(micro_batches_per_step), self._assigner.nominal
+        with placed.random_state.running("train", self.step):
+            placed.forward_backward(micro_batches, accumulator, 1.0 / nominal)
+        loss_sum, valid = accumulator.totals()
         valid = at_least(valid, 1.0)  # a step without a valid target has a gradient of zero, not of nan
         placed.finish_gradients()
         if gradients := placed.gradients():
@@ -187,8 +188,8 @@ class PlacedModel:
     @together
     def __call__(self, *inputs: Any, **more: Any) -> Any:
         """The model's outputs, in evaluation mode and without a graph; the same arguments on all ranks."""
-        with evaluating(self._placed), self._placed.cursor.running("sample", self.step):
-            self._placed.cursor.at(0)
+        with evaluating(self._placed), self._placed.random_state.running("sample", self.step):
+            self._placed.random_state.at(0)
             return self._placed.forward(*inputs, **more)
 
     @together
@@ -258,13 +259,14 @@ class PlacedModel:
     def _windows(self, batches: Iterator[Any]) -> Generator[StepBatches, None, None]:
         each = max(1, WINDOW // self.data_parallel_size)
         for window in count():
-            shares, slots = self._dealer.deal(list(islice(batches, each)), self.step, "evaluate")
-            if not shares and window == 0:
+            micro_batches, micro_batches_per_step = self._assigner.assign(
+                list(islice(batches, each)), self.step, "evaluate"
+            )
+            if not micro_batches and window == 0:
                 raise UsageError("there is nothing to evaluate on", why="no rank brings a micro-batch")
-            if not shares:
+            if not micro_batches:
                 return
-            mine = [MicroBatch(share.index, share.batch, share.real) for share in shares]
-            yield StepBatches(window, 0, slots, 0, False, mine)
+            yield StepBatches(window, 0, micro_batches_per_step, 0, False, micro_batches)
 
 
 def _configured(config: Config, settings: dict[str, Any]) -> Config:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from lockstep import checkpoint
-from lockstep.bad_numbers import Bad, BadNumbersError
+from lockstep.bad_numbers import Anomaly, BadNumbersError
 from lockstep.data import StepSource
 from lockstep.monitor import Monitor
 from lockstep.trainer import state
@@ -24,16 +24,16 @@ class Rollback:
         self._trainer = trainer
         self._times: dict[int, int] = {}  # step → rollbacks to it
 
-    def report(self, monitor: Monitor, source: StepSource, bad: Bad) -> None:
+    def report(self, monitor: Monitor, source: StepSource, anomaly: Anomaly) -> None:
         """Which samples they were: dataset indices, by micro-batch; of data without indices, the step alone."""
         order = getattr(source, "order", None)
-        window = order.window(bad.step - 1) if order is not None else None
+        window = order.window(anomaly.step - 1) if order is not None else None
         monitor.event(
-            "bad_numbers", step=bad.step, what=bad.what, loss=bad.loss, grad_norm=bad.grad_norm,
+            "bad_numbers", step=anomaly.step, what=anomaly.what, loss=anomaly.loss, grad_norm=anomaly.grad_norm,
             action=self._trainer.config.training.bad_numbers.action, samples=window and window.micro_batches,
             epoch=window.epoch if window else self._trainer.step.progress.epoch,
         )  # fmt: skip
-        monitor.say(f"warning: {bad.what}")
+        monitor.say(f"warning: {anomaly.what}")
 
     def go_back(self, error: BadNumbersError, monitor: Monitor, saving: Saving) -> None:
         """To the newest checkpoint, from where the bad step's data will be passed over.
@@ -45,7 +45,7 @@ class Rollback:
         saving.finish(must_succeed=False)
         if not error.goes_back or trainer.checkpoints is None:
             raise error
-        stops, avoid = trainer.step.stopping, {*trainer.step.avoid, error.bad.step - 1}
+        stops, avoid = trainer.step.stopping, {*trainer.step.avoid, error.anomaly.step - 1}
         trainer.optimizer.zero_grad(set_to_none=True)
         if not checkpoint.list_checkpoints(trainer.checkpoints):
             monitor.say("there is no checkpoint yet to go back to")
@@ -58,5 +58,5 @@ class Rollback:
             raise error
         trainer.step.avoid, trainer.step.stopping = avoid, stops
         saving.went_back()
-        monitor.event("rollback", step=step, checkpoint=found.name, passed_over=error.bad.step)
-        monitor.say(f"goes back to step {step}, {found.name}, and passes over the data of step {error.bad.step}")
+        monitor.event("rollback", step=step, checkpoint=found.name, passed_over=error.anomaly.step)
+        monitor.say(f"goes back to step {step}, {found.name}, and passes over the data of step {error.anomaly.step}")

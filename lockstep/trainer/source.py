@@ -42,7 +42,7 @@ def open_source(trainer: "Trainer", data: Any, epochs: int | None) -> tuple[Step
     )
     trainer.step.total = total or 0
     if source.notice:
-        trainer.later_lines.append(source.notice)
+        trainer.start_lines.append(source.notice)
     return source, total
 
 

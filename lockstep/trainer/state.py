@@ -53,7 +53,7 @@ def snapshot(trainer: "Trainer", *, include_optimizer: bool, metadata: dict[str,
             "source": trainer.source_state,
             "best": trainer.best,
             "metrics": {name: plain(value) for name, value in trainer.metrics.items()},
-            "losses": list(step.judge.losses),
+            "losses": list(step.anomaly_detector.losses),
             "avoid": sorted(step.avoid),
             "metadata": metadata,
         },
@@ -108,9 +108,9 @@ def resume(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
     if trainer.scales_rate:  # the config's own optimizer; a user's brings its options
         keep_what_was_changed(trainer.optimizer.param_groups, fresh, changed)
     trainer.resumed_from = found
-    trainer.later_lines.append(f"goes on after step {step}, from {found}")
+    trainer.start_lines.append(f"goes on after step {step}, from {found}")
     if changed:
-        trainer.later_lines.append(f"changed since that step: {', '.join(map(str, changed))}")
+        trainer.start_lines.append(f"changed since that step: {', '.join(map(str, changed))}")
     if trainer.run_directory is not None and trainer.is_main_process:
         seconds = time.perf_counter() - started
         trainer.run_directory.append_event("resume", step=step, checkpoint=str(found), seconds=seconds)
@@ -130,7 +130,7 @@ def restore(trainer: "Trainer", path: checkpoint.Checkpoint) -> tuple[int, dict[
     state = _fill(trainer, path)
     if "updates" not in state:
         state = {**_UNKNOWN_TO_A_LOOP, "updates": state["step"], **state}
-        trainer.later_lines.append(
+        trainer.start_lines.append(
             f"{path} is of a loop over lockstep.place: data go on as after {state['step']} steps of this trainer"
         )
     step.progress = Progress(state["step"], state["updates"], list(state["skipped"]), state["epoch"], state["samples"])
@@ -140,9 +140,9 @@ def restore(trainer: "Trainer", path: checkpoint.Checkpoint) -> tuple[int, dict[
         step.loss_scale.load_state_dict(state["loss_scale"])
     trainer.source_state, trainer.best = state["source"], state["best"]
     trainer.metrics = dict(state.get("metrics", {}))
-    step.judge.losses = deque(state.get("losses", ()))
+    step.anomaly_detector.losses = deque(state.get("losses", ()))
     step.avoid |= set(state.get("avoid", ()))
-    step.judge.forget()
+    step.anomaly_detector.discard_pending()
     return step.progress.step, state["metadata"]
 
 

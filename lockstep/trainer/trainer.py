@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep import checkpoint, cluster
-from lockstep.bad_numbers import BadNumbersError, Judge
+from lockstep.bad_numbers import AnomalyDetector, BadNumbersError
 from lockstep.checkpoint import Snapshot
 from lockstep.config import Config
 from lockstep.data import StepBatches, StepSource, holds_token_ids
@@ -28,9 +28,8 @@ from lockstep.monitor import Monitor
 from lockstep.monitor.phases import waits_counted
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.initial import canonical_names
-from lockstep.parallel.ledger import Share
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import place
-from lockstep.parallel.placed import Placed
 from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mode
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.run_lock import RunLock
@@ -88,7 +87,7 @@ class Trainer:
         self.layout = layout_of(self.config.distributed, self.cluster.facts)
         self.mode, self.why_mode = resolve_mode(self.config.precision.mode, self.device)
         before, _ = canonical_names(model)
-        self.placed: Placed = place(
+        self.placed: ParallelModel = place(
             model, self.layout, self.config, objective=objective_of(model, loss_fn or loss_fn_of(self.config)),
             device=self.device, precision=Precision(self.mode, self.device.type),
         )  # fmt: skip
@@ -101,7 +100,7 @@ class Trainer:
         schedule = self.user_schedule or before_data(training, own_optimizer=not self.scales_rate)
         self.step = Step(
             self.placed, self.optimizer, schedule, training.gradient_clip,
-            loss_scale_for(self.config.precision, self.mode), judge=Judge(training.bad_numbers),
+            loss_scale_for(self.config.precision, self.mode), anomaly_detector=AnomalyDetector(training.bad_numbers),
         )  # fmt: skip
         updates.set_up(self, list(before.values()), after_update, freeze_until)
         self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
@@ -119,7 +118,7 @@ class Trainer:
         hang = self.config.distributed.hang
         tell_limits(hang.factor, hang.seconds, self.config.distributed.timeout_seconds)
         answer_in_background(self.heartbeat.folder, self.cluster.facts.rank)
-        self.later_lines: list[str] = []  # to be said at start
+        self.start_lines: list[str] = []  # to be said at start
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self.loss_check = LossCheck(self.placed, compiled=training.compile, coarse=self.mode != "fp32")
         self._window = Window(self)
@@ -151,7 +150,7 @@ class Trainer:
         self._place(train_data)
         source, total = open_source(self, train_data, epochs)
         if total is not None and self.step.progress.step >= total:
-            self.later_lines.append(self._nothing_left(total))
+            self.start_lines.append(self._nothing_left(total))
         monitor = open_monitor(self, total)
         try:
             saving = Saving(self, monitor)
@@ -160,7 +159,7 @@ class Trainer:
                     record = self._train(source, total, val_data, monitor, saving)
                     break
                 except BadNumbersError as error:
-                    self._rollback.report(monitor, source, error.bad)
+                    self._rollback.report(monitor, source, error.anomaly)
                     source.close()
                     self._rollback.go_back(error, monitor, saving)
                     source, _ = open_source(self, train_data, epochs)
@@ -201,11 +200,11 @@ class Trainer:
                 if record is not None:
                     monitor.counts_tokens = self.reads_tokens
                     monitor.on_step(record)
-                    monitor.say(*self.placed.said_later)
-                    self.placed.said_later.clear()
+                    monitor.say(*self.placed.later_log_lines)
+                    self.placed.later_log_lines.clear()
                     self.metrics |= {"loss": record.loss, "grad_norm": record.grad_norm}
-                if self.step.bad is not None:
-                    self._rollback.report(monitor, source, self.step.bad)
+                if self.step.anomaly is not None:
+                    self._rollback.report(monitor, source, self.step.anomaly)
                 last = self.step.progress.step == total or self.step.stopping
                 if not last:
                     validation.after_step()
@@ -266,17 +265,16 @@ class Trainer:
 
     def _take(self, batches: StepBatches, source: StepSource) -> StepRecord | None:
         """One step, or none where its data are passed over."""
-        self.step.bad = None
+        self.step.anomaly = None
         if batches.step in self.step.avoid:
             self.step.pass_over(batches.samples)
             return None
         self.reads_tokens = self.reads_tokens or holds_token_ids(batches.mine[0].batch)
-        shares = [Share(m.index, m.batch, m.real) for m in batches.mine]
         self.step.progress.epoch = batches.epoch
         if self.loss_check.left:
-            self.loss_check.before_step(shares, batches.num_micro_batches, batches.step)
+            self.loss_check.before_step(batches.mine, batches.num_micro_batches, batches.step)
         with self.around_step():
-            record = self.step.run(shares, batches.num_micro_batches, batches.samples)
+            record = self.step.run(batches.mine, batches.num_micro_batches, batches.samples)
         self.source_state, self.last_record = source.state_dict(), record
         return record
 
@@ -381,7 +379,7 @@ class Trainer:
     def enable_gradient_checkpointing(self, mode: str = "full") -> None:
         """Recompute the activations of blocks in the backward pass, from now on."""
         for part in self.placed.parts:
-            apply_activation_checkpointing(blocks_of(part), mode, self.placed.cursor)
+            apply_activation_checkpointing(blocks_of(part), mode, self.placed.random_state)
 
     def sampler(self) -> Callable[..., Any]:
         """The model as a function, in evaluation mode, to draw samples from; all ranks call it together."""

@@ -12,8 +12,9 @@ from torch import Tensor
 from lockstep import collectives
 from lockstep.config import require_equation
 from lockstep.data import batch_length, move
+from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
-from lockstep.parallel.ledger import Ledger, Loss, Share
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat.pytree import tree_leaves
 
@@ -30,7 +31,7 @@ class Window:
 
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
-        self._ledger: Ledger | None = None
+        self._accumulator: LossAccumulator | None = None
         self._calls = self._samples = 0
         self._wanted: int | None = None  # calls that make a step
         self._last: Any = None
@@ -55,12 +56,14 @@ class Window:
             _warn_of_equal_batches(trainer, batch)
         self._wanted = self._wanted or _calls_in_a_step(trainer, batch)
         if trainer.step.nominal is None:
-            trainer.step.learn_nominal(batch, self._slots)
-        if self._ledger is None:
-            trainer.loss_check.before_step([Share(0, batch)], self._slots, trainer.step.progress.step)
-            self._ledger, self._calls, self._samples = trainer.step.open(self._slots), 0, 0
+            trainer.step.learn_nominal(batch, self._micro_batches_per_step)
+        if self._accumulator is None:
+            trainer.loss_check.before_step(
+                [MicroBatch(0, batch)], self._micro_batches_per_step, trainer.step.progress.step
+            )
+            self._accumulator, self._calls, self._samples = trainer.step.open(self._micro_batches_per_step), 0, 0
         if trainer.step.stop_asked:
-            self._ledger.vote_to_stop()
+            self._accumulator.vote_to_stop()
         self._samples, self._last = self._samples + batch_length(batch), batch
         last = self._calls + 1 == self._wanted
         loss = self._run(batch, real=True, last=last)
@@ -71,31 +74,31 @@ class Window:
 
     def flush(self) -> None:
         """Update with what the window holds; without micro-batches in it there is nothing to do."""
-        if self._ledger is not None:
+        if self._accumulator is not None:
             # Nothing of it was reduced over ranks yet: one dummy, of weight zero, does it.
             self._run(self._last, real=False, last=True)
             self._close()
 
     @property
-    def _slots(self) -> int:
+    def _micro_batches_per_step(self) -> int:
         assert self._wanted is not None
         return self._wanted * self._trainer.layout.data_parallel_size
 
     def _run(self, batch: Any, *, real: bool, last: bool) -> Loss:
         placed, step = self._trainer.placed, self._trainer.step
         assert placed.micro_step is not None
-        assert self._ledger is not None
-        index, _ = placed.assign(self._slots)[self._calls]
-        with placed.cursor.running("train", step.progress.step):
-            return placed.micro_step(Share(index, batch, real), self._ledger, step.factor, last)
+        assert self._accumulator is not None
+        index, _ = placed.assign(self._micro_batches_per_step)[self._calls]
+        with placed.random_state.running("train", step.progress.step):
+            return placed.micro_step(MicroBatch(index, batch, real), self._accumulator, step.factor, last)
 
     def _close(self) -> None:
-        trainer, ledger, samples = self._trainer, self._ledger, self._samples
-        assert ledger is not None
-        self._ledger = None
+        trainer, accumulator, samples = self._trainer, self._accumulator, self._samples
+        assert accumulator is not None
+        self._accumulator = None
         if trainer.layout.world_size > 1:
             samples = int(collectives.all_reduce(samples, op="sum"))
-        trainer.last_record = trainer.step.update(ledger, samples)
+        trainer.last_record = trainer.step.update(accumulator, samples)
 
 
 def _calls_in_a_step(trainer: "Trainer", first: Any) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.mesh import local_chunk
-from lockstep.parallel.placed import local
+from lockstep.parallel.parallel_model import local
 
 # What is compared, in the order in which a step makes it: an earlier difference causes the later ones.
 ASPECTS = ("start", "samples", "loss", "norm", "gradient", "value", "buffer")

@@ -30,7 +30,7 @@ def apply(trainer: "Trainer", switches: frozenset[str]) -> None:
         def enter(_segment: str) -> None:
             generator.manual_seed(0)
 
-        trainer.placed.cursor.enter = enter  # type: ignore[assignment, method-assign]
+        trainer.placed.random_state.enter = enter  # type: ignore[assignment, method-assign]
     if DRAWS in switches:
         for part in trainer.placed.parts:
             part.eval()

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.data.batches import MicroBatch
 from lockstep.parallel.divergence import fingerprint
-from lockstep.parallel.ledger import Ledger, Share
-from lockstep.parallel.placed import local
+from lockstep.parallel.loss_accumulator import LossAccumulator
+from lockstep.parallel.parallel_model import local
 from lockstep.records import StepRecord, plain
 from lockstep.trainer import Trainer
 from lockstep.verify import switches
@@ -36,7 +37,7 @@ class Watch:
         self._samples: dict[int, str] = {}
         self._sizes: dict[str, Tensor] = {}
         self._outputs: list[tuple[str, int]] = []
-        self._slots, self._factor = 1, 1.0
+        self._micro_batches_per_step, self._factor = 1, 1.0
         self._opened = ExitStack()
         self._run = trainer.placed.forward_backward
         trainer.placed.forward_backward = self._watched
@@ -63,7 +64,7 @@ class Watch:
     def bounds(self, done: StepRecord) -> dict[str, Tensor]:
         """How far elements of gradients may be off when the same micro-batches are added up in another order."""
         roundoff = unit_roundoff(torch.float32)
-        additions = 2 * max(1, self._slots - 1) * roundoff * self._scale(done)
+        additions = 2 * max(1, self._micro_batches_per_step - 1) * roundoff * self._scale(done)
         bounds = {}
         for name, gradient in self.gradients.items():
             bounds[name] = 32 * roundoff * gradient.abs()  # the scaling to the mean, clipping, and their own rounding
@@ -82,13 +83,17 @@ class Watch:
             scale *= min(1.0, clip.value / (float(plain(done.grad_norm)) + 1e-6))
         return scale
 
-    def _watched(self, shares: Sequence[Share], ledger: Ledger, factor: float) -> None:
-        self._samples = {share.index: _hash(share.batch) for share in shares if share.real and share.batch is not None}
-        self._slots, self._factor = ledger.slots, factor
+    def _watched(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float) -> None:
+        self._samples = {
+            micro_batch.index: _hash(micro_batch.batch)
+            for micro_batch in micro_batches
+            if micro_batch.real and micro_batch.batch is not None
+        }
+        self._micro_batches_per_step, self._factor = accumulator.micro_batches_per_step, factor
         self.gradients, self.prints = {}, {}
         self._outputs.clear()
         self._sizes.clear()
-        self._run(shares, ledger, factor)
+        self._run(micro_batches, accumulator, factor)
 
     def _before_update(self, *_: object) -> None:
         for name, parameter in self._trainer.placed.parameters.items():

@@ -144,7 +144,7 @@ def _compare(trainer: Trainer, data: Any, case: Case, folder: Path, exact: bool)
                 )  # fmt: skip
         report = Report(
             collectives.rank(), _replica(trainer), facts.samples, facts.loss, facts.norm, facts.skipped,
-            {**found, "start": at_start}, watch.prints, trainer.placed.cursor.seed, useless,
+            {**found, "start": at_start}, watch.prints, trainer.placed.random_state.seed, useless,
         )  # fmt: skip
         expected = Expected(
             reference.samples, reference.loss, reference.norm, reference.skipped, reference.norms,

@@ -36,10 +36,10 @@ def one_call_too_many(folder: str) -> str:
 
 def meet(run: Trainer) -> None:
     """What a step does of collectives when no gradient is to be reduced: its own sums, and the look at them."""
-    ledger = run.step.open(2)
-    loss, _ = ledger.totals()
-    astray = ledger.stamps - (run.step.progress.step + 1) * run.layout.world_size
-    run.step.judge.look(run.step.progress.step + 1, loss, loss, ledger.stop_votes, astray)
+    accumulator = run.step.open(2)
+    loss, _ = accumulator.totals()
+    out_of_step = accumulator.step_marks - (run.step.progress.step + 1) * run.layout.world_size
+    run.step.anomaly_detector.check(run.step.progress.step + 1, loss, loss, accumulator.stop_votes, out_of_step)
 
 
 @pytest.mark.fault(

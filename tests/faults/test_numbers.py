@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.bad_numbers import Bad, BadNumbersError, Judge
+from lockstep.bad_numbers import Anomaly, AnomalyDetector, BadNumbersError
 from lockstep.checkpoint import digest
 from lockstep.config import BadNumbersConfig
 from tests.faults.tiny import Points, events, samples_of, steps, trainer
@@ -115,7 +115,7 @@ def test_patience_ends(tmp_path: Path) -> None:
 
 def test_a_bad_step_can_be_told_between_processes() -> None:
     """It travels as a pickle."""
-    error = BadNumbersError(Bad(7, "the loss of step 7 is nan", math.nan, 1.0), goes_back=True, in_order=3)
+    error = BadNumbersError(Anomaly(7, "the loss of step 7 is nan", math.nan, 1.0), goes_back=True, in_order=3)
     again = pickle.loads(pickle.dumps(error))
     assert isinstance(again, BadNumbersError)
     assert (str(again), again.goes_back, again.in_order) == (str(error), True, 3)
@@ -137,14 +137,14 @@ def test_trap_61_numbers_are_read_without_waiting_for_the_device() -> None:
         def synchronize(self) -> None:
             Late.waited += 1
 
-    judge = Judge(BadNumbersConfig())
-    judge._pending = (6, torch.tensor([float("nan"), 1.0, 0.0, 0.0]), Late())
+    detector = AnomalyDetector(BadNumbersConfig())
+    detector._pending = (6, torch.tensor([float("nan"), 1.0, 0.0, 0.0]), Late())
     assert Late.waited == 0
-    numbers = judge.settle()
-    assert numbers.bad is not None
-    assert numbers.bad.step == 6
-    assert not judge.skips
-    assert judge.settle().bad is None
+    numbers = detector.flush()
+    assert numbers.anomaly is not None
+    assert numbers.anomaly.step == 6
+    assert not detector.skips
+    assert detector.flush().anomaly is None
 
 
 @pytest.mark.fault(

@@ -12,7 +12,7 @@ from lockstep.models.chain import run_segment
 from lockstep.models.hf_decoder import FAMILIES
 from lockstep.models.protocol import blocks_of, require_segments, segments_of
 from lockstep.parallel.blocks import key_model
-from lockstep.randomness import Cursor
+from lockstep.randomness import RandomState
 from tests.models.decoders import decoder
 from tests.parity.toy import VOCAB
 
@@ -47,14 +47,14 @@ def test_the_chain_is_the_librarys_forward_pass(family: str) -> None:
     assert segments_of(whole) is None  # one process runs the library's own pass
     blocks = blocks_of(cut)
     assert [name for name, _ in require_segments(cut)] == ["inputs", *(name for name, _ in blocks), "outputs"]
-    cursors = [Cursor(7, torch.device("cpu")) for _ in range(2)]
-    key_model(whole, cursors[0], blocks_of(whole))
-    key_model(cut, cursors[1], blocks, cut=True)
+    random_states = [RandomState(7, torch.device("cpu")) for _ in range(2)]
+    key_model(whole, random_states[0], blocks_of(whole))
+    key_model(cut, random_states[1], blocks, cut=True)
     for batch in batches():
-        for model, cursor in zip((whole, cut), cursors, strict=True):
+        for model, random_state in zip((whole, cut), random_states, strict=True):
             model.zero_grad()
-            with cursor.running("train", 3):
-                cursor.at(2)
+            with random_state.running("train", 3):
+                random_state.at(2)
                 outputs = folded(model, batch) if model is cut else model(**batch)
                 outputs.loss.backward()
             if model is whole:

@@ -8,7 +8,7 @@ from lockstep.errors import UsageError
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.models.traced import trace
 from lockstep.parallel.blocks import key_model
-from lockstep.randomness import Cursor
+from lockstep.randomness import RandomState
 from tests.models.decoders import decoder
 from tests.parity.pipelines import NoChain
 from tests.parity.toy import VOCAB
@@ -107,10 +107,10 @@ def test_a_traced_model_draws_what_the_model_draws() -> None:
     for cut in (False, True):
         model: nn.Module = Drawing()
         model = trace(model, batch) if cut else model
-        cursor = Cursor(7, torch.device("cpu"))
-        key_model(model, cursor, blocks_of(model))
-        with cursor.running("train", 2):
-            cursor.at(1)
+        random_state = RandomState(7, torch.device("cpu"))
+        key_model(model, random_state, blocks_of(model))
+        with random_state.running("train", 2):
+            random_state.at(1)
             logits, nothing = model(batch)
             assert nothing is None
             logits.square().sum().backward()

@@ -269,7 +269,7 @@ def look(settings: dict[str, Any], model: str, **args: Any) -> dict[str, Any]:
         "counted": trainer.placed.counted,
         "wants_data": trainer.placed.wants_data,
         "sample": trainer.sampler()(ids),
-        "notices": trainer.placed.notices,
+        "log_lines": trainer.placed.log_lines,
         "num_parameters": trainer.placed.num_parameters,
     }
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.errors import UsageError
 from lockstep.models.protocol import blocks_of
 from lockstep.parallel.activation import apply_activation_checkpointing
-from lockstep.randomness import Cursor, key_segments
+from lockstep.randomness import RandomState, key_segments
 
 SAMPLES, WIDTH, INNER, BLOCKS = 4, 16, 64, 8
 INPUT = SAMPLES * WIDTH * 4  # bytes of what a block takes
@@ -86,17 +86,17 @@ class _Alive(TorchDispatchMode):
 def trained(model: nn.Module, mode: str, every: int) -> tuple[list[Tensor], list[int], int]:
     """Two micro-batches forward, then both backward; returns gradients, calls of each block, and bytes that were kept
     for the first of them, beside the output."""
-    cursor = Cursor(7, torch.device("cpu"))
+    random_state = RandomState(7, torch.device("cpu"))
     blocks = blocks_of(model)
-    key_segments(cursor, [("", model)], chain=True)
-    key_segments(cursor, blocks, chain=False)
-    apply_activation_checkpointing(blocks, mode, cursor, every=every)
+    key_segments(random_state, [("", model)], chain=True)
+    key_segments(random_state, blocks, chain=False)
+    apply_activation_checkpointing(blocks, mode, random_state, every=every)
     x = torch.ones(SAMPLES, WIDTH, requires_grad=True)
     shift = torch.full((WIDTH,), 0.1, requires_grad=True)
     losses, kept = [], []
-    with cursor.running("train", 0):
+    with random_state.running("train", 0):
         for micro_batch in range(2):
-            cursor.at(micro_batch)
+            random_state.at(micro_batch)
             with _Alive([x, shift, *model.parameters()]) as storages:
                 output = model(x, shift)
             kept.append(storages.bytes() - INPUT)
@@ -145,4 +145,6 @@ def test_a_run_ends_where_the_model_does_something_between_blocks() -> None:
 
 def test_runs_of_compiled_blocks_are_refused() -> None:
     with pytest.raises(UsageError, match="blocks are compiled one by one"):
-        apply_activation_checkpointing(blocks_of(Model()), "sequential", Cursor(7, torch.device("cpu")), compiled=True)
+        apply_activation_checkpointing(
+            blocks_of(Model()), "sequential", RandomState(7, torch.device("cpu")), compiled=True
+        )

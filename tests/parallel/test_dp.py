@@ -14,15 +14,15 @@ from lockstep.errors import UsageError
 from lockstep.models.protocol import objective_of
 from lockstep.parallel import data_parallel
 from lockstep.parallel.data_parallel import over_parts, refuse_means_of_parts
-from lockstep.randomness import Cursor
+from lockstep.randomness import RandomState
 
 
 def wrapped(monkeypatch: pytest.MonkeyPatch, **settings: object) -> tuple[nn.Module, list[str]]:
     """As on a machine with two GPUs; the model stays on the CPU."""
     monkeypatch.setattr(data_parallel, "num_gpus", lambda _device: 2)
-    notices: list[str] = []
+    log_lines: list[str] = []
     config = config_from({"distributed.strategy": "dp", **settings})
-    return data_parallel.apply_dp(nn.Linear(2, 2), config, Cursor(1, torch.device("cpu")), notices), notices
+    return data_parallel.apply_dp(nn.Linear(2, 2), config, RandomState(1, torch.device("cpu")), log_lines), log_lines
 
 
 def test_it_says_that_ddp_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:

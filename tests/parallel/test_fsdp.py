@@ -73,7 +73,7 @@ def in_one_launch() -> dict[str, Any]:
                 "units": [n for n, m in module.named_modules() if isinstance(m, FSDPModule)],
                 "aliases": trainer.placed.aliases,
                 "share": local / trainer.placed.num_parameters,
-                "notices": trainer.placed.notices,
+                "log_lines": trainer.placed.log_lines,
             }
     found["rotary"] = rotary_under_bf16()
     found["reduced in bf16"] = run_all([Case("transformer", "fsdp", 1, "none", fsdp({"reduce_dtype": "bf16"}))])
@@ -129,7 +129,7 @@ def rotary_under_bf16() -> dict[str, Any]:
     def dtypes(trainer: Trainer) -> set[torch.dtype]:
         return {b.dtype for n, b in trainer.placed.parts[0].named_buffers() if n.endswith("inv_freq")}
 
-    return {"kept": dtypes(kept), "cast": dtypes(cast), "said": cast.placed.notices}
+    return {"kept": dtypes(kept), "cast": dtypes(cast), "said": cast.placed.log_lines}
 
 
 def what_torch_warns_of() -> list[str]:
@@ -181,7 +181,7 @@ def test_bdh_is_sharded_and_says_that_it_is_gathered_whole(ranks: list[dict[str,
     for rank in ranks:
         seen = rank["policies"]["transformer", "bdh"]
         assert 0.49 < seen["share"] < 0.51
-        assert any("belong to no block" in line for line in seen["notices"])
+        assert any("belong to no block" in line for line in seen["log_lines"])
 
 
 def test_trap_20_rotary_phases_stay_fp32_unless_the_user_says_otherwise(ranks: list[dict[str, Any]]) -> None:

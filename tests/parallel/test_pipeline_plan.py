@@ -11,9 +11,9 @@ from torch import nn
 
 from lockstep.cli import main
 from lockstep.config import config_from
+from lockstep.data.batches import MicroBatch
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from lockstep.models import get_model
-from lockstep.parallel.ledger import Share
 from lockstep.parallel.pipeline.partition import Partition, balanced_cuts, cuts_of, partition, rank_of, table
 from lockstep.parallel.pipeline.picture import picture, timeline
 from lockstep.parallel.pipeline.plan import plan_of
@@ -184,12 +184,12 @@ def test_trap_23_stages_per_rank_that_a_schedule_does_not_take(name: str, wrong:
 
 
 def test_runs_are_filled_up_with_copies_of_no_weight() -> None:
-    shares = [Share(i, f"batch {i}") for i in range(7)]
-    runs = cut_into_runs(shares, 3, lambda count: max(count, 2))
+    micro_batches = [MicroBatch(i, f"batch {i}") for i in range(7)]
+    runs = cut_into_runs(micro_batches, 3, lambda count: max(count, 2))
     assert [[s.index for s in run] for run in runs] == [[0, 1, 2], [3, 4, 5], [6, 6]]
     assert [s.real for s in runs[-1]] == [True, False]
     assert runs[-1][1].batch == "batch 6"
-    assert [len(run) for run in cut_into_runs(shares, None, lambda count: 8)] == [8]
+    assert [len(run) for run in cut_into_runs(micro_batches, None, lambda count: 8)] == [8]
 
 
 # ---- time ----

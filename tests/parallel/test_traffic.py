@@ -97,7 +97,7 @@ def what_auto_chooses() -> list[str]:
     trainer = trainer_with({KIND: "auto"})
     for _ in zip(range(1 + WARM + 2 * TURNS), trainer.steps(Tokens()), strict=False):
         pass
-    return [*trainer.placed.notices, *trainer.placed.said_later]
+    return [*trainer.placed.log_lines, *trainer.placed.later_log_lines]
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ from lockstep.parallel.reproducible import extra_traffic
 from lockstep.parallel.tree import (
     Node,
     Partials,
+    assign_hybrid,
+    assign_tree,
     children,
     finish,
-    hybrid_shares,
     leaves_of,
     traffic,
     tree_assignment,
-    tree_shares,
 )
 
 COUNTS = st.integers(1, 70)
@@ -44,11 +44,11 @@ def written_out(node: Node) -> Tensor:
 @settings(deadline=None, max_examples=40)
 @given(COUNTS, RANKS)
 def test_every_micro_batch_is_run_once_and_evenly(micro_batches: int, ranks: int) -> None:
-    shares = [[i for i, real in tree_shares(micro_batches, rank, ranks) if real] for rank in range(ranks)]
+    shares = [[i for i, real in assign_tree(micro_batches, rank, ranks) if real] for rank in range(ranks)]
     assert sorted(i for mine in shares for i in mine) == list(range(micro_batches))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert shares[0][0] == 0
-    even = [tree_shares(micro_batches, rank, ranks, even=True) for rank in range(ranks)]
+    even = [assign_tree(micro_batches, rank, ranks, even=True) for rank in range(ranks)]
     assert len({len(mine) for mine in even}) == 1
     assert [[i for i, real in mine if real] for mine in even] == shares
 
@@ -67,7 +67,7 @@ def test_shards_of_a_replica_run_as_many_rounds(micro_batches: int, replicas: in
     """They meet in a collective each round."""
     seen = []
     for replica in range(replicas):
-        mine = [hybrid_shares(micro_batches, replica, replicas, shard, shards) for shard in range(shards)]
+        mine = [assign_hybrid(micro_batches, replica, replicas, shard, shards) for shard in range(shards)]
         assert len({len(shares) for shares in mine}) == 1
         run = [index for shares in mine for index, real in shares if real]
         assert sorted(run) == leaves_of(tree_assignment(micro_batches, replicas)[replica])

@@ -78,7 +78,7 @@ class Result(NamedTuple):
     steps: list[tuple[float, float, float]]  # loss, gradient norm, valid targets
     layout: str
     num_parameters: int
-    notices: list[str]
+    log_lines: list[str]
 
 
 def run(case: Case, micro_batches: int) -> Result:
@@ -100,7 +100,7 @@ def run(case: Case, micro_batches: int) -> Result:
     }
     trainer = Trainer(make(), config=config_from(settings))
     steps = [(float(r.loss), float(r.grad_norm), float(r.tokens)) for r in trainer.steps(data())]
-    return Result(steps, str(trainer.layout), trainer.placed.num_parameters, trainer.placed.notices)
+    return Result(steps, str(trainer.layout), trainer.placed.num_parameters, trainer.placed.log_lines)
 
 
 def run_all(cases: list[Case]) -> list[Result | str]:

@@ -58,7 +58,7 @@ def state() -> dict[str, Any]:
     }
     trainer = Trainer(language_model("transformer", tie_embeddings=True), config=config_from(settings))
     next(trainer.steps(Tokens()))
-    return {"names": sorted(trainer.placed.parameters), "said": trainer.placed.said_later}
+    return {"names": sorted(trainer.placed.parameters), "said": trainer.placed.later_log_lines}
 
 
 def test_trap_27_names_are_canonical_whatever_wraps_a_parameter(ranks: list[dict[str, Any]]) -> None:

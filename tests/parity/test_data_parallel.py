@@ -32,4 +32,4 @@ def test_trap_17_one_rank_says_what_it_did(strategy: str) -> None:
         if case.strategy == strategy:
             result = run(case, case.micro_batches(1))
             assert not outcome(case, 1, [result]).problem
-            assert any("nothing to" in line for line in result.notices), result.notices
+            assert any("nothing to" in line for line in result.log_lines), result.log_lines

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep.parallel.in_order import placed_in_order
-from lockstep.parallel.placed import contiguous_shares
-from lockstep.parallel.placement import Applied, shared_out
-from lockstep.parallel.tree import tree_shares
+from lockstep.parallel.parallel_model import assign_contiguous
+from lockstep.parallel.placement import AppliedStrategy, shared_out
+from lockstep.parallel.tree import assign_tree
 from lockstep.parallel.tree_local import ExchangedTree
 from lockstep.strategy import Strategy
 
@@ -33,9 +33,9 @@ class PlainAllReduce(Strategy):
                 dist.all_reduce(parameter.grad, group=group)
 
         exact = placement.reproducible
-        applied = Applied(
+        applied = AppliedStrategy(
             placement.loop(placement.model),
-            shared_out(tree_shares if exact else contiguous_shares, placement),
+            shared_out(assign_tree if exact else assign_contiguous, placement),
             tree=ExchangedTree(parameters, group) if exact else None,
             finish_gradients=all_reduce,
         )

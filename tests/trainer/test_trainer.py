@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep.checkpoint import newest
 from lockstep.config import Config
 from lockstep.errors import RunError, UsageError
-from lockstep.parallel.ledger import Ledger
-from lockstep.parallel.placed import Placed
+from lockstep.parallel.loss_accumulator import LossAccumulator
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model
@@ -119,7 +119,7 @@ def test_a_loss_that_the_config_names_counts_unless_another_is_given() -> None:
 def test_what_becomes_known_in_the_first_steps_is_said_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """How long compiling took; whether a compression paid."""
     trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=5, max_steps=3, output_dir=tmp_path)
-    trainer.placed.said_later.append("known by now")
+    trainer.placed.later_log_lines.append("known by now")
     trainer.train(regression())
     assert capsys.readouterr().out.count("lockstep: known by now\n") == 1
 
@@ -244,7 +244,11 @@ def test_a_step_is_the_same_where_its_numbers_stay_on_the_device(clip: float, mo
         return list(trainer.steps(regression()))
 
     on_host = losses()
-    monkeypatch.setattr(Placed, "ledger", lambda _, slots: Ledger(slots, torch.device("cpu"), shared=False))
+    monkeypatch.setattr(
+        ParallelModel,
+        "loss_accumulator",
+        lambda _, micro_batches_per_step: LossAccumulator(micro_batches_per_step, torch.device("cpu"), shared=False),
+    )
     monkeypatch.setattr("lockstep.step.number", lambda tensor: tensor)
     for plain, record in zip(on_host, losses(), strict=True):
         assert isinstance(record.loss, torch.Tensor)

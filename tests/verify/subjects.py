@@ -50,7 +50,7 @@ def without_a_loss() -> tuple[nn.Module, Any]:
 
 def another_seed_on_a_rank() -> Subject:
     def prepare(trainer: Trainer) -> None:
-        trainer.placed.cursor.seed += rank_facts().rank
+        trainer.placed.random_state.seed += rank_facts().rank
 
     return subject(prepare=prepare)
 

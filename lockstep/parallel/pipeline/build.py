@@ -48,7 +48,7 @@ def shard_parts(
     """Hand each stage to FSDP2; what stages share, on this rank or across ranks, becomes a unit of its own."""
     doubled = sorted(holding.doubled & set(holding.parameters))
     unit: nn.Module | None = None
-    notices: list[str] = []
+    log_lines: list[str] = []
     if doubled:
         owners = {id(s.module): s.module for name in doubled for s in holding.parameters[name]}
         unit = SharedUnit()
@@ -63,5 +63,5 @@ def shard_parts(
     for part in parts:
         inside = {id(module) for module in part.modules()}
         own = [(n, m) for n, m in units if id(m) in inside and not shared.issuperset(m.parameters())]
-        notices += [line for line in shard(part, own, shared, frees) if line not in notices]
-    return unit, notices
+        log_lines += [line for line in shard(part, own, shared, frees) if line not in log_lines]
+    return unit, log_lines

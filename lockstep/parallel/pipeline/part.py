@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from lockstep.models.chain import run_segment
 from lockstep.models.observed import LossCalls
 from lockstep.precision import Precision
-from lockstep.randomness import Cursor
+from lockstep.randomness import RandomState
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class Part(nn.Module):
         for link in self._links:
             yield from link.borrowed.values()
 
-    def enter(self, cursor: Cursor, micro_batch: int) -> None:
+    def enter(self, random_state: RandomState, micro_batch: int) -> None:
         """A forward pass of this stage begins: random numbers go on where the earlier stages left them."""
-        cursor.at(micro_batch)
-        cursor.calls.update(self._earlier)
+        random_state.at(micro_batch)
+        random_state.calls.update(self._earlier)
 
     def forward(self, *values: Any) -> Any:
         keywords: Mapping[str, Any] = {}

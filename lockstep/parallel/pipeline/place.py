@@ -18,6 +18,7 @@ from lockstep.layout import Layout
 from lockstep.parallel import fsdp, reproducible
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.fsdp_usage import mixing_explained, used_elsewhere
+from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.pipeline.build import part_of, shard_parts
 from lockstep.parallel.pipeline.forward import Relay
 from lockstep.parallel.pipeline.holding import Holding, holding_of, materialise, release
@@ -29,9 +30,8 @@ from lockstep.parallel.pipeline.shared import SharedSums
 from lockstep.parallel.pipeline.torch_schedule import Schedule
 from lockstep.parallel.pipeline.torch_stage import Stage
 from lockstep.parallel.pipeline.trees import StageTrees, Uses
-from lockstep.parallel.placed import Placed, strided_shares
-from lockstep.parallel.placement import Placement
-from lockstep.parallel.tree import tree_shares
+from lockstep.parallel.placement import PlacementContext
+from lockstep.parallel.tree import assign_tree
 
 
 @dataclass
@@ -58,7 +58,7 @@ class _Cut:
     trees: StageTrees | None = None
 
 
-def place(placement: Placement) -> Placed:
+def place(placement: PlacementContext) -> ParallelModel:
     """Place a model over the axis `pipeline` of the mesh, and its stages over the axes `replicate` and `shard`.
 
     Args:
@@ -85,13 +85,13 @@ def place(placement: Placement) -> Placed:
     exact = p.reproducible
     if exact:
         forward_backward, evaluate = reproducible.guarded(forward_backward), reproducible.guarded(evaluate)
-    assign = partial(tree_shares, even=True) if exact else strided_shares
-    return Placed(
+    assign = partial(assign_tree, even=True) if exact else assign_strided
+    return ParallelModel(
         layout=layout,
         parts=list(cut.parts),
         parameters=cut.holding.named_parameters(),
         objective=p.objective,
-        cursor=p.cursor,
+        random_state=p.random_state,
         assign=partial(assign, rank=cut.column, ranks=layout.data_parallel_size),
         forward_backward=forward_backward,
         evaluate=evaluate,
@@ -101,20 +101,20 @@ def place(placement: Placement) -> Placed:
         norm_groups=([mesh["shard"].get_group()] if layout.shard > 1 else []) + [group],
         counted=_counted(cut.holding, mesh["pipeline"].get_local_rank()),
         wants_data=any(part.is_first or part.is_last for part in cut.parts),
-        notices=p.notices,
+        log_lines=p.log_lines,
         reproducible=exact,
     )
 
 
-def _cut(p: Placement, mesh: DeviceMesh, plan: Plan, uses: Uses) -> _Cut:
+def _cut(p: PlacementContext, mesh: DeviceMesh, plan: Plan, uses: Uses) -> _Cut:
     """Keep this rank's stages, let go of the others, and shard or replicate what is left."""
     rank, layout = mesh["pipeline"].get_local_rank(), p.layout
-    p.notices.append(
+    p.log_lines.append(
         f"pipeline: {plan.facts.name}, {len(plan.parts.stages)} stages on {layout.pipeline} ranks\n{plan.table()}"
     )
     units = fsdp.units_of(p.model, p.config.distributed.fsdp, p.blocks)  # in the unsplit model
     halves, said = splits_backward(plan, uses, p.config)
-    p.notices += said
+    p.log_lines += said
     holding = holding_of(rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
     work = Work(observes=p.objective.in_outputs and p.objective.observed is not None)
     parts = [part_of(plan, stage, holding, p.blocks, work, p.precision) for stage in plan.parts.of_rank(rank)]
@@ -126,11 +126,11 @@ def _cut(p: Placement, mesh: DeviceMesh, plan: Plan, uses: Uses) -> _Cut:
     )  # fmt: skip
     if layout.data_parallel_size > 1:
         cut.unit, said = shard_parts(parts, holding, units, partial(fsdp.shard_stage, mesh, p.config), cut.frees)
-        p.notices += said
+        p.log_lines += said
     return cut
 
 
-def _runner(p: Placement, cut: _Cut, group: dist.ProcessGroup) -> Runner:
+def _runner(p: PlacementContext, cut: _Cut, group: dist.ProcessGroup) -> Runner:
     plan, parts, columns = cut.plan, cut.parts, p.layout.data_parallel_size
     stages = len(plan.parts.stages)
     objects_on = object_device(p.device)
@@ -138,7 +138,7 @@ def _runner(p: Placement, cut: _Cut, group: dist.ProcessGroup) -> Runner:
         parts,
         [RunningBuffers(part, columns, cut.columns, reproducible=p.reproducible) for part in parts],
         p.objective,
-        p.cursor,
+        p.random_state,
         cut.work,
         Relay(parts, plan.parts.ranks, group, p.device, objects_on),
         Shapes(cut.column, columns, knows_batches=parts[0].is_first, device=objects_on),

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lockstep.data.batches import MicroBatch
 from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
-from lockstep.parallel.ledger import Ledger, Loss, Share
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.pipeline.forward import Relay
 from lockstep.parallel.pipeline.part import Part, Work
 from lockstep.parallel.pipeline.shapes import Agreement, Shapes
 from lockstep.parallel.pipeline.torch_schedule import Schedule
 from lockstep.parallel.pipeline.torch_stage import Metas, Stage, reduce_gradients
 from lockstep.parallel.pipeline.trees import StageTrees
-from lockstep.randomness import Cursor
+from lockstep.randomness import RandomState
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Runner:
     parts: list[Part]
     buffers: list[RunningBuffers]
     objective: Objective
-    cursor: Cursor
+    random_state: RandomState
     work: Work
     relay: Relay
     shapes: Shapes
@@ -55,32 +56,34 @@ class Runner:
     trees: StageTrees | None = None
     stages: list[Stage] = field(default_factory=list)
     _schedules: dict[int, Schedule] = field(default_factory=dict)
-    _run: Sequence[Share] = ()
-    _ledger: Ledger | None = None
+    _run: Sequence[MicroBatch] = ()
+    _accumulator: LossAccumulator | None = None
     _factor: float = 1.0
 
     # ---- training ----
 
-    def forward_backward(self, shares: Sequence[Share], ledger: Ledger, factor: float) -> None:
-        """See `lockstep.parallel.placed.ForwardBackward`."""
-        runs = cut_into_runs(shares, self.per_run, self.padded)
-        self._ledger, self._factor = ledger, factor
-        agreement = self._learn_shapes(shares)
-        keys = {share.index: key for share, key in zip(shares, agreement.signatures, strict=True)}
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
+    ) -> None:
+        """See `lockstep.parallel.parallel_model.ForwardBackward`."""
+        runs = cut_into_runs(micro_batches, self.per_run, self.padded)
+        self._accumulator, self._factor = accumulator, factor
+        agreement = self._learn_shapes(micro_batches)
+        keys = {micro_batch.index: key for micro_batch, key in zip(micro_batches, agreement.signatures, strict=True)}
         if self.shared_unit is not None:
             _unshard(self.shared_unit)
         if self.trees is not None:
-            self.trees.begin(ledger.slots)
+            self.trees.begin(accumulator.micro_batches_per_step)
         for place, run in enumerate(runs, start=1):
-            self._start_run(run, [keys[share.index] for share in run], last=place == len(runs))
+            self._start_run(run, [keys[micro_batch.index] for micro_batch in run], last=place == len(runs))
             self._schedule(len(run)).run()
         if self.shared_unit is not None:
             reduce_gradients(self.shared_unit)
         for buffers in self.buffers:
-            buffers.finish_step(ledger.slots)
-        self._run, self._ledger = (), None
+            buffers.finish_step(accumulator.micro_batches_per_step)
+        self._run, self._accumulator = (), None
 
-    def _start_run(self, run: Sequence[Share], keys: Sequence[int], *, last: bool) -> None:
+    def _start_run(self, run: Sequence[MicroBatch], keys: Sequence[int], *, last: bool) -> None:
         self._run = run
         self.work.finish = self._loss
         if self.trees is not None:
@@ -97,83 +100,85 @@ class Runner:
     @contextmanager
     def forward_at(self, stage: int, place: int) -> Iterator[None]:
         """A stage's forward pass of the micro-batch at `place` of the run goes on inside."""
-        share = self._run[place]
+        micro_batch = self._run[place]
         part, buffers = self._part(stage)
-        self._take_up(part, share)
-        with buffers.micro_batch(share.index, real=share.real):
+        self._take_up(part, micro_batch)
+        with buffers.micro_batch(micro_batch.index, real=micro_batch.real):
             yield
             buffers.forward_done()
 
     @contextmanager
     def backward_at(self, stage: int, place: int) -> Iterator[None]:
         """Its backward pass. Recomputed forward passes write to statistics that nobody reads."""
-        share = self._run[place]
-        with self._part(stage)[1].micro_batch(share.index, real=False):
+        micro_batch = self._run[place]
+        with self._part(stage)[1].micro_batch(micro_batch.index, real=False):
             yield
 
     def _part(self, stage: int) -> tuple[Part, RunningBuffers]:
         return next((p, b) for p, b in zip(self.parts, self.buffers, strict=True) if p.index == stage)
 
-    def _take_up(self, part: Part, share: Share) -> None:
-        self._share = share
-        part.enter(self.cursor, share.index)
-        self.work.inputs = partial(self.objective.inputs, share.batch)
+    def _take_up(self, part: Part, micro_batch: MicroBatch) -> None:
+        self._micro_batch = micro_batch
+        part.enter(self.random_state, micro_batch.index)
+        self.work.inputs = partial(self.objective.inputs, micro_batch.batch)
 
     def _loss(self, outputs: Any) -> Tensor:
-        """What the last stage returns in training: its share of what is differentiated. Enters it in the ledger."""
-        share = self._share
-        loss = Loss(*self.objective.factors(outputs, share.batch, self.work.calls))
-        assert self._ledger is not None
-        self._ledger.enter(share, loss)
-        return loss.value * (self._factor * loss.times if share.real else 0.0)
+        """Add the last stage's loss to the accumulator; return the part of it that is differentiated here."""
+        micro_batch = self._micro_batch
+        loss = Loss(*self.objective.factors(outputs, micro_batch.batch, self.work.calls))
+        assert self._accumulator is not None
+        self._accumulator.add(micro_batch, loss)
+        return loss.value * (self._factor * loss.times if micro_batch.real else 0.0)
 
     # ---- shapes ----
 
-    def _learn_shapes(self, shares: Sequence[Share]) -> Agreement:
+    def _learn_shapes(self, micro_batches: Sequence[MicroBatch]) -> Agreement:
         """Send each new shape of batch through the stages once, up to the last one, which sends nothing on."""
-        agreement = self.shapes.agree([self._inputs_of(share) for share in shares], training=True)
+        agreement = self.shapes.agree([self._inputs_of(micro_batch) for micro_batch in micro_batches], training=True)
         if agreement.anyone:
             with self._gathered(keep=True), _restored_buffers(self.parts):
                 for place in agreement.new:
                     learn = partial(self._learn, agreement.signatures[place])
-                    self.relay.one(lambda part, i: self._take_up(part, shares[i]), place, learn=learn, to_last=False)
+                    self.relay.one(
+                        lambda part, i: self._take_up(part, micro_batches[i]), place, learn=learn, to_last=False
+                    )
         return agreement
 
     def _learn(self, key: int, stage: int, received: Metas, sent: Metas) -> None:
         self.shapes.learn(key, stage, received, sent)
 
-    def _inputs_of(self, share: Share) -> Any:
-        return self.objective.inputs(share.batch) if self.parts[0].is_first else None
+    def _inputs_of(self, micro_batch: MicroBatch) -> Any:
+        return self.objective.inputs(micro_batch.batch) if self.parts[0].is_first else None
 
     # ---- forward alone ----
 
     @torch.no_grad()
-    def evaluate(self, shares: Sequence[Share], ledger: Ledger) -> None:
-        """See `lockstep.parallel.placed.Evaluate`."""
+    def evaluate(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator) -> None:
+        """See `lockstep.parallel.parallel_model.Evaluate`."""
 
         def enter(outputs: Any) -> None:
-            share = self._share
-            ledger.enter(share, Loss(*self.objective.factors(outputs, share.batch, self.work.calls)))
+            micro_batch = self._micro_batch
+            accumulator.add(micro_batch, Loss(*self.objective.factors(outputs, micro_batch.batch, self.work.calls)))
 
         def start(part: Part, place: int) -> None:
-            self._take_up(part, shares[place])
+            self._take_up(part, micro_batches[place])
 
         self.work.finish = enter
-        agreement = self.shapes.agree([self._inputs_of(share) for share in shares], training=False)
+        agreement = self.shapes.agree([self._inputs_of(micro_batch) for micro_batch in micro_batches], training=False)
         keys = agreement.signatures
         with self._gathered(keep=False):
             for place in agreement.new:
                 self.relay.one(start, place, learn=partial(self._learn, keys[place]))
-            others = [place for place in range(len(shares)) if place not in agreement.new]
+            others = [place for place in range(len(micro_batches)) if place not in agreement.new]
             self.relay.many(start, others, lambda place, stage: self.shapes.of(keys[place], stage))
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass outside of the step; all ranks call it with the same arguments and get the outputs."""
         self.work.inputs, self.work.finish = (lambda: (args, kwargs)), (lambda outputs: outputs)
-        at = self.cursor.micro_batch
+        at = self.random_state.micro_batch
         with self._gathered(keep=False):
-            outputs = self.relay.one(lambda part, _place: part.enter(self.cursor, at))
+            outputs = self.relay.one(lambda part, _place: part.enter(self.random_state, at))
         return self.relay.share_result(outputs)
 
     @contextmanager
@@ -223,15 +228,17 @@ def _restored_buffers(parts: Sequence[Part]) -> Iterator[None]:
                 buffer.copy_(values)
 
 
-def cut_into_runs(shares: Sequence[Share], per_run: int | None, padded: Callable[[int], int]) -> list[list[Share]]:
+def cut_into_runs(
+    micro_batches: Sequence[MicroBatch], per_run: int | None, padded: Callable[[int], int]
+) -> list[list[MicroBatch]]:
     """A step's micro-batches, as many at a time as a run takes.
 
     Runs that a schedule would refuse for their number are filled up with copies of their last micro-batch that weigh
     nothing.
     """
-    size = per_run or len(shares)
-    runs = [list(shares[begin : begin + size]) for begin in range(0, len(shares), size)]
+    size = per_run or len(micro_batches)
+    runs = [list(micro_batches[begin : begin + size]) for begin in range(0, len(micro_batches), size)]
     for run in runs:
         last = run[-1]
-        run += [Share(last.index, last.batch, real=False)] * (padded(len(run)) - len(run))
+        run += [MicroBatch(last.index, last.batch, real=False)] * (padded(len(run)) - len(run))
     return runs

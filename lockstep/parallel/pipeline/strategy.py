@@ -14,8 +14,8 @@ from lockstep.rules import Contradiction
 from lockstep.strategy import Strategy, given_sizes
 
 if TYPE_CHECKING:
-    from lockstep.parallel.placed import Placed
-    from lockstep.parallel.placement import Placement
+    from lockstep.parallel.parallel_model import ParallelModel
+    from lockstep.parallel.placement import PlacementContext
 
 
 class Pipeline(Strategy):
@@ -89,7 +89,7 @@ class Pipeline(Strategy):
         ranks = stages // pipeline.stages_per_rank if stages > 1 else config.distributed.pipeline_size or 2
         return [f"{self.name}:{ranks}"]
 
-    def place(self, placement: "Placement") -> "Placed":
+    def place(self, placement: "PlacementContext") -> "ParallelModel":
         from lockstep.parallel.pipeline.place import place  # torch's pipelining loads its compiler, which takes seconds
 
         return place(placement)

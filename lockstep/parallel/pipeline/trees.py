@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lockstep.data.batches import MicroBatch
 from lockstep.mesh import local_chunk
-from lockstep.parallel.ledger import Share
+from lockstep.parallel.parallel_model import local
 from lockstep.parallel.pipeline.holding import Holding
-from lockstep.parallel.placed import local
 from lockstep.parallel.tree import Partials, finish, tree_assignment
 from lockstep.parallel.tree_reduce import TreeReduceScatter, all_gather_flat
 
@@ -77,7 +77,7 @@ class StageTrees:
     mesh: DeviceMesh
     column_group: dist.ProcessGroup | None
     shared_groups: Mapping[str, dist.ProcessGroup]
-    run: Sequence[Share] = ()  # micro-batches of the schedule's run
+    run: Sequence[MicroBatch] = ()  # micro-batches of the schedule's run
     _partials: dict[int, Partials] = field(default_factory=dict)
     _leaves: int = 0
 
@@ -109,9 +109,9 @@ class StageTrees:
             parameter = self._parameter(name)
             if parameter.grad is not None:
                 sums[name], parameter.grad = parameter.grad, None
-        share = self.run[place]
-        if share.real:
-            self._partials[stage].add(share.index, [sums.get(name) for name in self._complete[stage]])
+        micro_batch = self.run[place]
+        if micro_batch.real:
+            self._partials[stage].add(micro_batch.index, [sums.get(name) for name in self._complete[stage]])
         handed_on = [(name, sums.get(name)) for name in self.uses.crossing(stage - 1)]
         return tuple(
             torch.zeros_like(self.uses.like[name], device=self.device) if value is None else value.contiguous()

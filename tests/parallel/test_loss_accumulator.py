@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.batches import MicroBatch
 from lockstep.models.protocol import objective_of
-from lockstep.parallel.ledger import HostLedger, Ledger, Loss, Share
+from lockstep.parallel.loss_accumulator import HostLossAccumulator, Loss, LossAccumulator
 
 CPU = torch.device("cpu")
 
 
-def totals(ledger: Ledger, losses: list[Loss]) -> tuple[float, float]:
+def totals(accumulator: LossAccumulator, losses: list[Loss]) -> tuple[float, float]:
     for index, loss in enumerate(losses):
-        ledger.enter(Share(index, None), loss)
-    loss_sum, count = ledger.totals()
+        accumulator.add(MicroBatch(index, None), loss)
+    loss_sum, count = accumulator.totals()
     return float(loss_sum), float(count)
 
 
@@ -23,15 +24,17 @@ def totals(ledger: Ledger, losses: list[Loss]) -> tuple[float, float]:
 def test_the_host_rounds_as_the_device_does(times: int) -> None:
     values = torch.randn(50, generator=torch.Generator().manual_seed(times)).exp()
     losses = [Loss(value, times, times) for value in values]
-    assert totals(HostLedger(50, shared=False), losses) == totals(Ledger(50, CPU, shared=False), losses)
-    assert totals(HostLedger(50, shared=False), losses)[0] == sum((value * times).item() for value in values)
+    assert totals(HostLossAccumulator(50, shared=False), losses) == totals(
+        LossAccumulator(50, CPU, shared=False), losses
+    )
+    assert totals(HostLossAccumulator(50, shared=False), losses)[0] == sum((value * times).item() for value in values)
 
 
 @pytest.mark.parametrize("value", [3e38, math.inf, math.nan])
 def test_what_overflows_is_seen(value: float) -> None:
     losses = [Loss(torch.tensor(value), 8, 8)]
-    for ledger in (HostLedger(1, shared=False), Ledger(1, CPU, shared=False)):
-        assert not math.isfinite(totals(ledger, losses)[0])
+    for accumulator in (HostLossAccumulator(1, shared=False), LossAccumulator(1, CPU, shared=False)):
+        assert not math.isfinite(totals(accumulator, losses)[0])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

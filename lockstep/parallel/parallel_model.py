@@ -1,4 +1,4 @@
-"""`Placed`: what a strategy makes of a model, and all that the step knows about it.
+"""`ParallelModel`: a model as a strategy has placed it on this rank, and all that the step knows about it.
 
 A strategy decides where a micro-batch runs and where a parameter lies. It never decides what a step is: the samples,
 the random numbers, the loss and its normalisation are the same for all of them.
@@ -14,25 +14,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lockstep.data.batches import MicroBatch
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.gradient_hooks import GradientHooks
-from lockstep.parallel.ledger import HostLedger, Ledger, Loss, Share, WorkersLedger
+from lockstep.parallel.loss_accumulator import HostLossAccumulator, Loss, LossAccumulator, WorkersLossAccumulator
 from lockstep.parallel.numbers import Number
-from lockstep.randomness import Cursor
+from lockstep.randomness import RandomState
 
-ForwardBackward = Callable[[Sequence[Share], Ledger, float], None]
-"""(this rank's shares of a step, the step's ledger, factor).
+ForwardBackward = Callable[[Sequence[MicroBatch], LossAccumulator, float], None]
+"""(this rank's micro-batches of a step, the step's accumulator, factor).
 
 Adds `factor` × the gradient of the summed loss of the *whole* step to `.grad` of the placed parameters, reduced over
 all ranks once `finish_gradients` has run.
 """
 
-MicroStep = Callable[[Share, Ledger, float, bool], Loss]
-"""(share, ledger, factor, last): forward and backward of one micro-batch; `last` reduces the gradients over ranks."""
+MicroStep = Callable[[MicroBatch, LossAccumulator, float, bool], Loss]
+"""(micro-batch, accumulator, factor, last): runs forward and backward; `last` reduces the gradients over ranks."""
 
-Evaluate = Callable[[Sequence[Share], Ledger], None]
-"""(this rank's shares, ledger): forward passes only."""
+Evaluate = Callable[[Sequence[MicroBatch], LossAccumulator], None]
+"""(this rank's micro-batches, accumulator): runs forward passes only."""
 
 
 _NOTHING = nullcontext()  # one for all uses: making it is a call
@@ -49,7 +50,7 @@ class Turn:
     Attributes:
         to_mean: what its gradients are multiplied by to be those of its mean loss.
         norm: of that gradient, before clipping.
-        gradients: as `Placed.gradients` gives them; None: as they are once it is entered.
+        gradients: as `ParallelModel.gradients` gives them; None: as they are once it is entered.
         entered: inside, its parameters and gradients are the placed ones, and the optimizer's state is its own.
     """
 
@@ -68,8 +69,8 @@ class Workers(Protocol):
     def turns(self) -> list[Turn]:
         """The updates of this rank's workers in this step, once its backward passes are over."""
 
-    def mean_norm(self, ledger: Ledger) -> Number:
-        """Of all workers' gradients, after the ledger's `totals`."""
+    def mean_norm(self, accumulator: LossAccumulator) -> Number:
+        """Of all workers' gradients, after the accumulator's `totals`."""
 
     def advance(self, step: int, *, last: bool) -> None:
         """After each step: meet the others, if it is time."""
@@ -85,7 +86,7 @@ class Workers(Protocol):
 
 
 @dataclass
-class Placed:
+class ParallelModel:
     """A model as a rank holds it.
 
     Attributes:
@@ -95,7 +96,7 @@ class Placed:
         aliases: canonical name → further names of the same parameter (tied weights).
         buffers: canonical name → persistent buffer, of this rank.
         objective: how a batch becomes a loss.
-        cursor: what the model's random numbers depend on.
+        random_state: what the model's random numbers depend on.
         assign: micro-batches in a step → (index, real) of those that this rank runs, in running order.
         forward_backward: see `ForwardBackward`.
         evaluate: see `Evaluate`.
@@ -107,9 +108,9 @@ class Placed:
         norm_groups: process groups over which squared norms of the local gradients add up.
         counted: names whose gradients this rank counts in a norm; None: all. Of what several ranks of a norm group hold
             whole, one counts it.
-        wants_data: whether this rank's shares need their batches.
-        notices: lines to be said at start.
-        said_later: lines that become known while it trains; who says them takes them out.
+        wants_data: whether this rank's micro-batches need their batches.
+        log_lines: lines to be said at start.
+        later_log_lines: lines that become known while it trains; who says them takes them out.
         state: tensors of the strategy's own that a checkpoint keeps (error feedback of a compression).
         workers: under local updates.
         reproducible: the step must be the same in every bit on any layout.
@@ -121,7 +122,7 @@ class Placed:
     parts: list[nn.Module]
     parameters: dict[str, nn.Parameter]
     objective: Objective
-    cursor: Cursor
+    random_state: RandomState
     assign: Callable[[int], list[tuple[int, bool]]]
     forward_backward: ForwardBackward
     evaluate: Evaluate
@@ -135,20 +136,22 @@ class Placed:
     norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
     counted: set[str] | None = None
     wants_data: bool = True
-    notices: list[str] = field(default_factory=list)
-    said_later: list[str] = field(default_factory=list)
+    log_lines: list[str] = field(default_factory=list)
+    later_log_lines: list[str] = field(default_factory=list)
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     workers: Workers | None = None
     reproducible: bool = False
     gradient_hooks: GradientHooks = field(default_factory=dict)
     num_parameters: int = 0
 
-    def ledger(self, slots: int) -> Ledger:
-        """An empty ledger for a step (or a window of evaluation) of `slots` micro-batches."""
-        device, shared = self.cursor.device, self.layout.world_size > 1
+    def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator:
+        """Return an empty accumulator for a step, or for a window of an evaluation."""
+        device, shared = self.random_state.device, self.layout.world_size > 1
         if self.workers is not None:
-            return WorkersLedger(slots, device, shared=shared, workers=self.workers.total)
-        return HostLedger(slots, shared=shared) if device.type == "cpu" else Ledger(slots, device, shared=shared)
+            return WorkersLossAccumulator(micro_batches_per_step, device, shared=shared, workers=self.workers.total)
+        if device.type == "cpu":
+            return HostLossAccumulator(micro_batches_per_step, shared=shared)
+        return LossAccumulator(micro_batches_per_step, device, shared=shared)
 
     def kept(self) -> dict[str, Tensor]:
         """The model as it is evaluated, saved and compared over replicas: canonical name → parameter or buffer."""
@@ -178,13 +181,13 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def contiguous_shares(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
+def assign_contiguous(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
     """Runs of neighbours, as even as can be; a rank that is left with none runs one dummy."""
     first, last = (micro_batches * rank) // ranks, (micro_batches * (rank + 1)) // ranks
     return [(i, True) for i in range(first, last)] or [(0, False)]
 
 
-def strided_shares(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
+def assign_strided(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
     """Every `ranks`-th one, the same number on each rank: the short ones run a dummy at the end."""
     rounds = -(-micro_batches // ranks)
     indices = [rank + k * ranks for k in range(rounds)]

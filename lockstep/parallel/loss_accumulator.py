@@ -1,0 +1,184 @@
+"""Sums the losses and valid targets of a step's micro-batches over all ranks.
+
+Each rank writes what it ran into its own columns of a table; one small all-reduce adds zeros to them, which changes no
+bit; the columns are then summed in the order of the micro-batches. So the loss of a step is the same number on every
+topology. One more column carries the ranks' votes to stop and the step that each is in, without traffic of its own.
+"""
+
+from ctypes import c_float
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.data.batches import MicroBatch
+from lockstep.parallel.numbers import Number, number
+
+
+class Loss(NamedTuple):
+    """The summed loss of a micro-batch, as the product of two factors.
+
+    Attributes:
+        value: 0-dim float32, with its graph.
+        times: what it is multiplied by to be the sum: the number of valid targets where it is a mean, else 1.
+        targets: how many are valid.
+    """
+
+    value: Tensor
+    times: int
+    targets: int | Tensor
+
+    def summed(self) -> Tensor:
+        """Return the sum, detached."""
+        value = self.value.detach()
+        return value if self.times == 1 else value * self.times
+
+
+class LossAccumulator:
+    """Accumulates the losses and target counts of one step on the device; the host does not wait for it.
+
+    Args:
+        micro_batches_per_step: micro-batches in the step, over all ranks.
+        device: where the losses are computed.
+        shared: whether other ranks run some of the micro-batches.
+    """
+
+    def __init__(self, micro_batches_per_step: int, device: torch.device, *, shared: bool) -> None:
+        self.micro_batches_per_step = micro_batches_per_step
+        self._shared = shared
+        self._work: dist.Work | None = None
+        self._started = False
+        self._begin(micro_batches_per_step + 1, device)
+
+    def _begin(self, columns: int, device: torch.device) -> None:
+        self._table = torch.zeros(2, columns, dtype=torch.float64, device=device)
+
+    def add(self, micro_batch: MicroBatch, loss: Loss) -> None:
+        """Add the loss and the targets of one micro-batch; dummies count for nothing."""
+        if micro_batch.real:
+            self._table[0, micro_batch.index] = loss.summed()
+            self._table[1, micro_batch.index] = loss.targets
+
+    def vote_to_stop(self) -> None:
+        """Tell all ranks, with the next reduction, that this rank was asked to stop after this step."""
+        self._table[0, -1] = 1.0
+
+    def mark_step(self, step: int) -> None:
+        """Write down which step this is, to detect ranks that reduce in different steps."""
+        self._table[1, -1] = step
+
+    def start_reduce(self) -> None:
+        """Start the all-reduce, to run beside the last backward pass; all micro-batches of this rank are added."""
+        if self._shared and not self._started:
+            # gloo's all-to-all takes two fifths of the time, but gloo pairs like calls only. A stray collective of one
+            # rank is an all-reduce most often: it would pair with this one, and the step marks detect it.
+            self._work = dist.all_reduce(self._table, async_op=True)
+        self._started = True
+
+    def totals(self) -> tuple[Number, Number]:
+        """Return (loss sum, number of valid targets) of the step, float64, equal on all ranks."""
+        self._finish()
+        sums = self._table[:, :-1].sum(dim=1)
+        return sums[0], sums[1]
+
+    @property
+    def stop_votes(self) -> Number:
+        """How many ranks voted to stop; known after `totals`, equal on all ranks."""
+        return self._table[0, -1]
+
+    @property
+    def step_marks(self) -> Number:
+        """The sum of the steps that the ranks are in, after `totals`; equal on all ranks if the sum paired theirs."""
+        return self._table[1, -1]
+
+    def _finish(self) -> None:
+        self.start_reduce()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class HostLossAccumulator(LossAccumulator):
+    """Accumulates in Python numbers where losses are computed on the CPU; the all-reduce alone needs a tensor."""
+
+    def __init__(self, micro_batches_per_step: int, *, shared: bool) -> None:
+        super().__init__(micro_batches_per_step, torch.device("cpu"), shared=shared)
+
+    def _begin(self, columns: int, device: torch.device) -> None:
+        self._losses, self._counts = [0.0] * columns, [0.0] * columns
+
+    def add(self, micro_batch: MicroBatch, loss: Loss) -> None:
+        if micro_batch.real:
+            self._losses[micro_batch.index] = _product(loss.value.item(), loss.times)
+            self._counts[micro_batch.index] = float(loss.targets)
+
+    def vote_to_stop(self) -> None:
+        self._losses[-1] = 1.0
+
+    def mark_step(self, step: int) -> None:
+        self._counts[-1] = step
+
+    def start_reduce(self) -> None:
+        if self._shared and not self._started:
+            self._table = torch.tensor([self._losses, self._counts], dtype=torch.float64)
+        super().start_reduce()
+
+    def totals(self) -> tuple[Number, Number]:
+        self._finish()
+        if self._shared:
+            self._losses, self._counts = self._table.tolist()
+        return sum(self._losses[:-1]), sum(self._counts[:-1])
+
+    @property
+    def stop_votes(self) -> Number:
+        return self._losses[-1]
+
+    @property
+    def step_marks(self) -> Number:
+        return self._counts[-1]
+
+
+def _product(value: float, times: int) -> float:
+    """Return the product, rounded as that of a float32 tensor is."""
+    return value if times == 1 else c_float(value * times).value
+
+
+class WorkersLossAccumulator(LossAccumulator):
+    """Accumulates under local updates, where each worker adds its gradient's norm after its backward pass.
+
+    Args:
+        workers: their number over all ranks.
+    """
+
+    def __init__(self, micro_batches_per_step: int, device: torch.device, *, shared: bool, workers: int) -> None:
+        super().__init__(micro_batches_per_step + workers, device, shared=shared)
+        self.micro_batches_per_step = micro_batches_per_step
+
+    def add_norm(self, worker: int, norm: Tensor) -> None:
+        """Add the norm of a worker's gradient."""
+        self._table[0, self.micro_batches_per_step + worker] = norm
+        self._table[1, self.micro_batches_per_step + worker] = 1.0
+
+    def start_reduce(self) -> None:
+        """Do nothing yet: norms are still to come, so the all-reduce starts in `totals`."""
+
+    def totals(self) -> tuple[Number, Number]:
+        super().start_reduce()
+        self._finish()
+        sums = self._table[:, : self.micro_batches_per_step].sum(dim=1)
+        return number(sums[0]), number(sums[1])
+
+    @property
+    def mean_norm(self) -> Number:
+        """Mean norm of the workers' gradients, after `totals`; equal on all ranks."""
+        norms, noted = self._table[:, self.micro_batches_per_step : -1].sum(dim=1)
+        return number(norms / noted.clamp(min=1))
+
+    @property
+    def stop_votes(self) -> Number:
+        return number(self._table[0, -1])
+
+    @property
+    def step_marks(self) -> Number:
+        return number(self._table[1, -1])
