@@ -249,6 +249,7 @@ def main() -> int:
     parser.add_argument("--first", type=float, default=10.0, help="seconds in which the signal comes (default: 10)")
     parser.add_argument("--write", action="store_true", help="write the results page")
     given = parser.parse_args()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the runs inherit it: under nohup they would ignore theirs
     started = time.monotonic()
     found, wrong = bench(given.rounds, given.at_once, given.seed, given.first)
     wrong += [f"{one.kind} after {one.after:.1f} s: {text}" for one in found for text in one.wrong]

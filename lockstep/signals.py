@@ -17,6 +17,9 @@ from lockstep import scratch
 
 ASKS_TO_END = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # SIGUSR1: schedulers' early warning
 
+# nohup starts a process with SIGHUP ignored, so that a terminal that closes does not end it.
+_HANGUP_IS_IGNORED = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
 Answer = Callable[[int], None]
 
 seen: list[int] = []  # the numbers of those that came, in order, also where a script's own handlers answered them
@@ -39,7 +42,8 @@ def listen(answer: Answer) -> None:
         return
     _read_in_background()
     for number in ASKS_TO_END:
-        signal.signal(number, _noted)
+        if number != signal.SIGHUP or not _HANGUP_IS_IGNORED:
+            signal.signal(number, _noted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS_TO_END)  # a launcher starts ranks with them held back
 
 

@@ -3,7 +3,9 @@
 import gc
 import os
 import shutil
+import signal
 import subprocess
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -13,6 +15,9 @@ import pytest
 
 _MARK = "LOCKSTEP_TEST_SESSION"  # in the environment of everything that the tests start
 _PATIENCE_SECONDS = 10.0
+
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what the tests start inherits it: under nohup it would be ignored
 
 
 def left_behind(mark: str, ports_before: set[int]) -> list[str]:

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lockstep import scratch
@@ -69,6 +70,27 @@ def test_signals_while_a_run_starts(tmp_path: Path) -> None:
     assert "lockstep: stopped by SIGINT before the training began\n" in ended.err
     assert "Traceback" not in ended.err
     assert list((tmp_path / "tmp").glob("lockstep-*")) == []
+
+
+@pytest.mark.fault(
+    "process: the terminal of a run under nohup is closed",
+    "SIGHUP comes to the launcher and to its ranks, which nohup started with it ignored",
+    "nothing: the run goes on; without nohup it is saved and stops with exit code 75",
+)
+def test_a_run_under_nohup_does_not_hear_that_its_terminal_is_closed(tmp_path: Path) -> None:
+    script(tmp_path, "open('ready', 'w')\nwhile not os.path.exists('go'):\n    time.sleep(0.05)\n")
+    command = ["nohup", sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "1", "script.py"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    wait_for((tmp_path / "ready").exists)
+    for member in [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]:
+        os.kill(member, signal.SIGHUP)
+    time.sleep(0.5)
+    (tmp_path / "go").touch()
+    ended = finish(process, tmp_path)
+    assert ended.code == 0, ended.err
 
 
 def test_what_a_killed_process_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
