@@ -27,12 +27,10 @@ from lockstep.errors import UsageError, listed
 from lockstep.fused import scales, step_times
 from lockstep.monitor import PhaseClock
 from lockstep.optim import CallersRate, Schedule, TorchSchedule, unfuse
-from lockstep.parallel.exact_norm import exact_norm
-from lockstep.parallel.gradient_hooks import run_hooks
 from lockstep.parallel.layer_norms import layer_norms
 from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.numbers import Number, at_least, at_most, exceeds, number, tensor_of
-from lockstep.parallel.parallel_model import ParallelModel, Turn
+from lockstep.parallel.numbers import Number, at_least, at_most, exceeds, tensor_of
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.precision import LossScale
 from lockstep.records import StepRecord
 from lockstep.torch_compat import foreach
@@ -135,11 +133,9 @@ class Step:
         self._advance(samples)
 
     def _advance(self, samples: int) -> None:
-        """The step is over; workers that train by themselves meet, if it is time, and at the end of the run."""
         self.progress.step += 1
         self.progress.samples += samples
-        if self.placed.workers is not None:
-            self.placed.workers.advance(self.progress.step, last=self.progress.step == self.total)
+        self.placed.synchronize(self.progress.step, last=self.progress.step == self.total)
 
     def run(self, micro_batches: list[MicroBatch], micro_batches_per_step: int, samples: int) -> StepRecord:
         """Run one step.
@@ -166,22 +162,23 @@ class Step:
             BadNumbersError: this step's numbers (on a GPU: those of the step before) are bad, and skipping it is not
                 what the config says, or has been done too often. The step is over all the same.
         """
+        placed = self.placed
         self.clock.enter("optimizer")
         loss_sum, count = accumulator.totals()
         count = at_least(count, 1.0)  # a step without a valid target has a gradient of zero, not of nan
         loss = loss_sum / count
-        self.placed.finish_gradients()
+        placed.finish_gradients()
         self._drop_frozen()
-        turns, norm = self._turns(accumulator, count)
+        updates, norm = placed.model_updates(accumulator, self.factor, count)
         rate = self._set_learning_rate()
         overflow = self.loss_scale is not None and not math.isfinite(float(norm))  # host waits for the device
         record = StepRecord(
             step=self.progress.step + 1, loss=loss, grad_norm=norm, lr=rate, samples=samples, tokens=count,
             epoch=self.progress.epoch, skipped=overflow, loss_scale=self.loss_scale.scale if self.loss_scale else None,
         )  # fmt: skip
-        if self.wants_layer_norms(record.step) and turns:
-            with turns[0].entered(self.optimizer):
-                record.gradient_norms = layer_norms(self.placed, turns[0].to_mean)
+        if self.wants_layer_norms(record.step) and updates:
+            with updates[0].in_place(self.optimizer):
+                record.gradient_norms = layer_norms(placed, updates[0].to_mean)
         # Under fp16 a norm that is no number is the scaler's business.
         seen = 0.0 if self.loss_scale is not None else norm
         out_of_step = accumulator.step_marks - record.step * self.placed.layout.world_size
@@ -192,10 +189,10 @@ class Step:
         if record.skipped:
             self.progress.skipped.append(self.progress.step)
         else:
-            for turn in turns:
-                with turn.entered(self.optimizer):
-                    gradients = self.placed.gradients() if turn.gradients is None else turn.gradients
-                    record.clipped = self._clip_and_update(gradients, turn.to_mean, turn.norm)
+            for update in updates:
+                with update.in_place(self.optimizer):
+                    gradients = placed.gradients() if update.gradients is None else update.gradients
+                    record.clipped = self._clip_and_update(gradients, update.to_mean, update.norm)
             self.progress.updates += 1
             self._call_after_update()
         if numbers.anomaly is not None:
@@ -206,7 +203,8 @@ class Step:
             self.loss_scale.update(overflow)
         self.placed.clear_gradients()
         self._advance(samples)
-        self.placed.check(self.progress.step)
+        for check in placed.checks:
+            check(self.progress.step)
         self.clock.enter("other")
         self._refuse(numbers.anomaly)
         return record
@@ -253,26 +251,6 @@ class Step:
         goes_back = self.anomaly_detector.config.action == "rollback"
         raise BadNumbersError(anomaly, goes_back=goes_back, in_order=self.anomaly_detector.in_order)
 
-    def _turns(self, accumulator: LossAccumulator, count: Number) -> tuple[list[Turn], Number]:
-        """What is to be updated, and the norm that is recorded: of the gradient, or the mean over workers'."""
-        placed = self.placed
-        if placed.workers is not None:
-            return placed.workers.turns(), placed.workers.mean_norm(accumulator)
-        gradients = placed.gradients()
-        to_mean = 1.0 / self.factor / count
-        if placed.gradient_hooks:  # they see the gradient of the mean loss
-            foreach.mul_(gradients, tensor_of(to_mean))
-            run_hooks(placed.gradient_hooks, placed.parameters)
-            to_mean = 1.0
-        norm = self._norm(gradients if placed.counted is None else placed.counted_gradients()) * to_mean
-        return [Turn(to_mean, norm, gradients)], norm
-
-    def _norm(self, gradients: list[Tensor]) -> Number:
-        placed, device = self.placed, self.placed.random_state.device
-        if placed.reproducible:
-            return number(exact_norm(gradients, placed.norm_groups, device, placed.num_parameters))
-        return number(gradient_norm(gradients, placed.norm_groups, device))
-
     def _set_learning_rate(self) -> float:
         groups = self.optimizer.param_groups
         for group, rate in zip(groups, self.schedule.rates(groups, self.progress.updates), strict=True):
@@ -302,23 +280,6 @@ class Step:
             clipped = clip_adaptively(parameters, limit, groups, device, exact=self.placed.reproducible)
         self.optimizer.step()
         return clipped
-
-
-def gradient_norm(gradients: list[Tensor], groups: list[dist.ProcessGroup], device: torch.device) -> Tensor:
-    """The 2-norm over all gradients of all shards and stages, 0-dim float32, the same number on every rank."""
-    local = _local_norm(gradients) if gradients else torch.zeros((), device=device)
-    if not groups:
-        return local
-    square = local.double().square()
-    for group in groups:
-        dist.all_reduce(square, group=group)
-    return square.sqrt().float()
-
-
-def _local_norm(gradients: list[Tensor]) -> Tensor:
-    """What `torch.nn.utils.get_total_norm` gives, which sorts tensors by device and dtype first: half of its time."""
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach.norm(gradients)))
-    return norm
 
 
 def nominal_count(count: float, micro_batches_per_step: int) -> float:

@@ -25,6 +25,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.ddp import bucketed_step_time, torch_contradictions
 from lockstep.parallel.in_order import placed_in_order
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, shared_out
 from lockstep.rules import Contradiction
@@ -69,19 +70,18 @@ class Accelerate(Strategy):
         p.materialise()
         compression = p.compress()
         prepared = prepare(p.model, p.config, p.device, compression.hook)
-        micro_step = p.loop(
-            prepared.model,
-            set_sync=prepared.set_sync,
+        applied = AppliedStrategy(
+            shared_out(assign_contiguous, p),
+            runs=prepared.model,
+            gradient_sync=prepared,
             multiplier=float(p.ranks),
-            after_backward=prepared.after_backward,
+            compression=compression,
         )
-        return placed_in_order(
-            p, AppliedStrategy(micro_step, shared_out(assign_contiguous, p), compression=compression)
-        )
+        return placed_in_order(p, applied)
 
 
 @dataclass
-class Prepared:
+class Prepared(AroundMicroBatch):
     """A model as Accelerate runs it.
 
     Attributes:
@@ -96,14 +96,12 @@ class Prepared:
     def __post_init__(self) -> None:
         self._learns = self.model.static_graph  # in the first backward pass of all, which has to synchronise
 
-    def set_sync(self, last: bool) -> None:
-        """Before a forward pass: does its backward pass synchronise?"""
-        if not last and not self._learns:
+    def before(self, run: MicroBatchPass) -> None:
+        if not run.last and not self._learns:
             self._open.enter_context(self.no_sync())
         self._learns = False
 
-    def after_backward(self, _share: object) -> None:
-        """Leave the context again."""
+    def after(self, run: MicroBatchPass) -> None:
         self._open.close()
 
 

@@ -34,6 +34,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lockstep.errors import UsageError, listed
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -81,7 +82,7 @@ def refuse_synchronised(model: nn.Module) -> None:
 
 
 @dataclass
-class RunningBuffers:
+class RunningBuffers(AroundMicroBatch):
     """Records what forward passes do to buffers, and replays it once a step.
 
     Args:
@@ -105,6 +106,7 @@ class RunningBuffers:
     _versions: dict[str, tuple[int, int]] = field(default_factory=dict)  # of the others, before the forward pass
     _index: int = 0  # of the micro-batch that runs
     _real: bool = False  # whether it counts
+    _open: AbstractContextManager[None] = _NOTHING  # around the micro-batch that runs
 
     def __post_init__(self) -> None:
         self._norms = normalisations(self.model)
@@ -119,9 +121,29 @@ class RunningBuffers:
             and (id(module), name) not in vectors
         }
 
+    @property
+    def any(self) -> bool:
+        """Whether the model has buffers that a forward pass may change."""
+        return bool(self._norms or self._others or self._vectors)
+
+    def before(self, run: MicroBatchPass) -> None:
+        self._open = self.micro_batch(run.micro_batch.index, real=run.micro_batch.real)
+        self._open.__enter__()
+
+    def after_forward(self, run: MicroBatchPass) -> None:
+        self.forward_done()
+
+    def after(self, run: MicroBatchPass) -> None:
+        self._open.__exit__(None, None, None)
+        if run.last:
+            self.finish_step(run.micro_batches_per_step)
+
+    def failed(self, error: BaseException) -> None:
+        self._open.__exit__(None, None, None)
+
     def micro_batch(self, index: int, *, real: bool) -> AbstractContextManager[None]:
-        """The forward and backward pass of a micro-batch run inside; call `forward_done` between them."""
-        return self._recording(index, real) if self._norms or self._others or self._vectors else _NOTHING
+        """Record a micro-batch's forward and backward pass, which run inside; call `forward_done` between them."""
+        return self._recording(index, real) if self.any else _NOTHING
 
     @contextmanager
     def _recording(self, index: int, real: bool) -> Iterator[None]:

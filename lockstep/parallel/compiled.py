@@ -6,15 +6,12 @@ gathers it outside. Random numbers of compiled code are not those of eager code;
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from lockstep.data.batches import MicroBatch
-from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.parallel_model import MicroStep
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 
 _COMPILED: WeakSet[nn.Module] = WeakSet()
 
@@ -31,7 +28,7 @@ def compiled_blocks(parts: Iterable[nn.Module]) -> Iterator[nn.Module]:
     return (module for part in parts for module in part.modules() if module in _COMPILED)
 
 
-class ColdStart:
+class ColdStart(AroundMicroBatch):
     """Measures how much longer a step's first micro-batch takes than its second, which needs nothing compiled.
 
     Args:
@@ -41,19 +38,16 @@ class ColdStart:
     def __init__(self, num_blocks: int, later_log_lines: list[str]) -> None:
         self._num_blocks, self._log_lines = num_blocks, later_log_lines
         self._seconds: list[float] = []
+        self._begin = 0.0
 
-    def over(self, micro_step: MicroStep) -> MicroStep:
-        """`micro_step`, timed twice."""
+    def before(self, run: MicroBatchPass) -> None:
+        if len(self._seconds) < 2:
+            self._begin = time.perf_counter()
 
-        def timed(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Any:
-            if len(self._seconds) == 2:
-                return micro_step(micro_batch, accumulator, factor, last)
-            begin = time.perf_counter()
-            result = micro_step(micro_batch, accumulator, factor, last)
-            self._seconds.append(time.perf_counter() - begin)
-            if len(self._seconds) == 2:
-                longer = max(0.0, self._seconds[0] - self._seconds[1])
-                self._log_lines.append(f"compile: {self._num_blocks} block(s) took {longer:.1f} s at the first pass")
-            return result
-
-        return timed
+    def after(self, run: MicroBatchPass) -> None:
+        if len(self._seconds) == 2:
+            return
+        self._seconds.append(time.perf_counter() - self._begin)
+        if len(self._seconds) == 2:
+            longer = max(0.0, self._seconds[0] - self._seconds[1])
+            self._log_lines.append(f"compile: {self._num_blocks} block(s) took {longer:.1f} s at the first pass")

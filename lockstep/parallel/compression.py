@@ -22,9 +22,6 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch'
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import Config
-from lockstep.data.batches import MicroBatch
-from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.parallel_model import MicroStep
 from lockstep.parallel.powersgd import PowerSGD, matrix_of
 from lockstep.parallel.trial import TURNS, WARM, Hook, Trial
 
@@ -64,18 +61,6 @@ class Compression:
             self.powersgd.settle(skipped)
         if self.trial is not None:
             self.trial.settle()
-
-    def over(self, micro_step: MicroStep) -> MicroStep:
-        """`micro_step`, told to the hook what its gradients are multiplied by."""
-        powersgd = self.powersgd
-        if powersgd is None:
-            return micro_step
-
-        def with_factor(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Any:
-            powersgd.factor = factor
-            return micro_step(micro_batch, accumulator, factor, last)
-
-        return with_factor
 
 
 def compress(model: nn.Module, replicas: DeviceMesh, config: Config, *, undoable: bool) -> Compression:

@@ -65,8 +65,9 @@ class DP(Strategy):
         refuse_means_of_parts(p.model, p.objective, num_gpus(p.device))
         runs = apply_dp(p.model, p.config, p.random_state, p.log_lines)
         applied = AppliedStrategy(
-            p.loop(runs, objective=over_parts(p.objective)),
             shared_out(assign_contiguous, p),
+            runs=runs,
+            objective=over_parts(p.objective),
             tree=LocalTree(list(p.model.parameters())) if p.reproducible else None,
         )
         return placed_in_order(p, applied)

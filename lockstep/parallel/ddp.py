@@ -6,7 +6,7 @@ Buffers are not broadcast here: what changes them is the same on every rank, or 
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import Config, DDPConfig
 from lockstep.costs.hardware import Cluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, replicated_step
-from lockstep.data.batches import MicroBatch
 from lockstep.errors import RunError, listed
 from lockstep.layout import Layout
 from lockstep.monitor.phases import watch_ddp
 from lockstep.parallel.in_order import placed_in_order
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, shared_out
 from lockstep.parallel.tree import assign_tree
@@ -63,15 +63,11 @@ class DDP(Strategy):
         p.materialise()
         compression = p.compress()
         wrapped = apply_ddp(p.model, mesh, p.config.distributed.ddp, compression.hook)
-        micro_step = p.loop(
-            wrapped,
-            set_sync=sync_switch(wrapped),
-            multiplier=1.0 if p.reproducible else float(p.ranks),  # the tree is a sum; DDP's own reduction is a mean
-            after_backward=check_reduced(wrapped),
-        )
         applied = AppliedStrategy(
-            compression.over(micro_step),
             shared_out(assign_tree if p.reproducible else assign_contiguous, p),
+            runs=wrapped,
+            gradient_sync=DDPSync(wrapped),
+            multiplier=1.0 if p.reproducible else float(p.ranks),  # the tree is a sum; DDP's own reduction is a mean
             tree=ReplicaTree(wrapped, mesh["replicate"].get_group()) if p.reproducible else None,
             compression=compression,
         )
@@ -127,39 +123,33 @@ def apply_ddp(
     return wrapped
 
 
-def sync_switch(model: DistributedDataParallel) -> Callable[[bool], None]:
-    """A switch for the next backward pass: reduce gradients (`last`), or only accumulate them, as `no_sync()` does.
+class DDPSync(AroundMicroBatch):
+    """Lets the next backward pass reduce gradients (`last`), or only accumulate them, as `no_sync()` does.
 
     With a static graph DDP learns the graph in the first backward pass of all, and dies if that one does not reduce.
     So it does: what is reduced twice is then already the same on all ranks, and their mean leaves it as it is.
+
+    After a backward pass that was to reduce, it checks that DDP has reduced all gradients. A parameter without a
+    gradient keeps its bucket from being sent. DDP says so in the next step's forward pass, by number at best, and only
+    there.
     """
-    learns = model.static_graph
 
-    def switch(last: bool) -> None:
-        nonlocal learns
-        model.require_backward_grad_sync = last or learns
-        learns = False
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model, self._learns = model, model.static_graph
+        self._names = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
 
-    return switch
+    def before(self, run: MicroBatchPass) -> None:
+        self._model.require_backward_grad_sync = run.last or self._learns
+        self._learns = False
 
-
-def check_reduced(model: DistributedDataParallel) -> Callable[[MicroBatch], None]:
-    """A check to be made after each backward pass: if it was to reduce the gradients, did DDP reduce them all?
-
-    A parameter without a gradient keeps its bucket from being sent. DDP says so in the next step's forward pass, by
-    number at best, and only there.
-    """
-    names = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
-
-    def check(_micro_batch: MicroBatch) -> None:
+    def after(self, run: MicroBatchPass) -> None:
+        model = self._model
         if not model.require_backward_grad_sync or model.find_unused_parameters or model.static_graph:
             return
         try:
             model._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            raise _unreduced(str(error), names) from None
-
-    return check
+            raise _unreduced(str(error), self._names) from None
 
 
 def _unreduced(message: str, names: list[str]) -> RunError:

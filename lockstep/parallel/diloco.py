@@ -29,14 +29,13 @@ from lockstep.costs.steps import ModelSize, Pieces, StepTime, rarely_exchanged_s
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.layout import Layout, multiplied
-from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.in_order import placed_in_order
-from lockstep.parallel.local_worker import Flat, Worker, require_one_type
-from lockstep.parallel.loop import looped
-from lockstep.parallel.loss_accumulator import Loss, LossAccumulator, WorkersLossAccumulator
+from lockstep.parallel.local_worker import Flat, Worker, WorkersLossAccumulator, require_one_type
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.parallel.micro_step import MicroStep
 from lockstep.parallel.numbers import Number, number
 from lockstep.parallel.outer_step import OuterStep
-from lockstep.parallel.parallel_model import MicroStep, ParallelModel, Turn, assign_contiguous
+from lockstep.parallel.parallel_model import ModelUpdate, ParallelModel, assign_contiguous
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext
 from lockstep.parallel.wire import LARGEST, Wire, bytes_each
 from lockstep.rules import Contradiction
@@ -118,10 +117,9 @@ class DiLoCo(Strategy):
     def place(self, placement: PlacementContext) -> ParallelModel:
         p = placement
         p.materialise()
-        buffers = RunningBuffers(p.model, 1, reproducible=p.reproducible)  # a worker sees its own micro-batches only
-        micro_step = looped(p.model, p.objective, p.random_state, p.precision, buffers)
-        placed = placed_in_order(p, AppliedStrategy(micro_step, partial(_assigned, *_numbers(p))))
-        _settle(p, placed)
+        # A worker sees its own micro-batches only.
+        placed = placed_in_order(p, AppliedStrategy(partial(_assigned, *_numbers(p)), statistics_over=1))
+        _bring_workers(p, placed)
         return placed
 
 
@@ -136,16 +134,16 @@ def _assigned(mine: range, total: int, micro_batches: int) -> list[tuple[int, bo
     return [assigned for number in mine for assigned in assign_contiguous(micro_batches, number, total)]
 
 
-def _settle(p: PlacementContext, placed: ParallelModel) -> None:
-    """Let the workers live in a placed model."""
+def _bring_workers(p: PlacementContext, placed: ParallelModel) -> None:
+    """Let the workers of this rank train in a placed model."""
     mine, total = _numbers(p)
     assert placed.micro_step is not None
     config = p.config.distributed.diloco
     wire = Wire(config.send_as, p.mesh["replicate"].get_group() if p.mesh is not None else None)
     workers = LocalWorkers(placed, placed.micro_step, mine, total, config, wire)
-    placed.workers = workers
+    placed.local_training = workers
     placed.forward_backward, placed.micro_step = workers.forward_backward, workers.micro_step
-    placed.evaluate, placed.forward = workers.common(placed.evaluate), workers.common(placed.forward)
+    placed.evaluate, placed.forward = workers.on_common(placed.evaluate), workers.on_common(placed.forward)
     placed.buffers = workers.buffers
     placed.log_lines += _said(config, total, p.ranks, placed)
 
@@ -186,18 +184,18 @@ class LocalWorkers:
         self._values, self._momentum = Flat(self._parameters), Flat(self._parameters)
         for name, parameter in self._parameters.items():
             self._values.views[name].copy_(parameter.detach())
-        common = {name: buffer.clone() for name, buffer in self._live_buffers.items()}
+        buffers = {name: buffer.clone() for name, buffer in self._live_buffers.items()}
         frozen = {name: p.detach() for name, p in placed.parameters.items() if not p.requires_grad}
-        self._common_buffers = common
+        self._common_buffers = buffers
         order = placed.parameters.keys()
         whole = {**self._values.views, **frozen}
-        self.consensus: dict[str, Tensor] = {name: whole[name] for name in order} | common
+        self.common: dict[str, Tensor] = {name: whole[name] for name in order} | buffers
         feeds_back = config.send_as in LARGEST and config.error_feedback
         self._mine = [self._worker(number, feeds_back) for number in mine]
         self._in_place = self._mine[0]
         self._put(self._in_place.values.views, self._in_place.buffers)
         self._count: Any = 0  # valid targets of the worker that runs
-        self._outer = OuterStep(self._values, self._momentum, common, config, wire)
+        self._outer = OuterStep(self._values, self._momentum, buffers, config, wire)
 
     def _worker(self, number: int, feeds_back: bool) -> Worker:
         values = Flat(self._parameters)
@@ -234,30 +232,37 @@ class LocalWorkers:
         loss = self._micro_step(micro_batch, accumulator, factor, last)
         if micro_batch.real:
             self._count = self._count + loss.targets
-        worker.turn = None
+        worker.update = None
         if last:
             if not isinstance(self._count, int) or self._count > 0 or micro_batch.real:
-                worker.turn = self._turn(worker, factor, accumulator)
+                worker.update = self._update(worker, factor, accumulator)
             self._count = 0
         return loss
 
-    def _turn(self, worker: Worker, factor: float, accumulator: LossAccumulator) -> Turn:
+    def _update(self, worker: Worker, factor: float, accumulator: LossAccumulator) -> ModelUpdate:
         count = torch.as_tensor(self._count, dtype=torch.float64, device=self._placed.random_state.device).clamp(min=1)
         to_mean = (1.0 / factor / count).float()
         gradients = self._placed.gradients()
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(to_mean)
         assert isinstance(accumulator, WorkersLossAccumulator)
         accumulator.add_norm(worker.number, norm * to_mean)
-        return Turn(number(to_mean), number(norm * to_mean), entered=partial(self._entered, worker))
+        return ModelUpdate(number(to_mean), number(norm * to_mean), in_place=partial(self._entered, worker))
 
-    def turns(self) -> list[Turn]:
-        """The updates of this rank's workers."""
-        return [worker.turn for worker in self._mine if worker.turn is not None]
+    def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator:
+        """Return an empty accumulator for a step."""
+        placed = self._placed
+        return WorkersLossAccumulator(
+            micro_batches_per_step, placed.random_state.device, shared=placed.layout.world_size > 1, workers=self.total
+        )
 
-    def mean_norm(self, accumulator: LossAccumulator) -> Number:
-        """Of all workers' gradients, after the accumulator's `totals`; equal on all ranks."""
+    def model_updates(self, accumulator: LossAccumulator) -> tuple[list[ModelUpdate], Number]:
+        """Return the updates of this rank's workers, and the mean norm of all workers' gradients.
+
+        Args:
+            accumulator: of the step, after its `totals`.
+        """
         assert isinstance(accumulator, WorkersLossAccumulator)
-        return accumulator.mean_norm
+        return [worker.update for worker in self._mine if worker.update is not None], accumulator.mean_norm
 
     @contextmanager
     def _entered(self, worker: Worker, optimizer: Optimizer | None = None) -> Iterator[None]:
@@ -288,25 +293,25 @@ class LocalWorkers:
         for name, buffer in self._live_buffers.items():
             buffer.data = buffers[name]
 
-    def advance(self, step: int, *, last: bool) -> None:
-        """After each step, with the number of steps made: exchange what is due; at the end of the run, everything."""
+    def synchronize(self, step: int, *, last: bool) -> None:
+        """Exchange what is due after `step` steps; everything at the end of the run."""
         for worker in self._mine:
             worker.gradients = []
         self._outer.after(step, self._mine, last=last)
 
     # ---- what is evaluated and saved ----
 
-    def common(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, on the common parameters."""
+    def on_common(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `run` on the common parameters."""
 
-        def with_common(*args: Any, **kwargs: Any) -> Any:
+        def run_on_common(*args: Any, **kwargs: Any) -> Any:
             self._put(self._values.views, self._common_buffers)
             try:
                 return run(*args, **kwargs)
             finally:
                 self._put(self._in_place.values.views, self._in_place.buffers)
 
-        return with_common
+        return run_on_common
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -314,7 +319,7 @@ class LocalWorkers:
         return {f"{w.prefix}/buffers/{name}": b for w in self._mine for name, b in w.buffers.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps beside the common model: momentum, and each worker as it stands."""
+        """Return what a checkpoint keeps beside the common model: momentum, and each worker as it stands."""
         kept = self._momentum.named("momentum") | self.buffers
         for worker in self._mine:
             kept |= worker.values.named(f"{worker.prefix}/values")
@@ -322,13 +327,13 @@ class LocalWorkers:
         return kept
 
     def each(self, optimizer: Optimizer) -> Iterator[str]:
-        """The prefix of each worker's names in a checkpoint; its optimizer state is in place meanwhile."""
+        """Yield the prefix of each worker's names in a checkpoint; its optimizer state is in place meanwhile."""
         for worker in self._mine:
             with self._entered(worker, optimizer):
                 yield f"{worker.prefix}/"
 
-    def take_up(self) -> None:
-        """All workers begin from the common parameters: those of a run that had no workers."""
+    def begin_from_common(self) -> None:
+        """Let all workers begin from the common parameters: those of a run that had no workers."""
         self._momentum.data.zero_()
         for worker in self._mine:
             worker.values.data.copy_(self._values.data)

@@ -24,10 +24,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def guard_replicas(placed: ParallelModel, config: Config, mesh: DeviceMesh | None) -> None:
-    """Set `placed.check` where there are replicas to compare and the config wants it."""
+    """Add a check to the placed model where there are replicas to compare and the config wants it."""
     every = config.distributed.divergence_check_steps
     if mesh is not None and mesh["replicate"].size() > 1 and every is not None:
-        placed.check = guard(placed, mesh["replicate"].get_group(), every)
+        placed.checks.append(guard(placed, mesh["replicate"].get_group(), every))
     elif every is not None and "divergence_check_steps" in config.distributed.model_fields_set:
         placed.log_lines.append("divergence_check_steps: one replica, nothing to compare")
 

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.torch_compat import foreach
+
 _AT_ONCE = {"cpu": 1 << 15}  # elements of which float64 copies exist at a time: what fits a CPU's cache
 _SMALL = 1 << 12  # gradients of fewer elements are put together: each operation on one has a price of its own
 
@@ -81,3 +83,20 @@ def _whole(values: Tensor) -> Tensor:
 def _power_of_two(exponent: Tensor) -> Tensor:
     """2^exponent in float64, exactly, for −1022 ≤ exponent ≤ 1023."""
     return ((exponent + 1023) << 52).view(torch.float64)
+
+
+def gradient_norm(gradients: list[Tensor], groups: list[dist.ProcessGroup], device: torch.device) -> Tensor:
+    """The 2-norm over all gradients of all shards and stages, 0-dim float32, the same number on every rank."""
+    local = _local_norm(gradients) if gradients else torch.zeros((), device=device)
+    if not groups:
+        return local
+    square = local.double().square()
+    for group in groups:
+        dist.all_reduce(square, group=group)
+    return square.sqrt().float()
+
+
+def _local_norm(gradients: list[Tensor]) -> Tensor:
+    """What `torch.nn.utils.get_total_norm` gives, which sorts tensors by device and dtype first: half of its time."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach.norm(gradients)))
+    return norm

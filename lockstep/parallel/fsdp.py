@@ -28,7 +28,8 @@ from lockstep.parallel.fsdp_gloo import GlooMessages, own_parameters
 from lockstep.parallel.fsdp_scalars import Scalars, scalars_of
 from lockstep.parallel.fsdp_usage import Usage, callable_units, implements_forward
 from lockstep.parallel.in_order import placed_in_order
-from lockstep.parallel.parallel_model import MicroStep, ParallelModel, assign_strided
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, shared_out
 from lockstep.parallel.tree import assign_hybrid
 from lockstep.parallel.tree_fsdp import ShardTree
@@ -143,11 +144,10 @@ class FSDP(Strategy):
         if p.first is not None:
             p.materialise()
         shards = mesh["shard"].get_group() if layout.shard > 1 else None
-        scalars, usage = Scalars(p.model), Usage(p.model, p.device, shards)
-        micro_step = p.loop(p.model, set_sync=partial(set_sync, p.model, accumulate=options.accumulate))
+        scalars = Scalars(p.model)
+        around: list[AroundMicroBatch] = [scalars, Usage(p.model, p.device, shards)]
         if p.device.type == "cpu":
-            micro_step = over_gloo(p.model, layout, micro_step, reproducible=p.reproducible)
-        micro_step = scalars.over(usage.over(micro_step))
+            around += over_gloo(p.model, layout, reproducible=p.reproducible)
         assign, tree = shared_out(assign_strided, p), None
         if p.reproducible:
             replica, shard = divmod(p.rank, layout.shard)
@@ -156,8 +156,9 @@ class FSDP(Strategy):
             )  # fmt: skip
             tree = ShardTree(p.model, mesh)
         applied = AppliedStrategy(
-            micro_step,
             assign,
+            gradient_sync=FSDPSync(p.model, accumulate=options.accumulate),
+            around=around,
             tree=tree,
             parameters=scalars.placed,
             counted=_counted(p.model, scalars, p.rank % layout.shard),
@@ -180,12 +181,11 @@ def _counted(model: nn.Module, scalars: Scalars, shard: int) -> set[str] | None:
     return {name for name, _ in model.named_parameters()} - set(scalars.placed)
 
 
-def over_gloo(model: nn.Module, layout: Layout, micro_step: MicroStep, *, reproducible: bool = False) -> MicroStep:
-    """`micro_step` of a sharded model on CPUs."""
-    messages = GlooMessages(model)
-    if reproducible or layout.replicate > 1:  # a sum follows on what FSDP2 is given
-        return micro_step
-    return messages.over(micro_step)
+def over_gloo(model: nn.Module, layout: Layout, *, reproducible: bool = False) -> list[AroundMicroBatch]:
+    """Let a sharded model on CPUs exchange by all-to-alls; return the steps around its micro-batches."""
+    sums_follow = reproducible or layout.replicate > 1  # a sum follows on what FSDP2 is given
+    messages = GlooMessages(model, may_wait=not sums_follow)
+    return [] if sums_follow else [messages]
 
 
 def shard_stage(
@@ -299,19 +299,24 @@ def _precision_of(
     )
 
 
-def set_sync(model: nn.Module, last: bool, *, accumulate: str) -> None:
-    """Before each forward pass: what the next backward pass sends.
+class FSDPSync(AroundMicroBatch):
+    """Says before each forward pass what its backward pass sends.
 
     With `sharded` accumulation each micro-batch's gradient is scattered at once, and a rank never holds more than its
     share; replicas add up once a step. With `unsharded` nothing is sent before the last micro-batch, and each rank
     holds the whole model's gradient until then.
     """
-    assert isinstance(model, FSDPModule)
-    model.set_is_last_backward(last)
-    if accumulate == "unsharded":
-        model.set_requires_gradient_sync(last)
-    else:
-        model.set_requires_all_reduce(last)
+
+    def __init__(self, model: nn.Module, *, accumulate: str) -> None:
+        assert isinstance(model, FSDPModule)
+        self._model, self._accumulate = model, accumulate
+
+    def before(self, run: MicroBatchPass) -> None:
+        self._model.set_is_last_backward(run.last)
+        if self._accumulate == "unsharded":
+            self._model.set_requires_gradient_sync(run.last)
+        else:
+            self._model.set_requires_all_reduce(run.last)
 
 
 def units_of(

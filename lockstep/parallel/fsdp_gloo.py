@@ -21,48 +21,40 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lockstep.data.batches import MicroBatch
-from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
-from lockstep.parallel.parallel_model import MicroStep, local
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.parallel_model import local
 from lockstep.parallel.tree_reduce import MESSAGE, all_gather_flat
 
 
-class GlooMessages:
+class GlooMessages(AroundMicroBatch):
     """The gathers and reduce-scatters of a sharded model's units; every rank makes the same calls in the same order.
 
     Args:
         model: sharded by FSDP2 over gloo.
+        may_wait: gradients may be complete only after the micro-batch; then it is one of the steps around it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, may_wait: bool = False) -> None:
         self._dtypes = {parameter.dtype for parameter in model.parameters()}
         self._under_way: _Sum | None = None
         self._sums: dict[nn.Parameter, Tensor] = {}  # over the step's micro-batches, all but the last
-        self._may_wait, self._last = False, True
+        self._may_wait, self._last = may_wait, True
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 cut = [parameter for parameter in own_parameters(module) if isinstance(parameter, DTensor)]
                 module.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(_ReduceScatter(self, cut))  # type: ignore[arg-type]
 
-    def over(self, micro_step: MicroStep) -> MicroStep:
-        """`micro_step`, whose gradients are complete when it returns, and not before.
+    def before(self, run: MicroBatchPass) -> None:
+        self._last = run.last
 
-        Gradients of a step's micro-batches are added up here: FSDP2 would add to a sum that is still under way.
-        """
-        self._may_wait = True
-
-        def step(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:
-            self._last = last
-            result = micro_step(micro_batch, accumulator, factor, last)
-            self.settle()
-            if last:
-                for parameter, total in self._sums.items():  # of those that this micro-batch has no gradient of
-                    parameter.grad = total
-                self._sums.clear()
-            return result
-
-        return step
+    def after(self, run: MicroBatchPass) -> None:
+        """Complete the gradients, which are added up here: FSDP2 would add to a sum that is still under way."""
+        self.settle()
+        if run.last:
+            for parameter, total in self._sums.items():  # of those that this micro-batch has no gradient of
+                parameter.grad = total
+            self._sums.clear()
 
     def begin(
         self, output: Tensor, gradient: Tensor, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter]

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from lockstep.data.batches import MicroBatch
-from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
-from lockstep.parallel.parallel_model import MicroStep
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.tree import Partials, finish
 
 
@@ -25,7 +23,7 @@ def scalars_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 0}
 
 
-class Scalars:
+class Scalars(AroundMicroBatch):
     """The parameters of a sharded model that every rank holds whole.
 
     Args:
@@ -42,23 +40,17 @@ class Scalars:
         self._trained = [name for name, parameter in self._own.items() if parameter.requires_grad]
         self._rows: dict[int, list[Tensor | None]] = {}
 
-    def over(self, micro_step: MicroStep) -> MicroStep:
-        """`micro_step`, after whose last call the placed parameters have their gradients."""
+    def after(self, run: MicroBatchPass) -> None:
+        """Keep the gradients of a micro-batch; after the last one, give the placed parameters theirs."""
         if not self._trained:
-            return micro_step
-
-        def step(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:
-            result = micro_step(micro_batch, accumulator, factor, last)
-            gradients = [self._own[name].grad for name in self._trained]
-            if micro_batch.real:
-                self._rows[micro_batch.index] = gradients
-            for name in self._trained:
-                self._own[name].grad = None
-            if last:
-                self._reduce(accumulator.micro_batches_per_step)
-            return result
-
-        return step
+            return
+        gradients = [self._own[name].grad for name in self._trained]
+        if run.micro_batch.real:
+            self._rows[run.micro_batch.index] = gradients
+        for name in self._trained:
+            self._own[name].grad = None
+        if run.last:
+            self._reduce(run.micro_batches_per_step)
 
     @torch.no_grad()
     def _reduce(self, micro_batches_per_step: int) -> None:

@@ -13,7 +13,7 @@ that the same parameters get gradients on all of them. Where a model routes by i
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -21,31 +21,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.parallel.fsdp_gloo import own_parameters
-from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
-from lockstep.parallel.parallel_model import MicroStep
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 
 _MIXED = "mixed torch.Tensor and DTensor"  # what torch says where a sharded parameter meets a plain tensor
 _END = 0  # the place of the model itself in the list of units: its forward pass is over
 
 
-def mixing_explained(run: Callable[P, R], explanation: Callable[[], UsageError]) -> Callable[P, R]:
-    """Return `run`, which raises an explanation where torch finds a parameter that is used while it is sharded."""
-
-    def explained_run(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return run(*args, **kwargs)
-        except RuntimeError as error:
-            if _MIXED not in str(error):
-                raise
-            raise explanation() from error
-
-    return explained_run
+def explain_mixing(error: BaseException, explanation: Callable[[], UsageError]) -> UsageError | None:
+    """Return an explanation where torch found a parameter that is used while it is sharded; None for other errors."""
+    return explanation() if isinstance(error, RuntimeError) and _MIXED in str(error) else None
 
 
 def used_elsewhere() -> UsageError:
@@ -59,7 +45,7 @@ def used_elsewhere() -> UsageError:
     )
 
 
-class Usage:
+class Usage(AroundMicroBatch):
     """Watches the units of a sharded model.
 
     Args:
@@ -86,29 +72,27 @@ class Usage:
             _fill_unused(unit, True)
         model.register_forward_hook(self._after)
 
-    def over(self, micro_step: MicroStep) -> MicroStep:
-        """`micro_step`, after whose last call parameters that no rank used have no gradient.
+    def before(self, run: MicroBatchPass) -> None:
+        self._forward = True
+
+    def after(self, run: MicroBatchPass) -> None:
+        """Compare, after the last call, what ranks used: parameters that no rank used have no gradient.
 
         Raises:
-            UsageError: (when it runs) ranks call other units, or parameters of a unit are used that is not called.
+            UsageError: ranks call other units.
         """
+        self._forward = False
+        self._calls.clear()
+        if run.last:
+            self._compare()
+            self._used.clear()
+            self._order, self._first_step = 0, False
 
-        explained = mixing_explained(micro_step, self._not_called)
-
-        def step(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:
-            self._forward = True
-            try:
-                result = explained(micro_batch, accumulator, factor, last)
-            finally:
-                self._forward = False
-                self._calls.clear()
-            if last:
-                self._compare()
-                self._used.clear()
-                self._order, self._first_step = 0, False
-            return result
-
-        return step
+    def failed(self, error: BaseException) -> Exception | None:
+        """Explain that parameters are used of a unit that was not called."""
+        self._forward = False
+        self._calls.clear()
+        return explain_mixing(error, self._not_called)
 
     def _before(self, place: int, unit: nn.Module, _args: object) -> None:
         if not self._forward:

@@ -1,10 +1,11 @@
 """Builds the `ParallelModel` of a strategy whose micro-batches run one at a time: all but pipelines."""
 
-from lockstep.parallel import reproducible
+from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.compiled import ColdStart
-from lockstep.parallel.loop import evaluated, in_order, plain_forward
+from lockstep.parallel.micro_step import AroundMicroBatch, evaluated, in_order, micro_step_of, plain_forward
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext
+from lockstep.parallel.reproducible import DeterministicKernels
 
 
 def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> ParallelModel:
@@ -14,11 +15,12 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
         applied: what the strategy made of the placement's model.
     """
     p, model = placement, placement.model
-    micro_step, later_log_lines = applied.micro_step, applied.compression.later_log_lines
-    if p.config.training.compile:
-        micro_step = ColdStart(len(p.blocks) or 1, later_log_lines).over(micro_step)
-    if applied.tree is not None:
-        micro_step = reproducible.guarded(applied.tree.over(micro_step))
+    later_log_lines = applied.compression.later_log_lines
+    objective, runs = applied.objective or p.objective, applied.runs or model
+    around = around_micro_batches(p, applied, later_log_lines)
+    micro_step = micro_step_of(
+        runs, objective, p.random_state, p.precision, around, multiplier=applied.multiplier
+    )  # fmt: skip
     persistent = model.state_dict(keep_vars=True)
     return ParallelModel(
         layout=p.layout,
@@ -41,3 +43,27 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
         state=applied.compression.state,
         reproducible=p.reproducible,
     )
+
+
+def around_micro_batches(
+    p: PlacementContext, applied: AppliedStrategy, log_lines: list[str]
+) -> list[AroundMicroBatch]:  # fmt: skip
+    """Return all that wraps a micro-batch, outermost first: the one place where it is put in order.
+
+    Args:
+        log_lines: receives lines that become known in the first steps.
+    """
+    around: list[AroundMicroBatch] = []
+    if applied.tree is not None:
+        around += [DeterministicKernels(), applied.tree]  # the tree takes the gradients that all others have made
+    if p.config.training.compile:
+        around.append(ColdStart(len(p.blocks) or 1, log_lines))
+    if applied.compression.powersgd is not None:
+        around.append(applied.compression.powersgd)
+    around += applied.around
+    buffers = RunningBuffers(p.model, applied.statistics_over or p.ranks, reproducible=p.reproducible)
+    if buffers.any:
+        around.append(buffers)
+    if applied.gradient_sync is not None:
+        around.append(applied.gradient_sync)  # innermost: it finds missing gradients before others exchange anything
+    return around

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.parallel_model import Turn
+from lockstep.parallel.loss_accumulator import LossAccumulator
+from lockstep.parallel.numbers import Number, number
+from lockstep.parallel.parallel_model import ModelUpdate
 from lockstep.parallel.wire import BLOCK
 
 _ALIGNED = 64  # elements: parameters begin where kernels like it
@@ -51,7 +53,7 @@ class Worker:
         error: what int8 or int4 rounded away of its last change, and of its share of the last mean.
         gradients: of its step, while another worker is in place.
         optimizer: its state of the inner optimizer, while another worker is in place.
-        turn: its update of this step; None where it had no micro-batch.
+        update: its update of this step; None where it had no micro-batch.
     """
 
     number: int
@@ -60,7 +62,7 @@ class Worker:
     error: Flat | None
     gradients: list[Tensor | None] = field(default_factory=list)
     optimizer: Any = field(default_factory=lambda: defaultdict(dict))
-    turn: Turn | None = None
+    update: ModelUpdate | None = None
 
     @property
     def prefix(self) -> str:
@@ -83,3 +85,43 @@ def require_one_type(parameters: dict[str, nn.Parameter]) -> None:
             why=listed,
             fix="give all parameters that train one type (model.float()), or use ddp",
         )
+
+
+class WorkersLossAccumulator(LossAccumulator):
+    """Accumulates under local updates, where each worker adds its gradient's norm after its backward pass.
+
+    Args:
+        workers: their number over all ranks.
+    """
+
+    def __init__(self, micro_batches_per_step: int, device: torch.device, *, shared: bool, workers: int) -> None:
+        super().__init__(micro_batches_per_step + workers, device, shared=shared)
+        self.micro_batches_per_step = micro_batches_per_step
+
+    def add_norm(self, worker: int, norm: Tensor) -> None:
+        """Add the norm of a worker's gradient."""
+        self._table[0, self.micro_batches_per_step + worker] = norm
+        self._table[1, self.micro_batches_per_step + worker] = 1.0
+
+    def start_reduce(self) -> None:
+        """Do nothing yet: norms are still to come, so the all-reduce starts in `totals`."""
+
+    def totals(self) -> tuple[Number, Number]:
+        super().start_reduce()
+        self._finish()
+        sums = self._table[:, : self.micro_batches_per_step].sum(dim=1)
+        return number(sums[0]), number(sums[1])
+
+    @property
+    def mean_norm(self) -> Number:
+        """Mean norm of the workers' gradients, after `totals`; equal on all ranks."""
+        norms, noted = self._table[:, self.micro_batches_per_step : -1].sum(dim=1)
+        return number(norms / noted.clamp(min=1))
+
+    @property
+    def stop_votes(self) -> Number:
+        return number(self._table[0, -1])
+
+    @property
+    def step_marks(self) -> Number:
+        return number(self._table[1, -1])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.data.batches import MicroBatch
-from lockstep.parallel.numbers import Number, number
+from lockstep.parallel.numbers import Number
 
 
 class Loss(NamedTuple):
@@ -142,43 +142,3 @@ class HostLossAccumulator(LossAccumulator):
 def _product(value: float, times: int) -> float:
     """Return the product, rounded as that of a float32 tensor is."""
     return value if times == 1 else c_float(value * times).value
-
-
-class WorkersLossAccumulator(LossAccumulator):
-    """Accumulates under local updates, where each worker adds its gradient's norm after its backward pass.
-
-    Args:
-        workers: their number over all ranks.
-    """
-
-    def __init__(self, micro_batches_per_step: int, device: torch.device, *, shared: bool, workers: int) -> None:
-        super().__init__(micro_batches_per_step + workers, device, shared=shared)
-        self.micro_batches_per_step = micro_batches_per_step
-
-    def add_norm(self, worker: int, norm: Tensor) -> None:
-        """Add the norm of a worker's gradient."""
-        self._table[0, self.micro_batches_per_step + worker] = norm
-        self._table[1, self.micro_batches_per_step + worker] = 1.0
-
-    def start_reduce(self) -> None:
-        """Do nothing yet: norms are still to come, so the all-reduce starts in `totals`."""
-
-    def totals(self) -> tuple[Number, Number]:
-        super().start_reduce()
-        self._finish()
-        sums = self._table[:, : self.micro_batches_per_step].sum(dim=1)
-        return number(sums[0]), number(sums[1])
-
-    @property
-    def mean_norm(self) -> Number:
-        """Mean norm of the workers' gradients, after `totals`; equal on all ranks."""
-        norms, noted = self._table[:, self.micro_batches_per_step : -1].sum(dim=1)
-        return number(norms / noted.clamp(min=1))
-
-    @property
-    def stop_votes(self) -> Number:
-        return number(self._table[0, -1])
-
-    @property
-    def step_marks(self) -> Number:
-        return number(self._table[1, -1])

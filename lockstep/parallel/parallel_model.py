@@ -4,7 +4,7 @@ A strategy decides where a micro-batch runs and where a parameter lies. It never
 the random numbers, the loss and its normalisation are the same for all of them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,27 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lockstep.data.batches import MicroBatch
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
-from lockstep.parallel.gradient_hooks import GradientHooks
-from lockstep.parallel.loss_accumulator import HostLossAccumulator, Loss, LossAccumulator, WorkersLossAccumulator
-from lockstep.parallel.numbers import Number
+from lockstep.parallel.exact_norm import exact_norm, gradient_norm
+from lockstep.parallel.gradient_hooks import GradientHooks, run_hooks
+from lockstep.parallel.loss_accumulator import HostLossAccumulator, LossAccumulator
+from lockstep.parallel.micro_step import Evaluate, ForwardBackward, MicroStep
+from lockstep.parallel.numbers import Number, number, tensor_of
 from lockstep.randomness import RandomState
-
-ForwardBackward = Callable[[Sequence[MicroBatch], LossAccumulator, float], None]
-"""(this rank's micro-batches of a step, the step's accumulator, factor).
-
-Adds `factor` × the gradient of the summed loss of the *whole* step to `.grad` of the placed parameters, reduced over
-all ranks once `finish_gradients` has run.
-"""
-
-MicroStep = Callable[[MicroBatch, LossAccumulator, float, bool], Loss]
-"""(micro-batch, accumulator, factor, last): runs forward and backward; `last` reduces the gradients over ranks."""
-
-Evaluate = Callable[[Sequence[MicroBatch], LossAccumulator], None]
-"""(this rank's micro-batches, accumulator): runs forward passes only."""
-
+from lockstep.torch_compat import foreach
 
 _NOTHING = nullcontext()  # one for all uses: making it is a call
 
@@ -44,45 +32,54 @@ def _always(_optimizer: Optimizer) -> AbstractContextManager[None]:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A model that is updated by itself: the only one, or under local updates each worker of this rank in turn.
+class ModelUpdate:
+    """One update of the optimizer: of the only model, or of each model that trains by itself on this rank.
 
     Attributes:
         to_mean: what its gradients are multiplied by to be those of its mean loss.
         norm: of that gradient, before clipping.
-        gradients: as `ParallelModel.gradients` gives them; None: as they are once it is entered.
-        entered: inside, its parameters and gradients are the placed ones, and the optimizer's state is its own.
+        gradients: as `ParallelModel.gradients` gives them; None: as they are while it is in place.
+        in_place: inside, its parameters and gradients are the placed ones, and the optimizer's state is its own.
     """
 
     to_mean: Number
     norm: Number
     gradients: list[Tensor] | None = None
-    entered: Callable[[Optimizer], AbstractContextManager[None]] = _always
+    in_place: Callable[[Optimizer], AbstractContextManager[None]] = _always
 
 
-class Workers(Protocol):
-    """Models that train by themselves and meet now and then (`lockstep.parallel.diloco`); every rank has some."""
+class LocalTraining(Protocol):
+    """Models that train by themselves and synchronize now and then; a strategy brings it (`lockstep.parallel.diloco`).
+
+    Attributes:
+        total: models over all ranks.
+        common: name → parameter or buffer of the model that all of them go on from.
+    """
 
     total: int
-    consensus: dict[str, Tensor]
+    common: dict[str, Tensor]
 
-    def turns(self) -> list[Turn]:
-        """The updates of this rank's workers in this step, once its backward passes are over."""
+    def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator:
+        """Return an empty accumulator for a step."""
 
-    def mean_norm(self, accumulator: LossAccumulator) -> Number:
-        """Of all workers' gradients, after the accumulator's `totals`."""
+    def model_updates(self, accumulator: LossAccumulator) -> tuple[list[ModelUpdate], Number]:
+        """Return the updates of this rank's models, and the mean norm over all models' gradients.
 
-    def advance(self, step: int, *, last: bool) -> None:
-        """After each step: meet the others, if it is time."""
+        Args:
+            accumulator: of the step, after its `totals`.
+        """
+
+    def synchronize(self, step: int, *, last: bool) -> None:
+        """Exchange what is due after `step` steps; everything at the end of the run."""
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps of them."""
+        """Return what a checkpoint keeps beside the common model."""
 
     def each(self, optimizer: Optimizer) -> Iterator[str]:
-        """Worker by worker the prefix of its names in a checkpoint; its optimizer state is in place meanwhile."""
+        """Yield the prefix of each model's names in a checkpoint; its optimizer state is in place meanwhile."""
 
-    def take_up(self) -> None:
-        """Begin from the common model."""
+    def begin_from_common(self) -> None:
+        """Let all models begin from the common one."""
 
 
 @dataclass
@@ -98,13 +95,13 @@ class ParallelModel:
         objective: how a batch becomes a loss.
         random_state: what the model's random numbers depend on.
         assign: micro-batches in a step → (index, real) of those that this rank runs, in running order.
-        forward_backward: see `ForwardBackward`.
-        evaluate: see `Evaluate`.
+        forward_backward: see `lockstep.parallel.micro_step.ForwardBackward`.
+        evaluate: see `lockstep.parallel.micro_step.Evaluate`.
         forward: the model's forward pass outside of the step, for sampling from it.
-        micro_step: see `MicroStep`; None where micro-batches can't be run one at a time (pipelines).
+        micro_step: see `lockstep.parallel.micro_step.MicroStep`; None where micro-batches can't be run one at a time.
         finish_gradients: what is left to do to `.grad` after the last backward.
         settle: told after each update whether it was skipped.
-        check: told after each step how many were made; finds replicas that drift apart.
+        checks: called after each step with the number of steps made: they find replicas that drift apart.
         norm_groups: process groups over which squared norms of the local gradients add up.
         counted: names whose gradients this rank counts in a norm; None: all. Of what several ranks of a norm group hold
             whole, one counts it.
@@ -112,7 +109,7 @@ class ParallelModel:
         log_lines: lines to be said at start.
         later_log_lines: lines that become known while it trains; who says them takes them out.
         state: tensors of the strategy's own that a checkpoint keeps (error feedback of a compression).
-        workers: under local updates.
+        local_training: where models train by themselves.
         reproducible: the step must be the same in every bit on any layout.
         gradient_hooks: hooks of the user's on parameters, to be called once a step.
         num_parameters: of the whole model, tied ones counted once.
@@ -132,63 +129,96 @@ class ParallelModel:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     finish_gradients: Callable[[], None] = lambda: None
     settle: Callable[[bool], None] = lambda _skipped: None
-    check: Callable[[int], None] = lambda _steps: None
+    checks: list[Callable[[int], None]] = field(default_factory=list)
     norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
     counted: set[str] | None = None
     wants_data: bool = True
     log_lines: list[str] = field(default_factory=list)
     later_log_lines: list[str] = field(default_factory=list)
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    workers: Workers | None = None
+    local_training: LocalTraining | None = None
     reproducible: bool = False
     gradient_hooks: GradientHooks = field(default_factory=dict)
     num_parameters: int = 0
 
     def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator:
         """Return an empty accumulator for a step, or for a window of an evaluation."""
+        if self.local_training is not None:
+            return self.local_training.loss_accumulator(micro_batches_per_step)
         device, shared = self.random_state.device, self.layout.world_size > 1
-        if self.workers is not None:
-            return WorkersLossAccumulator(micro_batches_per_step, device, shared=shared, workers=self.workers.total)
         if device.type == "cpu":
             return HostLossAccumulator(micro_batches_per_step, shared=shared)
         return LossAccumulator(micro_batches_per_step, device, shared=shared)
 
+    def model_updates(
+        self, accumulator: LossAccumulator, factor: float, count: Number
+    ) -> tuple[list[ModelUpdate], Number]:
+        """Return what is to be updated once the gradients are finished, and the norm to record.
+
+        Args:
+            accumulator: of the step, after its `totals`.
+            factor: what the summed loss was multiplied by before backward.
+            count: valid targets of the step.
+        """
+        if self.local_training is not None:
+            return self.local_training.model_updates(accumulator)
+        gradients = self.gradients()
+        to_mean = 1.0 / factor / count
+        if self.gradient_hooks:  # they see the gradient of the mean loss
+            foreach.mul_(gradients, tensor_of(to_mean))
+            run_hooks(self.gradient_hooks, self.parameters)
+            to_mean = 1.0
+        norm = self.norm(gradients if self.counted is None else self.counted_gradients()) * to_mean
+        return [ModelUpdate(to_mean, norm, gradients)], norm
+
+    def norm(self, gradients: list[Tensor]) -> Number:
+        """Return the 2-norm over all ranks of gradients that each count once."""
+        device = self.random_state.device
+        if self.reproducible:
+            return number(exact_norm(gradients, self.norm_groups, device, self.num_parameters))
+        return number(gradient_norm(gradients, self.norm_groups, device))
+
+    def synchronize(self, step: int, *, last: bool) -> None:
+        """Let models that train by themselves exchange what is due; every rank calls it after each step."""
+        if self.local_training is not None:
+            self.local_training.synchronize(step, last=last)
+
     def kept(self) -> dict[str, Tensor]:
-        """The model as it is evaluated, saved and compared over replicas: canonical name → parameter or buffer."""
-        if self.workers is not None:
-            return self.workers.consensus
+        """Return the model as it is evaluated, saved and compared over replicas: name → parameter or buffer."""
+        if self.local_training is not None:
+            return self.local_training.common
         return {name: p.detach() for name, p in self.parameters.items()} | self.buffers
 
     def gradients(self) -> list[Tensor]:
-        """The local pieces of all gradients that exist, in the parameters' order; writing to them changes `.grad`."""
+        """Return the local pieces of all gradients, in the parameters' order; writing to them changes `.grad`."""
         found = [p.grad for p in self.parameters.values() if p.grad is not None]
         return [local(grad) if isinstance(grad, DTensor) else grad for grad in found]  # in each step: no needless calls
 
     def counted_gradients(self) -> list[Tensor]:
-        """Those whose squares add up, over the norm groups, to that of the whole gradient: each is counted once."""
+        """Return those whose squares add up, over the norm groups, to that of the whole gradient."""
         if self.counted is None:
             return self.gradients()
         return [local(p.grad) for name, p in self.parameters.items() if name in self.counted and p.grad is not None]
 
     def clear_gradients(self) -> None:
-        """What `Optimizer.zero_grad` does, for all parameters, without what that tells torch's profiler."""
+        """Do what `Optimizer.zero_grad` does, for all parameters, without a record for torch's profiler."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's piece of a DTensor; any other tensor itself."""
+    """Return this rank's piece of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def assign_contiguous(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
-    """Runs of neighbours, as even as can be; a rank that is left with none runs one dummy."""
+    """Assign runs of neighbours, as even as can be; a rank that is left with none runs one dummy."""
     first, last = (micro_batches * rank) // ranks, (micro_batches * (rank + 1)) // ranks
     return [(i, True) for i in range(first, last)] or [(0, False)]
 
 
 def assign_strided(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
-    """Every `ranks`-th one, the same number on each rank: the short ones run a dummy at the end."""
+    """Assign every `ranks`-th one, the same number on each rank: the short ones run a dummy at the end."""
     rounds = -(-micro_batches // ranks)
     indices = [rank + k * ranks for k in range(rounds)]
     return [(i, True) if i < micro_batches else (i % micro_batches, False) for i in indices]

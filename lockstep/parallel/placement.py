@@ -1,9 +1,9 @@
 """A model on its way to its ranks: what `place` hands to a strategy, and what the strategy gives back."""
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.config import Config
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
-from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.compression import Compression, compress
 from lockstep.parallel.initial import FirstValues, materialise
-from lockstep.parallel.loop import looped
-from lockstep.parallel.parallel_model import MicroStep
+from lockstep.parallel.micro_step import AroundMicroBatch
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
 
@@ -85,26 +83,13 @@ class PlacementContext:
         self.log_lines += compression.log_lines
         return compression
 
-    def loop(self, runs: nn.Module, *, objective: Objective | None = None, **synchronise: Any) -> MicroStep:
-        """The loop's micro-step.
 
-        Args:
-            runs: the model as it is called: wrapped, or itself.
-            objective: in place of the placement's.
-            synchronise: see `lockstep.parallel.loop.looped`.
-        """
-        buffers = RunningBuffers(self.model, self.ranks, reproducible=self.reproducible)
-        return looped(runs, objective or self.objective, self.random_state, self.precision, buffers, **synchronise)
-
-
-class Tree(Protocol):
+class Tree(AroundMicroBatch, ABC):
     """Adds up the gradients of micro-batches in one fixed order (`lockstep.parallel.tree`)."""
 
-    def over(self, micro_step: MicroStep) -> MicroStep:
-        """`micro_step`, whose gradients go to the tree."""
-
+    @abstractmethod
     def finish(self) -> None:
-        """After the last backward pass of a step."""
+        """Finish the gradients after the last backward pass of a step."""
 
 
 @dataclass
@@ -112,24 +97,34 @@ class AppliedStrategy:
     """What a strategy made of a model whose micro-batches run one at a time.
 
     Attributes:
-        micro_step: forward and backward of one micro-batch.
         assign: micro-batches in a step → (index, real) of those that this rank runs.
+        runs: the model as it is called; None: the model itself.
+        objective: in place of the placement's.
+        gradient_sync: lets the last backward pass of a step reduce gradients, and those before it not.
+        around: further steps before and after each micro-batch, outermost first.
+        multiplier: undoes a mean that the strategy's own reduction takes (DDP: the number of ranks).
         tree: where the step must be the same in every bit.
         finish_gradients: what is left to do to `.grad` after the last backward pass of a step without a tree.
-        compression: of gradients on the wire.
+        compression: of gradients on the link.
         norm_groups: process groups over which squared norms of the local gradients add up.
         counted: see `ParallelModel.counted`.
         parameters: what is trained in place of the model's own parameter of that name.
+        statistics_over: ranks whose running statistics are one; None: all that share out a step.
     """
 
-    micro_step: MicroStep
     assign: Callable[[int], list[tuple[int, bool]]]
+    runs: nn.Module | None = None
+    objective: Objective | None = None
+    gradient_sync: AroundMicroBatch | None = None
+    around: Sequence[AroundMicroBatch] = ()
+    multiplier: float = 1.0
     tree: Tree | None = None
     finish_gradients: Callable[[], None] = lambda: None
     compression: Compression = field(default_factory=Compression)
     norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
     counted: set[str] | None = None
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    statistics_over: int | None = None
 
 
 def shared_out(

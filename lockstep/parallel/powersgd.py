@@ -28,6 +28,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch'
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.randomness import derive_key
 from lockstep.torch_compat import foreach
 
@@ -57,7 +58,7 @@ class _Waiting:
     done: torch.futures.Future[Tensor]
 
 
-class PowerSGD:
+class PowerSGD(AroundMicroBatch):
     """The hook and its memory.
 
     Args:
@@ -104,6 +105,9 @@ class PowerSGD:
                 self.state[f"{name}//error"] = DTensor.from_local(error.unsqueeze(0), mesh, [Shard(0)], run_check=False)
         self._waiting: list[_Waiting] = []
         self._undo: dict[str, tuple[Tensor | None, Tensor]] = {}  # name → (error, Q) before this step
+
+    def before(self, run: MicroBatchPass) -> None:
+        self.factor = run.factor
 
     @property
     def steps(self) -> int:

@@ -9,19 +9,15 @@ It holds among processors of one kind: a CPU with wider vectors, or another GPU,
 
 import os
 import re
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
 
 import torch
 
 from lockstep.config import Config
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
+from lockstep.parallel.micro_step import AroundMicroBatch
 from lockstep.parallel.tree import traffic
 from lockstep.strategy import strategy_named
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -55,24 +51,20 @@ def extra_traffic(config: Config, layout: Layout) -> list[str]:
     ]
 
 
-def guarded(run: Callable[P, R]) -> Callable[P, R]:
-    """`run`, which turns torch's complaint about an operation without a deterministic kernel into one line.
+class DeterministicKernels(AroundMicroBatch):
+    """Turns torch's complaint about an operation without a deterministic kernel into one line."""
 
-    Raises:
-        UsageError: (when it runs) naming the operation.
-    """
+    def failed(self, error: BaseException) -> Exception | None:
+        return explain_kernel(error)
 
-    def guarded_run(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return run(*args, **kwargs)
-        except RuntimeError as error:
-            found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
-            if found is None:
-                raise
-            raise UsageError(
-                f"{found[1]} has no deterministic kernel on this device",
-                where="distributed.reproducible",
-                fix="use another operation in the model, or set distributed.reproducible: false",
-            ) from error
 
-    return guarded_run
+def explain_kernel(error: BaseException) -> UsageError | None:
+    """Return an error that names the operation without a deterministic kernel; None for other errors."""
+    found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
+    if found is None or not isinstance(error, RuntimeError):
+        return None
+    return UsageError(
+        f"{found[1]} has no deterministic kernel on this device",
+        where="distributed.reproducible",
+        fix="use another operation in the model, or set distributed.reproducible: false",
+    )

@@ -21,6 +21,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,26 +75,21 @@ class _Values:
 def watch(placed: ParallelModel) -> None:
     """Watch the first forward passes of a placed model, and end the keying of generators that nobody draws from."""
     _Watch(placed).begin()
-    placed.check = _settling(placed)
+    placed.checks.insert(0, partial(_settle_host_generators, placed))
 
 
-def _settling(placed: ParallelModel) -> Any:
-    """`placed.check`, which after the first step also settles whether Python's and NumPy's generators are keyed."""
-    check = placed.check
-
-    def settle(step: int) -> None:
-        host = placed.random_state.host
-        if host is not None and host.trained and not host.settled:
-            drawn = torch.tensor([host.drawn], dtype=torch.int32, device=placed.random_state.device)
-            if placed.layout.world_size > 1:
-                dist.all_reduce(drawn, op=dist.ReduceOp.MAX)
-            if drawn.item():
-                host.settled = True
-            else:
-                placed.random_state.host = None
-        check(step)
-
-    return settle
+def _settle_host_generators(placed: ParallelModel, _step: int) -> None:
+    """Decide, after the first step, whether Python's and NumPy's generators are keyed from now on."""
+    host = placed.random_state.host
+    if host is None or not host.trained or host.settled:
+        return
+    drawn = torch.tensor([host.drawn], dtype=torch.int32, device=placed.random_state.device)
+    if placed.layout.world_size > 1:
+        dist.all_reduce(drawn, op=dist.ReduceOp.MAX)
+    if drawn.item():
+        host.settled = True
+    else:
+        placed.random_state.host = None
 
 
 @dataclass

@@ -43,7 +43,6 @@ class Single(Strategy):
             placement.log_lines.append(f"{asked} on one rank: nothing to synchronise or to shard")
         placement.materialise()
         applied = AppliedStrategy(
-            placement.loop(placement.model),
             shared_out(assign_contiguous, placement),
             tree=LocalTree(list(placement.model.parameters())) if placement.reproducible else None,
         )

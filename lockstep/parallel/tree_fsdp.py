@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.parallel.fsdp_gloo import Exchange
-from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
-from lockstep.parallel.parallel_model import MicroStep, local
+from lockstep.parallel.micro_step import MicroBatchPass
+from lockstep.parallel.parallel_model import local
+from lockstep.parallel.placement import Tree
 from lockstep.parallel.tree import Partials, finish, leaves_of, tree_assignment
 from lockstep.parallel.tree_reduce import tree_all_reduce
 
 
-class ShardTree:
+class ShardTree(Tree):
     """Sums gradients of FSDP2 units up the tree.
 
     Args:
@@ -46,27 +46,21 @@ class ShardTree:
         self.leaves: int = 0
         self.round: list[int] = []  # the micro-batches that the shards of this replica run now
         self.last = False
+        self._rounds = 0
 
-    def over(self, micro_step: MicroStep) -> MicroStep:
-        """`micro_step`, whose gradients are summed by this tree."""
-        rounds = 0
+    def before(self, run: MicroBatchPass) -> None:
+        self.leaves, self.last = run.micro_batches_per_step, run.last
+        mine = leaves_of(self.nodes)
+        shards = self.shards.size()
+        self.round = mine[self._rounds * shards : (self._rounds + 1) * shards]
 
-        def step(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:
-            nonlocal rounds
-            self.leaves, self.last = accumulator.micro_batches_per_step, last
-            mine = leaves_of(self.nodes)
-            shards = self.shards.size()
-            self.round = mine[rounds * shards : (rounds + 1) * shards]
-            result = micro_step(micro_batch, accumulator, factor, last)
-            rounds = 0 if last else rounds + 1
-            if last:
-                self._check()
-            else:
-                for parameter in self._model.parameters():
-                    parameter.grad = None  # held in the units' trees
-            return result
-
-        return step
+    def after(self, run: MicroBatchPass) -> None:
+        self._rounds = 0 if run.last else self._rounds + 1
+        if run.last:
+            self._check()
+        else:
+            for parameter in self._model.parameters():
+                parameter.grad = None  # held in the units' trees
 
     @property
     def nodes(self) -> Sequence[tuple[int, int]]:

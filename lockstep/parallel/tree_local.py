@@ -14,13 +14,13 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.data.batches import MicroBatch
-from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
-from lockstep.parallel.parallel_model import MicroStep
+from lockstep.parallel.micro_step import MicroBatchPass
+from lockstep.parallel.placement import Tree
 from lockstep.parallel.tree import Partials, finish, tree_assignment
 from lockstep.parallel.tree_reduce import TreeAllReduce
 
 
-class LocalTree:
+class LocalTree(Tree):
     """Sums gradients of the micro-batches that this rank runs, and leaves the step's sum in `.grad`.
 
     A rank holds ⌈log₂ K⌉ + 1 copies of the gradients for K micro-batches of its own.
@@ -30,29 +30,24 @@ class LocalTree:
         self._parameters = parameters
         self._partials = Partials(0)
 
-    def over(self, micro_step: MicroStep) -> MicroStep:
-        """`micro_step`, whose gradients are summed by this tree."""
+    def before(self, run: MicroBatchPass) -> None:
+        if not len(self._partials):
+            self._partials = Partials(run.micro_batches_per_step)
 
-        def step(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:
-            if not len(self._partials):
-                self._partials = Partials(accumulator.micro_batches_per_step)
-            result = micro_step(micro_batch, accumulator, factor, last)
-            if micro_batch.real:
-                self._partials.add(micro_batch.index, [p.grad for p in self._parameters])
-            for parameter in self._parameters:
-                parameter.grad = None
-            if last:
-                self._total()
-            return result
-
-        return step
+    def after(self, run: MicroBatchPass) -> None:
+        if run.micro_batch.real:
+            self._partials.add(run.micro_batch.index, [p.grad for p in self._parameters])
+        for parameter in self._parameters:
+            parameter.grad = None
+        if run.last:
+            self._total()
 
     def _total(self) -> None:
         for parameter, total in zip(self._parameters, self._partials.total() or [], strict=False):
             parameter.grad = total
 
     def finish(self) -> None:
-        """After the last backward pass of a step."""
+        """Finish the gradients after the last backward pass of a step."""
         finish([p.grad for p in self._parameters if p.grad is not None])
 
 
@@ -86,7 +81,7 @@ class ExchangedTree(LocalTree):
         return torch.cat([torch.zeros_like(p).flatten() if v is None else v.flatten() for p, v in both])
 
 
-class ReplicaTree:
+class ReplicaTree(Tree):
     """The hook by which DDP reduces buckets up the tree.
 
     The all-to-all of a bucket starts when the bucket is ready; its fold and its all-gather follow when the next bucket
@@ -109,35 +104,30 @@ class ReplicaTree:
         self._gathering: list[tuple[TreeAllReduce, Tensor]] = []  # the all-gather runs
         model.register_comm_hook(None, self._reduce)
 
-    def over(self, micro_step: MicroStep) -> MicroStep:
-        """`micro_step`, whose gradients are summed by this tree."""
+    def before(self, run: MicroBatchPass) -> None:
+        if self._micro_batch is None:
+            self._partials = Partials(run.micro_batches_per_step)
+        self._micro_batch = run.micro_batch
+        if run.last:
+            # DDP remembers what earlier micro-batches of the step used, and wants a gradient of it to reduce.
+            for place in self._used_before:
+                self._parameters[place].grad = torch.zeros_like(self._parameters[place])
+            self._used_before.clear()
 
-        def step(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:
-            if self._micro_batch is None:
-                self._partials = Partials(accumulator.micro_batches_per_step)
-            self._micro_batch = micro_batch
-            if last:
-                # DDP remembers what earlier micro-batches of the step used, and wants a gradient of it to reduce.
-                for place in self._used_before:
-                    self._parameters[place].grad = torch.zeros_like(self._parameters[place])
-                self._used_before.clear()
-            result = micro_step(micro_batch, accumulator, factor, last)
-            if last:
-                assert not self._folding
-                self._micro_batch = None
-            else:
-                if micro_batch.real:
-                    self._partials.add(micro_batch.index, [p.grad for p in self._parameters])
-                for place, parameter in enumerate(self._parameters):
-                    if parameter.grad is not None and self._may_miss:
-                        self._used_before.add(place)
-                    parameter.grad = None
-            return result
-
-        return step
+    def after(self, run: MicroBatchPass) -> None:
+        if run.last:
+            assert not self._folding
+            self._micro_batch = None
+            return
+        if run.micro_batch.real:
+            self._partials.add(run.micro_batch.index, [p.grad for p in self._parameters])
+        for place, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and self._may_miss:
+                self._used_before.add(place)
+            parameter.grad = None
 
     def finish(self) -> None:
-        """After the last backward pass of a step."""
+        """Finish the gradients after the last backward pass of a step."""
         finish([p.grad for p in self._parameters if p.grad is not None])
 
     def _reduce(self, _state: None, bucket: GradBucket) -> Future[Tensor]:

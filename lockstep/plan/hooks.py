@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import Config
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.plan.tracker import Tracker
 
 
@@ -53,7 +54,7 @@ def on_gradient(parameter: nn.Parameter, call: Callable[[nn.Parameter], None]) -
     parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
 
-class Reducer:
+class Reducer(AroundMicroBatch):
     """Allocates what DDP's reducer does: buckets for all gradients, which become views of them when it reduces."""
 
     def __init__(self, tracker: Tracker, model: nn.Module, config: Config) -> None:
@@ -68,8 +69,8 @@ class Reducer:
         for parameter, bucket in zip(self._parameters, self._buckets, strict=True):
             on_gradient(parameter, partial(self._ready, tracker, bucket, options.gradient_as_bucket_view))
 
-    def set_sync(self, last: bool) -> None:
-        self._last = last
+    def before(self, run: MicroBatchPass) -> None:
+        self._last = run.last
 
     def _ready(self, tracker: Tracker, bucket: Tensor, as_view: bool, parameter: nn.Parameter) -> None:
         if self._last and as_view:

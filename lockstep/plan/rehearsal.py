@@ -8,10 +8,9 @@ The device is the CPU throughout; on a GPU the same tensors are made, apart from
 kernels' own workspaces.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,9 +32,9 @@ from lockstep.parallel import fsdp
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.blocks import key_model
 from lockstep.parallel.buffers import RunningBuffers
-from lockstep.parallel.loop import looped
 from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.parallel_model import MicroStep, local
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroStep, micro_step_of
+from lockstep.parallel.parallel_model import local
 from lockstep.plan.hooks import Reducer, mark_blocks, on_backward, tag_gradients
 from lockstep.plan.record import KINDS, Peak, Region, play, repeated
 from lockstep.plan.tracker import Tracker
@@ -182,7 +181,6 @@ def _lay(
         blocks, training.gradient_checkpointing, random_state, every=training.gradient_checkpointing_every
     )
     buffers = RunningBuffers(model, layout.data_parallel_size, reproducible=False)
-    set_sync: Callable[[bool], None] = lambda _last: None  # noqa: E731
     strategy = strategy_named(layout.strategy)
     sharded = mesh is not None and strategy.cuts_parameters(layout)
     if sharded and mesh is not None:
@@ -190,7 +188,6 @@ def _lay(
         fsdp.apply_fsdp(
             model, mesh, options, blocks, param_dtype=config.precision.param_dtype, device_type=device_type
         )  # fmt: skip
-        set_sync = partial(fsdp.set_sync, model, accumulate=options.accumulate)
     model.to_empty(device="cpu")
     whole = objective.loss
 
@@ -201,12 +198,13 @@ def _lay(
 
     objective = replace(objective, loss=loss)
     if strategy.reduces_by_ddp and layout.world_size > 1:
-        set_sync = Reducer(tracker, model, config).set_sync
+        syncs: list[AroundMicroBatch] = [Reducer(tracker, model, config)]
     else:
+        syncs = [fsdp.FSDPSync(model, accumulate=options.accumulate)] if sharded else []
         tag_gradients(tracker, model.parameters())
-    micro_step = looped(model, objective, random_state, precision_of(config), buffers, set_sync=set_sync)
-    if sharded and device_type == "cpu":
-        micro_step = fsdp.over_gloo(model, layout, micro_step)
+    around = fsdp.over_gloo(model, layout) if sharded and device_type == "cpu" else []
+    around += [buffers, *syncs] if buffers.any else syncs
+    micro_step = micro_step_of(model, objective, random_state, precision_of(config), around)
     return _Parts(micro_step, random_state)
 
 

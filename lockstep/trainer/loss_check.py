@@ -102,7 +102,7 @@ class LossCheck:
             UsageError: a Hugging Face model's loss does not add up, or nothing tells what it is a mean over.
         """
         placed = self._placed
-        models = placed.workers.total if placed.workers is not None else 1
+        models = placed.local_training.total if placed.local_training is not None else 1
         if not self.left or micro_batches_per_step <= models:  # each is updated from one micro-batch, or none
             return
         self.left -= 1
@@ -273,7 +273,7 @@ def _unchanged(placed: ParallelModel) -> Iterator[None]:
     """Put back what a forward pass may change besides: buffers, plain numbers in modules, random states."""
     modules = [module for part in placed.parts for module in part.modules()]
     kept = [buffer for part in placed.parts for buffer in part.buffers()]
-    if placed.workers is not None:  # under local updates the common model is evaluated, with buffers of its own
+    if placed.local_training is not None:  # under local updates the common model is evaluated, with buffers of its own
         kept += [value for name, value in placed.kept().items() if name not in placed.parameters]
     buffers = [(buffer, buffer.clone()) for buffer in kept]
     numbers = [{k: v for k, v in vars(m).items() if isinstance(v, bool | int | float | str)} for m in modules]

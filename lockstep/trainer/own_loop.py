@@ -29,11 +29,10 @@ from lockstep.heartbeat import together
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import objective_of
 from lockstep.parallel.gradient_hooks import run_hooks
-from lockstep.parallel.numbers import at_least, at_most, number, tensor_of
+from lockstep.parallel.numbers import at_least, at_most, tensor_of
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import place as place_over
 from lockstep.precision import Precision, resolve_mode
-from lockstep.step import gradient_norm
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat import foreach
 from lockstep.trainer import own_checkpoint
@@ -141,7 +140,8 @@ class PlacedModel:
                 why="one call is one step: its mean is over all that it is given, and does not add up over calls",
                 fix="pass all micro-batches of a step to one backward(…), and zero_grad() after the update",
             )
-        placed.check(self.step)
+        for check in placed.checks:
+            check(self.step)
         micro_batches, micro_batches_per_step = self._assigner.assign(batches, self.step, "backward")
         if not micro_batches:
             raise UsageError("no rank brings a micro-batch", fix="end the loop when all ranks have run out of data")
@@ -167,7 +167,7 @@ class PlacedModel:
             the norm before, over all parameters on all ranks: 0-dim, the same on all of them.
         """
         placed = self._placed
-        norm = number(gradient_norm(placed.counted_gradients(), placed.norm_groups, self.device))
+        norm = placed.norm(placed.counted_gradients())
         if gradients := placed.gradients():
             foreach.mul_(gradients, tensor_of(at_most(max_norm / (norm + 1e-6), 1.0)))
         return tensor_of(norm)

@@ -31,7 +31,7 @@ def snapshot(trainer: "Trainer", *, include_optimizer: bool, metadata: dict[str,
     groups: dict[str, dict[str, Any]] = {}
     if include_optimizer:
         optimizers[OPTIMIZER], groups[OPTIMIZER] = _optimizer_state(trainer)
-    workers = placed.workers
+    workers = placed.local_training
     progress = step.progress
     return checkpoint.Snapshot(
         model=placed.kept(),
@@ -80,7 +80,7 @@ def _optimizer_state(trainer: "Trainer") -> tuple[dict[str, torch.Tensor], dict[
 
 
 def _prefixes(trainer: "Trainer") -> Iterable[str]:
-    workers = trainer.placed.workers
+    workers = trainer.placed.local_training
     return [""] if workers is None else workers.each(trainer.optimizer)
 
 
@@ -148,7 +148,7 @@ def restore(trainer: "Trainer", path: checkpoint.Checkpoint) -> tuple[int, dict[
 
 def _fill(trainer: "Trainer", path: checkpoint.Checkpoint) -> dict[str, Any]:
     """Tensors of the model, the strategy and the optimizer; what is left is the state that is no tensor."""
-    placed, workers = trainer.placed, trainer.placed.workers
+    placed, workers = trainer.placed, trainer.placed.local_training
     target = snapshot(trainer, include_optimizer=False, metadata={})
     # Workers may begin where a run without workers ended: each takes over its model and its optimizer state.
     begins = workers is not None and not checkpoint.has_extra(path, WORKERS)
@@ -164,7 +164,7 @@ def _fill(trainer: "Trainer", path: checkpoint.Checkpoint) -> dict[str, Any]:
     with torch.no_grad():
         state = checkpoint.load(path, target)
     if workers is not None and begins:
-        workers.take_up()
+        workers.begin_from_common()
     if optimizer is None:
         return state
     for prefix in _prefixes(trainer):

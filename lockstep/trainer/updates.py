@@ -46,7 +46,7 @@ def set_up(
         UsageError: workers train by themselves, or a frozen module does not exist.
     """
     calls = after_update if isinstance(after_update, list) else [after_update] if after_update is not None else []
-    if trainer.placed.workers is not None and (calls or freeze_until):
+    if trainer.placed.local_training is not None and (calls or freeze_until):
         raise UsageError(
             f"{'after_update' if calls else 'freeze_until'} is not supported under diloco",
             where="Trainer",

@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
-from lockstep.parallel.fsdp_usage import mixing_explained, used_elsewhere
+from lockstep.parallel.fsdp_usage import explain_mixing, used_elsewhere
+from lockstep.parallel.micro_step import explained
 from lockstep.trainer import Trainer
 from tests.parity.matrix import MODELS, Case, Result, difference, reference, run_all
 from tests.parity.toy import Tokens
@@ -270,5 +271,5 @@ def test_a_parameter_that_is_used_while_it_is_sharded_is_explained(says: str, ra
         raise RuntimeError(says)
 
     with pytest.raises(raises) as found:
-        mixing_explained(run, used_elsewhere)()
+        explained(run, [partial(explain_mixing, explanation=used_elsewhere)])()
     assert ("outside of the module that it belongs to" in str(found.value)) == (raises is UsageError)

@@ -34,7 +34,6 @@ class PlainAllReduce(Strategy):
 
         exact = placement.reproducible
         applied = AppliedStrategy(
-            placement.loop(placement.model),
             shared_out(assign_tree if exact else assign_contiguous, placement),
             tree=ExchangedTree(parameters, group) if exact else None,
             finish_gradients=all_reduce,

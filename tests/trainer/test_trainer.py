@@ -249,7 +249,7 @@ def test_a_step_is_the_same_where_its_numbers_stay_on_the_device(clip: float, mo
         "loss_accumulator",
         lambda _, micro_batches_per_step: LossAccumulator(micro_batches_per_step, torch.device("cpu"), shared=False),
     )
-    monkeypatch.setattr("lockstep.step.number", lambda tensor: tensor)
+    monkeypatch.setattr("lockstep.parallel.parallel_model.number", lambda tensor: tensor)
     for plain, record in zip(on_host, losses(), strict=True):
         assert isinstance(record.loss, torch.Tensor)
         assert isinstance(record.grad_norm, torch.Tensor)

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.environment import rank_facts
 from lockstep.parallel import activation, compression, ddp, placement
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.trainer import Trainer
 from lockstep.verify import Subject
 from tests.parity.toy import Tokens, language_model
@@ -58,16 +59,14 @@ def another_seed_on_a_rank() -> Subject:
 def reduced_in_the_wrong_backward_pass() -> Subject:
     """In the first one of a step instead of the last."""
 
-    def sync_switch(model: DistributedDataParallel) -> Callable[[bool], None]:
-        first = True
+    class InTheFirst(AroundMicroBatch):
+        def __init__(self, model: DistributedDataParallel) -> None:
+            self._model, self._first = model, True
 
-        def switch(last: bool) -> None:
-            nonlocal first
-            model.require_backward_grad_sync, first = first, last
+        def before(self, run: MicroBatchPass) -> None:
+            self._model.require_backward_grad_sync, self._first = self._first, run.last
 
-        return switch
-
-    return with_patch(ddp, "sync_switch", sync_switch)
+    return with_patch(ddp, "DDPSync", InTheFirst)
 
 
 def mean_of_means() -> Subject:
@@ -162,11 +161,11 @@ def an_operation_that_is_not_deterministic() -> Subject:
 
 
 def the_norm_of_the_local_shard() -> Subject:
-    import lockstep.step
+    from lockstep.parallel import parallel_model
 
-    sound_norm = lockstep.step.gradient_norm
+    sound_norm = parallel_model.gradient_norm
     return with_patch(
-        lockstep.step, "gradient_norm", lambda gradients, _groups, device: sound_norm(gradients, [], device)
+        parallel_model, "gradient_norm", lambda gradients, _groups, device: sound_norm(gradients, [], device)
     )
 
 

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.groups import object_device, once
 from lockstep.layout import Layout
-from lockstep.parallel import fsdp, reproducible
+from lockstep.parallel import fsdp
 from lockstep.parallel.buffers import RunningBuffers
-from lockstep.parallel.fsdp_usage import mixing_explained, used_elsewhere
+from lockstep.parallel.fsdp_usage import explain_mixing, used_elsewhere
+from lockstep.parallel.micro_step import Explain, explained
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.pipeline.build import part_of, shard_parts
 from lockstep.parallel.pipeline.forward import Relay
@@ -31,6 +32,7 @@ from lockstep.parallel.pipeline.torch_schedule import Schedule
 from lockstep.parallel.pipeline.torch_stage import Stage
 from lockstep.parallel.pipeline.trees import StageTrees, Uses
 from lockstep.parallel.placement import PlacementContext
+from lockstep.parallel.reproducible import explain_kernel
 from lockstep.parallel.tree import assign_tree
 
 
@@ -78,13 +80,11 @@ def place(placement: PlacementContext) -> ParallelModel:
         here = [part.index for part in cut.parts]
         cut.trees = StageTrees(cut.holding, uses, here, p.device, mesh, cut.columns, shared.group_of)
     runner = _runner(p, cut, group)
-    forward_backward, evaluate = runner.forward_backward, runner.evaluate
-    if layout.data_parallel_size > 1:  # stages are FSDP2's
-        forward_backward = mixing_explained(forward_backward, used_elsewhere)
-        evaluate = mixing_explained(evaluate, used_elsewhere)
     exact = p.reproducible
-    if exact:
-        forward_backward, evaluate = reproducible.guarded(forward_backward), reproducible.guarded(evaluate)
+    explanations: list[Explain] = [
+        *([partial(explain_mixing, explanation=used_elsewhere)] if layout.data_parallel_size > 1 else []),  # FSDP2's
+        *([explain_kernel] if exact else []),
+    ]
     assign = partial(assign_tree, even=True) if exact else assign_strided
     return ParallelModel(
         layout=layout,
@@ -93,8 +93,8 @@ def place(placement: PlacementContext) -> ParallelModel:
         objective=p.objective,
         random_state=p.random_state,
         assign=partial(assign, rank=cut.column, ranks=layout.data_parallel_size),
-        forward_backward=forward_backward,
-        evaluate=evaluate,
+        forward_backward=explained(runner.forward_backward, explanations),
+        evaluate=explained(runner.evaluate, explanations),
         forward=runner.forward,
         buffers={n: b for n, b in cut.holding.named_buffers().items() if n in plan.model.persistent},
         finish_gradients=shared if cut.trees is None else cut.trees.finish,
