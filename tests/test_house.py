@@ -1,11 +1,19 @@
 """Rules of the house that no linter knows."""
 
+import ast
 import re
+
+import pytest
 
 from tests.house import PACKAGE, circles
 from tests.ranks import REPOSITORY
 
 _STRATEGIES = re.compile(r"""["'](single|dp|ddp|fsdp|accelerate|diloco)["']""")
+_REWRITTEN = ["launch"]  # the rooms whose docstrings are sentences; ruff's pydocstyle rules hold there, too
+_NO_SENTENCE = re.compile(
+    r"(Of|What|Whether|Who|Whom|Whose|Which|How|Where|When|While|Why|Since|Until|So|As|For|In|From|Before|After|By|If|It"
+    r"|The|A|An|All|Its|Their|There) "
+)
 _OWN_FILES = {"single", "data_parallel", "ddp", "fsdp", "accelerate", "diloco"}  # under parallel/
 
 
@@ -25,6 +33,23 @@ def test_a_strategy_is_named_in_its_own_file_and_in_the_tables_alone() -> None:
             if _STRATEGIES.search(line):
                 found.append(f"{path.relative_to(REPOSITORY)}:{number}: {line.strip()}")
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("room", _REWRITTEN)
+def test_the_docstring_of_a_function_begins_with_what_it_does(room: str) -> None:
+    """`D401` knows some verbs that are not imperative; this knows the words with which no sentence of a verb begins."""
+    found = []
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_property(node):
+                first_line = (ast.get_docstring(node) or "").partition("\n")[0]
+                if _NO_SENTENCE.match(first_line):
+                    found.append(f"{path.relative_to(REPOSITORY)}:{node.lineno}: {first_line}")
+    assert not found, "\n".join(found)
+
+
+def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def _code(text: str) -> str:

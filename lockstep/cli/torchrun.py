@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.cli.arguments import Parser
 from lockstep.errors import UsageError
-from lockstep.launch.streams import Shown
+from lockstep.launch.streams import ConsoleOutput
 
 _NO_EVENTS = "the launcher writes its events into DIR/events.jsonl, and calls no handlers"
 _LOGS = "every rank's output is in DIR/logs/rank-N.log, whole"
@@ -65,6 +65,6 @@ class _Refuse(argparse.Action):
             raise UsageError(f"{name} is not supported", where="lockstep launch", why=why, fix=fix)
 
 
-def shown_of(given: argparse.Namespace) -> Shown:
+def console_output(given: argparse.Namespace) -> ConsoleOutput:
     """What of the ranks' output the console shows."""
-    return Shown(given.tee, given.redirects, given.local_ranks_filter)
+    return ConsoleOutput(given.tee, given.redirects, given.local_ranks_filter)

@@ -39,7 +39,7 @@ def train(argv: list[str]) -> int:
 
 def launch(argv: list[str]) -> int:
     """lockstep launch [options] SCRIPT.py [ARGS …]"""
-    from lockstep.cli.torchrun import add_torchrun_options, shown_of
+    from lockstep.cli.torchrun import add_torchrun_options, console_output
 
     parser = Parser("launch", "Run any script of yours on several ranks.")
     add_launch_options(parser)
@@ -65,7 +65,7 @@ def launch(argv: list[str]) -> int:
         launch_options(given),
         kind="module" if given.module else "program" if given.no_python else "file",
         logs=Path(given.log_dir or output / "logs"),
-        shown=shown_of(given),
+        output=console_output(given),
     )
 
 
@@ -213,10 +213,10 @@ def doctor(argv: list[str]) -> int:
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given, required=False)
 
-    from lockstep.launch.doctor import Request
+    from lockstep.launch.doctor import DoctorRequest
     from lockstep.launch.doctor import doctor as examine
 
-    request = Request(given.output_dir, None if path is None else str(path), tuple(overrides), given.json)
+    request = DoctorRequest(given.output_dir, None if path is None else str(path), tuple(overrides), given.json)
     return examine(request, launch_options(given))
 
 

@@ -1,14 +1,15 @@
-"""torch's elastic agent, with Lockstep's manners: signals are passed on and waited for, failures are told once.
+"""Adds signal forwarding, hang detection and a single failure message to torch's elastic agent.
 
-`LocalElasticAgent` starts the ranks of one machine, watches them and starts them anew. Changed here: a signal to the
-launcher goes to the ranks, which may then take the time they need to save (the agent alone gives them 30 s); a
-second one ends them at once; a run that was told to stop, or whose config is wrong, is not restarted.
+`LocalElasticAgent` starts the ranks of one machine, watches them and restarts them. Changed here: a signal to the
+launcher is forwarded to the ranks, which may take the time they need to save (torch's agent allows 30 s); a second
+Ctrl-C kills them at once; a run that was asked to stop, or whose config is wrong, is not restarted.
 
 Source: docs.pytorch.org/docs/stable/elastic/agent.html, "Extending the agent". Loads torch.
 """
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -27,46 +28,46 @@ from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, RunError
 from lockstep.heartbeat import forget_beats
 from lockstep.launch.failures import Failure, done_mark, first_cause, from_exit_code, read_all
 from lockstep.launch.hang import HangWatch
-from lockstep.launch.membership import Membership
-from lockstep.launch.restarts import CrashLoop
+from lockstep.launch.rendezvous_handlers import Membership
 from lockstep.launch.worker import print_error
+from lockstep.records import RunDirectory
 
-_CLOSING_SECONDS = 5.0  # for a farewell; a link that is cut would hold it for a minute
-_PASSED_ON = {
+_CLOSING_SECONDS = 5.0  # for closing the rendezvous; a broken link would block for a minute
+_FORWARDED = {
     signal.SIGTERM: signal.SIGTERM,
-    signal.SIGUSR1: signal.SIGUSR1,  # schedulers' warning ahead of the end
+    signal.SIGUSR1: signal.SIGUSR1,  # sent by schedulers before they end a job
     signal.SIGINT: signal.SIGINT,
     signal.SIGHUP: signal.SIGTERM,
 }
 
 
-_ENDED = "lockstep/ended"  # in the store of a round: how the ranks of each machine ended
+_ENDED = "lockstep/ended"  # key prefix in a round's store: how the ranks of each machine ended
 _WELL, _FAILED = "well", "failed"
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 class StoppedBySignalError(Exception):
-    """The launcher was told to stop, and the ranks did not end by themselves."""
+    """A signal stopped the launcher, and the ranks did not save and exit by themselves."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         super().__init__(signals.name_of(number))
 
     def error(self) -> RunError:
-        """The one message about it."""
+        """Return the error message for this stop."""
         name = signals.name_of(self.number)
         return RunError(f"stopped by {name}", why="the ranks did not save and leave by themselves")
 
 
 class Agent(LocalElasticAgent):
-    """The agent of one machine.
+    """Starts and watches the ranks of one machine.
 
     Args:
-        failures: where the ranks leave `rank-N.json`; emptied of this machine's ranks at each start.
-        logs: where their logs are.
-        on_restart: called with the failure and the number of restarts left before ranks are started anew.
+        failures: the folder of failure files `rank-N.json`; those of this machine's ranks are deleted at each start.
+        logs: the folder of the ranks' logs.
+        on_restart: called before each restart with the failure and the number of restarts left.
         watch: finds ranks that hang.
-        checkpoints: the run's folder of them, to know whether a run that fails again and again gets anywhere.
+        checkpoints: the run's checkpoint folder, to know whether a run that fails repeatedly makes progress.
         shutdown_timeout: seconds that the peers of a failed rank have to end.
     """
 
@@ -85,45 +86,46 @@ class Agent(LocalElasticAgent):
         handler.num_nodes_waiting = self._membership
 
     def failed(self, result: RunResult) -> list[Failure]:
-        """What went wrong with this machine's ranks, files first, exit codes where a rank left none."""
+        """Return the failures of this machine's ranks, from their files, or from exit codes where there is no file."""
         mine = {worker.global_rank for worker in self._worker_group.workers}
-        told = {f.rank: f for f in read_all(self._failures) if f.rank in mine}
+        found = {f.rank: f for f in read_all(self._failures) if f.rank in mine}
         for rank, process in result.failures.items():
-            if rank not in told and not self._ended_after_its_work(rank, process.exitcode):
+            if rank not in found and not self._ended_after_work(rank, process.exitcode):
                 world = self._worker_group.workers[0].world_size
-                # Its clock has whole seconds; rounded up, so that a rank that wrote a file just before comes first.
+                # The exit timestamp has whole seconds; add one, so that a rank that wrote a file before comes first.
                 log = self._logs / f"rank-{rank}.log"
-                told[rank] = from_exit_code(rank, world, process.exitcode, process.timestamp + 1.0, log)
-        for rank in self._left_early() - told.keys():
+                found[rank] = from_exit_code(rank, world, process.exitcode, process.timestamp + 1.0, log)
+        for rank in self._left_early() - found.keys():
             world = self._worker_group.workers[0].world_size
-            told[rank] = from_exit_code(rank, world, 0, time.time(), self._logs / f"rank-{rank}.log")
-        return list(told.values())
+            found[rank] = from_exit_code(rank, world, 0, time.time(), self._logs / f"rank-{rank}.log")
+        return list(found.values())
 
-    def _ended_after_its_work(self, rank: int, code: int) -> bool:
-        """Whether the signal that was passed on came to a rank whose work was done, in the interpreter's own end."""
-        stop = None if self.stop_signal is None else _PASSED_ON[signal.Signals(self.stop_signal)]
+    def _ended_after_work(self, rank: int, code: int) -> bool:
+        """Return whether the forwarded signal reached a rank during interpreter shutdown, when its work was done."""
+        stop = None if self.stop_signal is None else _FORWARDED[signal.Signals(self.stop_signal)]
         return stop is not None and code == -stop and (self._failures / done_mark(rank)).exists()
 
     def _left_early(self) -> set[int]:
-        """Ranks that ended with code 0 and never said that their work was done."""
+        """Return the ranks that ended with code 0 without marking their work as done."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         ended = {local for local, handler in handlers.items() if handler.proc.poll() == 0}
         ranks = {worker.global_rank for worker in self._worker_group.workers if worker.local_rank in ended}
         return {rank for rank in ranks if not any(self._failures.glob(f"*rank-{rank}.*"))}
 
     def pids(self) -> list[int]:
+        """Return the process ids of the running ranks."""
         return list(self._pcontext.pids().values()) if self._pcontext else []
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        group: Any = worker_group  # whose fields the library declares as None
+        group: Any = worker_group  # torch declares its fields as None
         self._membership.check()
         super()._rendezvous(worker_group)
         self._membership.begin()
         if group.spec.rdzv_handler.get_backend() != "static":
-            self._count_alike(group)
+            self._agree_on_restarts(group)
 
-    def _count_alike(self, group: Any) -> None:
-        """Agree on the number of restarts: ranks meet under it, and a machine that comes later has counted none."""
+    def _agree_on_restarts(self, group: Any) -> None:
+        """Agree on the restart count: the rendezvous uses it, and a machine that joins later starts at zero."""
         attempts = []
         mine = group.spec.max_restarts - self._remaining_restarts
         group.store.set(f"lockstep/attempt/{group.group_rank}", str(mine))
@@ -132,38 +134,38 @@ class Agent(LocalElasticAgent):
         self._remaining_restarts = group.spec.max_restarts - max(attempts)
 
     def _invoke_run(self, role: str = "default") -> RunResult:
-        """Run until this machine's ranks have ended; where they did not end well, the other machines hear of it."""
+        """Run until this machine's ranks have ended, and publish a failure to the other machines."""
         try:
             result: RunResult = super()._invoke_run(role)
         except BaseException:
-            self._tell_end(_FAILED)
+            self._publish_end(_FAILED)
             raise
         if result.state != WorkerState.SUCCEEDED:
-            self._tell_end(_FAILED)
+            self._publish_end(_FAILED)
         return result
 
-    def _tell_end(self, how: str) -> None:
+    def _publish_end(self, how: str) -> None:
         group: Any = self._worker_group
         if group.store is not None:
-            with suppress(dist.DistError, RuntimeError):  # the machine that hosts the store has gone
+            with suppress(dist.DistError, RuntimeError):  # the machine that hosts the store is gone
                 group.store.set(f"{_ENDED}/{group.group_rank}", how)
 
     def _exit_barrier(self) -> None:
-        """Wait until the ranks of all machines have ended, for so long at most as the agent's timeout says.
+        """Wait until the ranks of all machines have ended, at most for the agent's timeout.
 
-        In the library's own, a machine whose ranks failed never arrives, and the others wait for it for 300 s.
+        In torch's version a machine whose ranks failed never arrives, and the others wait 300 s for it.
         """
         group: Any = self._worker_group
-        self._tell_end(_WELL)
+        self._publish_end(_WELL)
         keys = [f"{_ENDED}/{rank}" for rank in range(group.group_world_size)]
         deadline = time.monotonic() + self._exit_barrier_timeout
-        with suppress(dist.DistError, RuntimeError):  # the machine that hosts the store has seen all and has gone
+        with suppress(dist.DistError, RuntimeError):  # the machine that hosts the store saw all of them end, and exited
             while self.stop_signal is None and time.monotonic() < deadline:
                 ended = [group.store.get(key).decode() for key in keys if group.store.check([key])]
                 self.others_failed = _FAILED in ended
                 if self.others_failed or len(ended) == len(keys):
                     return
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for worker in worker_group.workers:
@@ -171,10 +173,10 @@ class Agent(LocalElasticAgent):
                 (self._failures / name).unlink(missing_ok=True)
         forget_beats(self._watch.folder)
         self._watch.restart()
-        return self._start_with_signals_held_back(worker_group)
+        return self._start_with_signals_blocked(worker_group)
 
-    def _start_with_signals_held_back(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Ranks inherit that signals wait, until they listen: one that comes before would end them unheard."""
+    def _start_with_signals_blocked(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Block signals until the ranks listen: ranks inherit the mask, and an earlier signal would kill them."""
         with self._lock:
             self._starting = True
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKS_TO_END)
@@ -185,23 +187,23 @@ class Agent(LocalElasticAgent):
             with self._lock:
                 self._starting = False
                 if self.stop_signal is not None:
-                    self._pass_on(self.stop_signal)
+                    self._forward(self.stop_signal)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY:
-            self._end_if_hanging(worker_group)
+            self._kill_if_hanging(worker_group)
         if result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED) and self._left_early():
             result = RunResult(state=WorkerState.FAILED)
         self._last_result = result
         return result
 
-    def _end_if_hanging(self, worker_group: WorkerGroup) -> None:
-        """The next look at the processes will find them dead, and the failure that is written here."""
+    def _kill_if_hanging(self, worker_group: WorkerGroup) -> None:
+        """Kill all ranks if they hang; the next look at the processes finds them dead and reads the failure file."""
         pids = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
         world = worker_group.workers[0].world_size
-        hanging = self._watch.look(pids, world, told_to_stop=self.stop_signal is not None)
+        hanging = self._watch.check(pids, world, stop_requested=self.stop_signal is not None)
         if hanging is not None:
             hanging.write(self._failures)
             for pid in pids.values():
@@ -210,7 +212,7 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self.stop_signal is not None:
             raise StoppedBySignalError(self.stop_signal)
-        if worker_group.state == WorkerState.HEALTHY:  # machines came or went
+        if worker_group.state == WorkerState.HEALTHY:  # machines joined or left
             self._on_restart(None, self._remaining_restarts)
         else:
             cause = first_cause(self.failed(self._last_result))
@@ -221,9 +223,9 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def on_signal(self, number: int) -> None:
-        """Pass the signal on to the ranks. One before there are ranks ends everything, and so does a second Ctrl-C.
+        """Forward the signal to the ranks; exit if there are none yet, and kill them on a second Ctrl-C.
 
-        Called from the thread that reads signals: the main thread may wait for other machines.
+        The thread that reads signals calls this, because the main thread may be waiting for other machines.
         """
         with self._lock:
             running = self.pids()
@@ -233,41 +235,41 @@ class Agent(LocalElasticAgent):
                 print_error(StoppedBySignalError(number).error())
                 signals.end_now(EXIT_FAILED, "")
             if self.stop_signal is not None:
-                return  # they were told, and are saving
+                return  # the ranks know already, and are saving
             if not running and not self._starting:
-                leave_the_others(self)
+                shut_down_rendezvous(self)
                 signals.end_now(EXIT_PREEMPTED, f"stopped by {signals.name_of(number)} before ranks were started")
             self.stop_signal = number
             if number == signal.SIGINT:
                 os.write(2, b"lockstep: interrupted: the ranks may save and stop; a second Ctrl-C ends them at once\n")
             if not self._starting:
-                self._pass_on(number)
+                self._forward(number)
 
-    def _pass_on(self, number: int) -> None:
+    def _forward(self, number: int) -> None:
         for pid in self.pids():
-            # To the rank alone: its data workers must live until it has saved.
-            _send(pid, _PASSED_ON[signal.Signals(number)])
+            # Only to the rank itself: its data workers must live until it has saved.
+            _send(pid, _FORWARDED[signal.Signals(number)])
 
 
-def leave_the_others(agent: Agent) -> None:
-    """Tell the other machines that this one is done, where they can be reached."""
+def shut_down_rendezvous(agent: Agent) -> None:
+    """Tell the other machines that this one is done, if they can be reached."""
     closing = threading.Thread(target=agent._rdzv_handler.shutdown, daemon=True)
     closing.start()
     closing.join(_CLOSING_SECONDS)
 
 
 def _send(pid: int, number: int, *, group: bool = False) -> None:
-    with suppress(ProcessLookupError):  # it has ended since
+    with suppress(ProcessLookupError):  # it has ended meanwhile
         (os.killpg if group else os.kill)(pid, number)
 
 
-def quiet_library() -> None:
-    """The library logs a banner for each failed rank; Lockstep prints one message instead."""
+def silence_torch() -> None:
+    """Silence torch's banner for each failed rank: Lockstep prints one message instead."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
 
-def wait_for_files(failures: Path, seconds: float) -> list[Failure]:
-    """All machines' failures, where the folder is shared, once one that is no consequence has come or time is up."""
+def wait_for_failures(failures: Path, seconds: float) -> list[Failure]:
+    """Return the failures of all machines that share the folder, after a primary failure or a timeout."""
     deadline = time.monotonic() + seconds
     while True:
         found = read_all(failures)
@@ -275,3 +277,42 @@ def wait_for_files(failures: Path, seconds: float) -> list[Failure]:
         if (cause is not None and not cause.consequence) or time.monotonic() > deadline:
             return found
         time.sleep(0.05)
+
+
+class CrashLoop:
+    """Detects that ranks fail repeatedly in the same way, with no checkpoint in between.
+
+    Args:
+        checkpoints: the run's checkpoint folder; it need not exist.
+    """
+
+    LIMIT = 3  # equal failures in a row
+
+    def __init__(self, checkpoints: Path) -> None:
+        self._checkpoints = checkpoints
+        self._seen: tuple[str, int] | None = None
+        self._times = 0
+
+    def check(self, cause: Failure | None) -> None:
+        """Count one failure.
+
+        Raises:
+            RunError: it is the third equal failure in a row.
+        """
+        if cause is None:
+            return
+        steps = [int(p.name[5:]) for p in self._checkpoints.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name)]
+        if not steps:  # `checkpoint.storage` keeps them elsewhere: the run's events list the saves
+            saves = RunDirectory(self._checkpoints.parent).read_events()
+            steps = [event["step"] for event in saves if event["kind"] == "save"]
+        seen = (re.sub(r"[\d.]+", "#", cause.what), max(steps, default=0))
+        self._times = self._times + 1 if seen == self._seen else 1
+        self._seen = seen
+        if self._times >= self.LIMIT:
+            error = cause.error()
+            raise RunError(
+                error.what, where=error.where,
+                why=f"{self._times} times in order, with no checkpoint after step {seen[1]} in between: starting again "
+                f"does not help{'; ' + error.why if error.why else ''}",
+                fix=error.fix,
+            )  # fmt: skip

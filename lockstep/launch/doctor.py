@@ -1,6 +1,6 @@
-"""`lockstep doctor`: starts ranks as `lockstep train` would, has each look around, and prints what they found.
+"""Implements `lockstep doctor`: starts ranks as `lockstep train` would, checks each one, and prints the results.
 
-A rank is `python -m lockstep.launch.doctor FOLDER REQUEST`; FOLDER belongs to this machine's launcher alone.
+A rank is `python -m lockstep.launch.doctor FOLDER REQUEST`; only this machine's launcher uses FOLDER.
 """
 
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from lockstep.diagnose.verdicts import BAD, WARN, Line
 from lockstep.errors import EXIT_DONE, EXIT_FAILED
-from lockstep.launch.local import Job, launch
-from lockstep.launch.options import LaunchOptions, how_many
+from lockstep.launch.local import LaunchJob, launch
+from lockstep.launch.options import LaunchOptions, process_count
 from lockstep.launch.train import in_this_process, is_rank
 from lockstep.launch.worker import run_as_worker
 from lockstep.scratch import temporary
@@ -21,13 +21,14 @@ _VERDICT = "verdict.json"
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the doctor is to look at.
+class DoctorRequest:
+    """What `lockstep doctor` checks.
 
     Attributes:
-        output_dir: the run directory whose disk is tried.
-        config: a config file and its overrides, to be compared over ranks; or None.
-        as_json: one JSON object instead of lines.
+        output_dir: the run directory whose disk is tested.
+        config: a config file, to be compared between ranks; or None.
+        overrides: the config's overrides.
+        as_json: print one JSON object instead of lines.
     """
 
     output_dir: str
@@ -36,33 +37,33 @@ class Request:
     as_json: bool = False
 
 
-def doctor(request: Request, options: LaunchOptions) -> int:
-    """`lockstep doctor`.
+def doctor(request: DoctorRequest, options: LaunchOptions) -> int:
+    """Run `lockstep doctor`.
 
     Returns:
-        the exit code: 0, or 1 where something was found that will not work.
+        the exit code: 0, or 1 if a check failed.
     """
     with temporary("doctor") as path:
         folder = str(path)
         logs = Path(folder, "logs")
         if is_rank(options):
-            code = run_as_worker(lambda: _look(request, Path(folder)), logs=logs)
+            code = run_as_worker(lambda: _run_checks(request, Path(folder)), logs=logs)
         else:
-            processes, reason = how_many(options)
+            processes, reason = process_count(options)
             if not request.as_json:
                 print(f"lockstep: doctor: {processes} rank(s) on this machine ({reason})", flush=True)
             if in_this_process(processes, options):
-                code = run_as_worker(lambda: _look(request, Path(folder)), logs=logs, launched=False)
+                code = run_as_worker(lambda: _run_checks(request, Path(folder)), logs=logs, launched=False)
             else:
                 arguments = ("-m", "lockstep.launch.doctor", folder, json.dumps(asdict(request)))
-                code = launch(Job(arguments, logs), options, processes)
+                code = launch(LaunchJob(arguments, logs), options, processes)
         if code:
             return code
         good = json.loads(Path(folder, _VERDICT).read_text())
         return EXIT_DONE if good else EXIT_FAILED
 
 
-def _look(request: Request, folder: Path) -> None:
+def _run_checks(request: DoctorRequest, folder: Path) -> None:
     from lockstep.diagnose.doctor import examine
     from lockstep.environment import rank_facts
 
@@ -74,12 +75,12 @@ def _look(request: Request, folder: Path) -> None:
     device, backend = (config.distributed.device, config.distributed.backend) if config else ("auto", "auto")
     lines: list[Line] = []
 
-    def say(line: Line) -> None:
+    def show(line: Line) -> None:
         lines.append(line)
         if not request.as_json:
             print(line, flush=True)
 
-    good = examine(Path(request.output_dir), say, config=config, device=device, backend=backend)
+    good = examine(Path(request.output_dir), show, config=config, device=device, backend=backend)
     if rank_facts().is_main:
         print(_as_json(lines, good) if request.as_json else _summary(lines), flush=True)
     if rank_facts().local_rank == 0:
@@ -98,8 +99,9 @@ def _summary(lines: Sequence[Line]) -> str:
 
 
 def main() -> int:
-    folder, request = Path(sys.argv[1]), Request(**json.loads(sys.argv[2]))
-    return run_as_worker(lambda: _look(request, folder), logs=folder / "logs")
+    """Run the checks of one rank, and return the exit code."""
+    folder, request = Path(sys.argv[1]), DoctorRequest(**json.loads(sys.argv[2]))
+    return run_as_worker(lambda: _run_checks(request, folder), logs=folder / "logs")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What a rank leaves behind when it fails, and how the first cause is found among the files of many ranks.
+"""Describes how a rank failed, and finds the first cause among the failures of many ranks.
 
-A worker writes `rank-N.json` into the folder that the launcher named. When one rank dies, its peers fail a moment
-later because the connection to it is gone: those are consequences, known by their messages, and never reported first.
-Errors that are known (`lockstep.diagnose.known_errors`) are told with their cause and what to do.
+A failed worker writes `rank-N.json` into the folder that the launcher names. When one rank dies, its peers fail shortly
+after, because their connection to it is gone: such failures are consequences, recognised by their messages, and are
+never reported first. Known errors (`lockstep.diagnose.known_errors`) are reported with their cause and a fix.
 """
 
 import json
@@ -34,26 +34,26 @@ _PEER_IS_GONE = re.compile(
     r"connection (closed|reset|refused|aborted)|broken pipe|socket timeout|communicator was aborted"
     r"|remote process exited|failed to (recv|send)|recvvalue failed|sendbytes failed|heartbeat"
     r"|did not meet the other ranks"
-    r"|DataLoader worker \(pid.*\) is killed by signal: Terminated",  # as the launcher ends what is left of a run
+    r"|DataLoader worker \(pid.*\) is killed by signal: Terminated",  # the launcher ends the rest of a run so
     re.IGNORECASE,
 )
-_NOT_THE_USERS = re.compile(r"<frozen |/runpy\.py$|/lockstep/(launch/|cli/|__main__\.py)")
+_NOT_USER_CODE = re.compile(r"<frozen |/runpy\.py$|/lockstep/(launch/|cli/|__main__\.py)")
 _LIBRARIES = re.compile(r"/(site-packages|dist-packages)/|/lib/python\d")
 _FRAMES_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended, other than well.
+    """How a rank ended without success.
 
     Attributes:
-        kind: "usage" (a wrong config or command), "error" (an exception), "exit" (the program left with a code),
+        kind: "usage" (a wrong config or command), "error" (an exception), "exit" (the program exited with a code),
             "signal", "hang", or "preempted" (saved, please requeue).
         what, where, why, fix: as in `LockstepError`.
-        traceback: the whole of it, for LOCKSTEP_TRACEBACK=1.
+        traceback: the whole traceback, for LOCKSTEP_TRACEBACK=1.
         log: path of the rank's log.
-        consequence: whether a peer that went away explains it.
-        before_training: whether the rank was told to stop before there was anything to save.
+        consequence: whether the loss of a peer explains it.
+        before_training: whether the rank was asked to stop before there was anything to save.
     """
 
     rank: int
@@ -72,14 +72,14 @@ class Failure:
     before_training: bool = False
 
     def write(self, folder: Path) -> None:
-        """Leave it as `rank-N.json`; whole or not at all."""
+        """Write `rank-N.json` atomically."""
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".rank-{self.rank}-{os.getpid()}"
-        beside.write_text(json.dumps(asdict(self)))
-        beside.rename(folder / f"rank-{self.rank}.json")
+        temporary = folder / f".rank-{self.rank}-{os.getpid()}"
+        temporary.write_text(json.dumps(asdict(self)))
+        temporary.rename(folder / f"rank-{self.rank}.json")
 
     def error(self) -> LockstepError:
-        """The one message about it."""
+        """Return the error message for this failure."""
         if self.kind == "usage":
             return UsageError(self.what, where=self.where, why=self.why, fix=self.fix)
         who = "" if self.world_size == 1 else f"rank {self.rank} of {self.world_size} failed: "
@@ -87,12 +87,12 @@ class Failure:
         where = ", ".join(part for part in (host, self.where) if part)
         read = f"the whole traceback is in {self.log}" if self.log and self.kind == "error" else None
         if self.log and self.kind != "error":
-            read = f"the last that it said is in {self.log}"
+            read = f"its last output is in {self.log}"
         return RunError(who + self.what, where=where, why=self.why, fix="; ".join(t for t in (self.fix, read) if t))
 
 
 def preempted(facts: RankFacts, before_training: str = "") -> Failure:
-    """A rank that was told to stop and did: it saved, or, as `before_training` says, it had nothing to save yet."""
+    """Return the failure of a rank that stopped on request: it saved, or `before_training` says why it did not."""
     what = before_training or "preempted and saved"
     return Failure(
         facts.rank, facts.world_size, "preempted", what, exit_code=EXIT_PREEMPTED, before_training=bool(before_training)
@@ -100,7 +100,7 @@ def preempted(facts: RankFacts, before_training: str = "") -> Failure:
 
 
 def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> Failure:
-    """What `error`, caught at the top of a worker, says to people."""
+    """Return the failure for `error`, caught at the top of a worker."""
     common: dict[str, Any] = {
         "rank": facts.rank,
         "world_size": facts.world_size,
@@ -110,20 +110,20 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
         "log": None if log is None else str(log),
     }
     if isinstance(error, LockstepError):
-        told: dict[str, Any] = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
+        parts: dict[str, Any] = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
         kind = "usage" if error.exit_code == EXIT_USAGE else "error"
         gone = kind == "error" and bool(_PEER_IS_GONE.search(str(error)))
-        return Failure(**common, **told, kind=kind, exit_code=error.exit_code, consequence=gone)
+        return Failure(**common, **parts, kind=kind, exit_code=error.exit_code, consequence=gone)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else EXIT_FAILED
-        said = "" if isinstance(error.code, int) else f": {error.code}"
+        text = "" if isinstance(error.code, int) else f": {error.code}"
         passed_on = code if code in (EXIT_USAGE, EXIT_PREEMPTED) else EXIT_FAILED
         kind = "preempted" if code == EXIT_PREEMPTED else "exit"
-        return Failure(**common, kind=kind, what=f"the program left with code {code}{said}", exit_code=passed_on)
+        return Failure(**common, kind=kind, what=f"the program left with code {code}{text}", exit_code=passed_on)
     if isinstance(error, KeyboardInterrupt):
         return Failure(**common, kind="signal", what="interrupted", consequence=True)
     first_line, _, rest = str(error).strip().partition("\n")
-    where, frames = users_frames(error.__traceback__)
+    where, frames = user_frames(error.__traceback__)
     known = recognise(f"{type(error).__name__}: {error}", log)
     why = ([known.cause] if known else []) + [*rest.splitlines()[:3], *frames]
     return Failure(
@@ -137,23 +137,23 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
     )
 
 
-def users_frames(trace: TracebackType | None) -> tuple[str | None, list[str]]:
-    """The place nearest to the error in code that is the user's own, and the last few frames that led there.
+def user_frames(trace: TracebackType | None) -> tuple[str | None, list[str]]:
+    """Return the place in the user's own code nearest to the error, and the last few frames that led there.
 
-    Where no frame is the user's own, libraries' frames are taken.
+    If no frame is the user's own, libraries' frames are taken.
     """
-    frames = [f for f in traceback.extract_tb(trace) if not _NOT_THE_USERS.search(f.filename)]
+    frames = [f for f in traceback.extract_tb(trace) if not _NOT_USER_CODE.search(f.filename)]
     own = [f for f in frames if not _LIBRARIES.search(f.filename)] or frames
     if not own:
         return None, []
-    # The innermost frame too where it is a library's: it names the function that refused.
+    # Include the innermost frame even if it is a library's: it names the function that raised.
     shown = own[-_FRAMES_SHOWN:] + ([frames[-1]] if frames[-1] is not own[-1] else [])
     lines = [f"{short_path(f.filename)}:{f.lineno} in {f.name}: {f.line}" for f in shown]
     return f"{short_path(own[-1].filename)}:{own[-1].lineno}", lines
 
 
 def short_path(path: str) -> str:
-    """Relative to the working directory where it lies below it."""
+    """Return the path relative to the working directory, if it is inside."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:
@@ -161,11 +161,11 @@ def short_path(path: str) -> str:
 
 
 def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path | None) -> Failure:
-    """For a rank that left no file: it was killed, or left past Python.
+    """Return the failure of a rank that wrote no file: it was killed, or exited outside Python.
 
     Args:
-        code: as `subprocess` has it, negative for a signal.
-        seen: when the launcher saw it, seconds since the Unix epoch.
+        code: as in `subprocess`, negative for a signal.
+        seen: when the launcher noticed it, seconds since the Unix epoch.
     """
     common: dict[str, Any] = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "time": seen}
     path = None if log is None else str(log)
@@ -176,11 +176,11 @@ def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path
         kind, what, ours = "exit", f"the program left with code {code}", False
     else:
         kind, what = "signal", f"killed by {_signal_name(-code)}"
-        ours = -code == signal.SIGTERM  # with which the launcher stops the peers of a failed rank
-    # SIGABRT says nothing by itself: the library that called abort() has written why.
+        ours = -code == signal.SIGTERM  # the launcher sends it to the peers of a failed rank
+    # SIGABRT alone has no cause: the library that called abort() has logged it.
     known = recognise(what) or (None if log is None or ours else recognise(tail(log)))
-    told: dict[str, Any] = {"why": known.cause, "fix": known.mend} if known else {}
-    return Failure(**common, **told, kind=kind, what=what, log=path, consequence=ours)
+    parts: dict[str, Any] = {"why": known.cause, "fix": known.mend} if known else {}
+    return Failure(**common, **parts, kind=kind, what=what, log=path, consequence=ours)
 
 
 def _signal_name(number: int) -> str:
@@ -191,12 +191,12 @@ def _signal_name(number: int) -> str:
 
 
 def done_mark(rank: int) -> str:
-    """The name of the file by which a rank says that its work is done."""
+    """Return the name of the file that marks a rank's work as done."""
     return f"done-rank-{rank}.mark"
 
 
 def read_all(folder: Path) -> list[Failure]:
-    """The failures in the folder, whole ones only."""
+    """Return the failures whose files are in the folder."""
     known = {f.name for f in fields(Failure)}
     found = []
     for path in sorted(folder.glob("rank-*.json")):
@@ -206,21 +206,22 @@ def read_all(folder: Path) -> list[Failure]:
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure | None:
-    """The failure to report: the earliest that a peer's failure doesn't explain, else the earliest."""
+    """Return the failure to report: the earliest that is not a consequence of another, else the earliest."""
     ended = [f for f in failures if f.kind != "preempted"]
     return min(ended, key=lambda f: (f.consequence, f.time), default=None)
 
 
-def exit_code(failures: Iterable[Failure], *, told: bool = True) -> int:
-    """The launcher's exit code when all ranks have ended.
+def exit_code(failures: Iterable[Failure], *, may_be_stopped: bool = True) -> int:
+    """Return the launcher's exit code when all ranks have ended.
 
     Args:
-        told: whether somebody may have told the ranks to stop; else the ones that left did so because one had failed.
+        may_be_stopped: whether somebody may have asked the ranks to stop; if not, ranks left because another failed.
     """
     failures = list(failures)
     cause = first_cause(failures)
-    # A rank that was told to stop before it had begun leaves; those that it was to meet then fail for that.
-    explained = told and cause is not None and cause.consequence and any(f.kind == "preempted" for f in failures)
+    # A rank that is asked to stop before it has begun exits; its peers then fail because it is missing.
+    one_left = any(f.kind == "preempted" for f in failures)
+    explained = may_be_stopped and cause is not None and cause.consequence and one_left
     if cause is not None and not explained:
         return cause.exit_code
     return EXIT_PREEMPTED if failures else EXIT_DONE

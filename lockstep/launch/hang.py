@@ -1,18 +1,18 @@
-"""Finding ranks that hang, and which of them holds the others up.
+"""Finds ranks that hang, and the rank that holds the others up.
 
 The launcher of a machine reads its ranks' heartbeats: which call each rank is in (a step, a save, an evaluation, a
-reduction), since when, and how long such calls took before. Four things are looked for:
+reduction), since when, and how long such calls took before. It looks for four things:
 
-    a rank or a data worker that a signal has stopped       noticed after `seconds`, whatever is under way
-    a call that takes far longer than those before          `factor` × the median of its kind, at least `seconds`
-    a call of which nobody knows how long it takes          after `patience`
-    a call in which ranks wait for one that is elsewhere    after `seconds`, where that one waits in a collective of its
-                                                            own, or the run was told to stop
+    a rank or a data worker that a signal has stopped       reported after `seconds`, in any call
+    a call that takes far longer than earlier ones          `factor` × the median of its kind, at least `seconds`
+    a call with no known duration                           after `patience`
+    a call in which ranks wait for a rank elsewhere         after `seconds`, if that rank waits in a collective of its
+                                                            own, or the run was asked to stop
 
 Then every rank writes its Python stacks (faulthandler answers a signal even while Python waits in C) and its last
-collectives; the rank that is behind is the one that was stopped, does not answer, has done the fewest steps, has begun
-the fewest calls and collectives, or is not waiting in torch. Ranks that go on while they are asked were slow, on a busy
-machine: they are left alone.
+collectives. The rank that is behind is the one that was stopped, does not answer, has done the fewest steps, has begun
+the fewest calls and collectives, or is not waiting in torch. Ranks that make progress meanwhile were slow because the
+machine is busy: they are not killed.
 """
 
 import json
@@ -30,23 +30,30 @@ from typing import Any
 
 from lockstep.heartbeat import DUMP, Beat, Call, read_beats, read_limits
 from lockstep.launch.failures import Failure
-from lockstep.launch.processes import Stopped, is_running, is_stopped, stopped_processes
-from lockstep.launch.stacks import Stack, newest_stack, stacks_file
+from lockstep.launch.processes import (
+    Stack,
+    Stopped,
+    is_running,
+    is_stopped,
+    newest_stack,
+    stacks_file,
+    stopped_processes,
+)
 
-STACKS_SIGNAL = signal.SIGQUIT  # `kill -QUIT` of a rank writes its stacks at any time
+STACKS_SIGNAL = signal.SIGQUIT  # `kill -QUIT` makes a rank write its stacks at any time
 _ANSWER_SECONDS = 2.0
-_STATES_SECONDS = 0.5  # between two looks at the states of processes
+_STATES_SECONDS = 0.5  # between two reads of the processes' states
 
 
 @dataclass
-class _Answers:
-    """What ranks told when they were asked.
+class _Reports:
+    """The state of the ranks at the time of a suspected hang.
 
     Attributes:
-        silent: those that did not answer.
-        stopped: those that a signal had stopped meanwhile.
+        silent: ranks that did not answer.
+        stopped: ranks that a signal had stopped.
         stacks: by rank.
-        begun: how many collectives each has begun, and the name of its newest.
+        begun: by rank, how many collectives it has begun, and the name of the newest.
     """
 
     silent: set[int]
@@ -57,14 +64,14 @@ class _Answers:
 
 @dataclass
 class HangWatch:
-    """Looks at the heartbeats of one machine's ranks.
+    """Detects hangs from the heartbeats of one machine's ranks.
 
     Attributes:
-        folder: where the heartbeats are.
-        logs: where stacks and collectives go.
-        factor, seconds: a call hangs after `factor` × the median of its kind, and at least `seconds`; factor None:
-            only what is stopped is found.
-        patience: seconds for what has no median: first steps, the first evaluation, the first save.
+        folder: the heartbeats' folder.
+        logs: the folder for stacks and collectives.
+        factor, seconds: a call hangs after `factor` × the median of its kind, and at least `seconds`; with factor None
+            only stopped processes are found.
+        patience: seconds for calls without a median: first steps, the first evaluation, the first save.
     """
 
     folder: Path
@@ -73,52 +80,52 @@ class HangWatch:
     seconds: float
     patience: float
     _durations: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=50)))
-    _known: dict[int, int] = field(default_factory=dict)  # rank → the newest call whose duration was taken
+    _known: dict[int, int] = field(default_factory=dict)  # rank → the newest call whose duration was recorded
     _stopped_since: dict[Stopped, float] = field(default_factory=dict)
-    _looked: float = 0.0
-    _asked: float = 0.0
-    _told_to_stop: float | None = None
+    _states_read: float = 0.0
+    _reports_at: float = 0.0
+    _stop_requested_at: float | None = None
 
     def restart(self) -> None:
-        """Ranks are started anew."""
+        """Forget the ranks' state, because they are started again."""
         self._known.clear()
         self._stopped_since.clear()
-        self._told_to_stop = None
+        self._stop_requested_at = None
 
-    def look(self, pids: Mapping[int, int], world_size: int, *, told_to_stop: bool = False) -> Failure | None:
-        """Whether the ranks hang; the failure of the one that is behind, once all have written what they know.
+    def check(self, pids: Mapping[int, int], world_size: int, *, stop_requested: bool = False) -> Failure | None:
+        """Return the failure of the rank that is behind if ranks hang, after all have written their stacks.
 
         Args:
             pids: global rank → process, of this machine.
-            told_to_stop: whether a signal was passed on to them.
+            stop_requested: whether a stop signal was forwarded to them.
         """
-        if told_to_stop:
-            self._told_to_stop = self._told_to_stop or time.monotonic()
+        if stop_requested:
+            self._stop_requested_at = self._stop_requested_at or time.monotonic()
         self.factor, self.seconds, self.patience = read_limits(self.folder) or (
             self.factor, self.seconds, self.patience,
         )  # fmt: skip
         beats = [beat for beat in read_beats(self.folder) if pids.get(beat.rank) == beat.process]
-        self._learn(beats)
+        self._record_durations(beats)
         return (
             self._look_for_stopped(beats, pids, world_size)
             or self._look_for_long_calls(beats, pids, world_size)
             or self._look_for_ranks_elsewhere(beats, pids, world_size)
         )
 
-    def _learn(self, beats: list[Beat]) -> None:
-        """How long calls take, by their names."""
+    def _record_durations(self, beats: list[Beat]) -> None:
+        """Record how long finished calls took, by name."""
         for beat in beats:
             for call in beat.calls:
                 if call.ended and call.number > self._known.get(beat.rank, 0):
                     self._durations[call.name].append(call.ended - call.begun)
                     self._known[beat.rank] = call.number
 
-    # ---- what a signal has stopped ----
+    # ---- processes that a signal has stopped ----
 
     def _look_for_stopped(self, beats: list[Beat], pids: Mapping[int, int], world_size: int) -> Failure | None:
         now = time.monotonic()
-        if now - self._looked >= _STATES_SECONDS:
-            self._looked = now
+        if now - self._states_read >= _STATES_SECONDS:
+            self._states_read = now
             found = stopped_processes(pids)
             if len({one.rank for one in found if not one.is_worker}) == len(pids):
                 found = []  # somebody has suspended the job
@@ -127,15 +134,15 @@ class HangWatch:
         if not long:
             return None
         one = min(long, key=lambda one: (one.is_worker, self._stopped_since[one]))
-        stood = now - self._stopped_since[one]
-        told = self._ask(pids)
-        doing = next((_doing(beat) for beat in beats if beat.rank == one.rank), "")
+        waited = now - self._stopped_since[one]
+        reports = self._collect_reports(pids)
+        doing = next((_current_call(beat) for beat in beats if beat.rank == one.rank), "")
         return self._failure(
-            one.rank, world_size, f"it hangs{doing}: a signal stopped {one} {stood:.0f} s ago",
-            where=told.stacks[one.rank].place, why="it was stopped by a signal (SIGSTOP), or a debugger holds it",
+            one.rank, world_size, f"it hangs{doing}: a signal stopped {one} {waited:.0f} s ago",
+            where=reports.stacks[one.rank].place, why="it was stopped by a signal (SIGSTOP), or a debugger holds it",
         )  # fmt: skip
 
-    # ---- what takes too long ----
+    # ---- calls that take too long ----
 
     def _look_for_long_calls(self, beats: list[Beat], pids: Mapping[int, int], world_size: int) -> Failure | None:
         running = [beat for beat in beats if beat.phase != "done" or beat.inside]
@@ -145,16 +152,16 @@ class HangWatch:
         now = time.monotonic()
         slowest = min(waiting, key=lambda beat: _since(beat) or now)
         limit = self._limit(waiting)
-        stood = now - (_since(slowest) or now)
-        if stood <= limit:
+        waited = now - (_since(slowest) or now)
+        if waited <= limit:
             return None
-        told = self._ask(pids)
-        if not told.stopped and self._all_moved(waiting):
+        reports = self._collect_reports(pids)
+        if not reports.stopped and self._all_moved(waiting):
             return None
-        return self._tell(waiting, world_size, stood, told)
+        return self._describe(waiting, world_size, waited, reports)
 
     def _limit(self, waiting: list[Beat]) -> float:
-        """Of the call that may take longest: ranks that are behind may be in the one before."""
+        """Return the limit in seconds, of the slowest kind: ranks that are behind may be in an earlier call."""
         assert self.factor is not None
         kinds = {_kind(beat) for beat in waiting}
         if any(beat.phase == "first" for beat in waiting) or any(not self._durations.get(kind) for kind in kinds):
@@ -165,61 +172,65 @@ class HangWatch:
         newest = {beat.rank: _last_sign(beat) for beat in read_beats(self.folder)}
         return all(newest.get(beat.rank, 0.0) > _last_sign(beat) for beat in before)
 
-    def _tell(self, waiting: list[Beat], world_size: int, stood: float, told: _Answers) -> Failure:
+    def _describe(self, waiting: list[Beat], world_size: int, waited: float, reports: _Reports) -> Failure:
         done = {beat.rank: (beat.step, _calls(beat)) for beat in (*waiting, *read_beats(self.folder))}
         behind = min(
             waiting,
             key=lambda beat: (
-                beat.rank not in told.stopped, beat.rank not in told.silent, done[beat.rank],
-                told.begun[beat.rank][0], told.stacks[beat.rank].in_torch, beat.rank,
+                beat.rank not in reports.stopped, beat.rank not in reports.silent, done[beat.rank],
+                reports.begun[beat.rank][0], reports.stacks[beat.rank].in_torch, beat.rank,
             ),
         )  # fmt: skip
         kind, rank = _kind(behind), behind.rank
         known = self._durations.get(kind)
         usual = f"{median(known):.3g} s" if known else "not known yet"
-        others = sorted({told.begun[beat.rank][1] for beat in waiting if beat is not behind} - {""})
-        why = "it was stopped by a signal (SIGSTOP)" if rank in told.stopped else None
-        if why is None and rank in told.silent:
+        others = sorted({reports.begun[beat.rank][1] for beat in waiting if beat is not behind} - {""})
+        why = "it was stopped by a signal (SIGSTOP)" if rank in reports.stopped else None
+        if why is None and rank in reports.silent:
             why = "it does not answer signals: it sits in the kernel, on a disk or a device"
         if why is None and others:
             why = f"the last collective that the others began is {', '.join(others)}"
-        what = f"it hangs{_doing(behind)}: no {_unit(kind)} for {stood:.0f} s, where one usually takes {usual}"
-        return self._failure(rank, world_size, what, where=told.stacks[rank].place, why=why)
+        what = f"it hangs{_current_call(behind)}: no {_unit(kind)} for {waited:.0f} s, where one usually takes {usual}"
+        return self._failure(rank, world_size, what, where=reports.stacks[rank].place, why=why)
 
-    # ---- who waits for a rank that is elsewhere ----
+    # ---- ranks that wait for a rank elsewhere ----
 
     def _look_for_ranks_elsewhere(self, beats: list[Beat], pids: Mapping[int, int], world_size: int) -> Failure | None:
-        """Some ranks wait in a call, and others are in code of their own: do these wait in a collective there?
+        """Return a failure if ranks wait in a call while another waits in a collective outside Lockstep's code.
 
-        Ranks that were told to stop and do not move either wait in C, where no signal reaches Python.
+        Ranks that were asked to stop and do not make progress wait in C, where no signal reaches Python.
         """
         now = time.monotonic()
         waiting = [beat for beat in beats if _since(beat) is not None]
         signs = [_last_sign(beat) for beat in beats]
-        if self._told_to_stop is not None:
-            signs.append(self._told_to_stop)
+        if self._stop_requested_at is not None:
+            signs.append(self._stop_requested_at)
         elsewhere = {rank for rank, pid in pids.items() if is_running(pid)} - {beat.rank for beat in waiting}
-        if self.factor is None or not elsewhere or not signs or (not waiting and self._told_to_stop is None):
+        if self.factor is None or not elsewhere or not signs or (not waiting and self._stop_requested_at is None):
             return None
-        stood = now - max(signs)
-        if stood <= self.seconds or now - self._asked <= self.seconds:
+        waited = now - max(signs)
+        if waited <= self.seconds or now - self._reports_at <= self.seconds:
             return None
-        told = self._ask(pids)
-        guilty = [rank for rank in sorted(elsewhere) if told.stacks[rank].in_collective]
-        if not guilty and stood <= max(self.patience, self.seconds):
-            return None  # it computes something of its own, and may take its time
-        rank = guilty[0] if guilty else min(elsewhere)
-        what = "it waits in a collective which the others have not entered" if guilty else "it keeps the others waiting"
+        reports = self._collect_reports(pids)
+        in_collective = [rank for rank in sorted(elsewhere) if reports.stacks[rank].in_collective]
+        if not in_collective and waited <= max(self.patience, self.seconds):
+            return None  # it computes in the user's code, which may take time
+        rank = in_collective[0] if in_collective else min(elsewhere)
+        what = (
+            "it waits in a collective which the others have not entered"
+            if in_collective
+            else "it keeps the others waiting"
+        )
         others = sorted({str(beat.calls[-1]) for beat in waiting if beat.inside and beat.calls})
         why = f"the others wait in {', '.join(others)}" if others else None
         if not waiting:
-            why = "it was told to stop, and a collective that waits for others does not hear of that"
+            why = "it was asked to stop, but a collective that waits for other ranks cannot be interrupted"
         return self._failure(
-            rank, world_size, f"it hangs: {what}, for {stood:.0f} s now", where=told.stacks[rank].place, why=why,
+            rank, world_size, f"it hangs: {what}, for {waited:.0f} s now", where=reports.stacks[rank].place, why=why,
             fix="all ranks must make the same calls: take it out of `if is_main_process:`; ",
         )  # fmt: skip
 
-    # ---- asking ----
+    # ---- collecting reports ----
 
     def _failure(
         self, rank: int, world_size: int, what: str, *, where: str | None, why: str | None, fix: str = ""
@@ -230,37 +241,37 @@ class HangWatch:
             "rank-*.flight.json",
         )  # fmt: skip
 
-    def _ask(self, pids: Mapping[int, int]) -> _Answers:
-        """Have every rank write its stacks and collectives; one that is stopped answers when it is let go on."""
-        self._asked = time.monotonic()
+    def _collect_reports(self, pids: Mapping[int, int]) -> _Reports:
+        """Make every rank write its stacks and collectives; a stopped rank writes them once it is continued."""
+        self._reports_at = time.monotonic()
         stopped = {rank for rank, pid in pids.items() if is_stopped(pid)}
         before = {rank: _size(stacks_file(self.logs, rank)) for rank in pids}
         for rank in pids:
             (self.folder / f"flight-{rank}.json").unlink(missing_ok=True)
         (self.folder / DUMP).touch()
         for rank, pid in pids.items():
-            if stacks_file(self.logs, rank).exists():  # it can answer: the signal would end one that has just begun
+            if stacks_file(self.logs, rank).exists():  # the handler is there: without it the signal kills a new rank
                 _send(pid, STACKS_SIGNAL)
         silent = self._wait(before, pids, _ANSWER_SECONDS)
-        stopped |= {rank for rank, pid in pids.items() if is_stopped(pid)}  # or while it was asked
+        stopped |= {rank for rank, pid in pids.items() if is_stopped(pid)}  # stopped since the first look
         for rank in silent | stopped:
-            _send(pids[rank], signal.SIGCONT)  # a stopped one then answers, from where it stands; all end soon
+            _send(pids[rank], signal.SIGCONT)  # a stopped rank then writes where it stands; all are killed soon
         self._wait(before, pids, _ANSWER_SECONDS)
         stacks = {rank: newest_stack(self.logs, rank) for rank in pids}
-        return _Answers(silent, stopped, stacks, {rank: self._collectives(rank) for rank in pids})
+        return _Reports(silent, stopped, stacks, {rank: self._collectives(rank) for rank in pids})
 
     def _wait(self, before: Mapping[int, int], pids: Mapping[int, int], seconds: float) -> set[int]:
         deadline = time.monotonic() + seconds
         while True:
             silent = {rank for rank in pids if _size(stacks_file(self.logs, rank)) <= before[rank]}
-            told = all((self.folder / f"flight-{rank}.json").exists() for rank in pids)
-            if (not silent and told) or time.monotonic() > deadline:
-                time.sleep(0.05)  # the last line is being written
+            complete = all((self.folder / f"flight-{rank}.json").exists() for rank in pids)
+            if (not silent and complete) or time.monotonic() > deadline:
+                time.sleep(0.05)  # the last line may be half written
                 return silent
             time.sleep(0.05)
 
     def _collectives(self, rank: int) -> tuple[int, str]:
-        """How many collectives a rank has begun, and the newest; its record moves to the logs."""
+        """Return how many collectives a rank has begun, and the newest one's name; move its record to the logs."""
         path = self.folder / f"flight-{rank}.json"
         try:
             data = path.read_bytes()
@@ -275,16 +286,16 @@ class HangWatch:
         return count, str(entries[-1].get("profiling_name", "")) if entries else ""
 
 
-_STEPS = ("train", "steps")  # each step is a call of the loop that takes it
+_STEPS = ("train", "steps")  # calls of which each is one step of the loop
 
 
 def _under_way(beat: Beat) -> Call | None:
-    """The innermost call that a rank is in."""
+    """Return the innermost call that a rank is in."""
     return next((call for call in reversed(beat.calls) if not call.ended), None) if beat.inside else None
 
 
 def _since(beat: Beat) -> float | None:
-    """Since when a rank is in Lockstep's code, where it may wait for others; None: it is in code of its own."""
+    """Return when a rank entered Lockstep's code, where it may wait for others; None if it is in the user's code."""
     call = _under_way(beat)
     if call is not None:
         return call.begun
@@ -310,7 +321,7 @@ def _unit(kind: str) -> str:
     return "step" if kind in _STEPS else kind
 
 
-def _doing(beat: Beat) -> str:
+def _current_call(beat: Beat) -> str:
     kind = _kind(beat)
     return f" in step {beat.step}" if kind in _STEPS else f" in {kind}, after step {beat.step}"
 

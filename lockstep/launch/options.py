@@ -1,4 +1,4 @@
-"""What people say about processes and machines, and how many processes that is. Loads torch inside functions only."""
+"""Launch options by torchrun's names, and the number of processes they mean. Loads torch inside functions only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from lockstep import cores
 from lockstep.errors import UsageError
 
-# Of --rdzv-conf: seconds, but for the last two.
+# Keys of --rdzv-conf: numbers of seconds, except the last two.
 RDZV_CONF = (
     "timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout",
     "keep_alive_interval", "keep_alive_max_attempt", "is_host",
@@ -16,7 +16,7 @@ RDZV_CONF = (
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What people say about processes and machines, by torchrun's names."""
+    """Options about processes and machines, by torchrun's names."""
 
     nproc_per_node: str | None = None
     nnodes: str = "1"
@@ -37,7 +37,7 @@ class LaunchOptions:
         """Fewest and most machines.
 
         Raises:
-            UsageError: neither `N` nor `MIN:MAX`.
+            UsageError: `--nnodes` is neither `N` nor `MIN:MAX`.
         """
         low, _, high = self.nnodes.partition(":")
         try:
@@ -50,6 +50,7 @@ class LaunchOptions:
 
     @property
     def several_nodes(self) -> bool:
+        """Whether the job may run on more than one machine."""
         return self.nodes[1] > 1
 
     @property
@@ -59,23 +60,23 @@ class LaunchOptions:
 
     @property
     def processes(self) -> int | None:
-        """How many a machine, where a number was given; None: as many as there are GPUs.
+        """Processes per machine if a number was given; None means one per GPU.
 
         Raises:
-            UsageError: it is neither a number from 1 on nor `auto`, `gpu` or `cpu`.
+            UsageError: the value is neither a number from 1 on nor `auto`, `gpu` or `cpu`.
         """
-        asked = self.nproc_per_node
-        if asked is None or asked in ("auto", "gpu", "cpu"):
+        requested = self.nproc_per_node
+        if requested is None or requested in ("auto", "gpu", "cpu"):
             return None
-        if not asked.isdecimal() or int(asked) < 1:
+        if not requested.isdecimal() or int(requested) < 1:
             raise UsageError(
-                f"--nproc-per-node {asked} is not a number from 1 on, or auto, gpu or cpu",
+                f"--nproc-per-node {requested} is not a number from 1 on, or auto, gpu or cpu",
                 where="--nproc-per-node",
                 why="GPUs of other makers than those that torch calls cuda are not supported"
-                if asked == "xpu"
+                if requested == "xpu"
                 else None,
             )
-        return int(asked)
+        return int(requested)
 
     @property
     def patience(self) -> float:
@@ -83,10 +84,10 @@ class LaunchOptions:
         return self.seconds("timeout", 900.0)
 
     def seconds(self, name: str, default: float) -> float:
-        """A number of `--rdzv-conf`.
+        """Return a number of `--rdzv-conf`.
 
         Raises:
-            UsageError: it is none.
+            UsageError: the value is not a number.
         """
         text = self.rdzv_conf.get(name)
         try:
@@ -96,16 +97,16 @@ class LaunchOptions:
 
     @property
     def is_host(self) -> bool | None:
-        """What the user says of this machine: it hosts the meeting point, or not, or nothing."""
-        said = self.rdzv_conf.get("is_host")
-        if said is None:
+        """Whether this machine hosts the rendezvous, if the user says so; else None."""
+        text = self.rdzv_conf.get("is_host")
+        if text is None:
             return None
-        if said.lower() not in ("1", "true", "yes", "0", "false", "no"):
-            raise UsageError(f"--rdzv-conf is_host={said} is neither 1 nor 0", where="--rdzv-conf")
-        return said.lower() in ("1", "true", "yes")
+        if text.lower() not in ("1", "true", "yes", "0", "false", "no"):
+            raise UsageError(f"--rdzv-conf is_host={text} is neither 1 nor 0", where="--rdzv-conf")
+        return text.lower() in ("1", "true", "yes")
 
     def check(self) -> None:
-        """Refuse what can't be started, before anything is.
+        """Reject options that cannot work, before anything is started.
 
         Raises:
             UsageError: naming the option.
@@ -156,30 +157,32 @@ class LaunchOptions:
         _ = self.is_host
 
 
-def how_many(options: LaunchOptions, *, use_gpus: bool = True, alone: str | None = None) -> tuple[int, str]:
-    """Processes on this machine, and why so many.
+def process_count(
+    options: LaunchOptions, *, use_gpus: bool = True, single_reason: str | None = None
+) -> tuple[int, str]:
+    """Return the number of processes on this machine, and the reason.
 
     Args:
-        use_gpus: False where the config keeps to the CPU.
-        alone: why one process is right whatever there is, unless the user gave a number.
+        use_gpus: False where the config chooses the CPU.
+        single_reason: the reason for one process on any hardware, unless the user gave a number.
     """
     if options.processes is not None:
         return options.processes, "as asked"
-    asked = options.nproc_per_node
-    if alone is not None and asked is None:
-        return 1, alone
-    if asked == "cpu":
+    requested = options.nproc_per_node
+    if single_reason is not None and requested is None:
+        return 1, single_reason
+    if requested == "cpu":
         return len(cores.allowed()), "one for each core"
     gpus = count_gpus() if use_gpus else 0
     if gpus:
         return gpus, "one for each visible GPU"
-    if asked == "gpu":
+    if requested == "gpu":
         raise UsageError("--nproc-per-node gpu, but no GPU is visible here")
     return 1, f"{'no GPU is visible' if use_gpus else 'on the CPU'}; --nproc-per-node N starts more"
 
 
 def count_gpus() -> int:
-    """GPUs that torch sees."""
+    """Return the number of GPUs that torch sees."""
     import torch
 
     return torch.cuda.device_count()

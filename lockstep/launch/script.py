@@ -16,13 +16,13 @@ from lockstep.launch.worker import die_with_this_process, run_as_worker
 
 
 def run_script(script: str, arguments: Sequence[str], *, kind: str = "file") -> int:
-    """Run it as `python SCRIPT ARGS` (or `python -m`) would, in this process; or a program, as one of its own.
+    """Run a script as `python SCRIPT ARGS` (or `python -m`) would, in this process; run a program as a child process.
 
     Args:
         kind: `file`, `module` or `program`.
 
     Returns:
-        0, or 75 where the script answered SIGTERM or a Ctrl-C itself and then ended well: it was not done.
+        0, or 75 if the script handled SIGTERM or a Ctrl-C itself and then exited with 0: its work is not done.
     """
     if kind == "program":
         return _run_program([script, *arguments])
@@ -33,17 +33,17 @@ def run_script(script: str, arguments: Sequence[str], *, kind: str = "file") -> 
             sys.path.insert(0, os.getcwd())
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            path = Path(script).absolute()  # as Python has it: __file__ stays right after os.chdir
+            path = Path(script).absolute()  # as Python does: __file__ stays right after os.chdir
             sys.path.insert(0, str(path.parent))
             runpy.run_path(str(path), run_name="__main__")
     except SystemExit as error:
         if error.code:
-            raise  # `sys.exit()` and `sys.exit(0)` are a script's way to end well
+            raise  # `sys.exit()` and `sys.exit(0)` end a script normally
     return EXIT_PREEMPTED if signals.asked_to_end() else EXIT_DONE
 
 
 def _run_program(command: Sequence[str]) -> int:
-    """Run a program to its end, and pass on to it what this process is told."""
+    """Run a program to its end, and forward signals to it."""
     try:
         program = subprocess.Popen(command, preexec_fn=die_with_this_process)
     except OSError as error:
@@ -53,7 +53,7 @@ def _run_program(command: Sequence[str]) -> int:
             fix="chmod +x, or leave --no-python out",
         ) from None
     signals.listen(program.send_signal)
-    for number in signals.seen:  # before it was there
+    for number in signals.seen:  # signals from before the program was started
         program.send_signal(number)
     code = program.wait()
     if code:
@@ -62,8 +62,9 @@ def _run_program(command: Sequence[str]) -> int:
 
 
 def main() -> int:
+    """Run the script named on the command line as a rank, and return the exit code."""
     logs, kind, script, *arguments = sys.argv[1:]
-    return run_as_worker(lambda: run_script(script, arguments, kind=kind), logs=Path(logs), children_too=True)
+    return run_as_worker(lambda: run_script(script, arguments, kind=kind), logs=Path(logs), include_children=True)
 
 
 if __name__ == "__main__":

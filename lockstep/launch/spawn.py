@@ -1,7 +1,7 @@
-"""`lockstep.spawn`: ranks from a script or a notebook, each running a function.
+"""Implements `lockstep.spawn`: starts ranks from a script or a notebook, each running a function.
 
-From a script, or for a function that lives in a module, ranks are fresh processes. In a notebook the function lives in
-no file that a fresh process could import, so ranks are forks, which CUDA forbids once it is in use: that is said.
+From a script, or for a function in a module, ranks are fresh processes. In a notebook the function is in no file that a
+fresh process could import, so ranks are forks. CUDA forbids a fork once it is in use; `spawn` raises then.
 """
 
 import datetime
@@ -23,7 +23,7 @@ from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, envi
 from lockstep.network import DEFAULT_PORT
 from lockstep.scratch import remove, scratch_folder
 
-_CAUSE_SECONDS = 5.0  # how long to wait for the cause where only its consequences are known
+_CAUSE_SECONDS = 5.0  # how long to wait for the cause when only consequences are known
 
 
 def spawn(
@@ -50,18 +50,18 @@ def spawn(
         UsageError: the numbers don't fit, or there is no way to start `fn` in another process.
         LockstepError: the first error of a rank, once.
     """
-    _refuse_import_of_main()
+    _check_not_importing_main()
     _check_arguments(fn, args, nprocs)
     if nprocs is None:
         from lockstep.launch.options import count_gpus
 
         nprocs = max(1, count_gpus())
-    _check(nprocs, nnodes, node_rank, master_addr)
+    _check_numbers(nprocs, nnodes, node_rank, master_addr)
     if nprocs == nnodes == 1:
         fn(*args)
         return
-    _refuse_second_world(nprocs, nnodes, node_rank)
-    common, keep = _meeting_point(nprocs, nnodes, node_rank, master_addr, master_port)
+    _check_environment(nprocs, nnodes, node_rank)
+    common, keep = _rendezvous_variables(nprocs, nnodes, node_rank, master_addr, master_port)
     method = _start_method(fn)
     context: Any = multiprocessing.get_context(method)
     ranks = range(node_rank * nprocs, (node_rank + 1) * nprocs)
@@ -78,7 +78,7 @@ def spawn(
         _wait(processes)
         cause = _cause(processes, ranks, nprocs * nnodes, folder)
     finally:
-        _end(processes)
+        _stop(processes)
         remove(folder)
         del keep
     if cause is not None:
@@ -87,7 +87,7 @@ def spawn(
 
 
 def _check_arguments(fn: Any, args: Any, nprocs: Any) -> None:
-    """Refuse what other libraries' functions of this name take in these places.
+    """Reject arguments in the order that other libraries' `spawn` takes them.
 
     Raises:
         UsageError: with the call to write.
@@ -116,11 +116,11 @@ def _check_arguments(fn: Any, args: Any, nprocs: Any) -> None:
         )
 
 
-def _refuse_second_world(nprocs: int, nnodes: int, node_rank: int) -> None:
-    """Refuse to start ranks whose numbers are others than the environment's: each machine would train on its own.
+def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
+    """Reject rank numbers that contradict the environment's: each machine would train on its own.
 
-    Both of these are right: variables that number the machines, as srun with one task a machine sets them, and
-    variables that number the ranks, RANK being the first one of this machine.
+    The variables may number the machines, as srun with one task per machine does, or the ranks, where RANK is the first
+    rank of this machine.
 
     Raises:
         UsageError: with the call to write.
@@ -143,7 +143,7 @@ def _refuse_second_world(nprocs: int, nnodes: int, node_rank: int) -> None:
     )
 
 
-def _check(nprocs: int, nnodes: int, node_rank: int, master_addr: str | None) -> None:
+def _check_numbers(nprocs: int, nnodes: int, node_rank: int, master_addr: str | None) -> None:
     if nprocs < 1 or nnodes < 1:
         raise UsageError(f"nprocs={nprocs} on nnodes={nnodes} is no number of ranks", where="spawn")
     if not 0 <= node_rank < nnodes:
@@ -152,10 +152,10 @@ def _check(nprocs: int, nnodes: int, node_rank: int, master_addr: str | None) ->
         raise UsageError(f"nnodes={nnodes} needs master_addr=, the machine with node_rank 0", where="spawn")
 
 
-def _meeting_point(
+def _rendezvous_variables(
     nprocs: int, nnodes: int, node_rank: int, master_addr: str | None, master_port: int | None
 ) -> tuple[dict[str, str], Any]:
-    """The variables that all ranks share, and the store that must live as long as they do."""
+    """Return the variables that all ranks share, and the store, which must live as long as the ranks."""
     common = {
         "WORLD_SIZE": str(nprocs * nnodes),
         "LOCAL_WORLD_SIZE": str(nprocs),
@@ -167,7 +167,7 @@ def _meeting_point(
         common["OMP_NUM_THREADS"] = str(cores.threads_per_rank(nprocs))
     if nnodes > 1 or master_port is not None:
         return common, None
-    # On one machine this process holds the store, at a port that the system picks: nobody else can take it meanwhile.
+    # On one machine this process holds the store, at a port that the system picks: nobody else can take the port.
     from lockstep.rendezvous import host_store
 
     store = host_store("127.0.0.1", 0, datetime.timedelta(minutes=5))
@@ -175,10 +175,10 @@ def _meeting_point(
 
 
 def _start_method(fn: Callable[..., Any]) -> str:
-    """`spawn` where a fresh process can import `fn`, `fork` in a notebook."""
+    """Return `spawn` if a fresh process can import `fn`, and `fork` in a notebook."""
     main = sys.modules["__main__"]
-    in_a_file = Path(getattr(main, "__file__", None) or "").is_file()  # "<stdin>" is none
-    nested = "<" in getattr(fn, "__qualname__", "")  # a lambda, or a function made inside another
+    in_a_file = Path(getattr(main, "__file__", None) or "").is_file()  # "<stdin>" is not a file
+    nested = "<" in getattr(fn, "__qualname__", "")  # a lambda, or a function defined inside another
     if (fn.__module__ != "__main__" or in_a_file) and not nested:
         return "spawn"
     torch = sys.modules.get("torch")
@@ -192,8 +192,8 @@ def _start_method(fn: Callable[..., Any]) -> str:
     return "fork"
 
 
-def _refuse_import_of_main() -> None:
-    """A fresh process imports the script; a script that calls `spawn` at its top level would then start ranks anew."""
+def _check_not_importing_main() -> None:
+    """Exit if a rank is importing the script: a top-level call of `spawn` would start ranks again and again."""
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return
     facts = rank_facts()
@@ -212,7 +212,7 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, s
     if method == "fork":
         import torch
 
-        torch.set_num_threads(1)  # OpenMP's threads don't come along into a fork, and waiting for them never ends
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and waiting for them never ends
     facts = rank_facts()
     cores.bind(facts.local_rank, facts.local_world_size)
     try:
@@ -224,13 +224,13 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, s
         failure.write(Path(environment[FAILURES]))
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(failure.exit_code)  # without the shutdown, which may wait for peers that are gone
+        os._exit(failure.exit_code)  # skip the shutdown, which may wait for peers that are gone
 
 
 def _wait(processes: Sequence[BaseProcess]) -> None:
-    """Until all have ended, or one has failed."""
+    """Wait until all processes have ended, or one has failed."""
     while True:
-        codes = [process.exitcode for process in processes]  # asked once a round: they change meanwhile
+        codes = [process.exitcode for process in processes]  # read once per round: they change meanwhile
         if any(codes) or None not in codes:
             return
         running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
@@ -238,21 +238,21 @@ def _wait(processes: Sequence[BaseProcess]) -> None:
 
 
 def _cause(processes: Sequence[BaseProcess], ranks: Sequence[int], world: int, folder: Path) -> Failure | None:
-    """The failure to report, if any. A rank that lost its peer may be known before the peer has said why it went."""
+    """Return the failure to report, if any; wait a little for the cause if only lost connections are known."""
     deadline = time.monotonic() + _CAUSE_SECONDS
     while True:
-        told = {failure.rank: failure for failure in read_all(folder)}
+        found = {failure.rank: failure for failure in read_all(folder)}
         for rank, process in zip(ranks, processes, strict=False):
-            if process.exitcode and rank not in told:
-                told[rank] = from_exit_code(rank, world, process.exitcode, time.time(), None)
-        cause = first_cause(told.values())
+            if process.exitcode and rank not in found:
+                found[rank] = from_exit_code(rank, world, process.exitcode, time.time(), None)
+        cause = first_cause(found.values())
         if cause is None or not cause.consequence or time.monotonic() > deadline:
             return cause
         time.sleep(0.05)
 
 
-def _end(processes: Sequence[BaseProcess]) -> None:
-    """Stop what still runs: peers of a failed rank, or all after an interrupt."""
+def _stop(processes: Sequence[BaseProcess]) -> None:
+    """Stop the processes that still run: peers of a failed rank, or all after an interrupt."""
     for process in processes:
         process.terminate()
     for process in processes:

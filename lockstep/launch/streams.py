@@ -1,8 +1,7 @@
-"""Where a rank's output goes: everything to its log file, rank 0's also to the console.
+"""Sends a rank's output to its log file, and rank 0's also to the console.
 
-Ranks that a launcher started write to the file at the level of file descriptors, so that what libraries in C print and
-what a crash prints last is in the log. Rank 0's Python streams also go to the console, as `Tee`, which still tells that
-it is a terminal where it is one.
+Started ranks redirect the file descriptors themselves, so that the log also has the output of C libraries and of a
+crash. Rank 0's Python streams also go to the console, through `Tee`, whose `isatty` is the console's.
 """
 
 import io
@@ -19,16 +18,16 @@ from typing import Any, TextIO
 from lockstep.errors import UsageError
 
 _copiers: list[subprocess.Popen[bytes]] = []  # they end when nobody writes to them any more
-_SHOWN = "LOCKSTEP_SHOWN"  # what the launcher tells its ranks of the console
+_VARIABLE = "LOCKSTEP_CONSOLE_OUTPUT"  # carries `ConsoleOutput` from the launcher to its ranks
 
 
 @dataclass(frozen=True)
-class Shown:
-    """Which ranks' output the console shows: rank 0's, unless options of torchrun say otherwise.
+class ConsoleOutput:
+    """Which ranks' output the console shows: rank 0's, unless torchrun's options change that.
 
     Attributes:
-        tee, redirects: streams to show, and to keep off the console: 0 none, 1 stdout, 2 stderr, 3 both, of all local
-            ranks or as `0:3,1:2` of some.
+        tee, redirects: streams to show, and to hide: 0 none, 1 stdout, 2 stderr, 3 both, of all local ranks or, as
+            `0:3,1:2`, of some.
         only: local ranks, as `0,2`; empty: rank 0 alone.
     """
 
@@ -37,9 +36,10 @@ class Shown:
     only: str = ""
 
     def check(self) -> None:
-        """
+        """Check the options.
+
         Raises:
-            UsageError: naming the option that can't be read.
+            UsageError: naming the option that cannot be parsed.
         """
         _streams_of("--tee", self.tee, 0)
         _streams_of("--redirects", self.redirects, 0)
@@ -54,13 +54,13 @@ class Shown:
         return bool(bits & 1), bool(bits & 2)
 
     def environment(self) -> dict[str, str]:
-        """Return the variable by which ranks are told."""
-        return {_SHOWN: "|".join((self.tee, self.redirects, self.only))}
+        """Return the environment variable that carries these options to the ranks."""
+        return {_VARIABLE: "|".join((self.tee, self.redirects, self.only))}
 
     @classmethod
-    def told(cls) -> "Shown":
-        """Return what the launcher told this rank; the variable is taken out of the environment."""
-        text = os.environ.pop(_SHOWN, None)
+    def from_environment(cls) -> "ConsoleOutput":
+        """Return the launcher's options for this rank, and remove the variable from the environment."""
+        text = os.environ.pop(_VARIABLE, None)
         return cls() if text is None else cls(*text.split("|"))
 
 
@@ -78,13 +78,13 @@ def _streams_of(option: str, text: str, local_rank: int) -> int:
 
 
 class Tee(io.TextIOBase):
-    """A text stream that writes to the console and to the log.
+    """Writes text to the console and to the log.
 
-    Neither stops the program when it can't be written any more (a full disk, a terminal that was closed): the other
-    goes on, and is told so once.
+    If one of them cannot be written any more (a full disk, a closed terminal), the program goes on with the other and
+    writes one warning there.
 
     Attributes:
-        console: the stream that people see; a live display may put itself in its place for a while.
+        console: the stream that people see; a live display may replace it for a while.
         log: the stream of the log file.
     """
 
@@ -93,12 +93,13 @@ class Tee(io.TextIOBase):
         self._failed: set[str] = set()
 
     def write(self, text: str) -> int:
+        """Write to both."""
         self._try("log", lambda: self.log.write(text))
         self._try("console", lambda: self.console.write(text))
         return len(text)
 
     def write_to_log(self, text: str) -> bool:
-        """Write to the log alone, and return whether it took the text; a refusal is not reported."""
+        """Write to the log alone, and return whether that worked; a failure is not reported."""
         try:
             self.log.write(text)
         except OSError:
@@ -107,6 +108,7 @@ class Tee(io.TextIOBase):
         return True
 
     def flush(self) -> None:
+        """Flush both."""
         self._try("log", self.log.flush)
         self._try("console", self.console.flush)
 
@@ -122,25 +124,30 @@ class Tee(io.TextIOBase):
                 other.write(f"lockstep: warning: the {which} can't be written, training goes on: {error.strerror}\n")
 
     def isatty(self) -> bool:
+        """Return whether the console is a terminal."""
         return self.console.isatty()
 
     def fileno(self) -> int:
+        """Return the console's file descriptor."""
         return self.console.fileno()
 
     def writable(self) -> bool:
+        """Return True."""
         return True
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
+        """The console's encoding."""
         return self.console.encoding
 
     @property
     def errors(self) -> str | None:  # type: ignore[override]
+        """The console's error handling."""
         return self.console.errors
 
 
 def console(stream: Any = None) -> TextIO:
-    """The stream that people see, past the log: for what should not be in the log, or is there already."""
+    """Return the stream that people see, without the log: for text that should not be logged, or is logged already."""
     stream = sys.stderr if stream is None else stream
     seen: TextIO = getattr(stream, "console", stream)
     return seen
@@ -148,18 +155,18 @@ def console(stream: Any = None) -> TextIO:
 
 @contextmanager
 def to_log(
-    path: Path, *, on_console: tuple[bool, bool], descriptors: bool, children_too: bool = False
+    path: Path, *, on_console: tuple[bool, bool], descriptors: bool, include_children: bool = False
 ) -> Iterator[Tee]:
-    """Send this process's output to `path` (appended to) until the end of the block.
-
-    Yields:
-        what stands for `sys.stderr` in the block.
+    """Send this process's output to `path` (appended) until the end of the block.
 
     Args:
         path: the log file; its folder is made.
-        on_console: whether to show stdout and stderr where they went before, too.
-        descriptors: take over file descriptors 1 and 2 themselves, not only Python's streams.
-        children_too: show also what the processes write that this one starts, and its libraries in C.
+        on_console: whether to show stdout and stderr on the console as well.
+        descriptors: redirect file descriptors 1 and 2 themselves, not only Python's streams.
+        include_children: also show the output of child processes, and of C libraries.
+
+    Yields:
+        the stream that replaces `sys.stderr` in the block.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -175,12 +182,12 @@ def to_log(
             for fd in saved
         )
         for number, seen, shown in zip((1, 2), saved, on_console, strict=True):
-            copied = _copier(path, seen) if shown and children_too else None
+            copied = _copier(path, seen) if shown and include_children else None
             os.dup2(handle if copied is None else copied, number)
             if copied is not None:
                 os.close(copied)
     log = open(handle, "w", buffering=1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-    # Ranks that don't show keep a way to the console for the one message of a failure: `console()`.
+    # Hidden ranks keep access to the console for the one message of a failure: `console()`.
     pairs = [(Tee if shown else _LogOnly)(seen, log) for seen, shown in zip(consoles, on_console, strict=True)]
     sys.stdout, sys.stderr = pairs
     try:
@@ -192,14 +199,14 @@ def to_log(
         for fd, number in zip(saved, (1, 2), strict=False):
             os.dup2(fd, number)
             os.close(fd)
-        with suppress(OSError):  # the disk is full: what the log could not take was said
+        with suppress(OSError):  # the disk is full: a warning was written when the log first failed
             log.close()
 
 
 def _copier(path: Path, console: int) -> int:
-    """Start a process that copies what it reads to the log and to the console; returns the descriptor to write to.
+    """Start a process that copies its input to the log and to the console; return the descriptor to write to.
 
-    It is no thread of this process, so that it still copies what a crash prints last.
+    It is a process and not a thread, so that it still copies the last output of a crash.
     """
     read, write = os.pipe()
     copier = subprocess.Popen(

@@ -1,6 +1,6 @@
-"""What `lockstep train` and `lockstep launch` do: be a worker, start ranks, or run here.
+"""Implements `lockstep train` and `lockstep launch`: become a rank, start ranks, or run in this process.
 
-A config that is wrong is refused before any process is started.
+A wrong config is rejected before any process is started.
 """
 
 import os
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
-from lockstep.launch.local import Job, launch
-from lockstep.launch.options import LaunchOptions, count_gpus, how_many
+from lockstep.launch.local import LaunchJob, launch
+from lockstep.launch.options import LaunchOptions, count_gpus, process_count
 from lockstep.launch.script import run_script
-from lockstep.launch.streams import Shown
+from lockstep.launch.streams import ConsoleOutput
 from lockstep.launch.worker import environment_with, run_as_worker
 from lockstep.records import RunDirectory
 from lockstep.rules import refuse
@@ -33,7 +33,7 @@ _RANK_0_OF_1 = {
     "WORLD_SIZE": "1",
     "LOCAL_WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",  # the system picks; there is nobody else to tell
+    "MASTER_PORT": "0",  # the system picks one; no other rank needs to know it
 }
 
 
@@ -46,11 +46,11 @@ def train(
     resume: str | None,
     argv: Sequence[str],
 ) -> int:
-    """`lockstep train`.
+    """Run `lockstep train`.
 
     Args:
-        resume: "auto", "never" or a path; None: what the config says.
-        argv: the arguments after `train`, which workers are started with.
+        resume: "auto", "never" or a path; None: the config's value.
+        argv: the arguments after `train`, which the workers are started with.
 
     Returns:
         the exit code.
@@ -72,28 +72,29 @@ def train(
         return run_as_worker(work, logs=run.logs)
     config = load_config(path, overrides)
     processes, reason = _processes(config, options)
-    _refuse_layout(config, processes, options)
+    _check_layout(config, processes, options)
     if not options.several_nodes:
         require_free(run.path)
     run.create()
-    _announce(f"strategy {config.distributed.strategy}, {_counted(processes, options)} ({reason})")
+    _log(f"strategy {config.distributed.strategy}, {_describe_processes(processes, options)} ({reason})")
     if in_this_process(processes, options):
         return run_as_worker(work, logs=run.logs, launched=False)
-    job = Job(("-m", "lockstep", "train", *argv), run.logs, _environment(config), _hang(config))
+    job = LaunchJob(("-m", "lockstep", "train", *argv), run.logs, _environment(config), _hang(config))
     return launch(job, options, processes)
 
 
 def launch_script(
-    script: str, arguments: Sequence[str], options: LaunchOptions, *, kind: str, logs: Path, shown: Shown
+    script: str, arguments: Sequence[str], options: LaunchOptions, *, kind: str, logs: Path, output: ConsoleOutput
 ) -> int:
-    """`lockstep launch`.
+    """Run `lockstep launch`.
 
     Args:
-        script: a file, a module's name or a program, as `kind` (`file`, `module`, `program`) says.
-        logs: where every rank's output goes.
-        shown: what of it the console shows.
+        script: a file, a module's name or a program, depending on `kind`.
+        kind: `file`, `module` or `program`.
+        logs: the folder for every rank's output.
+        output: which output the console shows.
     """
-    shown.check()
+    output.check()
     if is_rank(options):
         raise UsageError(
             "`lockstep launch` was itself started by a launcher, as one of its ranks",
@@ -103,17 +104,17 @@ def launch_script(
         )
     if kind == "file" and not Path(script).is_file():
         raise UsageError(f"there is no file {script}", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
-    processes, reason = how_many(options)
-    _announce(f"{script}: {_counted(processes, options)} ({reason})")
+    processes, reason = process_count(options)
+    _log(f"{script}: {_describe_processes(processes, options)} ({reason})")
     if in_this_process(processes, options):
         with environment_with(_RANK_0_OF_1):
             return run_as_worker(lambda: run_script(script, arguments, kind=kind), logs=logs, launched=False)
     started = ("-m", "lockstep.launch.script", str(logs), kind, script, *arguments)
-    return launch(Job(started, logs, shown.environment()), options, processes)
+    return launch(LaunchJob(started, logs, output.environment()), options, processes)
 
 
 def _compare_ranks(config: "Config") -> None:
-    """What doctor finds at no cost, in every run of several ranks."""
+    """Run the checks of doctor that cost nothing, at the start of every run of several ranks."""
     if rank_facts().world_size == 1:
         return
     from lockstep import cluster
@@ -121,32 +122,34 @@ def _compare_ranks(config: "Config") -> None:
 
     cluster.setup(config.distributed)
     for line in check_in_run(config.to_yaml(), names_in(config)):
-        _announce(str(line))
+        _log(str(line))
 
 
 def is_rank(options: LaunchOptions) -> bool:
-    """Whether this process is a rank itself.
+    """Return whether this process is a rank itself.
 
-    srun and mpirun start ranks, or one launcher a machine: options that only a launcher needs tell which.
+    srun and mpirun start either ranks or one launcher per machine: options that only a launcher needs show which.
     """
     starts_ranks = options.nproc_per_node is not None or options.several_nodes
     if starts_ranks and ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
-        return False  # a job script exports one of them; the ranks that are started get both
+        return False  # a job script exports only one of them; started ranks get both
     launcher = rank_facts().launcher
     return launcher == "torchrun" or (launcher != "none" and not starts_ranks)
 
 
 def _processes(config: "Config", options: LaunchOptions) -> tuple[int, str]:
     distributed = config.distributed
-    return how_many(options, use_gpus=distributed.device != "cpu", alone=_for_one_process(distributed.strategy))
+    return process_count(
+        options, use_gpus=distributed.device != "cpu", single_reason=_single_process_reason(distributed.strategy)
+    )
 
 
-def _for_one_process(strategy: str) -> str | None:
+def _single_process_reason(strategy: str) -> str | None:
     return None if strategy == AUTO else strategy_named(strategy).one_process or None
 
 
-def _refuse_layout(config: "Config", processes: int, options: LaunchOptions) -> None:
-    """Refuse what these ranks and devices can't follow, before one is started.
+def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> None:
+    """Reject a layout that these ranks and devices cannot have, before a rank is started.
 
     Raises:
         UsageError: sizes that do not multiply (with the equation), or keys that contradict the ranks.
@@ -158,7 +161,7 @@ def _refuse_layout(config: "Config", processes: int, options: LaunchOptions) -> 
     world = processes * int(options.nnodes) if options.nnodes.isdecimal() else None
     if world is None or config.distributed.strategy == AUTO:
         refuse(contradictions(config, device_type=device_type))
-        if world == 1:  # on several, what is chosen for the user decides
+        if world == 1:  # with more ranks, the strategy that is chosen later decides
             require_equation(config.training, 1)
         return
     layout = resolve(config.distributed, world, processes)
@@ -166,19 +169,19 @@ def _refuse_layout(config: "Config", processes: int, options: LaunchOptions) -> 
     require_equation(config.training, layout.batch_shares)
 
 
-def _resume_from(run: RunDirectory, asked: str) -> str:
-    """As asked, but ranks that are started anew go on from what this launch has saved, if it has saved anything."""
-    if asked == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return asked
+def _resume_from(run: RunDirectory, requested: str) -> str:
+    """Return `requested`, but "auto" for restarted ranks if this launch has saved a checkpoint."""
+    if requested == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return requested
     import psutil
 
     launched = psutil.Process(os.getppid()).create_time()
     saved = any(event["kind"] == "save" and event["time"] >= launched for event in run.read_events())
-    return "auto" if saved else asked
+    return "auto" if saved else requested
 
 
 def in_this_process(processes: int, options: LaunchOptions) -> bool:
-    """One process that nobody asked a launcher for needs none."""
+    """Return whether to run without a launcher: one process, and no option asks for a launcher."""
     return processes == 1 and options.nproc_per_node is None and not options.several_nodes and not options.max_restarts
 
 
@@ -193,12 +196,12 @@ def _hang(config: "Config") -> tuple[float | None, float, float]:
     return distributed.hang.factor, distributed.hang.seconds, distributed.timeout_seconds
 
 
-def _counted(processes: int, options: LaunchOptions) -> str:
+def _describe_processes(processes: int, options: LaunchOptions) -> str:
     some = f"{processes} process{'es' * (processes != 1)}"
     if options.several_nodes:
         return f"{some} on this machine ({socket.gethostname()}), {options.nnodes} machines"
     return some
 
 
-def _announce(text: str) -> None:
+def _log(text: str) -> None:
     print(f"lockstep: {text}", file=sys.stdout, flush=True)

@@ -1,7 +1,7 @@
-"""Being a rank: die with the launcher, write to the log, and leave a failure where the launcher finds it.
+"""Runs code as a rank: die with the launcher, write to the log, and leave a failure file for the launcher.
 
-The same for every launcher. Under Lockstep's own, the launcher prints the one message; under torchrun, srun, mpirun or
-none at all, the first rank of this machine to fail prints it.
+This works under every launcher. Lockstep's own launcher prints the one message; under torchrun, srun, mpirun or none at
+all, the first rank of this machine to fail prints it.
 """
 
 import ctypes
@@ -21,57 +21,60 @@ from lockstep.environment import parent_identity, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError, UsageError
 from lockstep.launch.failures import Failure, done_mark, from_exception, preempted
 from lockstep.launch.hang import STACKS_SIGNAL
-from lockstep.launch.stacks import stacks_file
-from lockstep.launch.streams import Shown, Tee, console, to_log
+from lockstep.launch.processes import stacks_file
+from lockstep.launch.streams import ConsoleOutput, Tee, console, to_log
 
-LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"  # set by Lockstep's launcher for its workers
-FAILURES = "LOCKSTEP_FAILURES"  # the folder where it reads their failures
+LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"  # set by Lockstep's launcher for its ranks
+FAILURES = "LOCKSTEP_FAILURES"  # the folder where the launcher reads failure files
 _PR_SET_PDEATHSIG = 1
 
 
 def run_as_worker(
-    work: Callable[[], int | None], *, logs: Path, launched: bool = True, children_too: bool = False
+    work: Callable[[], int | None], *, logs: Path, launched: bool = True, include_children: bool = False
 ) -> int:
-    """`work()` as this process's rank, its output in `logs/rank-N.log`.
+    """Run `work()` as this process's rank, with its output in `logs/rank-N.log`.
 
     Args:
         work: returns an exit code (None is 0); may raise.
-        launched: a launcher started this process for this; False: a person did, and the process is theirs.
-        children_too: where this rank's output is shown, that of the processes which it starts is shown as well.
+        logs: the folder for the log.
+        launched: whether a launcher started this process; False: a person did, and the process is theirs.
+        include_children: whether the console also shows the output of child processes, if it shows this rank's.
 
     Returns:
-        the exit code for this process. Under Lockstep's launcher a preempted rank leaves with 0, having said so in its
-        file: the agent takes any other code for a failure and would stop the ranks that are still saving.
+        the exit code for this process. Under Lockstep's launcher a preempted rank exits with 0 after writing its
+        failure file: torch's agent would stop the ranks that are still saving if one exits with another code.
     """
     facts = rank_facts()
     if launched:
         die_with_parent()
         cores.bind(facts.local_rank, facts.local_world_size)  # before torch makes threads
-    # Taken out of the environment: processes that this one starts are no ranks.
+    # Removed from the environment: processes that this one starts are not ranks.
     os.environ.pop(LAUNCHER_PID, None)
     folder = os.environ.pop(FAILURES, None)
     log = logs / f"rank-{facts.rank}.log"
 
-    def leave(number: int) -> None:
-        """There is nothing to save before the training has begun; whoever trains answers the signals then."""
-        said = f"stopped by {signals.name_of(number)} before the training began"
-        told = folder is not None and _left(preempted(facts, said), Path(folder))
-        if facts.is_main and not told:  # Lockstep's launcher says it, unless it ended the ranks for another's failure
+    def exit_on_signal(number: int) -> None:
+        """Exit: there is nothing to save before training has begun. The trainer handles signals later."""
+        text = f"stopped by {signals.name_of(number)} before the training began"
+        written = folder is not None and _write_failure(preempted(facts, text), Path(folder))
+        if facts.is_main and not written:  # else Lockstep's launcher prints it, if needed
             with suppress(OSError):
-                os.write(console(sys.stderr).fileno(), f"lockstep: {said}\n".encode())
-        signals.end_now(EXIT_DONE if told else EXIT_PREEMPTED, "")
+                os.write(console(sys.stderr).fileno(), f"lockstep: {text}\n".encode())
+        signals.end_now(EXIT_DONE if written else EXIT_PREEMPTED, "")
 
-    shown = Shown.told().streams(facts.local_rank, is_main=facts.is_main)
-    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):  # where torch's @record writes; the agent names none
+    shown = ConsoleOutput.from_environment().streams(facts.local_rank, is_main=facts.is_main)
+    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torch's @record writes there; the agent sets none
         os.environ["TORCHELASTIC_ERROR_FILE"] = str((logs / f"rank-{facts.rank}.error.json").absolute())
     stream: Tee | None = None
     with ExitStack() as stack:
-        stack.enter_context(signals.answered(leave))
+        stack.enter_context(signals.answered(exit_on_signal))
         try:
-            stream = stack.enter_context(to_log(log, on_console=shown, descriptors=launched, children_too=children_too))
+            stream = stack.enter_context(
+                to_log(log, on_console=shown, descriptors=launched, include_children=include_children)
+            )
             if launched:
                 faulthandler.enable(file=log.open("a"))
-                _answer_with_stacks(logs, facts.rank)
+                _write_stacks_on_signal(logs, facts.rank)
             code = work() or EXIT_DONE
             failure = preempted(facts) if code == EXIT_PREEMPTED else None
             if failure is None and folder is not None:
@@ -82,46 +85,46 @@ def run_as_worker(
             failure = from_exception(error, facts, log)
         if failure is None:
             return code
-        _tell(failure, None if folder is None else Path(folder), stream)
+        _report(failure, None if folder is None else Path(folder), stream)
         if failure.kind != "preempted" and launched:
-            _leave_at_once(failure.exit_code)
+            _exit_at_once(failure.exit_code)
         return EXIT_DONE if failure.kind == "preempted" and folder is not None else failure.exit_code
 
 
-def _answer_with_stacks(logs: Path, rank: int) -> None:
-    """Write all threads' stacks when the launcher asks for them, even while Python waits for something in C."""
+def _write_stacks_on_signal(logs: Path, rank: int) -> None:
+    """Make SIGQUIT write all threads' stacks, even while Python waits in C."""
     if heartbeat.FOLDER in os.environ:
         file = stacks_file(logs, rank).open("a")
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
 
 
-def _tell(failure: Failure, folder: Path | None, stream: Tee | None) -> None:
-    """Write the traceback to the log, and leave the failure for the launcher, or print it.
+def _report(failure: Failure, folder: Path | None, stream: Tee | None) -> None:
+    """Write the traceback to the log, and write the failure file for the launcher, or print the message.
 
-    The disk of the log, or that of the launcher's folder, may be the one that is full.
+    Either disk may be full, the log's or that of the launcher's folder.
 
     Args:
-        stream: the one whose log takes the traceback; None where the log could not be opened.
+        stream: the stream whose log takes the traceback; None if the log could not be opened.
     """
     if failure.traceback and failure.kind != "usage" and (stream is None or not stream.write_to_log(failure.traceback)):
-        failure = replace(failure, log=None)  # the message must not refer to what is not there
-    if not _left(failure, folder) and failure.kind != "preempted" and first_to_fail():
+        failure = replace(failure, log=None)  # the message must not refer to a traceback that is not there
+    if not _write_failure(failure, folder) and failure.kind != "preempted" and first_to_fail():
         print_error(failure.error(), failure.traceback)
 
 
-def _left(failure: Failure, folder: Path | None) -> bool:
-    """Whether the failure lies where the launcher reads it."""
+def _write_failure(failure: Failure, folder: Path | None) -> bool:
+    """Write the failure file if there is a folder for it, and return whether it was written."""
     if folder is None:
         return False
     try:
         failure.write(folder)
-    except OSError:  # the disk of the launcher's folder is full, too: the console is what is left
+    except OSError:  # this disk is full too: print to the console instead
         return False
     return True
 
 
-def _leave_at_once(code: int) -> None:
-    """Leave without the interpreter's shutdown, which may wait for peers that are gone."""
+def _exit_at_once(code: int) -> None:
+    """Exit without the interpreter's shutdown, which may wait for peers that are gone."""
     for child in multiprocessing.active_children():
         child.kill()
     sys.stdout.flush()
@@ -130,11 +133,11 @@ def _leave_at_once(code: int) -> None:
 
 
 def first_to_fail() -> bool:
-    """Whether no other rank of this machine has failed yet in this attempt: the launcher is their common parent."""
+    """Return whether no other rank of this machine has failed in this attempt; their common parent is the launcher."""
     try:
         if rank_facts().world_size == 1:
             return True
-    except UsageError:  # the environment contradicts itself, for each rank in its own way
+    except UsageError:  # the environment contradicts itself, differently for each rank
         return True
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     scratch.sweep()
@@ -144,13 +147,13 @@ def first_to_fail() -> bool:
         )
     except FileExistsError:
         return False
-    except OSError:  # the disk is full: a message too many is better than none
+    except OSError:  # the disk is full: one message too many is better than none
         return True
     return True
 
 
 def print_error(error: LockstepError, trace: str = "") -> None:
-    """The one message, to the console, past the log."""
+    """Print the message to the console, but not to the log."""
     stream = console(sys.stderr)
     if os.environ.get("LOCKSTEP_TRACEBACK") == "1" and trace:
         stream.write(trace)
@@ -160,7 +163,7 @@ def print_error(error: LockstepError, trace: str = "") -> None:
 
 @contextmanager
 def environment_with(added: Mapping[str, str]) -> Iterator[None]:
-    """The environment with these variables, for processes that are started inside the block."""
+    """Set environment variables for processes that are started inside the block."""
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:
@@ -174,13 +177,13 @@ def environment_with(added: Mapping[str, str]) -> Iterator[None]:
 
 
 def die_with_this_process() -> None:
-    """In a process that was just made: have the kernel kill it when the one that made it dies (Linux)."""
+    """Ask the kernel to kill this new process when its parent dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its launcher dies, however it dies (Linux)."""
+    """Ask the kernel to kill this process when its launcher dies for any reason (Linux)."""
     die_with_this_process()
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is not None and int(launcher) != os.getppid():

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.launch.agent import CrashLoop
 from lockstep.launch.failures import Failure
-from lockstep.launch.restarts import CrashLoop
 from lockstep.records import RunDirectory
 from tests.faults.tiny import YAML, events, steps
 from tests.launch.conftest import Launch, launch  # noqa: F401

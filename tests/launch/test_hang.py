@@ -16,7 +16,7 @@ from lockstep.errors import RunError
 from lockstep.heartbeat import DUMP, read_beats
 from lockstep.launch.failures import Failure
 from lockstep.launch.hang import HangWatch
-from lockstep.launch.membership import Membership
+from lockstep.launch.rendezvous_handlers import Membership
 from tests.launch.shared import environment, wait_for
 
 _RANK = """
@@ -143,7 +143,7 @@ def test_a_stopped_rank_of_a_script_that_tells_no_steps_is_named(ranks: Callable
     found: list[Failure] = []
 
     def look() -> bool:
-        failure = both.watch.look(pids, 2)
+        failure = both.watch.check(pids, 2)
         found.extend([failure] if failure is not None else [])
         return bool(found)
 
@@ -158,20 +158,20 @@ def test_a_stopped_rank_of_a_script_that_tells_no_steps_is_named(ranks: Callable
         os.kill(pid, signal.SIGSTOP)
     time.sleep(1.2)
     both.watch.restart()
-    assert not both.watch.look(pids, 2), "a job that is suspended as a whole does not hang"
+    assert not both.watch.check(pids, 2), "a job that is suspended as a whole does not hang"
 
 
-def look(both: Ranks, *, told_to_stop: bool = False) -> list[Failure]:
+def look(both: Ranks, *, stop_requested: bool = False) -> list[Failure]:
     pids = {rank: process.pid for rank, process in enumerate(both.processes)}
-    failure = both.watch.look(pids, 2, told_to_stop=told_to_stop)
+    failure = both.watch.check(pids, 2, stop_requested=stop_requested)
     return [] if failure is None else [failure]
 
 
-def found_in_time(both: Ranks, *, told_to_stop: bool = False) -> Failure:
+def found_in_time(both: Ranks, *, stop_requested: bool = False) -> Failure:
     found: list[Failure] = []
 
     def one() -> bool:
-        found.extend(look(both, told_to_stop=told_to_stop))
+        found.extend(look(both, stop_requested=stop_requested))
         return bool(found)
 
     wait_for(one, 30)
@@ -230,7 +230,7 @@ def test_ranks_that_wait_in_a_collective_do_not_hear_a_signal(ranks: Callable[..
     wait_for(lambda: len(read_beats(both.beats)) == 2)
     time.sleep(0.5)
     assert not look(both), "nobody waits in a call of Lockstep's: they may know what they do"
-    failure = found_in_time(both, told_to_stop=True)
+    failure = found_in_time(both, stop_requested=True)
     assert failure.why is not None
     assert "it was told to stop" in failure.why
 
@@ -243,7 +243,7 @@ def test_a_meeting_point_that_never_answers_stops_no_watch() -> None:
     since = time.monotonic()
     assert [membership() for _ in range(3)] == [0, 0, 0]
     assert time.monotonic() - since < 1
-    with pytest.raises(RunError, match="the meeting point of the machines has not answered"):
+    with pytest.raises(RunError, match="the rendezvous of the machines has not answered"):
         membership.check(seconds=0.1)
     cut.set()
     membership.check()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch import options
-from lockstep.launch.options import LaunchOptions, how_many
+from lockstep.launch.options import LaunchOptions, process_count
 from tests.launch.conftest import Launch
 from tests.launch.shared import Ended, alive, finish, lockstep, on_a_terminal, script, start, wait_for
 from tests.ranks import free_port
@@ -83,14 +83,17 @@ def test_trap_33_the_number_of_processes_is_said_and_is_never_the_number_of_core
     assert went_well.out.startswith("lockstep: script.py: 2 processes (as asked)\n")
     monkeypatch.setattr(options, "count_gpus", lambda: 0)
     for asked in (None, "auto"):
-        number, why = how_many(LaunchOptions(nproc_per_node=asked))
+        number, why = process_count(LaunchOptions(nproc_per_node=asked))
         assert number == 1
         assert "no GPU" in why
     monkeypatch.setattr(options, "count_gpus", lambda: 8)
-    assert how_many(LaunchOptions())[0] == 8
-    assert how_many(LaunchOptions(), use_gpus=False)[0] == 1
-    assert how_many(LaunchOptions(), alone="strategy single is one process") == (1, "strategy single is one process")
-    assert how_many(LaunchOptions(nproc_per_node="4"), alone="strategy single is one process")[0] == 4
+    assert process_count(LaunchOptions())[0] == 8
+    assert process_count(LaunchOptions(), use_gpus=False)[0] == 1
+    assert process_count(LaunchOptions(), single_reason="strategy single is one process") == (
+        1,
+        "strategy single is one process",
+    )
+    assert process_count(LaunchOptions(nproc_per_node="4"), single_reason="strategy single is one process")[0] == 4
 
 
 @pytest.mark.fault(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launch.spawn import _refuse_second_world, spawn
+from lockstep.launch.spawn import _check_environment, spawn
 from tests.launch.shared import Ended, environment
 
 _SCRIPT = """
@@ -211,7 +211,7 @@ def test_variables_of_the_same_world_are_right(monkeypatch: pytest.MonkeyPatch, 
     """RANK as the machine's number of as many machines, or as this machine's first rank of as many ranks."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", {"1": "2", "2": "4"}[rank])
-    _refuse_second_world(nprocs=2, nnodes=2, node_rank=1)
+    _check_environment(nprocs=2, nnodes=2, node_rank=1)
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(UsageError, match="WORLD_SIZE is not"):
         spawn(nothing, nprocs=2)

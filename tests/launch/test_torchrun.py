@@ -12,8 +12,8 @@ from torch.distributed.run import get_args_parser
 from lockstep.cli import main
 from lockstep.errors import UsageError
 from lockstep.launch import train
-from lockstep.launch.options import LaunchOptions, how_many
-from lockstep.launch.streams import Shown
+from lockstep.launch.options import LaunchOptions, process_count
+from lockstep.launch.streams import ConsoleOutput
 from tests.launch.conftest import Launch
 from tests.launch.shared import finish, script, start, wait_for
 from tests.ranks import free_port
@@ -106,11 +106,11 @@ def test_variables_stand_for_options(launched: dict[str, Any], monkeypatch: pyte
     assert launched["options"].nproc_per_node == "3"
     assert launched["options"].max_restarts == 5
     assert launched["kind"] == "program"
-    assert launched["shown"] == Shown(tee="3")
+    assert launched["output"] == ConsoleOutput(tee="3")
 
 
 def test_one_process_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert how_many(LaunchOptions(nproc_per_node="cpu"))[0] == len(os.sched_getaffinity(0))
+    assert process_count(LaunchOptions(nproc_per_node="cpu"))[0] == len(os.sched_getaffinity(0))
     with pytest.raises(UsageError, match="xpu is not a number"):
         LaunchOptions(nproc_per_node="xpu").check()
     with pytest.raises(UsageError, match="the others would not know it"):
@@ -120,20 +120,20 @@ def test_one_process_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [
-        (Shown(), [(True, True), (False, False)]),
-        (Shown(tee="3"), [(True, True), (True, True)]),
-        (Shown(tee="1:1"), [(True, True), (True, False)]),
-        (Shown(redirects="3"), [(False, False), (False, False)]),
-        (Shown(tee="3", redirects="0:1"), [(False, True), (True, True)]),
-        (Shown(only="1"), [(False, False), (True, True)]),
+        (ConsoleOutput(), [(True, True), (False, False)]),
+        (ConsoleOutput(tee="3"), [(True, True), (True, True)]),
+        (ConsoleOutput(tee="1:1"), [(True, True), (True, False)]),
+        (ConsoleOutput(redirects="3"), [(False, False), (False, False)]),
+        (ConsoleOutput(tee="3", redirects="0:1"), [(False, True), (True, True)]),
+        (ConsoleOutput(only="1"), [(False, False), (True, True)]),
     ],
 )
-def test_which_output_the_console_shows(shown: Shown, expected: list[tuple[bool, bool]]) -> None:
+def test_which_output_the_console_shows(shown: ConsoleOutput, expected: list[tuple[bool, bool]]) -> None:
     assert [shown.streams(rank, is_main=rank == 0) for rank in (0, 1)] == expected
 
 
-@pytest.mark.parametrize("wrong", [Shown(tee="5"), Shown(redirects="0:x"), Shown(only="a")])
-def test_what_can_not_be_read_is_refused(wrong: Shown) -> None:
+@pytest.mark.parametrize("wrong", [ConsoleOutput(tee="5"), ConsoleOutput(redirects="0:x"), ConsoleOutput(only="a")])
+def test_what_can_not_be_read_is_refused(wrong: ConsoleOutput) -> None:
     with pytest.raises(UsageError):
         wrong.check()
 

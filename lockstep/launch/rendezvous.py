@@ -1,7 +1,7 @@
-"""Where machines meet, who is missing there, and what is wrong when they don't.
+"""Finds the machines of a job: where they meet, which are missing, and why a rendezvous failed.
 
-Machines that are numbered (`--node-rank`) call the roll before torch's rendezvous, which only counts: a machine that
-does not come and two that claim one number are named. Loads torch inside functions only.
+Machines with `--node-rank` register here before torch's rendezvous, which only counts: a missing machine, and two that
+claim one number, are reported by name. Loads torch inside functions only.
 """
 
 import socket
@@ -13,12 +13,12 @@ from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.launch.options import LaunchOptions
 from lockstep.network import DEFAULT_PORT, interface_of, is_loopback
 
-_NAME_SECONDS = 30.0  # a name may come later than the machine that asks for it, as in Kubernetes
-_LOOK_SECONDS = 0.2
+_NAME_SECONDS = 30.0  # a name may be registered after the machine starts, as in Kubernetes
+_POLL_SECONDS = 0.2
 
 
 def endpoint(options: LaunchOptions) -> str:
-    """HOST:PORT where the machines meet."""
+    """Return the HOST:PORT of the rendezvous."""
     if options.rdzv_endpoint is not None:
         _, colon, port = options.rdzv_endpoint.rpartition(":")
         return options.rdzv_endpoint if colon and port.isdigit() else f"{options.rdzv_endpoint}:{DEFAULT_PORT}"
@@ -26,23 +26,23 @@ def endpoint(options: LaunchOptions) -> str:
     return f"{options.master_addr or '127.0.0.1'}:{options.master_port or default}"
 
 
-def meeting_host(options: LaunchOptions) -> str:
-    """HOST of it; an IPv6 address without its brackets."""
+def rendezvous_host(options: LaunchOptions) -> str:
+    """Return the HOST of the rendezvous; an IPv6 address has no brackets."""
     return endpoint(options).rsplit(":", 1)[0].strip("[]")
 
 
 def run_id(options: LaunchOptions) -> str:
-    """What this job is called where machines meet."""
+    """Return the job's name at the rendezvous."""
     return options.rdzv_id or "lockstep"
 
 
-def wait_for_name(host: str, patience: float, say: Callable[[str], None]) -> None:
+def wait_for_name(host: str, patience: float, log: Callable[[str], None]) -> None:
     """Wait until the name resolves on this machine.
 
     Raises:
-        UsageError: it does not.
+        UsageError: it does not resolve in time.
     """
-    deadline, told = time.monotonic() + min(patience, _NAME_SECONDS), False
+    deadline, logged = time.monotonic() + min(patience, _NAME_SECONDS), False
     while True:
         try:
             socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -54,17 +54,17 @@ def wait_for_name(host: str, patience: float, say: Callable[[str], None]) -> Non
                     why=error.strerror,
                     fix="use the IP address of the first machine, or put its name into DNS or /etc/hosts here",
                 ) from None
-        if not told:
-            say(f"waiting for the name {host} to resolve")
-        told = True
+        if not logged:
+            log(f"waiting for the name {host} to resolve")
+        logged = True
         time.sleep(min(1.0, max(0.0, deadline - time.monotonic()) + 0.01))
 
 
-def call_the_roll(roll: Any, options: LaunchOptions, say: Callable[[str], None]) -> None:
-    """Wait until all machines that are numbered are there.
+def register_machine(registry: Any, options: LaunchOptions, log: Callable[[str], None]) -> None:
+    """Register this machine under its `--node-rank`, and wait until all machines are registered.
 
     Args:
-        roll: a store for this alone.
+        registry: a store for this alone.
 
     Raises:
         UsageError: two machines claim one number.
@@ -72,39 +72,39 @@ def call_the_roll(roll: Any, options: LaunchOptions, say: Callable[[str], None])
     """
     number = options.node_rank or 0
     try:
-        _answer(roll, number, socket.gethostname())
-        _wait_for_all(roll, options, say)
+        _claim_number(registry, number, socket.gethostname())
+        _wait_for_all(registry, options, log)
     except LockstepError as error:
         if number == 0:
-            roll.set("failed", f"{error.what}\n{error.fix}")
-            time.sleep(5 * _LOOK_SECONDS)  # the others read it here, and this process takes it along
+            registry.set("failed", f"{error.what}\n{error.fix}")
+            time.sleep(5 * _POLL_SECONDS)  # time for the others to read it: the store ends with this process
         raise
 
 
-def _answer(roll: Any, number: int, name: str) -> None:
-    if roll.add(f"claims/{number}", 1) > 1:
-        other = roll.get(f"machine/{number}").decode()
+def _claim_number(registry: Any, number: int, name: str) -> None:
+    if registry.add(f"claims/{number}", 1) > 1:
+        other = registry.get(f"machine/{number}").decode()
         what = f"two machines claim --node-rank {number}: {other} and {name}"
         fix = "give each machine a number of its own, from 0"
-        roll.set("failed", f"{what}\n{fix}")
+        registry.set("failed", f"{what}\n{fix}")
         raise UsageError(what, where="--node-rank", fix=fix)
-    roll.set(f"machine/{number}", name)
+    registry.set(f"machine/{number}", name)
 
 
-def _wait_for_all(roll: Any, options: LaunchOptions, say: Callable[[str], None]) -> None:
+def _wait_for_all(registry: Any, options: LaunchOptions, log: Callable[[str], None]) -> None:
     patience = options.patience
-    deadline, told = time.monotonic() + patience, None
+    deadline, logged = time.monotonic() + patience, None
     while True:
-        if roll.check(["failed"]):
-            what, fix = roll.get("failed").decode().split("\n")
+        if registry.check(["failed"]):
+            what, fix = registry.get("failed").decode().split("\n")
             raise UsageError(what, fix=fix) if "claim" in what else RunError(what, fix=fix)
-        missing = [number for number in range(options.nodes[1]) if not roll.check([f"machine/{number}"])]
+        missing = [number for number in range(options.nodes[1]) if not registry.check([f"machine/{number}"])]
         if not missing:
             return
         names = f"machine{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {options.nnodes}"
-        if missing != told:
-            say(f"waiting for {names} (--node-rank) at {endpoint(options)}")
-        told = missing
+        if missing != logged:
+            log(f"waiting for {names} (--node-rank) at {endpoint(options)}")
+        logged = missing
         if time.monotonic() > deadline:
             raise RunError(
                 f"{names} did not come to {endpoint(options)} within {patience:g} s",
@@ -112,20 +112,20 @@ def _wait_for_all(roll: Any, options: LaunchOptions, say: Callable[[str], None])
                 fix="start the same command there, with that --node-rank; see that the address and the port are the"
                 " same on all machines, and can be reached: `lockstep doctor` on all of them",
             )
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def is_host(options: LaunchOptions) -> bool:
-    """Whether this machine hosts the meeting point.
+    """Return whether this machine hosts the rendezvous.
 
-    The user says so, or its number does; else an address that one of its interfaces has is this machine's. What its own
-    name resolves to does not count: in a network namespace or a container that may be nothing of the kind.
+    `--rdzv-conf is_host` or the machine's number decides; else the host is the machine with the address on one of its
+    interfaces. What the machine's own hostname resolves to is not used: it may be wrong in a container.
     """
     if options.is_host is not None:
         return options.is_host
     if options.node_rank is not None or not options.several_nodes:
         return (options.node_rank or 0) == 0
-    host = meeting_host(options)
+    host = rendezvous_host(options)
     if host in (socket.gethostname(), socket.getfqdn()):
         return True
     try:
@@ -136,8 +136,8 @@ def is_host(options: LaunchOptions) -> bool:
     return any(is_loopback(address) or interface_of(address) is not None for address in addresses)
 
 
-def explained(error: Exception, options: LaunchOptions) -> LockstepError:
-    """What the library raises when machines don't meet, in words."""
+def explain(error: Exception, options: LaunchOptions) -> LockstepError:
+    """Return torch's error of a failed rendezvous as a Lockstep error."""
     if isinstance(error, LockstepError):
         return error
     text = f"{type(error).__name__}: {error}".splitlines()[0]

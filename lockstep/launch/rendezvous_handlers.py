@@ -1,0 +1,370 @@
+"""Runs torch's rendezvous over Lockstep's own store, which listens on one address only and records who arrived.
+
+    open_store(options, log)       the store for the rendezvous, hosted here or joined
+    handler(options, store)        the agent's rendezvous handler; each start of the ranks is one round
+
+Source: docs.pytorch.org/docs/stable/elastic/rendezvous.html. Loads torch; private names of its rendezvous are used here
+only.
+"""
+
+import datetime
+import math
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from lockstep.errors import RunError, UsageError
+from lockstep.launch.options import LaunchOptions
+from lockstep.launch.rendezvous import endpoint, is_host, register_machine, rendezvous_host, run_id, wait_for_name
+from lockstep.network import address_towards, is_address, is_loopback
+from lockstep.rendezvous import host_store
+
+_STORE_SECONDS = 60.0  # how long to wait for an answer of the store
+_GIVING_UP_SECONDS = 3.0  # how long the host stays after it gave up: waiting machines look once a second
+
+
+def open_store(options: LaunchOptions, log: Callable[[str], None]) -> TCPStore:
+    """Open the store for the rendezvous; with `--node-rank`, return once all machines are there.
+
+    Raises:
+        UsageError: the port is in use; the name does not resolve; two machines claim one number.
+        RunError: nobody hosts the rendezvous, or a machine did not come.
+    """
+    if options.several_nodes:
+        wait_for_name(rendezvous_host(options), options.patience, log)
+    store = _host_or_join(options)
+    if options.numbered:
+        register_machine(PrefixStore(f"lockstep/machines/{run_id(options)}", store), options, log)
+    store.set_timeout(datetime.timedelta(seconds=options.seconds("read_timeout", _STORE_SECONDS)))
+    return store
+
+
+def _host_or_join(options: LaunchOptions) -> TCPStore:
+    host, port = rendezvous_host(options), int(endpoint(options).rsplit(":", 1)[1])
+    patience = datetime.timedelta(seconds=options.patience)
+    if is_host(options):
+        try:
+            return host_store(host, port, patience)
+        except UsageError:
+            if not options.several_nodes or options.numbered or options.is_host:
+                raise
+            # another launcher on this machine hosts it
+    try:
+        return TCPStore(host, port, None, False, patience, wait_for_workers=False)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise RunError(
+            f"the machines did not meet at {endpoint(options)}: nothing answered there within {options.patience:g} s",
+            where=f"{socket.gethostname()}, which waited for the machine that hosts the rendezvous",
+            why=str(error).splitlines()[0],
+            fix=f"start the same command on {host}, and see that the port is the same on all machines and open; in a"
+            " container or a network namespace pass --rdzv-conf is_host=1 on the one that hosts it",
+        ) from error
+
+
+def job_id(options: LaunchOptions, store: Store) -> str:
+    """Return TORCHELASTIC_RUN_ID for the ranks: the user's name for the job, else a unique one."""
+    if options.rdzv_id is not None:
+        return options.rdzv_id
+    agreed: bytes = store.compare_set("lockstep/job", "", uuid.uuid4().hex)
+    return agreed.decode()
+
+
+def handler(options: LaunchOptions, store: TCPStore) -> RendezvousHandler:
+    """Return the rendezvous handler for the agent of this machine."""
+    if options.numbered or not options.several_nodes:
+        return FixedRendezvous(options, store)
+    return ElasticRendezvous.over(options, store)
+
+
+class FixedRendezvous(RendezvousHandler):
+    """Rendezvous of machines whose number and count are known beforehand; a single machine is number 0 of 1."""
+
+    def __init__(self, options: LaunchOptions, store: TCPStore) -> None:
+        self._options, self._store = options, store
+        self._rank = (options.node_rank or 0) if options.several_nodes else 0
+        self._round, self._job_id = 0, job_id(options, store)
+        self._of_round: Any = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Start a round; later rounds get a store of their own, because the old one holds addresses of dead ranks."""
+        self._round += 1
+        store = PrefixStore(f"{run_id(self._options)}/{self._round}", self._store)
+        host, port = rendezvous_host(self._options), self._store.port
+        if self._round > 1:
+            if self._rank == 0:
+                self._of_round = host_store(host, 0, datetime.timedelta(seconds=_STORE_SECONDS))
+                store.set("lockstep/port", str(self._of_round.port))
+            port = int(store.get("lockstep/port"))
+        return RendezvousInfo(store, self._rank, self._options.nodes[1], RendezvousStoreInfo(host, port))
+
+    def get_backend(self) -> str:
+        """Return the backend's name."""
+        return "static"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Return True: the ranks use the store that the launcher hosts."""
+        return True
+
+    def is_closed(self) -> bool:
+        """Return False: it is never closed."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: it is never closed."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: no machine can join later."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the job's id."""
+        return self._job_id
+
+    def shutdown(self) -> bool:
+        """Return True: there is nothing to close."""
+        return True
+
+
+class ElasticRendezvous(DynamicRendezvousHandler):
+    """Rendezvous of machines that join and leave; only those that are present are known."""
+
+    _registry: "MachineRegistry"
+    _job_id: str
+
+    @classmethod
+    def over(cls, options: LaunchOptions, store: TCPStore) -> "ElasticRendezvous":
+        """Make the handler of this machine over the store."""
+
+        def seconds(name: str, default: float) -> datetime.timedelta:
+            return datetime.timedelta(seconds=options.seconds(name, default))
+
+        fewest, most = options.nodes
+        # Once enough machines have arrived, the last call waits for the others, in addition to `timeout`.
+        last_call = min(30.0, options.patience)
+        own = options.local_addr or own_address(options)
+        registry = MachineRegistry(store, options, f"{socket.gethostname()} ({own or os.getpid()})")
+        made: ElasticRendezvous = cls.from_backend(
+            run_id(options), store, _Backend(store, run_id(options), registry), fewest, most, own,
+            RendezvousTimeout(
+                seconds("join_timeout", options.patience + last_call), seconds("last_call_timeout", last_call),
+                seconds("close_timeout", 30), seconds("heartbeat_timeout", 5),
+            ),
+            keep_alive_interval=int(options.seconds("keep_alive_interval", 5)),
+            keep_alive_max_attempt=int(options.seconds("keep_alive_max_attempt", 3)),
+        )  # fmt: skip
+        made._registry, made._job_id = registry, job_id(options, store)
+        return made
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the other machines and start a round.
+
+        Raises:
+            RunError: too few machines arrived, or the host of the store is gone.
+        """
+        self._bootstrap_store_info = None  # torch publishes it once only: a machine that joins later would wait forever
+        self._registry.wait()
+        try:
+            found = super().next_rendezvous()
+        except RendezvousTimeoutError as error:
+            raise self._registry.timed_out() from error
+        except RendezvousClosedError as error:
+            if not self._registry.another_gave_up():
+                raise
+            raise self._registry.timed_out() from error
+        except RendezvousConnectionError as error:
+            raise self._registry.host_gone() from error
+        self._registry.met()
+        return found
+
+    def get_run_id(self) -> str:
+        """Return the job's id."""
+        return self._job_id
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        return host_store(master_addr, master_port, datetime.timedelta(seconds=_STORE_SECONDS))
+
+
+class _Backend(C10dRendezvousBackend):
+    """Raises on a waiting machine when the machine that hosts the store gave up."""
+
+    def __init__(self, store: Store, name: str, registry: "MachineRegistry") -> None:
+        super().__init__(store, name)
+        self._registry = registry
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """Return the rendezvous state.
+
+        Raises:
+            RunError: the host gave up, or too few machines arrived in time.
+        """
+        self._registry.raise_if_host_gave_up()
+        self._registry.raise_if_too_few()
+        return super().get_state()
+
+
+class MachineRegistry:
+    """Records in the store which machines wait for the others.
+
+    Args:
+        name: this machine's name.
+    """
+
+    def __init__(self, store: Store, options: LaunchOptions, name: str) -> None:
+        self._store = PrefixStore(f"lockstep/arrivals/{run_id(options)}", store)
+        self._options, self._name = options, name
+        self._number = self._store.add("count", 1)
+        self._waits, self._since = False, time.monotonic()
+
+    def wait(self) -> None:
+        """Record that this machine waits."""
+        self._waits, self._since = True, time.monotonic()
+        self._record("waits")
+
+    def met(self) -> None:
+        """Record that this machine has met the others."""
+        self._waits = False
+        self._record("met")
+
+    def _record(self, state: str) -> None:
+        self._store.set(str(self._number), f"{state} {time.time():.0f} {self._name}")
+
+    def _names_in(self, state: str, seconds: float) -> list[str]:
+        """Return the names of the machines that entered `state` within the last `seconds`."""
+        entries = [self._store.get(str(number)).decode() for number in range(1, self._store.add("count", 0) + 1)]
+        rows = [one.split(" ", 2) for one in entries]
+        return [name for found, when, name in rows if found == state and time.time() - float(when) <= seconds]
+
+    def another_gave_up(self) -> bool:
+        """Return whether another machine gave up just now, which closes the rendezvous."""
+        return bool(self._names_in("left", self._options.patience))
+
+    def timed_out(self) -> RunError:
+        """Return the error for a timeout; if this machine hosts the store, the waiting machines raise it too."""
+        here = sorted({*self._names_in("waits", math.inf), *self._names_in("left", self._options.patience)})
+        self._waits = False
+        self._record("left")
+        if is_host(self._options):
+            self._store.set("given up", "\n".join(here))
+            time.sleep(_GIVING_UP_SECONDS)
+        return self._error(here)
+
+    def raise_if_too_few(self) -> None:
+        """Raise when the patience has passed and too few machines have arrived.
+
+        Raises:
+            RunError: with the machines that are there.
+        """
+        if not self._waits or "join_timeout" in self._options.rdzv_conf:
+            return
+        if time.monotonic() - self._since > self._options.patience:
+            if len(self._names_in("waits", math.inf)) < self._options.nodes[0]:
+                raise self.timed_out()
+            self._since = math.inf  # enough machines: the last call decides
+
+    def raise_if_host_gave_up(self) -> None:
+        """Raise when the machine that hosts the store gave up.
+
+        Raises:
+            RunError: with the machines that are there.
+        """
+        if self._waits and self._store.check(["given up"]):
+            self._waits = False  # torch reads the state again on leaving
+            raise self._error(self._store.get("given up").decode().split("\n"))
+
+    def _error(self, here: list[str]) -> RunError:
+        return RunError(
+            f"{len(here)} of {self._options.nnodes} machines came to {endpoint(self._options)} within "
+            f"{self._options.patience:g} s",
+            where=f"there were {', '.join(here)}",
+            fix="start the same command on the others; see that the address and the port are the same on all machines,"
+            " and can be reached: `lockstep doctor` on all of them",
+        )
+
+    def host_gone(self) -> RunError:
+        """Return the error for a host of the store that is gone."""
+        return RunError(
+            f"the machine that hosts {endpoint(self._options)}, where the machines meet, has gone while {self._name} "
+            "waited for the others",
+            why="its launcher ended, or the link to it is cut",
+            fix="see its last output for the reason; start the command again on all machines",
+        )
+
+
+def own_address(options: LaunchOptions) -> str | None:
+    """Return the address at which the other machines reach this one, in case it hosts the ranks' store."""
+    host = rendezvous_host(options)
+    own = address_towards(host)
+    if own is not None and is_loopback(own) and not is_address(host) and host != "localhost":
+        return host  # a name that resolves to the loopback on this machine only: the other machines know it too
+    return own
+
+
+class Membership:
+    """Counts the machines that wait to join; asks in the background once a second.
+
+    torch asks within the loop that watches the ranks. If the link to the rendezvous is broken, its store never
+    answers, and that loop would block.
+
+    Args:
+        ask: torch's own query.
+    """
+
+    def __init__(self, ask: Callable[[], int]) -> None:
+        self._ask = ask
+        self.begin()
+
+    def begin(self) -> None:
+        """Reset after a rendezvous."""
+        self._found: list[int | Exception] = [0]
+        self._thread: threading.Thread | None = None
+        self._asked_at = time.monotonic()
+
+    def __call__(self) -> int:
+        newest = self._found[-1]
+        if isinstance(newest, Exception):
+            raise newest
+        if not self._is_asking() and time.monotonic() - self._asked_at > 1.0:
+            self._asked_at = time.monotonic()
+            self._thread = threading.Thread(target=self._run, args=(self._found,), daemon=True)
+            self._thread.start()
+        return newest
+
+    def check(self, seconds: float = 30.0) -> None:
+        """Wait for the running query before the next rendezvous.
+
+        Raises:
+            RunError: the rendezvous has not answered for so long.
+        """
+        if self._thread is not None:
+            self._thread.join(max(0.0, self._asked_at + seconds - time.monotonic()))
+        if self._is_asking():
+            raise RunError(
+                f"the rendezvous of the machines has not answered for {time.monotonic() - self._asked_at:.0f} s",
+                why="the link to it is cut, or the machine that hosts it is gone",
+                fix="start the command again on all machines; the run goes on from its newest checkpoint",
+            )
+
+    def _is_asking(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _run(self, found: list[int | Exception]) -> None:
+        try:
+            found.append(self._ask())
+        except Exception as error:  # raised by the loop that watches the ranks
+            found.append(error)
