@@ -195,7 +195,7 @@ PROVOKED: list[tuple[str, Callable[[], Any]]] = [
     ("a loss with reduction 'median'", trained(strange("median"))),
     ("in which there is no loss", trained(batch={"input": torch.ones(2, 3)})),
     ("the model is already wrapped in DataParallel", refuse(lambda: nn.DataParallel(nn.Linear(1, 1)))),
-    ("to which scheduler?", cli("submit")),
+    ("no scheduler is given", cli("submit")),
     ("there is no study 'speed'", cli("bench", "speed", "c.yaml")),
     ("is no list of numbers from 1 on", cli("bench", "scaling", "c.yaml", "--ranks", "a,b")),
     ("--live serves the page; it writes no file", cli("report", ".", "--live", "-o", "x.html")),

@@ -9,7 +9,11 @@ from tests.house import PACKAGE, circles
 from tests.ranks import REPOSITORY
 
 _STRATEGIES = re.compile(r"""["'](single|dp|ddp|fsdp|accelerate|diloco)["']""")
-_REWRITTEN = ["launch"]  # the rooms whose docstrings are sentences; ruff's pydocstyle rules hold there, too
+_REWRITTEN = [
+    "launch",
+    "submit",
+    "cli",
+]  # the rooms whose docstrings are sentences; ruff's pydocstyle rules hold there, too
 _NO_SENTENCE = re.compile(
     r"(Of|What|Whether|Who|Whom|Whose|Which|How|Where|When|While|Why|Since|Until|So|As|For|In|From|Before|After|By|If|It"
     r"|The|A|An|All|Its|Their|There) "

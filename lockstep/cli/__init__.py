@@ -1,11 +1,11 @@
-"""The command line: finds the verb, reads its arguments, and hands over at once.
+"""The command line: finds the verb and calls its function.
 
-    verbs.py        one function a verb
-    planning.py     the one with the most options
-    arguments.py    what they share
+    verbs.py        one function per verb
+    arguments.py    shared arguments
+    torchrun.py     torchrun's options of `lockstep launch`
     completion.py   the script for the shell
 
-Whatever goes wrong for a user's reason is one message on stderr; LOCKSTEP_TRACEBACK=1 shows the traceback.
+An error that a user can cause is one message on stderr; LOCKSTEP_TRACEBACK=1 shows the traceback.
 """
 
 import os
@@ -19,7 +19,7 @@ from lockstep.cli.verbs import VERBS
 from lockstep.errors import EXIT_DONE, LockstepError, UsageError
 
 _DESCRIPTION = "Distributed training for PyTorch in which every strategy takes the same step."
-_LEGACY = ("--local-rank",)  # the legacy launcher adds it; the environment says the same
+_LEGACY = ("--local-rank",)  # torch.distributed.launch adds it; the environment has the same number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,36 +30,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = without_legacy(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())  # the user's own `package.module:Name`, as under `python -m lockstep`
+        sys.path.insert(0, os.getcwd())  # for the user's own `package.module:Name`, as under `python -m lockstep`
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        if not _nobody_reads():
+        if not _stdout_is_closed():
             raise
         return EXIT_DONE
     except LockstepError as error:
-        return _tell(error)
+        return _report(error)
     except OSError as error:
         if error.filename is None:
             raise
         why = error.strerror or type(error).__name__
         fix = "name another file or folder, or see to its rights"
-        return _tell(UsageError(f"{error.filename} can't be read or written", why=why, fix=fix))
+        return _report(UsageError(f"{error.filename} can't be read or written", why=why, fix=fix))
 
 
-def _tell(error: LockstepError) -> int:
-    """Print the one message; returns the exit code."""
+def _report(error: LockstepError) -> int:
+    """Print the message once, and return the exit code."""
     from lockstep.launch.worker import first_to_fail, print_error
 
-    if first_to_fail():  # under another's launcher every rank is told the same
+    if first_to_fail():  # under another launcher every rank fails with this error
         print_error(error, traceback.format_exc())
     return error.exit_code
 
 
-def _nobody_reads() -> bool:
-    """Whether the pipe that stdout goes to is closed (`lockstep … | head`); what is left to write goes nowhere."""
+def _stdout_is_closed() -> bool:
+    """Return whether the pipe behind stdout is closed (`lockstep … | head`); if so, discard further output."""
     watched = select.poll()
     watched.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in watched.poll(0)):
@@ -79,18 +79,18 @@ def _dispatch(argv: list[str]) -> int:
         print(f"lockstep {version('lockstep-train')}")
         return EXIT_DONE
     if verb not in VERBS:
-        raise UsageError(f"there is no verb {verb!r}", fix=f"one of {', '.join(VERBS)}; `lockstep --help` says more")
+        raise UsageError(f"there is no verb {verb!r}", fix=f"one of {', '.join(VERBS)}; `lockstep --help` lists them")
     return VERBS[verb][0](argv[1:])
 
 
 def _overview() -> str:
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
-    return f"usage: lockstep VERB …\n\n{_DESCRIPTION}\n\n{verbs}\n\n`lockstep VERB --help` says more.\n{EPILOG}"
+    return f"usage: lockstep VERB …\n\n{_DESCRIPTION}\n\n{verbs}\n\n`lockstep VERB --help` lists its options.\n{EPILOG}"
 
 
 def without_legacy(argv: Sequence[str]) -> list[str]:
-    """Without `--local-rank=N` and `--local_rank N` before the verb, where `torch.distributed.launch` puts it."""
+    """Remove `--local-rank=N` and `--local_rank N` before the verb, where `torch.distributed.launch` adds them."""
     rest = list(argv)
     while rest and rest[0].partition("=")[0].replace("_", "-") in _LEGACY:
         rest = rest[1 if "=" in rest[0] else 2 :]

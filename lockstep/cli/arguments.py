@@ -1,4 +1,4 @@
-"""Arguments that verbs share: a config and its overrides, processes and machines."""
+"""Arguments that several verbs share: a config and its overrides, processes and machines."""
 
 import argparse
 import re
@@ -15,24 +15,25 @@ FLAG = "flag:"  # marks the short names of keys among the parsed arguments
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one message instead of a usage wall, options and positionals in any order."""
+    """Parses arguments in any order, and raises one message instead of printing the usage."""
 
     def __init__(self, verb: str, description: str) -> None:
         super().__init__(f"lockstep {verb}", description=description, allow_abbrev=False, epilog=EPILOG)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, where=f"the command {self.prog!r}", fix=f"`{self.prog} --help` says what there is")
+        """Raise `message` as a `UsageError`."""
+        raise UsageError(message, where=f"the command {self.prog!r}", fix=f"`{self.prog} --help` lists the arguments")
 
     def parse(self, argv: list[str], *, until_script: bool = False) -> argparse.Namespace:
-        """Read the arguments; underscores in flags equal dashes.
+        """Parse the arguments; underscores in flags equal dashes.
 
         Args:
-            until_script: what follows the first positional belongs to a script, and is left as it is.
+            until_script: arguments after the first positional belong to a script, and are not changed.
         """
         dashed = self._dashed(argv, until_script)
         given, unknown = self.parse_known_args(dashed) if until_script else self.parse_known_intermixed_args(dashed)
         if unknown:
-            self._refuse([argv[dashed.index(token)] for token in unknown])
+            self._reject([argv[dashed.index(token)] for token in unknown])
         return given
 
     def _dashed(self, argv: list[str], until_script: bool) -> list[str]:
@@ -46,11 +47,11 @@ class Parser(argparse.ArgumentParser):
             result.append(name.replace("_", "-") + equals + value if token.startswith("--") else token)
         return result
 
-    def _refuse(self, tokens: list[str]) -> NoReturn:
-        """All of them at once, for commands that come from elsewhere."""
+    def _reject(self, tokens: list[str]) -> NoReturn:
+        """Raise one error for all unknown arguments, because commands are often copied from other tools."""
         from lockstep.config.names import advice_for_flag
 
-        tokens = [token for token in tokens if token.startswith("-")] or tokens  # the rest may be their values
+        tokens = [token for token in tokens if token.startswith("-")] or tokens  # others may be the values of these
         advice = {token: (token.startswith("-") and advice_for_flag(token)) or self._nearest(token) for token in tokens}
         fixes = [text if len(advice) == 1 else f"for {token}, {text}" for token, text in advice.items()]
         where = f"the command {self.prog!r}"
@@ -60,10 +61,11 @@ class Parser(argparse.ArgumentParser):
         from difflib import get_close_matches
 
         near = get_close_matches(token.partition("=")[0], self._option_string_actions, n=1)
-        return f"write {near[0]}" if near else f"`{self.prog} --help` says what there is"
+        return f"write {near[0]}" if near else f"`{self.prog} --help` lists the arguments"
 
 
 def add_config(parser: Parser) -> None:
+    """Add the config file, overrides and the short names of keys."""
     parser.add_argument("words", metavar="CONFIG KEY=VALUE", nargs="*", help="a YAML file, and keys to override")
     parser.add_argument("--config", metavar="FILE", type=Path, help="the same as CONFIG")
     from lockstep.config.flags import FLAGS
@@ -78,46 +80,47 @@ def add_config(parser: Parser) -> None:
 
 
 def config_and_overrides(given: argparse.Namespace, *, required: bool = True) -> tuple[Path | None, list[str]]:
-    """The config file, and the overrides: short names first, then KEY=VALUE in the order given."""
+    """Return the config file, and the overrides: short names first, then KEY=VALUE in the order given."""
     from lockstep.config.flags import apply_flags, as_overrides
 
-    said = {name.removeprefix(FLAG): value for name, value in vars(given).items() if name.startswith(FLAG)}
-    short = as_overrides(apply_flags({name: value for name, value in said.items() if value is not None}))
+    values = {name.removeprefix(FLAG): value for name, value in vars(given).items() if name.startswith(FLAG)}
+    short = as_overrides(apply_flags({name: value for name, value in values.items() if value is not None}))
     overrides = [word for word in given.words if re.match(r"[A-Za-z_][\w.]*=", word)]
     files = [Path(word) for word in given.words if word not in overrides]
     files += [given.config] if given.config is not None else []
     if len(files) > 1:
         raise UsageError(
-            f"one config, please, not {len(files)}: {', '.join(map(str, files))}",
+            f"one config is expected, not {len(files)}: {', '.join(map(str, files))}",
             fix="a key is overridden as KEY=VALUE, without spaces; files are composed with `extends:`",
         )
     if not files and required:
-        raise UsageError("which config?", fix="name a YAML file, or one that ships: `lockstep config list`")
+        raise UsageError("no config is given", fix="name a YAML file, or one that ships: `lockstep config list`")
     return (files[0] if files else None), short + overrides
 
 
 def add_launch_options(parser: Parser) -> None:
+    """Add the options about processes and machines."""
     group = parser.add_argument_group("processes and machines, by torchrun's names")
     group.add_argument(
         "--nproc-per-node", metavar="N|auto|gpu|cpu", help="ranks on this machine (default: all visible GPUs, else 1)"
     )
     group.add_argument("--nnodes", metavar="N|MIN:MAX", default="1", help="machines (default: 1)")
     group.add_argument("--node-rank", metavar="N", type=int, help="this machine's number, from 0")
-    group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where machines meet, when they need no number")
-    group.add_argument("--rdzv-id", metavar="NAME", help="tells jobs that meet at one endpoint apart")
+    group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where machines meet, if they have no numbers")
+    group.add_argument("--rdzv-id", metavar="NAME", help="distinguishes jobs that meet at one endpoint")
     group.add_argument("--rdzv-backend", help=argparse.SUPPRESS)
-    group.add_argument("--rdzv-conf", metavar="KEY=VALUE,…", default="", help="for the meeting: timeout=900, is_host=1")
+    group.add_argument("--rdzv-conf", metavar="KEY=VALUE,…", default="", help="rendezvous: timeout=900, is_host=1")
     group.add_argument("--standalone", action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--master-addr", metavar="HOST", help="the machine with --node-rank 0")
     group.add_argument("--master-port", metavar="PORT", type=int, help="a free port there (default: 29500)")
     group.add_argument(
-        "--max-restarts", metavar="N", type=int, default=0, help="start the ranks anew so often (default: 0)"
+        "--max-restarts", metavar="N", type=int, default=0, help="how often failed ranks are restarted (default: 0)"
     )
     group.add_argument("--local-rank", help=argparse.SUPPRESS)
 
 
 def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "LaunchOptions":
-    """What was said about processes and machines; checked as a whole where ranks are to be started at once."""
+    """Return the options about processes and machines; check them together if ranks are started now."""
     from lockstep.launch.options import LaunchOptions
 
     if given.rdzv_backend not in (None, "", "c10d", "static"):

@@ -1,6 +1,6 @@
-"""`lockstep completion bash|zsh`: a script that lets the shell complete verbs, what they act on, options and files.
+"""Prints a script with which bash or zsh completes verbs, subcommands, options and files.
 
-Options are read from `lockstep VERB --help` when they are asked for, once in a shell: they are never out of date.
+The script reads options from `lockstep VERB --help` once per shell, so they are never out of date.
 """
 
 from collections.abc import Iterable
@@ -36,10 +36,10 @@ autoload -U +X bashcompinit && bashcompinit
 
 
 def script(shell: str, verbs: Iterable[str]) -> str:
-    """What a shell is to source.
+    """Return the script that a shell sources.
 
     Raises:
-        UsageError: another shell.
+        UsageError: the shell is not supported.
     """
     if shell not in SHELLS:
         raise UsageError(f"there is no completion for {shell!r}", fix=f"lockstep completion {'|'.join(SHELLS)}")

@@ -1,26 +1,25 @@
-"""The verbs: each is a function `argv -> exit code`, which reads its arguments and hands over at once.
+"""One function per verb, `argv -> exit code`: parses the arguments and calls the room that does the work.
 
-Imports are a verb's own, so that `--help` loads neither torch nor the schema.
+Each verb imports what it needs, so that `--help` loads neither torch nor the schema.
 """
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.cli.arguments import Parser, add_config, add_launch_options, config_and_overrides, launch_options
-from lockstep.cli.planning import plan
+from lockstep.cli.arguments import FLAG, Parser, add_config, add_launch_options, config_and_overrides, launch_options
 from lockstep.errors import EXIT_DONE, UsageError
 
 
 def train(argv: list[str]) -> int:
-    """lockstep train CONFIG [KEY=VALUE …]"""
-    parser = Parser("train", "Train what CONFIG says. KEY=VALUE overrides a key of it: training.max_steps=10.")
+    """Run `lockstep train CONFIG [KEY=VALUE …]`."""
+    parser = Parser("train", "Train a config. KEY=VALUE overrides one of its keys: training.max_steps=10.")
     add_config(parser)
     add_launch_options(parser)
     parser.add_argument(
         "--output-dir", metavar="DIR", type=Path, help="the run directory (default: runs/<CONFIG's name>)"
     )
-    parser.add_argument("--resume", metavar="auto|never|PATH", help="where to go on from (default: checkpoint.resume)")
+    parser.add_argument("--resume", metavar="auto|never|PATH", help="where to resume from (default: checkpoint.resume)")
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given)
     assert path is not None
@@ -38,7 +37,7 @@ def train(argv: list[str]) -> int:
 
 
 def launch(argv: list[str]) -> int:
-    """lockstep launch [options] SCRIPT.py [ARGS …]"""
+    """Run `lockstep launch [options] SCRIPT.py [ARGS …]`."""
     from lockstep.cli.torchrun import add_torchrun_options, console_output
 
     parser = Parser("launch", "Run any script of yours on several ranks.")
@@ -52,7 +51,7 @@ def launch(argv: list[str]) -> int:
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
     given = parser.parse(argv, until_script=True)
     if given.script is None:
-        raise UsageError("which script?", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
+        raise UsageError("no script is given", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
 
     from lockstep.launch.train import launch_script
 
@@ -70,12 +69,12 @@ def launch(argv: list[str]) -> int:
 
 
 def config(argv: list[str]) -> int:
-    """lockstep config show|check|schema|list [CONFIG] [KEY=VALUE …]"""
+    """Run `lockstep config show|check|schema|list [CONFIG] [KEY=VALUE …]`."""
     parser = Parser("config", "Show a config as it resolves, check it, print its schema, list those that ship.")
     parser.add_argument("verb", metavar="show|check|schema|list")
     add_config(parser)
     parser.add_argument("--schedule", action="store_true", help="show: draw the schedule of a pipeline")
-    parser.add_argument("--ranks", metavar="N", type=int, help="with --schedule (default: what the sizes multiply to)")
+    parser.add_argument("--ranks", metavar="N", type=int, help="with --schedule (default: the product of the sizes)")
     given = parser.parse(argv)
     if (given.schedule and given.verb != "show") or (given.ranks is not None and not given.schedule):
         raise UsageError("a schedule is drawn by `show`", fix="lockstep config show CONFIG --schedule [--ranks N]")
@@ -90,26 +89,26 @@ def config(argv: list[str]) -> int:
 
     from lockstep.config import commands
 
-    said = commands.run(given.verb, path, overrides)
+    text = commands.run(given.verb, path, overrides)
     if given.verb == "check" and path is not None:
         from lockstep.config import load_config
         from lockstep.trainer.named import check_named
 
         check_named(load_config(path, overrides), str(path))
-    print(said)
+    print(text)
     return EXIT_DONE
 
 
 def checkpoint(argv: list[str]) -> int:
-    """lockstep checkpoint list|inspect|verify|digest|export|convert|import PATH"""
-    parser = Parser("checkpoint", "Look at checkpoints, prove them, take weights out of them or into one.")
+    """Run `lockstep checkpoint list|inspect|verify|digest|export|convert|import PATH`."""
+    parser = Parser("checkpoint", "Inspect and verify checkpoints, export weights from one or import them into one.")
     parser.add_argument("verb", metavar="list|inspect|verify|digest|export|convert|import")
     text = "a run directory, its checkpoints, or one of them; import: another trainer's file or folder"
     parser.add_argument("path", metavar="PATH", type=Path, help=text)
     text = "export, convert, import: the file or folder to write"
     parser.add_argument("--output", metavar="PATH", type=Path, help=text)
     parser.add_argument("--to", metavar="full|torch", help="convert: one file of whole tensors, or torch.load's format")
-    text = "import: what names there begin with and the model's do not, as model. in a LightningModule"
+    text = "import: a prefix of names in the file that the model's names lack, such as model. in a LightningModule"
     parser.add_argument("--prefix", metavar="TEXT", help=text)
     given = parser.parse(argv)
 
@@ -120,12 +119,12 @@ def checkpoint(argv: list[str]) -> int:
 
 
 def report(argv: list[str]) -> int:
-    """lockstep report RUN [RUN2 …] [-o FILE] [--live]"""
+    """Run `lockstep report RUN [RUN2 …] [-o FILE] [--live]`."""
     parser = Parser("report", "What runs did and what to do next, as one HTML file; also of a run that crashed.")
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories; several are compared")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: report.html in the first RUN")
     parser.add_argument("--live", action="store_true", help="serve the page on loopback instead, following the run")
-    parser.add_argument("--port", metavar="N", type=int, default=0, help="with --live (default: any free one)")
+    parser.add_argument("--port", metavar="N", type=int, default=0, help="with --live (default: any free port)")
     given = parser.parse(argv)
 
     from lockstep.report import command
@@ -134,12 +133,12 @@ def report(argv: list[str]) -> int:
 
 
 def bench(argv: list[str]) -> int:
-    """lockstep bench scaling CONFIG --ranks 1,2,4"""
+    """Run `lockstep bench scaling CONFIG --ranks 1,2,4`."""
     parser = Parser("bench", "Weak and strong scaling of a config on this machine, measured against the ideal.")
     parser.add_argument("study", metavar="scaling")
     add_config(parser)
     parser.add_argument("--ranks", metavar="N,N,…", default="1,2,4", help="numbers of ranks (default: 1,2,4)")
-    text = "ranks that sleep instead of computing, measured beside (default: none)"
+    text = "also measure ranks that sleep instead of computing (default: none)"
     parser.add_argument("--sleeping", metavar="N,N,…", default="", help=text)
     parser.add_argument("--steps", metavar="N", type=int, default=30, help="steps of each run (default: 30)")
     parser.add_argument("-o", "--output", metavar="NAME", type=Path, default=Path("scaling"), help="NAME.md, NAME.html")
@@ -155,19 +154,81 @@ def bench(argv: list[str]) -> int:
 
 
 def data(argv: list[str]) -> int:
-    """lockstep data prepare …"""
+    """Run `lockstep data prepare …`."""
     from lockstep.data import prepare
 
     return prepare.run(argv)
 
 
+def plan(argv: list[str]) -> int:
+    """Run `lockstep plan CONFIG [KEY=VALUE …]`, or `lockstep plan --params N --seq-length N --batch-size N`."""
+    given = _plan_parser().parse(argv)
+    path, overrides = config_and_overrides(given, required=given.params is None)
+    if given.params is not None and (path is not None or given.stages is not None):
+        other = "--stages" if path is None else str(path)
+        raise UsageError(f"--params plans without a config, and {other} needs one", fix="leave one of the two out")
+    size = _batch_size(given)
+
+    from lockstep.plan import command
+
+    request = command.Asked(
+        given.gpus, given.gpu_type, given.interconnect, given.gpus_per_node, given.find_batch_size, given.json,
+        given.write, given.chart, given.price,
+    )  # fmt: skip
+    if given.params is not None:
+        print(command.plan_by_size(given.params, given.seq_length, size, given.headroom, request))
+        return EXIT_DONE
+
+    from lockstep.config import load_config
+
+    assert path is not None
+    config = load_config(path, overrides)
+    if given.stages is not None:
+        from lockstep.plan import segments
+
+        print(segments.command(config, given.stages))
+    else:
+        print(command.plan(config, request))
+    return EXIT_DONE
+
+
+def _plan_parser() -> Parser:
+    parser = Parser("plan", "Predict the memory and time of a run, and which layout is best. Nothing is trained.")
+    add_config(parser)
+    parser.add_argument("--gpus", metavar="N", type=int, help="number of GPUs (default: those that are here, or 1)")
+    parser.add_argument(
+        "--gpu-type", metavar="NAME", help="V100, A100-80GB, H100, RTX-4090 … (default: this machine's)"
+    )
+    parser.add_argument("--interconnect", metavar="NAME", help="between nodes: InfiniBand-NDR, Ethernet-100G …")
+    parser.add_argument("--gpus-per-node", metavar="N", type=int, default=8, help="(default: 8)")
+    parser.add_argument("--find-batch-size", action="store_true", help="find the largest micro-batch that fits")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="write the best layout's config")
+    parser.add_argument("--chart", metavar="FILE.svg", type=Path, help="draw the memory of each layout")
+    parser.add_argument("--price", metavar="AMOUNT", type=float, help="price of a GPU-hour, for the cost of the run")
+    parser.add_argument("--json", action="store_true", help="print bytes and seconds as JSON, for programs")
+    text = "run each segment here, and cut the model into N stages of equal time"
+    parser.add_argument("--stages", metavar="N", type=int, help=text)
+    text = "without a config: a transformer of N parameters"
+    parser.add_argument("--params", metavar="N", type=float, help=text)
+    parser.add_argument("--seq-length", metavar="N", type=int, default=2048, help="with --params (default: 2048)")
+    parser.add_argument("--headroom", metavar="SHARE", type=float, default=0.0, help="with --params: 0.5 adds half")
+    return parser
+
+
+def _batch_size(given: argparse.Namespace) -> int:
+    text = getattr(given, f"{FLAG}batch_size") or "1"
+    if not text.isdecimal():
+        raise UsageError(f"--batch-size {text} is not a whole number", fix="count the samples of a micro-batch")
+    return int(text)
+
+
 def verify(argv: list[str]) -> int:
-    """lockstep verify CONFIG [KEY=VALUE …] [--against TOPOLOGY,…] [--steps N] [--json]"""
+    """Run `lockstep verify CONFIG [KEY=VALUE …] [--against TOPOLOGY,…] [--steps N] [--json]`."""
     parser = Parser(
         "verify",
         "Prove that topologies take the steps that one process takes: the same samples, loss, gradients and values, "
-        "up to the order of summation, or in every bit with distributed.reproducible=true. Where they do not, say "
-        "what differs first, and why. Exits with 1 then.",
+        "up to the order of summation, or in every bit with distributed.reproducible=true. If they do not, report "
+        "the first difference and its cause, and exit with 1.",
     )
     add_config(parser)
     parser.add_argument(
@@ -175,7 +236,7 @@ def verify(argv: list[str]) -> int:
         help="ddp:2, fsdp:4, hybrid:2x2, pipeline:2*fsdp:2 … (default: ddp:2, fsdp:2 and the config's own strategy)",
     )  # fmt: skip
     parser.add_argument("--steps", metavar="N", type=int, help="how many steps are compared (default: 5)")
-    parser.add_argument("--json", action="store_true", help="the result for programs")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given)
     assert path is not None
@@ -186,12 +247,12 @@ def verify(argv: list[str]) -> int:
 
 
 def sample(argv: list[str]) -> int:
-    """lockstep sample RUN_DIR [--prompt TEXT] [--tokens N] [--temperature T] [--seed N]"""
-    parser = Parser("sample", "Let the language model of a run write, from its newest whole checkpoint.")
+    """Run `lockstep sample RUN_DIR [--prompt TEXT] [--tokens N] [--temperature T] [--seed N]`."""
+    parser = Parser("sample", "Generate text with a run's language model, from its newest whole checkpoint.")
     parser.add_argument("run", metavar="RUN_DIR", type=Path)
-    parser.add_argument("--prompt", metavar="TEXT", default="The ", help="what it continues")
-    parser.add_argument("--tokens", metavar="N", type=int, default=200, help="how many tokens it adds (default: 200)")
-    parser.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: the likeliest token, always")
+    parser.add_argument("--prompt", metavar="TEXT", default="The ", help="the text to continue")
+    parser.add_argument("--tokens", metavar="N", type=int, default=200, help="number of tokens to add (default: 200)")
+    parser.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token")
     parser.add_argument("--seed", metavar="N", type=int, default=0)
     given = parser.parse(argv)
 
@@ -204,12 +265,12 @@ def sample(argv: list[str]) -> int:
 
 
 def doctor(argv: list[str]) -> int:
-    """lockstep doctor [CONFIG] [launch options] [--json]"""
-    parser = Parser("doctor", "Look at machines, network and ranks before a run: ✓ good, ⚠ runs but, ✗ will not work.")
+    """Run `lockstep doctor [CONFIG] [launch options] [--json]`."""
+    parser = Parser("doctor", "Check machines, network and ranks before a run: ✓ good, ⚠ warning, ✗ will not work.")
     add_config(parser)
     add_launch_options(parser)
     parser.add_argument("--output-dir", metavar="DIR", default="runs", help="where runs write (default: runs)")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given, required=False)
 
@@ -221,16 +282,18 @@ def doctor(argv: list[str]) -> int:
 
 
 def submit(argv: list[str]) -> int:
-    """lockstep submit slurm|kubernetes CONFIG [KEY=VALUE …] [--dry-run]"""
+    """Run `lockstep submit slurm|kubernetes CONFIG [KEY=VALUE …] [--dry-run]`."""
     from lockstep.submit import command
 
     if argv[:1] in (["-h"], ["--help"]):
-        overview = Parser("submit", "Make a job of a run; `lockstep submit slurm --help` says more.")
-        overview.add_argument("scheduler", metavar="slurm|kubernetes", help="to which it is handed")
+        overview = Parser("submit", "Make a job of a run; `lockstep submit slurm --help` lists the options.")
+        overview.add_argument("scheduler", metavar="slurm|kubernetes", help="the scheduler")
         overview.parse(argv)
     if not argv or argv[0] not in command.SCHEDULERS:
-        raise UsageError("to which scheduler?", fix="lockstep submit slurm|kubernetes CONFIG [KEY=VALUE …] [--dry-run]")
-    parser = Parser(f"submit {argv[0]}", "Make a job of a run, and hand it to the scheduler.")
+        raise UsageError(
+            "no scheduler is given", fix="lockstep submit slurm|kubernetes CONFIG [KEY=VALUE …] [--dry-run]"
+        )
+    parser = Parser(f"submit {argv[0]}", "Make a job of a run, and submit it to the scheduler.")
     add_config(parser)
     add_launch_options(parser)
     parser.add_argument("--output-dir", metavar="DIR", type=Path, help="the run directory, shared by all machines")
@@ -243,7 +306,7 @@ def submit(argv: list[str]) -> int:
 
 
 def completion(argv: list[str]) -> int:
-    """lockstep completion bash|zsh"""
+    """Run `lockstep completion bash|zsh`."""
     parser = Parser("completion", "Print a script that lets the shell complete: source <(lockstep completion bash).")
     parser.add_argument("shell", metavar="bash|zsh")
     given = parser.parse(argv)
@@ -259,13 +322,13 @@ VERBS: dict[str, Verb] = {
     "train": (train, "train what a config says, on one rank or many"),
     "launch": (launch, "run any script of yours with the same launcher"),
     "verify": (verify, "prove that topologies take the steps that one process takes"),
-    "plan": (plan, "say what a run will need, and which layout is best"),
-    "doctor": (doctor, "look at machines, network and ranks before a run"),
-    "submit": (submit, "make a job of Slurm or Kubernetes of a run"),
+    "plan": (plan, "predict the memory and time of a run, and which layout is best"),
+    "doctor": (doctor, "check machines, network and ranks before a run"),
+    "submit": (submit, "submit a run as a job of Slurm or Kubernetes"),
     "config": (config, "show, check or list configs"),
     "checkpoint": (checkpoint, "list, inspect, verify, digest, export, convert or import checkpoints"),
-    "sample": (sample, "let a trained language model write"),
-    "report": (report, "draw what runs did, and say what to do next"),
+    "sample": (sample, "generate text with a trained language model"),
+    "report": (report, "draw what runs did, and advise what to do next"),
     "bench": (bench, "measure how a config scales over ranks"),
     "data": (data, "prepare data"),
     "completion": (completion, "print a script that lets bash or zsh complete"),

@@ -1,4 +1,4 @@
-"""The options of `lockstep submit`, and what it does with them."""
+"""Adds the options of `lockstep submit`, and runs it."""
 
 import argparse
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ SCHEDULERS = ("slurm", "kubernetes")
 
 
 def add_options(parser: argparse.ArgumentParser, scheduler: str) -> None:
-    """Those that only submit has, and only this scheduler."""
+    """Add the options that only submit has, for one scheduler."""
     add = parser.add_argument
-    add("--dry-run", action="store_true", help="print it, and submit nothing")
-    add("--gpus-per-node", metavar="N", type=int, help="GPUs a machine (default: as ranks; 0 where device is cpu)")
-    add("--python", metavar="COMMAND", default="python", help="what runs Python there (default: python)")
+    add("--dry-run", action="store_true", help="print the job, and submit nothing")
+    add("--gpus-per-node", metavar="N", type=int, help="GPUs per machine (default: as ranks; 0 where device is cpu)")
+    add("--python", metavar="COMMAND", default="python", help="the command that runs Python there (default: python)")
     if scheduler == "slurm":
         add("--time", metavar="HH:MM:SS", help="the time limit")
         for name in ("partition", "account", "qos", "cpus-per-task", "mem", "constraint"):
@@ -32,27 +32,27 @@ def add_options(parser: argparse.ArgumentParser, scheduler: str) -> None:
         add("--setup", metavar="LINE", action="append", default=[], help="a shell line before the start: module load …")
         add("--sbatch", metavar="LINE", action="append", default=[], help="a further #SBATCH line: --exclusive")
         return
-    add("--image", help="with Python, torch and Lockstep")
+    add("--image", help="an image with Python, torch and Lockstep")
     add("--namespace", help="default: kubectl's own")
-    add("--claim", metavar="NAME", help="a volume claim that all pods mount; the run directory lies in it")
-    add("--mount-path", metavar="DIR", default="/data", help="where it is mounted (default: /data)")
-    add("--request", metavar="NAME=VALUE", action="append", default=[], help="cpu=8, memory=64Gi")
-    add("--grace-seconds", metavar="N", type=int, default=120, help="that ranks may take to save (default: 120)")
+    add("--claim", metavar="NAME", help="a volume claim that all pods mount; the run directory is on it")
+    add("--mount-path", metavar="DIR", default="/data", help="where the claim is mounted (default: /data)")
+    add("--request", metavar="NAME=VALUE", action="append", default=[], help="resources: cpu=8, memory=64Gi")
+    add("--grace-seconds", metavar="N", type=int, default=120, help="time for ranks to save (default: 120)")
     add("--trainjob", action="store_true", help="a TrainJob of Kubeflow Trainer instead of a Job")
-    add("--runtime", default="torch-distributed", help="its runtime (default: torch-distributed)")
+    add("--runtime", default="torch-distributed", help="the TrainJob's runtime (default: torch-distributed)")
 
 
 def run(scheduler: str, given: argparse.Namespace, path: Path, overrides: Sequence[str], options: Any) -> str:
-    """Render, and submit unless --dry-run; returns what to print."""
+    """Render the job and, unless --dry-run is given, submit it; return the text to print."""
     from lockstep.config import load_config
 
-    config = load_config(path, overrides)  # a wrong config is refused here, not in the queue
+    config = load_config(path, overrides)  # reject a wrong config here, not in the queue
     job = _job(given, path, overrides, options, config)
     if scheduler == "slurm":
         wanted = _slurm(given)
         return slurm.script(job, wanted) if given.dry_run else slurm.submit(job, wanted)
     where, resolved = _kubernetes(given), config.to_yaml()
-    job = replace(job, overrides=())  # they are in the resolved config
+    job = replace(job, overrides=())  # the resolved config contains them
     if given.dry_run:
         return kubernetes.text(kubernetes.manifests(job, where, resolved))
     return kubernetes.submit(job, where, resolved)
@@ -68,7 +68,8 @@ def _job(given: argparse.Namespace, path: Path, overrides: Sequence[str], option
     processes = options.processes or gpus
     if not processes or processes < 0:
         raise UsageError(
-            "how many ranks a machine?", fix="--nproc-per-node N, or --gpus-per-node N: the job runs elsewhere"
+            "the number of ranks per machine is missing",
+            fix="--nproc-per-node N, or --gpus-per-node N: the job runs elsewhere",
         )
     if gpus is None:
         gpus = 0 if config.distributed.device == "cpu" else processes
@@ -87,9 +88,9 @@ def _job(given: argparse.Namespace, path: Path, overrides: Sequence[str], option
 
 def _slurm(given: argparse.Namespace) -> slurm.SlurmOptions:
     names = ("time", "partition", "account", "qos", "cpus_per_task", "mem", "constraint")
-    said = {name.replace("_", "-"): getattr(given, name) for name in names}
+    chosen = {name.replace("_", "-"): getattr(given, name) for name in names}
     return slurm.SlurmOptions(
-        options={name: value for name, value in said.items() if value is not None},
+        options={name: value for name, value in chosen.items() if value is not None},
         extra=tuple(given.sbatch),
         setup=tuple(given.setup),
         container=given.container,
@@ -100,7 +101,7 @@ def _slurm(given: argparse.Namespace) -> slurm.SlurmOptions:
 
 def _kubernetes(given: argparse.Namespace) -> kubernetes.KubernetesOptions:
     if given.image is None:
-        raise UsageError("which image?", fix="--image REGISTRY/NAME:TAG, with Python, torch and Lockstep in it")
+        raise UsageError("--image is missing", fix="--image REGISTRY/NAME:TAG, with Python, torch and Lockstep in it")
     for pair in given.request:
         if not all(pair.partition("=")):
             raise UsageError(f"--request {pair} is not NAME=VALUE", fix="--request cpu=8 --request memory=64Gi")

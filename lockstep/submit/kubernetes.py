@@ -1,4 +1,4 @@
-"""A run as manifests of Kubernetes: an indexed Job with a headless service, or a TrainJob of Kubeflow Trainer.
+"""Renders a run as Kubernetes manifests: an indexed Job with a headless Service, or a TrainJob of Kubeflow Trainer.
 
 Source: kubernetes.io/docs/concepts/workloads/controllers/job (indexed Jobs, pod failure policy),
 kubeflow.org/docs/components/trainer (TrainJob, runtime `torch-distributed`).
@@ -11,25 +11,25 @@ from typing import Any
 
 from lockstep.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from lockstep.network import DEFAULT_PORT
-from lockstep.submit.submission import Submission, hand_over
+from lockstep.submit.submission import Submission, run_scheduler
 
 _CONFIG_FOLDER = "/etc/lockstep"
 
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """What only Kubernetes knows.
+    """Options that only Kubernetes has.
 
     Attributes:
-        image: with Python, torch and Lockstep in it.
-        namespace: unset: the one that kubectl is set to.
-        claim: a PersistentVolumeClaim that all pods mount (ReadWriteMany); the run directory lies in it.
-        mount: where it is mounted.
-        trainjob: a Kubeflow TrainJob instead of a Job.
-        runtime: its runtime.
-        requests: resources beside GPUs: cpu, memory.
-        grace_seconds: that ranks may take to save when the pod is told to go.
-        retries: of the job, beside preemptions, which are not counted.
+        image: an image with Python, torch and Lockstep in it.
+        namespace: unset: kubectl's current one.
+        claim: a PersistentVolumeClaim that all pods mount (ReadWriteMany); the run directory is on it.
+        mount: where the claim is mounted.
+        trainjob: make a Kubeflow TrainJob instead of a Job.
+        runtime: the TrainJob's runtime.
+        requests: resources besides GPUs: cpu, memory.
+        grace_seconds: how long ranks may take to save when the pod is terminated.
+        retries: retries of the job; preemptions are not counted.
     """
 
     image: str
@@ -44,10 +44,10 @@ class KubernetesOptions:
 
 
 def manifests(job: Submission, where: KubernetesOptions, config_text: str) -> list[dict[str, Any]]:
-    """All objects, in the order in which they are to be made.
+    """Return all objects, in the order in which to create them.
 
     Args:
-        config_text: the resolved config; it travels in a ConfigMap.
+        config_text: the resolved config; it is stored in a ConfigMap.
     """
     if where.trainjob:
         return [_train_job(job, where, config_text)]
@@ -55,7 +55,7 @@ def manifests(job: Submission, where: KubernetesOptions, config_text: str) -> li
     selector = {"job-name": job.name}
     service = _object(
         "v1", "Service", job.name, where,
-        # Names must resolve before pods are ready: they get ready by meeting.
+        # Names must resolve before pods are ready: a pod is ready after the rendezvous.
         spec={"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector,
               "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}]},
     )  # fmt: skip
@@ -63,7 +63,7 @@ def manifests(job: Submission, where: KubernetesOptions, config_text: str) -> li
 
 
 def text(objects: list[dict[str, Any]]) -> str:
-    """As YAML documents."""
+    """Return the objects as YAML documents."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -77,8 +77,8 @@ def text(objects: list[dict[str, Any]]) -> str:
 
 
 def submit(job: Submission, where: KubernetesOptions, config_text: str) -> str:
-    """Hand them to kubectl; returns what it printed."""
-    return hand_over(["kubectl", "apply", "-f", "-"], text(manifests(job, where, config_text)), "the manifests")
+    """Create the objects with kubectl, and return its output."""
+    return run_scheduler(["kubectl", "apply", "-f", "-"], text(manifests(job, where, config_text)), "the manifests")
 
 
 def _object(version: str, kind: str, name: str, where: KubernetesOptions, **rest: Any) -> dict[str, Any]:
@@ -86,29 +86,29 @@ def _object(version: str, kind: str, name: str, where: KubernetesOptions, **rest
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
 
 
-def _command(job: Submission, where: KubernetesOptions, config: str, *meeting: str) -> str:
-    """The shell fills in what the pod knows; `exec` lets signals reach the launcher."""
+def _command(job: Submission, where: KubernetesOptions, config: str, *rendezvous: str) -> str:
+    """Return the shell command of a pod: the shell expands variables; `exec` lets signals reach the launcher."""
     folder = str(Path(where.mount, job.output_dir) if where.claim else job.output_dir)
     words = [shlex.quote(word) for word in job.command(config, folder)]
-    return "exec " + " ".join([*words, *(meeting if job.nodes > 1 else ())])
+    return "exec " + " ".join([*words, *(rendezvous if job.nodes > 1 else ())])
 
 
 def _indexed_job(job: Submission, where: KubernetesOptions) -> dict[str, Any]:
-    meeting = ("--node-rank", '"$JOB_COMPLETION_INDEX"', "--master-addr", f"{job.name}-0.{job.name}",
-               "--master-port", str(DEFAULT_PORT))  # fmt: skip
+    rendezvous = ("--node-rank", '"$JOB_COMPLETION_INDEX"', "--master-addr", f"{job.name}-0.{job.name}",
+                  "--master-port", str(DEFAULT_PORT))  # fmt: skip
     container = {
         "name": "lockstep",
         "image": where.image,
-        "command": ["sh", "-c", _command(job, where, f"{_CONFIG_FOLDER}/config.yaml", *meeting)],
+        "command": ["sh", "-c", _command(job, where, f"{_CONFIG_FOLDER}/config.yaml", *rendezvous)],
         "env": _environment(job),
         "resources": _resources(job, where),
         "volumeMounts": _mounts(where),
     }
     on_exit = {"containerName": "lockstep", "operator": "In"}
     rules = [
-        {"action": "Ignore", "onExitCodes": on_exit | {"values": [EXIT_PREEMPTED]}},  # saved: start it again
+        {"action": "Ignore", "onExitCodes": on_exit | {"values": [EXIT_PREEMPTED]}},  # saved: restart it
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "FailJob", "onExitCodes": on_exit | {"values": [EXIT_USAGE]}},  # no retry mends a config
+        {"action": "FailJob", "onExitCodes": on_exit | {"values": [EXIT_USAGE]}},  # a retry does not repair a config
     ]
     spec = {
         "completions": job.nodes,
@@ -130,21 +130,25 @@ def _indexed_job(job: Submission, where: KubernetesOptions) -> dict[str, Any]:
 
 
 def _train_job(job: Submission, where: KubernetesOptions, config_text: str) -> dict[str, Any]:
-    """The runtime's torch plug-in says in PET_* which machine a pod is, as it would to torchrun.
+    """Return a TrainJob; the runtime's torch plug-in gives a pod its number in PET_* variables, as torchrun reads them.
 
-    Volumes are the runtime's: the field that adds some has had three names. The config travels in a variable.
+    The runtime provides the volumes, because the field to add some has had three names. A variable carries the config.
     """
     if where.claim:
         raise UsageError(
             "a TrainJob takes its volumes from its runtime", where="--claim", fix="mount it in the runtime, and name"
             " the folder with --output-dir; or leave out --trainjob",
         )  # fmt: skip
-    meeting = ("--node-rank", '"$PET_NODE_RANK"', "--master-addr", '"$PET_MASTER_ADDR"', "--master-port",
-               '"$PET_MASTER_PORT"')  # fmt: skip
+    rendezvous = ("--node-rank", '"$PET_NODE_RANK"', "--master-addr", '"$PET_MASTER_ADDR"', "--master-port",
+                  '"$PET_MASTER_PORT"')  # fmt: skip
     config = "/tmp/lockstep.yaml"
     trainer = {
         "image": where.image,
-        "command": ["sh", "-c", f'printf %s "$LOCKSTEP_CONFIG" > {config} && {_command(job, where, config, *meeting)}'],
+        "command": [
+            "sh",
+            "-c",
+            f'printf %s "$LOCKSTEP_CONFIG" > {config} && {_command(job, where, config, *rendezvous)}',
+        ],
         "numNodes": job.nodes,
         "numProcPerNode": job.processes,
         "env": [*_environment(job), {"name": "LOCKSTEP_CONFIG", "value": config_text}],

@@ -1,7 +1,7 @@
-"""A run as a job of Slurm: a batch script that people can read, and sbatch.
+"""Renders a run as a Slurm batch script that people can read, and submits it with sbatch.
 
-Source: slurm.schedmd.com/sbatch.html (options), slurm.schedmd.com/scontrol.html (requeue); containers as pyxis takes
-them (github.com/NVIDIA/pyxis).
+Source: slurm.schedmd.com/sbatch.html (options), slurm.schedmd.com/scontrol.html (requeue); container options are those
+of pyxis (github.com/NVIDIA/pyxis).
 """
 
 import shlex
@@ -10,20 +10,20 @@ from importlib.resources import files
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.submit.submission import Submission, hand_over
+from lockstep.submit.submission import Submission, run_scheduler
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What only Slurm knows.
+    """Options that only Slurm has.
 
     Attributes:
         options: options of sbatch by name: partition, account, time, mem, cpus-per-task, …
         extra: further `#SBATCH` lines, without that word.
         setup: shell lines before the start: `module load …`, `source …/activate`.
-        container: an image; started by pyxis (srun --container-image), or by apptainer where it ends in .sif.
-        mounts: HOST:CONTAINER folders for it; the working folder is always there.
-        signal_seconds: how long before the time limit ranks are told to save.
+        container: an image, started by pyxis (srun --container-image), or by apptainer if it ends in .sif.
+        mounts: HOST:CONTAINER folders for the container; the working folder is always mounted.
+        signal_seconds: how long before the time limit ranks get the signal to save.
     """
 
     options: dict[str, str] = field(default_factory=dict)
@@ -35,10 +35,10 @@ class SlurmOptions:
 
 
 def script(job: Submission, slurm: SlurmOptions) -> str:
-    """The batch script.
+    """Return the batch script.
 
     Raises:
-        UsageError: an option holds a line break.
+        UsageError: an option contains a line break.
     """
     import jinja2
 
@@ -54,10 +54,10 @@ def script(job: Submission, slurm: SlurmOptions) -> str:
     )
     environment.filters["quote"] = shlex.quote
     template = environment.from_string(files("lockstep.submit").joinpath("slurm.sh.j2").read_text())
-    meeting = ('"$head:$port"', '"$SLURM_JOB_ID"')
+    rendezvous = ('"$head:$port"', '"$SLURM_JOB_ID"')
     words = [shlex.quote(word) for word in job.command(str(job.config), str(job.output_dir), "--rdzv-endpoint")]
     if job.nodes > 1:
-        words += [meeting[0], "--rdzv-id", meeting[1]]
+        words += [rendezvous[0], "--rdzv-id", rendezvous[1]]
     started, wrapper = _container(slurm)
     return template.render(
         job=job,
@@ -72,13 +72,13 @@ def script(job: Submission, slurm: SlurmOptions) -> str:
 
 
 def submit(job: Submission, slurm: SlurmOptions) -> str:
-    """Hand the script to sbatch; returns what it printed, with the job's number."""
-    Path(job.output_dir).mkdir(parents=True, exist_ok=True)  # Slurm writes its log there, and makes no folders
-    return hand_over(["sbatch"], script(job, slurm), "the batch script")
+    """Submit the script with sbatch, and return its output, which has the job's number."""
+    Path(job.output_dir).mkdir(parents=True, exist_ok=True)  # Slurm writes its log there, but makes no folders
+    return run_scheduler(["sbatch"], script(job, slurm), "the batch script")
 
 
 def _container(slurm: SlurmOptions) -> tuple[list[str], list[str]]:
-    """Options of srun, and the words before the command."""
+    """Return the options of srun, and the words before the command."""
     if slurm.container is None:
         return [], []
     if slurm.container.endswith(".sif"):

@@ -1,4 +1,4 @@
-"""What a job is: one launcher a machine, each starting the ranks of its machine."""
+"""Describes a job: one launcher per machine, each of which starts the ranks of its machine."""
 
 import re
 import shlex
@@ -13,17 +13,18 @@ from lockstep.errors import RunError, UsageError
 
 @dataclass(frozen=True)
 class Submission:
-    """A run, and where it is to run.
+    """A run, and the machines that it needs.
 
     Attributes:
         config: the config file.
         overrides: KEY=VALUE, as on the command line.
-        output_dir: the run directory; it must be one folder that all machines share, or `checkpoint.format: full`.
-        nodes: machines.
-        processes: ranks a machine.
-        gpus: GPUs a machine; 0: the CPU.
+        output_dir: the run directory; one folder that all machines share, unless `checkpoint.format` is `full`.
+        nodes: number of machines.
+        processes: ranks per machine.
+        gpus: GPUs per machine; 0: the CPU.
         environment: variables for every rank (`distributed.env`).
         python: the command that runs Python there.
+        max_restarts: as for `lockstep train`.
     """
 
     config: Path
@@ -38,24 +39,24 @@ class Submission:
 
     @property
     def name(self) -> str:
-        """The run directory's, as schedulers take it."""
+        """The run directory's name, in the characters that schedulers accept."""
         text = re.sub(r"[^a-z0-9]+", "-", self.output_dir.name.lower()).strip("-")
         return text[:40].rstrip("-") or "lockstep"
 
-    def command(self, config: str, output_dir: str, *meeting: str) -> list[str]:
-        """`python -m lockstep train …` on one machine; `meeting` is how it finds the others."""
+    def command(self, config: str, output_dir: str, *rendezvous: str) -> list[str]:
+        """Return `python -m lockstep train …` for one machine; `rendezvous` are its options to find the others."""
         words = [*shlex.split(self.python), "-m", "lockstep", "train", config, *self.overrides]
         words += ["--output-dir", output_dir, "--nproc-per-node", str(self.processes)]
         words += ["--max-restarts", str(self.max_restarts)] if self.max_restarts else []
-        return [*words, "--resume", "auto", *(("--nnodes", str(self.nodes), *meeting) if self.nodes > 1 else ())]
+        return [*words, "--resume", "auto", *(("--nnodes", str(self.nodes), *rendezvous) if self.nodes > 1 else ())]
 
 
-def hand_over(command: Sequence[str], text: str, what: str) -> str:
-    """Give `text` to a scheduler's program; returns what that printed.
+def run_scheduler(command: Sequence[str], text: str, what: str) -> str:
+    """Run a scheduler's program with `text` as input, and return its output.
 
     Raises:
-        UsageError: the program is not here.
-        RunError: it refused.
+        UsageError: the program is not installed here.
+        RunError: it failed.
     """
     if shutil.which(command[0]) is None:
         raise UsageError(
@@ -63,5 +64,5 @@ def hand_over(command: Sequence[str], text: str, what: str) -> str:
         )
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RunError(f"{command[0]} refused {what}", why=done.stderr.strip(), fix="--dry-run prints it")
+        raise RunError(f"{command[0]} failed for {what}", why=done.stderr.strip(), fix="--dry-run prints it")
     return done.stdout.strip()

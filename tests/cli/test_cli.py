@@ -244,21 +244,24 @@ def test_misspelt_flags_are_answered_with_the_nearest(refused: Refused) -> None:
     ("argv", "words"),
     [
         (["trian"], ["no verb 'trian'", "train"]),
-        (["train"], ["which config?"]),
+        (["train"], ["no config is given"]),
         (["train", "a.yaml", "b.yaml"], ["one config", "a.yaml, b.yaml"]),
         (["train", "a.yaml", "--config", "b.yaml"], ["one config"]),
         (["train", "nothing.yaml"], ["no file nothing.yaml"]),
         (["train", "a.yaml", "--nproc-per-node", "0"], ["--nproc-per-node 0"]),
         (["train", "a.yaml", "--max-restarts", "x"], ["--max-restarts", "'x'"]),
-        (["launch"], ["which script?"]),
+        (["launch"], ["no script is given"]),
         (["launch", "nothing.py"], ["no file nothing.py"]),
         (["launch", "--use_fsdp", "a.py"], ["--use_fsdp", "distributed.strategy=fsdp"]),
         (["config", "sow"], ["'sow'", "show"]),
         (["config", "check", "a.yaml", "--schedule"], ["a schedule is drawn by `show`"]),
-        (["plan", "--params", "7e9", "--batch-size", "many"], ["--batch-size many is no whole number"]),
+        (["plan", "--params", "7e9", "--batch-size", "many"], ["--batch-size many is not a whole number"]),
         (["plan", "a.yaml", "--params", "7e9"], ["--params plans without a config", "a.yaml"]),
         (["submit", "slurm", "ready/transformer.yaml", "--nproc-per-node", "two"], ["--nproc-per-node two is not"]),
-        (["submit", "slurm", "ready/transformer.yaml", "--gpus-per-node", "0"], ["how many ranks a machine?"]),
+        (
+            ["submit", "slurm", "ready/transformer.yaml", "--gpus-per-node", "0"],
+            ["the number of ranks per machine is missing"],
+        ),
         (
             [
                 "submit",

@@ -101,7 +101,7 @@ def test_a_train_job_of_kubeflow(config: str, capsys: pytest.CaptureFixture[str]
 
 def test_an_image_is_asked_for(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "kubernetes", config, "--nproc-per-node", "1", "--dry-run"]) == 2
-    assert "which image?" in capsys.readouterr().err
+    assert "--image is missing" in capsys.readouterr().err
 
 
 def test_the_published_schema_accepts_them(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def test_containers() -> None:
 @pytest.mark.parametrize(
     ("argv", "word"),
     [
-        (("--nnodes", "2"), "how many ranks a machine"),
+        (("--nnodes", "2"), "the number of ranks per machine is missing"),
         (("--nnodes", "1:2", "--nproc-per-node", "1"), "a fixed number of machines"),
         (("training.max_step=3", "--nproc-per-node", "1"), "write training.max_steps"),
         (("--nproc-per-node", "1", "--partition", "a\nb"), "one line"),
