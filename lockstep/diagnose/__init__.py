@@ -1,4 +1,4 @@
-"""What is wrong: known errors and mends (`known_errors`), symptoms without an error, checks before a run (`doctor`).
+"""Explains failures: known errors and their fixes (`known_errors`), symptoms (`page`), checks before a run (`doctor`).
 
-Files and environment in, text out. Nothing here loads torch before a check that needs it runs.
+It reads files and the environment, and returns text. torch is loaded only by checks that need it.
 """

@@ -1,8 +1,8 @@
-"""`lockstep doctor`, as each rank runs it: gather facts, try things out, compare. Rank 0 has the lines.
+"""Runs the checks of `lockstep doctor` on each rank; rank 0 collects the findings.
 
-    own facts → everybody's, over the store → verdicts → ports → process group → clocks, all-reduce
+    own facts → all ranks' facts, over the store → verdicts → ports → process group → clocks, all-reduce
 
-Ports come before the process group, which needs them: where they are closed, that is said, and nothing waits for them.
+Ports are checked before the process group, which needs them: if they are closed, that is reported without a timeout.
 """
 
 import datetime
@@ -10,70 +10,76 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lockstep.diagnose import measure, network
+from lockstep.diagnose import measure
 from lockstep.diagnose.facts import machine_facts, own_facts
-from lockstep.diagnose.verdicts import ALL, BAD, CHEAP, Line
+from lockstep.diagnose.verdicts import ALL, BAD, CHEAP, Finding
 from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, UsageError
 from lockstep.network import address_towards, interface_of
 
-_SECONDS = 60.0  # that ranks wait for one another
+_SECONDS = 60.0  # how long ranks wait for one another
 
 
 def examine(
-    run_directory: Path, say: Callable[[Line], None], *, config: Any = None, device: str = "auto", backend: str = "auto"
+    run_directory: Path,
+    show: Callable[[Finding], None],
+    *,
+    config: Any = None,
+    device: str = "auto",
+    backend: str = "auto",
 ) -> bool:
-    """Look at everything; every rank calls it.
+    """Run all checks; every rank calls it.
 
     Args:
-        run_directory: where the run is to write.
-        say: takes each line as it is found; called on rank 0 only.
-        config: a `Config`, to be compared over ranks; or None.
+        run_directory: where the run will write.
+        show: receives each finding at once; called on rank 0 only.
+        config: a `Config`, to be compared between ranks; or None.
+        device, backend: as in the config's `distributed`.
 
     Returns:
-        on every rank, whether nothing was found that will not work.
+        on every rank, whether no check failed.
     """
     from lockstep import cluster
     from lockstep.config import DistributedConfig
 
     settings = DistributedConfig(timeout_seconds=_SECONDS, device=device, backend=backend)  # type: ignore[arg-type]
     facts = rank_facts()
-    exchange = measure.Exchange(_store(settings), facts.rank, facts.world_size)
-    lines: list[Line] = []
+    exchange = measure.RankExchange(_store(settings), facts.rank, facts.world_size)
+    lines: list[Finding] = []
 
-    def tell(found: Iterable[Line]) -> None:
-        for line in found:
-            lines.append(line)
+    def report(found: Iterable[Finding]) -> None:
+        for finding in found:
+            lines.append(finding)
             if exchange.rank == 0:
-                say(line)
+                show(finding)
 
-    own = own_facts(*_of(config)) | machine_facts(run_directory)
+    own = own_facts(*_config_facts(config)) | machine_facts(run_directory)
     own |= measure.disk(run_directory, exchange, facts.local_rank == 0)
     everybody = exchange.all(own)
-    tell(line for verdict in ALL for line in verdict(everybody))
-    way, address = _way(exchange, everybody)
-    tell(way)
-    tell(measure.ports(exchange, address, everybody))
-    if not any(line.status == BAD and line.name in ("ports", "meeting point") for line in lines):
+    report(line for verdict in ALL for line in verdict(everybody))
+    route, address = _route(exchange, everybody)
+    report(route)
+    report(measure.ports(exchange, address, everybody))
+    if not any(line.status == BAD and line.name in ("ports", "rendezvous") for line in lines):
         here, error = _join(cluster, settings)
         problems = [problem for problem in exchange.all(error) if problem]
-        tell(Line(BAD, "process group", problem) for problem in problems[:1])
+        report(Finding(BAD, "process group", problem) for problem in problems[:1])
         if not problems and here is not None and facts.world_size > 1:
-            tell(measure.clocks(everybody))
-            tell(measure.all_reduce(here.device, _link(everybody, address)))
+            report(measure.clocks(everybody))
+            report(measure.all_reduce(here.device, _link(everybody, address)))
         cluster.cleanup()
     verdict: bool = exchange.all(not any(line.status == BAD for line in lines))[0]
     return verdict
 
 
-def check_in_run(config_text: str, names: Iterable[str]) -> list[Line]:
-    """The cheap half, at the start of a run; every rank calls it once it has joined the others.
+def check_in_run(config_text: str, names: Iterable[str]) -> list[Finding]:
+    """Run the checks that cost nothing, at the start of a run; every rank calls it after joining the process group.
 
     Returns:
-        what rank 0 should say: ⚠ lines.
+        the findings that rank 0 should log, all warnings.
 
     Raises:
-        UsageError: on every rank, where config or code differ between ranks: they would not take the same step.
+        UsageError: on every rank, if config or code differ between ranks: they would take different steps.
     """
     import torch.distributed as dist
 
@@ -89,7 +95,7 @@ def check_in_run(config_text: str, names: Iterable[str]) -> list[Line]:
 
 
 def names_in(config: Any) -> list[str]:
-    """`package.module:Name` of everything that a config names."""
+    """Return `package.module:Name` of all that a config names."""
     found: list[str] = []
 
     def walk(value: Any) -> None:
@@ -106,7 +112,7 @@ def names_in(config: Any) -> list[str]:
     return [name for name in found if not name.startswith("hf:")]
 
 
-def _of(config: Any) -> tuple[str | None, list[str]]:
+def _config_facts(config: Any) -> tuple[str | None, list[str]]:
     return (None, []) if config is None else (config.to_yaml(), names_in(config))
 
 
@@ -121,17 +127,17 @@ def _store(settings: Any) -> Any:
     return rendezvous(settings, facts, datetime.timedelta(seconds=_SECONDS))
 
 
-def _way(exchange: measure.Exchange, everybody: list[Any]) -> tuple[list[Line], str | None]:
-    """Each machine's name and way to rank 0's address; rank 0's lines, and others' that are not good."""
-    target = exchange.all(network.meeting_host())[0]
-    own = network.own_name() + ([] if target is None else network.way_to(target))
-    told: list[Line] = []
+def _route(exchange: measure.RankExchange, everybody: list[Any]) -> tuple[list[Finding], str | None]:
+    """Return the findings about each machine's name and route to rank 0, and the address of this machine's side."""
+    target = exchange.all(measure.rendezvous_host())[0]
+    own = measure.own_name() + ([] if target is None else measure.route_to(target))
+    findings: list[Finding] = []
     for rank, rows in enumerate(exchange.all([[line.status, line.name, line.found, line.do] for line in own])):
         others = everybody[rank]["local_rank"] == 0 and everybody[rank]["machine"] != everybody[0]["machine"]
         if rank == 0 or others:
             prefix = f"{everybody[rank]['host']} (rank {rank}): " if others else ""
-            told += [Line(status, name, prefix + found, do) for status, name, found, do in rows]
-    return told, None if target is None else address_towards(target)
+            findings += [Finding(status, name, prefix + found, do) for status, name, found, do in rows]
+    return findings, None if target is None else address_towards(target)
 
 
 def _join(cluster: Any, settings: Any) -> tuple[Any, str | None]:
@@ -144,4 +150,4 @@ def _join(cluster: Any, settings: Any) -> tuple[Any, str | None]:
 def _link(everybody: list[Any], address: str | None) -> float | None:
     if len({one["machine"] for one in everybody}) == 1 or address is None:
         return None
-    return network.link_rate(interface_of(address))
+    return measure.link_rate(interface_of(address))

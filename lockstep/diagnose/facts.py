@@ -1,6 +1,6 @@
-"""What one rank knows of itself and its machine, as plain JSON: it travels to rank 0, which compares.
+"""Collects facts about one rank and its machine as plain JSON; rank 0 compares the facts of all ranks.
 
-Reads files and the environment; nothing is measured here (that is `measure`), and nothing is changed.
+It reads files and the environment; it changes and measures nothing (that is `measure`).
 """
 
 import hashlib
@@ -23,14 +23,14 @@ from lockstep.environment import machine_id, rank_facts
 
 VARIABLES = re.compile(r"^(NCCL|TORCH|GLOO|CUDA|OMP|MKL|PYTORCH|UCX|FI)_")
 _MAX_FILES = 5000
-_PROGRAM_SECONDS = 20.0  # for an answer of nvidia-smi, which hangs where a driver or a GPU does
+_PROGRAM_SECONDS = 20.0  # limit for nvidia-smi, which hangs if a driver or a GPU does
 
 
 def own_facts(config_text: str | None = None, names: Iterable[str] = ()) -> dict[str, Any]:
-    """This rank's facts that cost next to nothing.
+    """Return this rank's facts that cost almost nothing.
 
     Args:
-        config_text: the resolved config, to be compared with other ranks'; None: there is none.
+        config_text: the resolved config, to be compared between ranks; or None.
         names: `package.module:Name` of what the config names; their code is compared too.
     """
     facts = rank_facts()
@@ -50,7 +50,7 @@ def own_facts(config_text: str | None = None, names: Iterable[str] = ()) -> dict
 
 
 def machine_facts(run_directory: Path) -> dict[str, Any]:
-    """Of the machine: limits, memory, disk, CPUs, cards."""
+    """Return the machine's limits, memory, disk, CPUs and cards."""
     return {
         "limits": {name: resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0] for name in ("NOFILE", "MEMLOCK")},
         "shared_memory": _space(Path("/dev/shm")),
@@ -64,7 +64,7 @@ def machine_facts(run_directory: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what must be equal on all ranks. Loads torch."""
+    """Return the versions that must be equal on all ranks. Loads torch."""
     import torch
 
     found = {"python": platform.python_version(), "torch": torch.__version__, "lockstep": _version("lockstep-train")}
@@ -77,12 +77,12 @@ def versions() -> dict[str, str]:
 
 
 def code_digest(names: Iterable[str] = ()) -> str:
-    """Of Lockstep's own files, and of the packages that the config names."""
+    """Return a digest of Lockstep's own files, and of the packages that the config names."""
     folders = [Path(__file__).parent.parent]
     for name in sorted({name.partition(":")[0].partition(".")[0] for name in names if ":" in name} - {"__main__"}):
         spec = find_spec(name)
         if spec is None or spec.origin is None or not spec.has_location or "site-packages" in spec.origin:
-            continue  # no module of that name, one that is built into Python, or a package that has a version
+            continue  # there is no such module, it is built into Python, or the package has a version
         origin = Path(spec.origin)
         folders.append(origin.parent if origin.name == "__init__.py" else origin)
     digest = hashlib.sha256()
@@ -94,7 +94,7 @@ def code_digest(names: Iterable[str] = ()) -> str:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """The GPUs that this process sees; empty on a machine without."""
+    """Return the GPUs that this process sees."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []
@@ -110,7 +110,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def _links() -> dict[str, dict[str, Any]]:
-    """Free memory, PCIe generation and width (now and at most), by GPU."""
+    """Return each GPU's free memory, PCIe generation and width (now and at most)."""
     columns = ("uuid", "memory.free", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current",
                "pcie.link.width.max")  # fmt: skip
     names = ("free", "pcie_gen", "pcie_gen_max", "pcie_width", "pcie_width_max")
@@ -124,13 +124,13 @@ def _links() -> dict[str, dict[str, Any]]:
 
 
 def infiniband() -> dict[str, str]:
-    """Ports of InfiniBand or RoCE cards and their state."""
+    """Return the ports of InfiniBand or RoCE cards and their state."""
     ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*/state"))
     return {f"{port.parts[-4]}:{port.parts[-2]}": port.read_text().strip() for port in ports}
 
 
 def differing(values: Mapping[int, Any]) -> dict[str, list[int]]:
-    """Value as text → the ranks that have it."""
+    """Return the ranks that have each value, by the value's text."""
     groups: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
         groups.setdefault(str(value), []).append(rank)
@@ -159,7 +159,7 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """What a program prints; nothing where it is missing, fails, or does not answer."""
+    """Return a program's output; empty if it is missing, fails, or does not answer."""
     if shutil.which(command[0]) is None:
         return ""
     try:

@@ -1,6 +1,7 @@
-"""What has to be tried out: ports both ways, clocks, the disk, and collectives. Loads torch inside functions.
+"""Measures what has to be tried out: routes, ports in both directions, clocks, the disk, and collectives.
 
-Ports are tried before there is a process group, through the store alone: a group needs them, and would wait.
+Ports are checked before there is a process group, through the store alone: a group needs the ports, and would wait.
+Loads torch inside functions.
 """
 
 import json
@@ -13,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.diagnose.verdicts import BAD, GOOD, WARN, Line
+from lockstep.diagnose.verdicts import BAD, GOOD, WARN, Finding
+from lockstep.network import address_towards, interface_of
 from lockstep.report import words
 
 _TRY_SECONDS = 5.0
@@ -23,28 +25,76 @@ _BUDGET_SECONDS = 20.0
 _SKEW_SECONDS = 1.0
 
 
-class Exchange:
-    """JSON between ranks through a key-value store."""
+class RankExchange:
+    """Exchanges JSON values between ranks through a key-value store."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store, self.rank, self.world_size, self._round = store, rank, world_size, 0
 
     def all(self, own: Any) -> list[Any]:
-        """Every rank's, by rank."""
+        """Return every rank's value, by rank."""
         self._round += 1
         self._store.set(f"doctor/{self._round}/{self.rank}", json.dumps(own))
         return [json.loads(self._store.get(f"doctor/{self._round}/{rank}")) for rank in range(self.world_size)]
 
 
-def ports(exchange: Exchange, address: str | None, facts: Sequence[dict[str, Any]]) -> list[Line]:
-    """Whether every machine reaches every other at a port that the system picks.
+def own_name() -> list[Finding]:
+    """Check this host's own name: gloo gives its address to peers, unless an interface is set."""
+    name = socket.gethostname()
+    try:
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
+    except OSError:
+        return [Finding(WARN, "own name", f"{name} does not resolve here",
+                     "put it into /etc/hosts; until then Lockstep passes the interface to gloo")]  # fmt: skip
+    return [Finding(GOOD, "own name", f"{name} is {address}")]
+
+
+def route_to(host: str) -> list[Finding]:
+    """Check that `host`, where the machines meet, has an address, and find the route to it."""
+    try:
+        addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+    except OSError as error:
+        return [Finding(BAD, "rendezvous", f"{host} does not resolve here: {error}",
+                     "use its IP address, or put the name into DNS or /etc/hosts of this machine")]  # fmt: skip
+    own = address_towards(host)
+    if own is None:
+        return [Finding(BAD, "rendezvous", f"there is no route to {host} ({', '.join(addresses)})",
+                     "`ip route get ADDRESS`; is the interface up?")]  # fmt: skip
+    name = interface_of(own)
+    rate = link_rate(name)
+    speed = f", {rate * 8 / 1e6:,.0f} Mbit/s" if rate else ""
+    return [
+        Finding(GOOD, "rendezvous", f"{host} is {', '.join(addresses)}; the route is {own} on {name or '?'}{speed}")
+    ]
+
+
+def link_rate(interface: str | None) -> float | None:
+    """Return the bytes per second of an interface; None if it has no speed (a virtual one, the loopback)."""
+    if interface is None or not Path(f"/sys/class/net/{interface}/device").exists():
+        return None
+    try:
+        megabits = int(Path(f"/sys/class/net/{interface}/speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return megabits * 1e6 / 8 if megabits > 0 else None
+
+
+def rendezvous_host() -> str | None:
+    """Return the machine of rank 0 from the launcher's environment; None if nobody launched this process."""
+    return os.environ.get("MASTER_ADDR")
+
+
+def ports(exchange: RankExchange, address: str | None, facts: Sequence[dict[str, Any]]) -> list[Finding]:
+    """Check that every machine reaches every other at a port that the system picks.
 
     Args:
-        address: this machine's, on the way to the meeting point.
+        exchange: connects the ranks.
+        address: this machine's, on the route to rank 0.
+        facts: of all ranks.
     """
     first = _first_ranks(facts)
     if len(first) == 1:
-        return [Line(GOOD, "ports", "one machine: ranks meet over the loopback")]
+        return [Finding(GOOD, "ports", "one machine: ranks meet over the loopback")]
     me = exchange.rank in first
     listener = _listen(address) if me else None
     places = exchange.all(None if listener is None else [address, listener.getsockname()[1]])
@@ -54,16 +104,18 @@ def ports(exchange: Exchange, address: str | None, facts: Sequence[dict[str, Any
         listener.close()
     hosts = {rank: f"{facts[rank]['host']} {(places[rank] or ['without an address'])[0]}" for rank in first}
     lines = [
-        Line(BAD, "ports", f"{hosts[rank]} does not reach {hosts[other]} on an ephemeral port",
-             "open all ports between the machines: NCCL and gloo take any, the meeting port alone is not enough")
+        Finding(BAD, "ports", f"{hosts[rank]} does not reach {hosts[other]} on an ephemeral port",
+             "open all ports between the machines: NCCL and gloo use any, the rendezvous port alone is not enough")
         for rank in first for other in answers[rank]
     ]  # fmt: skip
     pairs = len(first) * (len(first) - 1)
-    return lines or [Line(GOOD, "ports", f"{len(first)} machines reach one another on ephemeral ports ({pairs} ways)")]
+    return lines or [
+        Finding(GOOD, "ports", f"{len(first)} machines reach one another on ephemeral ports ({pairs} ways)")
+    ]
 
 
 def _first_ranks(facts: Sequence[dict[str, Any]]) -> list[int]:
-    """One rank of each machine."""
+    """Return the first rank of each machine."""
     seen: dict[str, int] = {}
     for one in facts:
         seen.setdefault(one["machine"], one["rank"])
@@ -90,8 +142,8 @@ def _reaches(place: list[Any] | None) -> bool:
     return True
 
 
-def disk(run_directory: Path, exchange: Exchange, rank_of_machine: bool) -> dict[str, Any]:
-    """Bytes a second that this machine writes and syncs there, and whether it sees what rank 0 wrote."""
+def disk(run_directory: Path, exchange: RankExchange, rank_of_machine: bool) -> dict[str, Any]:
+    """Measure this machine's write speed in bytes per second, and check that it sees the file of rank 0."""
     found: dict[str, Any] = {}
 
     def attempt(work: Callable[[], object]) -> None:
@@ -115,13 +167,13 @@ def disk(run_directory: Path, exchange: Exchange, rank_of_machine: bool) -> dict
         attempt(lambda: found.update(disk_speed=_disk_speed(run_directory / f".doctor-{exchange.rank}")))
     exchange.all(None)
     if made:
-        with suppress(OSError):  # another rank was faster, or there is something in it
+        with suppress(OSError):  # another rank was faster, or the folder is not empty
             run_directory.rmdir()
     return found
 
 
 def _disk_speed(probe: Path) -> float:
-    """Bytes a second, of a file that is written, synced and deleted."""
+    """Return the bytes per second of a file that is written, synced and deleted."""
     data = os.urandom(2**20) * (_DISK_BYTES // 2**20)
     try:
         began = time.monotonic()
@@ -135,8 +187,8 @@ def _disk_speed(probe: Path) -> float:
             probe.unlink(missing_ok=True)
 
 
-def clocks(facts: Sequence[dict[str, Any]]) -> list[Line]:
-    """How far other machines' clocks are from rank 0's. Needs a process group; all ranks call it."""
+def clocks(facts: Sequence[dict[str, Any]]) -> list[Finding]:
+    """Compare other machines' clocks with rank 0's; all ranks of a process group call it."""
     import torch
     import torch.distributed as dist
 
@@ -157,27 +209,27 @@ def clocks(facts: Sequence[dict[str, Any]]) -> list[Line]:
                 dist.send(torch.tensor([time.time()], dtype=torch.float64), 0)
     hosts = {one["rank"]: one["host"] for one in facts}
     lines = [
-        Line(WARN, "clocks", f"{hosts[other]}'s clock is {skew:+.3g} s from rank 0's", "run NTP (chrony) on both")
+        Finding(WARN, "clocks", f"{hosts[other]}'s clock is {skew:+.3g} s from rank 0's", "run NTP (chrony) on both")
         for other, (_, skew) in best.items() if abs(skew) > _SKEW_SECONDS
     ]  # fmt: skip
     worst = max((abs(skew) for _, skew in best.values()), default=0.0)
     text = "one machine, one clock" if not others else f"within {worst * 1e3:.2g} ms over {len(others) + 1} machines"
-    return lines or [Line(GOOD, "clocks", text)]
+    return lines or [Finding(GOOD, "clocks", text)]
 
 
-def all_reduce(device: Any, link: float | None) -> list[Line]:
-    """Whether a sum over ranks is right, and how fast it is by message size. All ranks call it.
+def all_reduce(device: Any, link: float | None) -> list[Finding]:
+    """Check that a sum over ranks is right, and measure its speed by message size; all ranks call it.
 
     Args:
-        device: where this rank's tensors live.
-        link: bytes a second that the link between machines can do; None: unknown, or one machine.
+        device: of this rank's tensors.
+        link: bytes per second of the link between machines; None: unknown, or one machine.
     """
     import torch
     import torch.distributed as dist
 
     world = dist.get_world_size()
     if world == 1:
-        return [Line(GOOD, "all-reduce", "one rank: nothing to reduce")]
+        return [Finding(GOOD, "all-reduce", "one rank: nothing to reduce")]
     expected = float(world * (world + 1) // 2)
     found: list[tuple[int, float, float]] = []
     began = time.monotonic()
@@ -187,10 +239,10 @@ def all_reduce(device: Any, link: float | None) -> list[Line]:
         wrong = int((value != expected).sum())
         if wrong:
             text = f"{wrong} of {size // 4} sums of {size} bytes are wrong"
-            return [Line(BAD, "all-reduce", text, "a faulty card, cable or memory: try pairs of machines")]
+            return [Finding(BAD, "all-reduce", text, "a faulty card, cable or memory: try pairs of machines")]
         seconds = statistics.median(_timed(value, device) for _ in range(3))
         found.append((size, seconds, 2 * (world - 1) / world * size / seconds))
-        spent = torch.tensor([time.monotonic() - began + 4 * seconds * 16])  # the next is up to sixteen times as large
+        spent = torch.tensor([time.monotonic() - began + 4 * seconds * 16])  # the next size is up to 16 times as large
         dist.all_reduce(spent.to(device), dist.ReduceOp.MAX)
         if spent.item() > _BUDGET_SECONDS:
             break
@@ -198,10 +250,10 @@ def all_reduce(device: Any, link: float | None) -> list[Line]:
     fastest = max(rate for _, _, rate in found)
     text = f"right on {world} ranks: {shown}; at best {words.size(fastest)}/s on the bus"
     if link is None:
-        return [Line(GOOD, "all-reduce", text)]
+        return [Finding(GOOD, "all-reduce", text)]
     text += f", {fastest / link:.0%} of the link's {words.size(link)}/s"
     do = "see the interface above; other traffic on the link; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
-    return [Line(WARN, "all-reduce", text, do) if fastest < 0.5 * link else Line(GOOD, "all-reduce", text)]
+    return [Finding(WARN, "all-reduce", text, do) if fastest < 0.5 * link else Finding(GOOD, "all-reduce", text)]
 
 
 def _timed(value: Any, device: Any) -> float:

@@ -1,28 +1,51 @@
-"""Facts of all ranks in, lines out: ✓ all is well, ⚠ it runs but, ✗ it will not run."""
+"""Judges the facts of all ranks: ✓ good, ⚠ runs with a disadvantage, ✗ will not run."""
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lockstep.diagnose.facts import differing
-from lockstep.diagnose.variables import remarks
 from lockstep.report import words
 
 Facts = Sequence[dict[str, Any]]  # by rank
 GOOD, WARN, BAD = "✓", "⚠", "✗"
 _GIB = 2**30
-_OF_EACH_MACHINE = {"CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}  # variables that may differ
+_MAY_DIFFER = {"CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}  # variables of each machine
+
+_INEFFECTIVE: tuple[tuple[str, str], ...] = (
+    (r"NCCL_TIMEOUT\w*", "does nothing in torch; the timeout is distributed.timeout_seconds"),
+    (r"NCCL_(BLOCKING_WAIT|ASYNC_ERROR_HANDLING|DESYNC_DEBUG|ENABLE_TIMING|DUMP_ON_TIMEOUT)",
+     "is deprecated; it is called TORCH_{} now"),
+    (r"NCCL_SOCKET_NAME|NCCL_IFNAME|NCCL_SOCKET_INTERFACE", "does nothing; it is called NCCL_SOCKET_IFNAME"),
+    (r"NCCL_(LL_THRESHOLD|TREE_THRESHOLD)", "does nothing since NCCL 2.5; NCCL_ALGO and NCCL_PROTO choose"),
+    (r"NCCL_RINGS", "does nothing since NCCL 2.5"),
+    (r"NCCL_MAX_NRINGS|NCCL_MIN_NRINGS", "is deprecated; it is called NCCL_MAX_NCHANNELS, NCCL_MIN_NCHANNELS"),
+    (r"GLOO_TIMEOUT\w*", "does nothing in torch; the timeout is distributed.timeout_seconds"),
+    (r"GLOO_SOCKET_NAME|GLOO_IFNAME", "does nothing; it is called GLOO_SOCKET_IFNAME"),
+    (r"TORCH_DISTRIBUTED_TIMEOUT\w*|TORCH_NCCL_TIMEOUT\w*",
+     "does nothing in torch; the timeout is distributed.timeout_seconds"),
+    (r"TORCH_DISTRIBUTED_BACKEND", "does nothing in torch; it is distributed.backend"),
+)  # fmt: skip
+_DANGEROUS = {
+    "CUDA_LAUNCH_BLOCKING": "makes every kernel wait for the last; for debugging only",
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL": "checks every collective over the network; for debugging only",
+    "TORCH_NCCL_BLOCKING_WAIT": "makes the host wait for every collective",
+    "NCCL_P2P_DISABLE": "sends between GPUs of one machine through the host's memory",
+    "NCCL_IB_DISABLE": "leaves InfiniBand and RoCE unused",
+    "NCCL_SHM_DISABLE": "sends between ranks of one machine over the network",
+}
 
 
 @dataclass(frozen=True)
-class Line:
-    """One finding.
+class Finding:
+    """The result of one check.
 
     Attributes:
         status: ✓, ⚠ or ✗.
-        name: what was looked at.
-        found: what it is like.
-        do: what to do about it, where there is something to do.
+        name: what was checked.
+        found: the result.
+        do: what to do about it, if anything.
     """
 
     status: str
@@ -35,12 +58,13 @@ class Line:
         return f"{text}\n  {'':<16} do: {self.do}" if self.do else text
 
     def as_dict(self) -> dict[str, str]:
+        """Return it as JSON's types."""
         words = {GOOD: "good", WARN: "warning", BAD: "bad"}
         return asdict(self) | {"status": words[self.status]}
 
 
-def equality(facts: Facts) -> Iterator[Line]:
-    """What must be equal on all ranks."""
+def equality(facts: Facts) -> Iterator[Finding]:
+    """Check what must be equal on all ranks."""
     names = sorted({name for one in facts for name in one["versions"]})
     same: list[str] = []
     for name in names:
@@ -48,65 +72,80 @@ def equality(facts: Facts) -> Iterator[Line]:
         if len(groups) == 1:
             same.append(f"{name} {next(iter(groups))}")
         else:
-            yield Line(BAD, "versions", f"{name} differs: {_who(groups, facts)}", f"install one {name} on all machines")
+            yield Finding(
+                BAD, "versions", f"{name} differs: {_who(groups, facts)}", f"install one {name} on all machines"
+            )
     if same:
-        yield Line(GOOD, "versions", ", ".join(same) + _on_all(facts))
-    for name, what, mend in (
+        yield Finding(GOOD, "versions", ", ".join(same) + _on_all(facts))
+    for name, what, fix in (
         ("code", "the code", "bring all machines to one version of Lockstep and of your own modules"),
         ("config", "the config", "start every machine with the same file and the same KEY=VALUE"),
     ):
         groups = differing({one["rank"]: one[name] for one in facts})
         if len(groups) > 1:
-            yield Line(BAD, name, f"{what} differs: {_who(groups, facts)}", mend)
+            yield Finding(BAD, name, f"{what} differs: {_who(groups, facts)}", fix)
         elif "None" not in groups:
-            yield Line(GOOD, name, f"{next(iter(groups))}{_on_all(facts)}")
+            yield Finding(GOOD, name, f"{next(iter(groups))}{_on_all(facts)}")
 
 
-def variables(facts: Facts) -> Iterator[Line]:
-    """Those that are set for NCCL, gloo and torch."""
-    said = list(dict.fromkeys(remark for one in facts for remark in remarks(one["variables"])))
-    for remark in said:
-        yield Line(WARN, "variables", remark, f"unset {remark.split()[0]}, or keep it knowingly")
-    names = {name for one in facts for name in one["variables"]} - _OF_EACH_MACHINE
+def variables(facts: Facts) -> Iterator[Finding]:
+    """Check the variables that are set for NCCL, gloo and torch."""
+    warnings = list(dict.fromkeys(warning for one in facts for warning in variable_warnings(one["variables"])))
+    for warning in warnings:
+        yield Finding(WARN, "variables", warning, f"unset {warning.split()[0]}, or keep it knowingly")
+    names = {name for one in facts for name in one["variables"]} - _MAY_DIFFER
     unequal = [name for name in sorted(names) if len(differing(_values(facts, name))) > 1]
     for name in unequal:
         found = f"{name} differs: {_who(differing(_values(facts, name)), facts)}"
-        yield Line(WARN, "variables", found, "set it on all machines: distributed.env does")
-    if not said and not unequal:
+        yield Finding(WARN, "variables", found, "set it on all machines: distributed.env does")
+    if not warnings and not unequal:
         shown = ", ".join(f"{name}={facts[0]['variables'][name]}" for name in sorted(facts[0]["variables"]))
-        yield Line(GOOD, "variables", shown or "none is set")
+        yield Finding(GOOD, "variables", shown or "none is set")
 
 
-def gpus(facts: Facts) -> Iterator[Line]:
-    """Models, memory, links; where there are none, that."""
+def variable_warnings(variables: Mapping[str, str]) -> list[str]:
+    """Return a warning for each variable that does nothing, is deprecated, or makes runs slow."""
+    found = []
+    for name, value in sorted(variables.items()):
+        for pattern, text in _INEFFECTIVE:
+            if re.fullmatch(pattern, name):
+                found.append(f"{name} {text.format(name)}")
+        text = _DANGEROUS.get(f"{name}={value}") or ("" if value in ("", "0") else _DANGEROUS.get(name, ""))
+        if text:
+            found.append(f"{name} {text}")
+    return found
+
+
+def gpus(facts: Facts) -> Iterator[Finding]:
+    """Check the GPUs' models, memory and links."""
     counts = differing({one["rank"]: len(one["gpus"]) for one in facts})
     if list(counts) == ["0"]:
-        yield Line(GOOD, "GPUs", "none is visible to any rank: runs use the CPU and gloo; nothing of GPUs was checked")
+        yield Finding(GOOD, "GPUs", "no rank sees one: runs use the CPU and gloo; nothing about GPUs was checked")
         return
     if len(counts) > 1:
         found = f"ranks see different numbers of GPUs: {_who(counts, facts)}"
-        yield Line(BAD, "GPUs", found, "compare `nvidia-smi` and CUDA_VISIBLE_DEVICES on the machines")
+        yield Finding(BAD, "GPUs", found, "compare `nvidia-smi` and CUDA_VISIBLE_DEVICES on the machines")
     for one in facts:
         if one["local_rank"] >= len(one["gpus"]) > 0:
-            yield Line(
+            yield Finding(
                 BAD, "GPUs", f"rank {one['rank']} has no GPU of its own: {len(one['gpus'])} for "
                 f"{one['local_world_size']} ranks on {one['host']}", f"--nproc-per-node {len(one['gpus'])}",
             )  # fmt: skip
     models = differing({one["rank"]: sorted({gpu["model"] for gpu in one["gpus"]}) for one in facts})
     status, do = (GOOD, "") if len(models) == 1 else (WARN, "the slowest model sets the pace; choose equal machines")
-    yield Line(
+    yield Finding(
         status, "GPUs", "; ".join(f"{text.strip('[]')} (rank {_ranks(who)})" for text, who in models.items()), do
     )
     for one in (one for one in facts if one["local_rank"] < len(one["gpus"])):
         gpu = one["gpus"][one["local_rank"]]
         if gpu.get("free", gpu["memory"]) < 0.9 * gpu["memory"]:
             found = f"rank {one['rank']}: {words.size(gpu['free'])} of {words.size(gpu['memory'])} is free"
-            yield Line(WARN, "GPU memory", found, "another process holds the rest: `nvidia-smi` names it")
+            yield Finding(WARN, "GPU memory", found, "another process holds the rest: `nvidia-smi` names it")
     yield from _pcie(facts)
 
 
-def _pcie(facts: Facts) -> Iterator[Line]:
-    """Generation and width of each rank's own GPU; the highest generation, for an idle GPU goes down to the first."""
+def _pcie(facts: Facts) -> Iterator[Finding]:
+    """Check the PCIe generation and width of each rank's own GPU; the maximum one, because idle GPUs lower it."""
     own = {
         one["rank"]: one["gpus"][one["local_rank"]] for one in facts if one["local_rank"] < len(one["gpus"])
     }  # fmt: skip
@@ -114,16 +153,16 @@ def _pcie(facts: Facts) -> Iterator[Line]:
     for rank, gpu in known.items():
         if gpu["pcie_width"] < gpu.get("pcie_width_max", 0):
             found = f"rank {rank}: PCIe width {gpu['pcie_width']} of {gpu['pcie_width_max']}"
-            yield Line(WARN, "PCIe", found, "reseat the card, or move it to a slot of full width")
+            yield Finding(WARN, "PCIe", found, "reseat the card, or move it to a slot of full width")
     groups = differing({r: f"generation {g.get('pcie_gen_max', '?')} × {g['pcie_width']}" for r, g in known.items()})
     if groups:
         same = len(groups) == 1
         text = next(iter(groups)) + _on_all(facts) if same else _who(groups, facts)
-        yield Line(GOOD if same else WARN, "PCIe", text, "" if same else "the slowest slot sets the pace")
+        yield Finding(GOOD if same else WARN, "PCIe", text, "" if same else "the slowest slot sets the pace")
 
 
-def topology(facts: Facts) -> Iterator[Line]:
-    """How the GPUs of each machine are joined: NVLink, PCIe, or across sockets; whether they reach each other."""
+def topology(facts: Facts) -> Iterator[Finding]:
+    """Check how the GPUs of each machine are connected: NVLink, PCIe, or across sockets; and peer access."""
     for one in (one for one in facts if one["local_rank"] == 0 and len(one["gpus"]) > 1):
         rows = [row.split() for row in one["topology"].splitlines() if row.startswith("GPU")]
         count = len(one["gpus"])
@@ -132,59 +171,60 @@ def topology(facts: Facts) -> Iterator[Line]:
         do = "bind ranks to one socket, or use fewer GPUs a job: traffic crosses the CPUs' link" if crossing else ""
         if links:
             found = f"{count} GPUs joined by {', '.join(sorted(links))}{_at(one, facts)}"
-            yield Line(WARN if crossing else GOOD, "topology", found, do)
+            yield Finding(WARN if crossing else GOOD, "topology", found, do)
         alone = [index for index, gpu in enumerate(one["gpus"]) if not gpu.get("peers", True)]
         if alone:
             found = f"GPU {_ranks(alone)} can't reach its peers' memory{_at(one, facts)}"
-            yield Line(
+            yield Finding(
                 WARN, "P2P", found, "a virtual machine or ACS in the BIOS forbids it; NCCL goes through the host"
             )
 
 
-def limits(facts: Facts) -> Iterator[Line]:
-    """ulimits, shared memory, cores: one line each, the worst machine's."""
+def limits(facts: Facts) -> Iterator[Finding]:
+    """Check ulimits, shared memory and cores: one line each, of the worst machine."""
     machines = [one for one in facts if one["local_rank"] == 0]
     files = min(machines, key=lambda one: _unlimited(one["limits"]["NOFILE"]))
     count = files["limits"]["NOFILE"]
     low = _unlimited(count) < 4096
-    yield Line(WARN if low else GOOD, "open files", f"{'unlimited' if count == -1 else count}{_at(files, facts)}",
+    yield Finding(WARN if low else GOOD, "open files", f"{'unlimited' if count == -1 else count}{_at(files, facts)}",
                "ulimit -n 65536 before the start" if low else "")  # fmt: skip
     for one in machines:
         active = [port for port, state in one["infiniband"].items() if "ACTIVE" in state]
         if one["infiniband"]:
             status = GOOD if active else WARN
             do = "" if active else "`ibstat`, the cable and the subnet manager; NCCL_IB_DISABLE=1 runs without"
-            yield Line(
+            yield Finding(
                 status, "InfiniBand", f"{len(active)} of {len(one['infiniband'])} ports are active{_at(one, facts)}", do
             )
         if active and one["limits"]["MEMLOCK"] != -1:
-            yield Line(WARN, "locked memory", f"limited to {one['limits']['MEMLOCK']} bytes{_at(one, facts)}",
+            yield Finding(WARN, "locked memory", f"limited to {one['limits']['MEMLOCK']} bytes{_at(one, facts)}",
                        "ulimit -l unlimited: InfiniBand registers memory")  # fmt: skip
     known = [one for one in machines if one["shared_memory"]]
     if known:
         least = min(known, key=lambda one: one["shared_memory"]["free"])
         free = least["shared_memory"]["free"]
         small = free < _GIB
-        yield Line(WARN if small else GOOD, "shared memory", f"{words.size(free)} free in /dev/shm{_at(least, facts)}",
-                   "docker run --shm-size=8g: data workers and NCCL need it" if small else "")  # fmt: skip
+        do = "docker run --shm-size=8g: data workers and NCCL need it" if small else ""
+        found = f"{words.size(free)} free in /dev/shm{_at(least, facts)}"
+        yield Finding(WARN if small else GOOD, "shared memory", found, do)
     for one in machines:
-        said = one["variables"].get("OMP_NUM_THREADS", "").split(",")[0].strip()
-        threads = int(said) if said.isdecimal() else 1  # OpenMP passes over what is no number
+        setting = one["variables"].get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        threads = int(setting) if setting.isdecimal() else 1  # OpenMP ignores other text
         if threads * one["local_world_size"] > one["cores"]:
             found = f"{one['local_world_size']} ranks × {threads} threads on {one['cores']} cores{_at(one, facts)}"
-            yield Line(WARN, "CPU", found, "fewer ranks, or OMP_NUM_THREADS lower")
+            yield Finding(WARN, "CPU", found, "fewer ranks, or OMP_NUM_THREADS lower")
     cores = ", ".join(dict.fromkeys(f"{one['cores']} cores, {one['numa_nodes']} NUMA node(s)" for one in machines))
     bound = [one["numa_node"] for one in facts if one["machine"] == machines[0]["machine"]]
     where = "" if None in bound else f", bound to NUMA nodes {', '.join(map(str, bound))}"
-    yield Line(GOOD, "CPU", f"{cores} for {len(bound)} rank(s) a machine{where}")
+    yield Finding(GOOD, "CPU", f"{cores} for {len(bound)} rank(s) per machine{where}")
 
 
-def disk(facts: Facts) -> Iterator[Line]:
-    """Room, speed, and whether machines share the run directory."""
+def disk(facts: Facts) -> Iterator[Finding]:
+    """Check free space, speed, and whether machines share the run directory."""
     machines = [one for one in facts if one["local_rank"] == 0]
     for one in machines:
         if "disk_error" in one:
-            yield Line(
+            yield Finding(
                 BAD, "disk", f"the run directory can't be written: {one['disk_error']}{_at(one, facts)}",
                 "--output-dir somewhere that is yours and is there; see the mount and its rights",
             )  # fmt: skip
@@ -192,17 +232,17 @@ def disk(facts: Facts) -> Iterator[Line]:
         status = BAD if free < _GIB else WARN if free < 10 * _GIB else GOOD
         speed = one.get("disk_speed")
         text = f"{words.size(free)} free" + (f", written and synced at {words.size(speed)}/s" if speed else "")
-        yield Line(
+        yield Finding(
             status, "disk", text + _at(one, facts), "" if status == GOOD else "free space, or --output-dir elsewhere"
         )
     if len(machines) > 1:
         shared = all(one.get("sees_run_directory") for one in machines)
         do = "" if shared else "checkpoint.format: full works so; sharded needs one folder that all machines share"
         found = "all machines see one run directory" if shared else "machines do not share the run directory"
-        yield Line(GOOD if shared else WARN, "shared folder", found, do)
+        yield Finding(GOOD if shared else WARN, "shared folder", found, do)
 
 
-CHEAP: tuple[Callable[[Facts], Iterator[Line]], ...] = (equality, variables, gpus)
+CHEAP: tuple[Callable[[Facts], Iterator[Finding]], ...] = (equality, variables, gpus)
 ALL = (*CHEAP, topology, limits, disk)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lockstep.diagnose.verdicts import BAD, WARN, Line
+from lockstep.diagnose.verdicts import BAD, WARN, Finding
 from lockstep.errors import EXIT_DONE, EXIT_FAILED
 from lockstep.launch.local import LaunchJob, launch
 from lockstep.launch.options import LaunchOptions, process_count
@@ -73,9 +73,9 @@ def _run_checks(request: DoctorRequest, folder: Path) -> None:
 
         config = load_config(Path(request.config), request.overrides)
     device, backend = (config.distributed.device, config.distributed.backend) if config else ("auto", "auto")
-    lines: list[Line] = []
+    lines: list[Finding] = []
 
-    def show(line: Line) -> None:
+    def show(line: Finding) -> None:
         lines.append(line)
         if not request.as_json:
             print(line, flush=True)
@@ -87,15 +87,15 @@ def _run_checks(request: DoctorRequest, folder: Path) -> None:
         (folder / _VERDICT).write_text(json.dumps(good))
 
 
-def _as_json(lines: Sequence[Line], good: bool) -> str:
+def _as_json(lines: Sequence[Finding], good: bool) -> str:
     return json.dumps({"good": good, "lines": [line.as_dict() for line in lines]}, ensure_ascii=False)
 
 
-def _summary(lines: Sequence[Line]) -> str:
+def _summary(lines: Sequence[Finding]) -> str:
     bad, warn = (sum(line.status == status for line in lines) for status in (BAD, WARN))
     if bad:
-        return f"✗ {bad} of {len(lines)} will not work, {warn} may be better"
-    return f"✓ nothing is in the way of a run; {warn} of {len(lines)} may be better"
+        return f"✗ {bad} of {len(lines)} checks failed, {warn} warnings"
+    return f"✓ all {len(lines)} checks passed, {warn} with warnings"
 
 
 def main() -> int:

@@ -132,7 +132,7 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
         what=f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__,
         where=where,
         why="\n       ".join(line for line in why if line.strip()) or None,
-        fix=known.mend if known else None,
+        fix=known.fix if known else None,
         consequence=bool(_PEER_IS_GONE.search(str(error))) or (known is not None and known.consequence),
     )
 
@@ -179,7 +179,7 @@ def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path
         ours = -code == signal.SIGTERM  # the launcher sends it to the peers of a failed rank
     # SIGABRT alone has no cause: the library that called abort() has logged it.
     known = recognise(what) or (None if log is None or ours else recognise(tail(log)))
-    parts: dict[str, Any] = {"why": known.cause, "fix": known.mend} if known else {}
+    parts: dict[str, Any] = {"why": known.cause, "fix": known.fix} if known else {}
     return Failure(**common, **parts, kind=kind, what=what, log=path, consequence=ours)
 
 

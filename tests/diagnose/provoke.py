@@ -310,7 +310,7 @@ ALONE: tuple[Case, ...] = (
     ("ranks are missing", lambda: _server(2)),
     ("ranks are missing", lambda: _meet(closed=False)),
     ("a key never came", lambda: _server(1).get("x")),
-    ("the meeting is closed", lambda: _meet(closed=True)),
+    ("the rendezvous is closed", lambda: _meet(closed=True)),
     ("the environment is incomplete", lambda: _without("RANK")),
     ("the environment is incomplete", lambda: _without("MASTER_ADDR")),
     ("RANK out of range", lambda: _group_of(2, 2)),

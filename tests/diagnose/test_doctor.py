@@ -33,7 +33,7 @@ def test_two_ranks_are_looked_at(tmp_path: Path) -> None:
     lines = {line["name"]: line for line in told["lines"]}
     assert set(lines) >= {
         "versions", "code", "variables", "GPUs", "open files", "shared memory", "CPU", "disk", "own name",
-        "meeting point", "ports", "clocks", "all-reduce",
+        "rendezvous", "ports", "clocks", "all-reduce",
     }  # fmt: skip
     assert "torch 2." in lines["versions"]["found"]
     assert "on all 2 ranks" in lines["versions"]["found"]
@@ -47,7 +47,7 @@ def test_a_run_directory_that_cannot_be_written_is_a_line(tmp_path: Path) -> Non
     """And no traceback."""
     (tmp_path / "file").touch()
     place = tmp_path / "file" / "runs"
-    exchange = measure.Exchange(dist.HashStore(), 0, 1)
+    exchange = measure.RankExchange(dist.HashStore(), 0, 1)
     facts = {"local_rank": 0, "machine": "m", "host": "h", "rank": 0, "disk": None}
     line = next(verdicts.disk([facts | measure.disk(place, exchange, rank_of_machine=True)]))
     assert (line.status, line.found) == (BAD, f"the run directory can't be written: Not a directory: {place}")
@@ -58,7 +58,7 @@ def test_one_process_says_so_and_the_lines_are_for_people(tmp_path: Path) -> Non
     assert ended.code == 0, ended.err
     assert ended.out.startswith("lockstep: doctor: 1 rank(s) on this machine (")
     assert "✓ disk " in ended.out
-    assert ended.out.rstrip().splitlines()[-1].startswith("✓ nothing is in the way of a run")
+    assert ended.out.rstrip().splitlines()[-1].startswith("✓ all ")
 
 
 @pytest.mark.fault(
@@ -113,7 +113,7 @@ def test_a_program_that_hangs_says_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_folder_that_cannot_be_is_told_like_one_that_cannot_be_written() -> None:
-    found = measure.disk(Path("x" * 300), measure.Exchange(dist.HashStore(), 0, 1), True)
+    found = measure.disk(Path("x" * 300), measure.RankExchange(dist.HashStore(), 0, 1), True)
     assert "File name too long" in found["disk_error"]
     assert facts.machine_facts(Path("x" * 300))["disk"]["free"] > 0
 

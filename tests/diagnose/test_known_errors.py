@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from lockstep.config import Config
 from lockstep.diagnose.known_errors import TABLE, recognise
-from lockstep.diagnose.page import page
-from lockstep.diagnose.symptoms import SYMPTOMS
+from lockstep.diagnose.page import SYMPTOMS, page
 from tests.launch.shared import environment
 from tests.ranks import REPOSITORY, run_ranks
 
@@ -79,7 +78,7 @@ def test_the_table_is_large_and_complete() -> None:
     assert len(names) >= 40
     assert len(set(names)) == len(names)
     for error in TABLE:
-        for text in (error.cause, error.mend):
+        for text in (error.cause, error.fix):
             assert len(text) > 20, error.name
             assert not text.endswith("."), error.name
 
@@ -111,7 +110,7 @@ def test_other_texts_are_not_taken_for_one(text: str) -> None:
 
 def test_keys_that_the_mends_name_exist() -> None:
     known = set(_keys(Config().model_dump()))
-    texts = [error.mend for error in TABLE] + [symptom.mend for symptom in SYMPTOMS]
+    texts = [error.fix for error in TABLE] + [symptom.fix for symptom in SYMPTOMS]
     pattern = r"\b((?:model|data|training|precision|distributed|checkpoint|monitor)\.[a-z_]+(?:\.[a-z_]+)*)"
     named = {key for text in texts for key in re.findall(pattern, text)} - {"model.module", "model.parameters"}
     assert named

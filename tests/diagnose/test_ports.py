@@ -28,7 +28,7 @@ def test_trap_36_an_ephemeral_port_that_is_closed_one_way_is_named(monkeypatch: 
 
     def rank(number: int, *, behind_firewall: bool) -> None:
         closed.to_others = behind_firewall
-        found[number] = measure.ports(measure.Exchange(store, number, 2), "127.0.0.1", facts)
+        found[number] = measure.ports(measure.RankExchange(store, number, 2), "127.0.0.1", facts)
 
     for firewall in (False, True):
         threads = [
@@ -50,7 +50,7 @@ def test_a_machine_without_an_address_is_named() -> None:
     store, found = dist.HashStore(), dict[int, list[Any]]()
 
     def rank(number: int, address: str | None) -> None:
-        found[number] = measure.ports(measure.Exchange(store, number, 2), address, facts)
+        found[number] = measure.ports(measure.RankExchange(store, number, 2), address, facts)
 
     threads = [threading.Thread(target=rank, args=case) for case in ((0, "127.0.0.1"), (1, None))]
     for thread in threads:

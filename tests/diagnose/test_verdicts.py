@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from lockstep.diagnose import verdicts
-from lockstep.diagnose.variables import remarks
-from lockstep.diagnose.verdicts import BAD, GOOD, WARN, Line
+from lockstep.diagnose.verdicts import BAD, GOOD, WARN, Finding, variable_warnings
 
 GIB = 2**30
 H100 = {
@@ -35,7 +34,7 @@ def rank(number: int, **changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
-def lines(changed: dict[str, Any] | None = None, which: int = 3) -> list[Line]:
+def lines(changed: dict[str, Any] | None = None, which: int = 3) -> list[Finding]:
     facts = [rank(number, **((changed or {}) if number == which else {})) for number in range(4)]
     return [line for verdict in verdicts.ALL for line in verdict(facts)]
 
@@ -110,14 +109,14 @@ def test_no_gpu_anywhere_is_said_and_nothing_is_claimed() -> None:
 def test_trap_34_variables_that_do_nothing_are_marked() -> None:
     """NCCL_TIMEOUT* does nothing in torch, nor do names that guides have got wrong."""
     useless = ("NCCL_TIMEOUT", "NCCL_TIMEOUT_SECONDS", "GLOO_TIMEOUT_SECONDS", "TORCH_DISTRIBUTED_BACKEND")
-    assert [remark.split()[0] for remark in remarks(dict.fromkeys(useless, "1"))] == sorted(useless)
-    assert remarks({"NCCL_BLOCKING_WAIT": "1"}) == [
+    assert [remark.split()[0] for remark in variable_warnings(dict.fromkeys(useless, "1"))] == sorted(useless)
+    assert variable_warnings({"NCCL_BLOCKING_WAIT": "1"}) == [
         "NCCL_BLOCKING_WAIT is deprecated; it is called TORCH_NCCL_BLOCKING_WAIT now"
     ]
     useful = {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "INFO", "NCCL_IB_HCA": "x"}
-    assert remarks(useful) == []
-    assert remarks({"CUDA_LAUNCH_BLOCKING": "0"}) == []
-    assert "debugging" in remarks({"CUDA_LAUNCH_BLOCKING": "1"})[0]
+    assert variable_warnings(useful) == []
+    assert variable_warnings({"CUDA_LAUNCH_BLOCKING": "0"}) == []
+    assert "debugging" in variable_warnings({"CUDA_LAUNCH_BLOCKING": "1"})[0]
 
 
 def test_interfaces_may_have_other_names_on_other_machines() -> None:
@@ -128,13 +127,13 @@ def test_interfaces_may_have_other_names_on_other_machines() -> None:
 
 
 def test_lines_read_well() -> None:
-    assert str(Line(WARN, "disk", "5 GiB free", "free space")) == (
+    assert str(Finding(WARN, "disk", "5 GiB free", "free space")) == (
         "⚠ disk             5 GiB free\n                   do: free space"
     )
-    assert Line(BAD, "x", "y").as_dict() == {"status": "bad", "name": "x", "found": "y", "do": ""}
+    assert Finding(BAD, "x", "y").as_dict() == {"status": "bad", "name": "x", "found": "y", "do": ""}
 
 
-def _all(facts: list[dict[str, Any]]) -> Iterator[Line]:
+def _all(facts: list[dict[str, Any]]) -> Iterator[Finding]:
     for verdict in verdicts.CHEAP:
         yield from verdict(facts)
 

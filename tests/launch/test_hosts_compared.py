@@ -64,7 +64,7 @@ def test_the_doctor_on_three_hosts_of_which_one_has_another_torch(four: list[Hos
     assert lines["ports"]["found"] == "3 machines reach one another on ephemeral ports (6 ways)"
     assert lines["clocks"]["found"].startswith("within ")
     assert lines["shared folder"]["status"] == "warning"
-    assert f"on {INTERFACE}" in lines["meeting point"]["found"]
+    assert f"on {INTERFACE}" in lines["rendezvous"]["found"]
     assert "right on 3 ranks" in lines["all-reduce"]["found"]
     assert second.out == third.out == ""
 
