@@ -197,7 +197,7 @@ PROVOKED: list[tuple[str, Callable[[], Any]]] = [
     ("the model is already wrapped in DataParallel", refuse(lambda: nn.DataParallel(nn.Linear(1, 1)))),
     ("no scheduler is given", cli("submit")),
     ("there is no study 'speed'", cli("bench", "speed", "c.yaml")),
-    ("is no list of numbers from 1 on", cli("bench", "scaling", "c.yaml", "--ranks", "a,b")),
+    ("is not a list of numbers from 1 on", cli("bench", "scaling", "c.yaml", "--ranks", "a,b")),
     ("--live serves the page; it writes no file", cli("report", ".", "--live", "-o", "x.html")),
     (
         "can't be cut into stages",

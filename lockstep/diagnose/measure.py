@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.diagnose.verdicts import BAD, GOOD, WARN, Finding
 from lockstep.network import address_towards, interface_of
-from lockstep.report import words
+from lockstep.report import units
 
 _TRY_SECONDS = 5.0
 _DISK_BYTES = 32 * 2**20
@@ -246,12 +246,12 @@ def all_reduce(device: Any, link: float | None) -> list[Finding]:
         dist.all_reduce(spent.to(device), dist.ReduceOp.MAX)
         if spent.item() > _BUDGET_SECONDS:
             break
-    shown = ", ".join(f"{words.size(size)} {words.seconds(seconds)}" for size, seconds, _ in found)
+    shown = ", ".join(f"{units.size(size)} {units.seconds(seconds)}" for size, seconds, _ in found)
     fastest = max(rate for _, _, rate in found)
-    text = f"right on {world} ranks: {shown}; at best {words.size(fastest)}/s on the bus"
+    text = f"right on {world} ranks: {shown}; at best {units.size(fastest)}/s on the bus"
     if link is None:
         return [Finding(GOOD, "all-reduce", text)]
-    text += f", {fastest / link:.0%} of the link's {words.size(link)}/s"
+    text += f", {fastest / link:.0%} of the link's {units.size(link)}/s"
     do = "see the interface above; other traffic on the link; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
     return [Finding(WARN, "all-reduce", text, do) if fastest < 0.5 * link else Finding(GOOD, "all-reduce", text)]
 

@@ -72,7 +72,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "the loss is NaN, or jumps",
-        "report: “The loss was no number at step”; events.jsonl: fault, with the samples",
+        "report: “The loss was not a number at step”; events.jsonl: fault, with the samples",
         "an overflow under fp16, a bad sample, or a learning rate that is too high",
         "precision.mode: bf16; training.bad_numbers; lower training.learning_rate",
     ),

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lockstep.diagnose.facts import differing
-from lockstep.report import words
+from lockstep.report import units
 
 Facts = Sequence[dict[str, Any]]  # by rank
 GOOD, WARN, BAD = "✓", "⚠", "✗"
@@ -139,7 +139,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
     for one in (one for one in facts if one["local_rank"] < len(one["gpus"])):
         gpu = one["gpus"][one["local_rank"]]
         if gpu.get("free", gpu["memory"]) < 0.9 * gpu["memory"]:
-            found = f"rank {one['rank']}: {words.size(gpu['free'])} of {words.size(gpu['memory'])} is free"
+            found = f"rank {one['rank']}: {units.size(gpu['free'])} of {units.size(gpu['memory'])} is free"
             yield Finding(WARN, "GPU memory", found, "another process holds the rest: `nvidia-smi` names it")
     yield from _pcie(facts)
 
@@ -205,7 +205,7 @@ def limits(facts: Facts) -> Iterator[Finding]:
         free = least["shared_memory"]["free"]
         small = free < _GIB
         do = "docker run --shm-size=8g: data workers and NCCL need it" if small else ""
-        found = f"{words.size(free)} free in /dev/shm{_at(least, facts)}"
+        found = f"{units.size(free)} free in /dev/shm{_at(least, facts)}"
         yield Finding(WARN if small else GOOD, "shared memory", found, do)
     for one in machines:
         setting = one["variables"].get("OMP_NUM_THREADS", "").split(",")[0].strip()
@@ -231,7 +231,7 @@ def disk(facts: Facts) -> Iterator[Finding]:
         free = (one["disk"] or {"free": 0})["free"]
         status = BAD if free < _GIB else WARN if free < 10 * _GIB else GOOD
         speed = one.get("disk_speed")
-        text = f"{words.size(free)} free" + (f", written and synced at {words.size(speed)}/s" if speed else "")
+        text = f"{units.size(free)} free" + (f", written and synced at {units.size(speed)}/s" if speed else "")
         yield Finding(
             status, "disk", text + _at(one, facts), "" if status == GOOD else "free space, or --output-dir elsewhere"
         )

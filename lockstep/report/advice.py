@@ -1,23 +1,23 @@
-"""What to do next: rules over a run's figures, each with the evidence that it rests on."""
+"""Advises what to do next: rules over a run's numbers, each with its evidence."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lockstep.report import times, words
-from lockstep.report.read import Run, flat_config
+from lockstep.report import times, units
+from lockstep.report.read import RunData, flat_config
 
 _FIRST = {"bad": 0, "warn": 1, "info": 2}
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to do.
+    """One piece of advice.
 
     Attributes:
         level: `bad` (the run failed or is failing), `warn` (time or memory is lost), `info`.
-        found: what the figures say.
+        found: what the numbers show.
         do: what to change.
         evidence: the numbers, and where they come from.
     """
@@ -28,13 +28,13 @@ class Advice:
     evidence: str
 
 
-def advise(run: Run) -> list[Advice]:
-    """All that applies, the most urgent first."""
+def advise(run: RunData) -> list[Advice]:
+    """Return all advice that applies, the most urgent first."""
     found = [advice for rule in _RULES for advice in rule(run)]
     return sorted(found, key=lambda advice: _FIRST[advice.level])
 
 
-def _crashed(run: Run) -> Iterator[Advice]:
+def _crashed(run: RunData) -> Iterator[Advice]:
     if run.status != "crashed":
         return
     saves = [event["step"] for event in run.of_kind("save") if isinstance(event.get("step"), int)]
@@ -42,36 +42,36 @@ def _crashed(run: Run) -> Iterator[Advice]:
     lost = f"the newest checkpoint is of step {saves[-1]}" if saves else "there is no checkpoint"
     yield Advice(
         "bad",
-        f"The run ended after step {step} without saying so.",
-        f"Look at the end of {run.path / 'logs' / 'rank-0.log'}; go on with `lockstep train "
+        f"The run ended after step {step} without a last event.",
+        f"Look at the end of {run.path / 'logs' / 'rank-0.log'}; resume with `lockstep train "
         f"{run.path / 'config.yaml'} --output-dir {run.path} --resume auto`.",
-        f"events.jsonl has no last `stop`; the last logged step is {step}, {lost}.",
+        f"events.jsonl does not end with `stop`; the last logged step is {step}, {lost}.",
     )
 
 
-def _not_a_number(run: Run) -> Iterator[Advice]:
+def _non_finite_loss(run: RunData) -> Iterator[Advice]:
     if run.not_numbers:
         yield Advice(
             "bad",
-            f"The loss was no number at step {run.not_numbers[0]}.",
+            f"The loss was not a number at step {run.not_numbers[0]}.",
             "Lower training.learning_rate, lengthen training.warmup_steps, or look at the samples of that step.",
             f"{len(run.not_numbers)} logged step(s) have a loss of nan or infinity, the first is {run.not_numbers[0]}.",
         )
 
 
-def _restarts(run: Run) -> Iterator[Advice]:
+def _restarts(run: RunData) -> Iterator[Advice]:
     restarts = run.of_kind("restart", "fault")
     if restarts:
         reasons = "; ".join(dict.fromkeys(str(event.get("reason", "")).splitlines()[0] for event in restarts[-3:]))
         yield Advice(
             "warn",
-            f"The ranks were started anew {'once' if len(restarts) == 1 else f'{len(restarts)} times'}.",
-            "Read the reasons; a machine that returns in them is worth taking out.",
+            f"The ranks were restarted {'once' if len(restarts) == 1 else f'{len(restarts)} times'}.",
+            "Read the reasons; consider removing a machine that recurs in them.",
             f"events.jsonl: {reasons}",
         )
 
 
-def _data(run: Run) -> Iterator[Advice]:
+def _data(run: RunData) -> Iterator[Advice]:
     share = times.step_shares(run).get("data", 0.0)
     if share < 0.1:
         return
@@ -85,31 +85,31 @@ def _data(run: Run) -> Iterator[Advice]:
     )
 
 
-def _communication(run: Run) -> Iterator[Advice]:
+def _communication(run: RunData) -> Iterator[Advice]:
     share = times.step_shares(run).get("communication", 0.0)
     if share < 0.2 or run.of_kind("straggler"):
         return
     yield Advice(
         "warn",
         f"{share:.0%} of each step waits for other ranks.",
-        "Raise training.gradient_accumulation_steps (fewer reductions a sample), use shards within a node only "
+        "Raise training.gradient_accumulation_steps (fewer reductions per sample), use shards within a node only "
         "(fsdp.sharding_strategy: hybrid_shard), or compress (ddp.compression.kind: bf16).",
         _of_a_step(run, share) + ".",
     )
 
 
-def _stragglers(run: Run) -> Iterator[Advice]:
+def _straggler(run: RunData) -> Iterator[Advice]:
     for event in {event.get("rank"): event for event in run.of_kind("straggler")}.values():
         host = event.get("host") or "its machine"
         yield Advice(
             "warn",
             f"Rank {event.get('rank')} on {host} keeps the others waiting, with {_phase(event)}.",
-            f"Look at {host}: other processes, heat, a slow disk; `lockstep doctor` measures it beside the others.",
+            f"Look at {host}: other processes, heat, a slow disk; `lockstep doctor` compares it with the others.",
             f"step {event.get('step')}: {event.get('text')}.",
         )
 
 
-def _pauses(run: Run) -> Iterator[Advice]:
+def _pauses(run: RunData) -> Iterator[Advice]:
     totals = times.totals(run)
     wall = sum(totals.values()) - totals.get("outside", 0.0)
     if not wall:
@@ -120,20 +120,20 @@ def _pauses(run: Run) -> Iterator[Advice]:
         how = "Set checkpoint.async: true" if config.get("checkpoint.async") is False else "Raise checkpoint.save_steps"
         yield Advice(
             "warn",
-            f"{saving:.0%} of the time goes into checkpoints.",
+            f"Checkpoints take {saving:.0%} of the time.",
             f"{how}.",
-            f"{words.seconds(totals['checkpoint'])} of {words.seconds(wall)}, {len(run.of_kind('save'))} checkpoints.",
+            f"{units.seconds(totals['checkpoint'])} of {units.seconds(wall)}, {len(run.of_kind('save'))} checkpoints.",
         )
     if evaluating > 0.2:
         yield Advice(
             "info",
-            f"{evaluating:.0%} of the time goes into evaluations.",
+            f"Evaluations take {evaluating:.0%} of the time.",
             "Raise training.eval_steps or training.eval_batch_size.",
-            f"{words.seconds(totals['evaluation'])} of {words.seconds(wall)} in {len(run.evaluations)} evaluations.",
+            f"{units.seconds(totals['evaluation'])} of {units.seconds(wall)} in {len(run.evaluations)} evaluations.",
         )
 
 
-def _memory(run: Run) -> Iterator[Advice]:
+def _memory(run: RunData) -> Iterator[Advice]:
     for event in run.of_kind("memory_high", "memory_imbalance")[:2]:
         yield Advice(
             "warn",
@@ -150,11 +150,11 @@ def _memory(run: Run) -> Iterator[Advice]:
             "info",
             f"Much of the GPUs' memory is free: the fullest has held {peak / total:.0%} of it.",
             "Raise training.batch_size (and keep training.global_batch_size), or turn gradient_checkpointing off.",
-            f"rank {memory['peak'][3]}: a peak of {words.size(peak)} of {words.size(total)}.",
+            f"rank {memory['peak'][3]}: a peak of {units.size(peak)} out of {units.size(total)}.",
         )
 
 
-def _precision(run: Run) -> Iterator[Advice]:
+def _precision(run: RunData) -> Iterator[Advice]:
     skipped = run.last("skipped_steps") or 0
     steps = run.rows[-1]["step"] if run.rows else 0
     if skipped > max(3, 0.02 * steps):
@@ -162,11 +162,11 @@ def _precision(run: Run) -> Iterator[Advice]:
             "warn",
             f"{skipped} of {steps} steps were skipped: gradients overflowed under fp16.",
             "Use precision.mode: bf16 where the device has it; else lower precision.loss_scale.initial_scale.",
-            f"skipped_steps is {skipped}, the loss scale {run.last('loss_scale')} at the end.",
+            f"skipped_steps is {skipped}, and the loss scale is {run.last('loss_scale')} at the end.",
         )
 
 
-def _clipping(run: Run) -> Iterator[Advice]:
+def _clipping(run: RunData) -> Iterator[Advice]:
     values = [row["clipped"] for row in times.settled(run.rows) if row.get("clipped") is not None]
     if len(values) >= 10 and sum(value > 0 for value in values) > 0.9 * len(values):
         limit = flat_config(run.config_text).get("training.gradient_clip.value")
@@ -180,7 +180,7 @@ def _clipping(run: Run) -> Iterator[Advice]:
         )
 
 
-def _overfitting(run: Run) -> Iterator[Advice]:
+def _overfitting(run: RunData) -> Iterator[Advice]:
     losses = [(row["step"], row["eval_loss"]) for row in run.evaluations if row.get("eval_loss") is not None]
     if len(losses) < 3:
         return
@@ -195,7 +195,7 @@ def _overfitting(run: Run) -> Iterator[Advice]:
         )
 
 
-def _slowing(run: Run) -> Iterator[Advice]:
+def _slowing(run: RunData) -> Iterator[Advice]:
     name = "tokens_per_second" if run.last("tokens_per_second") else "samples_per_second"
     unit = name.partition("_")[0]
     values = [row[name] for row in run.rows if row.get(name)]
@@ -205,39 +205,39 @@ def _slowing(run: Run) -> Iterator[Advice]:
     if late < 0.8 * early:
         yield Advice(
             "warn",
-            f"The run has become slower: {1 - late / early:.0%} less a second than before.",
-            "Look at what else runs on the machines, at the disk, and at “Time per phase” for the phase that grew.",
-            f"{words.count(early)} {unit}/s in the second quarter of the run, {words.count(late)} in the last.",
+            f"The run has become slower: {1 - late / early:.0%} fewer per second than before.",
+            "Look at other programs on the machines, at the disk, and at “Time per phase” for the phase that grew.",
+            f"{units.count(early)} {unit}/s in the second quarter of the run, {units.count(late)} in the last.",
         )
 
 
-def _utilisation(run: Run) -> Iterator[Advice]:
+def _utilisation(run: RunData) -> Iterator[Advice]:
     shares, mfu = times.step_shares(run), run.last("mfu")
     on_gpu = "CPU" not in str((run.start.get("ranks") or [{}])[0].get("device", "CPU"))
     if on_gpu and mfu is not None and mfu < 0.2 and shares.get("forward_backward", 0.0) > 0.7:
         yield Advice(
             "info",
-            f"The devices compute at {mfu:.0%} of what they can.",
+            f"The devices compute at {mfu:.0%} of their peak.",
             "Try training.compile: true, precision.mode: bf16, or a larger training.batch_size.",
             f"mfu {mfu:.3g}; {shares['forward_backward']:.0%} of a step is forward and backward; peak: "
             f"{run.start.get('peak_source')}.",
         )
 
 
-def _sinks(run: Run) -> Iterator[Advice]:
+def _sinks(run: RunData) -> Iterator[Advice]:
     for event in run.of_kind("sink_failed"):
         yield Advice(
             "info",
             f"{str(event.get('sink', 'a sink')).capitalize()} failed; training went on without it.",
-            "Mend it, or take it out of monitor.sinks.",
+            "Repair it, or remove it from monitor.sinks.",
             f"{event.get('reason')}",
         )
 
 
-def _of_a_step(run: Run, share: float) -> str:
+def _of_a_step(run: RunData, share: float) -> str:
     step = times.typical_step(run)
     return (
-        f"{words.seconds(share * step)} of a step of {words.seconds(step)}, the median over ranks and "
+        f"{units.seconds(share * step)} of a step of {units.seconds(step)}, the median over ranks and "
         f"{len(times.settled(run.gathered))} measurements"
     )
 
@@ -246,7 +246,7 @@ def _phase(event: dict[str, Any]) -> str:
     return times.NAMES.get(str(event.get("phase")), str(event.get("phase")))
 
 
-_RULES: tuple[Callable[[Run], Iterator[Advice]], ...] = (
-    _crashed, _not_a_number, _restarts, _data, _communication, _stragglers, _pauses, _memory, _precision, _clipping,
+_RULES: tuple[Callable[[RunData], Iterator[Advice]], ...] = (
+    _crashed, _non_finite_loss, _restarts, _data, _communication, _straggler, _pauses, _memory, _precision, _clipping,
     _overfitting, _slowing, _utilisation, _sinks,
 )  # fmt: skip

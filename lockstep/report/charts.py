@@ -1,4 +1,4 @@
-"""Figures as plain data for plotly.js. A colour is `@name`: the page puts in its own, of the light or dark theme."""
+"""Draws figures as plain data for plotly.js. A colour `@name` stands for one of the page's light or dark theme."""
 
 from collections.abc import Callable
 from math import log10
@@ -16,10 +16,10 @@ from lockstep.report.drawing import (
     mode,
     moments,
     short,
+    smoothed,
+    thinned,
 )
-from lockstep.report.profile_charts import profile_charts
-from lockstep.report.read import Row, Run
-from lockstep.report.thin import smoothed, thinned
+from lockstep.report.read import Row, RunData
 
 _PHASE_COLOURS = {
     "forward_backward": "@c1", "data": "@c2", "communication": "@c4", "optimizer": "@c3", "evaluation": "@c5",
@@ -27,8 +27,8 @@ _PHASE_COLOURS = {
 }  # fmt: skip
 
 
-def charts(runs: list[Run]) -> list[Figure]:
-    """All that can be drawn of these runs, in the order of the page."""
+def charts(runs: list[RunData]) -> list[Figure]:
+    """Return all figures that can be drawn of these runs, in the page's order."""
     made = [draw(runs) for draw in (loss, throughput, phases, whole_time)]
     if len(runs) == 1:
         made += [draw(runs[0]) for draw in (ranks, own_time, memory)]
@@ -39,10 +39,11 @@ def charts(runs: list[Run]) -> list[Figure]:
     return [figure for figure in made if figure is not None and figure["data"]]
 
 
-# ---- what it learns ----
+# ---- loss and numbers of the records ----
 
 
-def loss(runs: list[Run]) -> Figure | None:
+def loss(runs: list[RunData]) -> Figure | None:
+    """Draw the loss of training and evaluation."""
     data: list[Row] = []
     lowest, highest = float("inf"), 0.0
     for run, colour in zip(runs, cycle(runs), strict=True):
@@ -65,16 +66,16 @@ def loss(runs: list[Run]) -> Figure | None:
             })  # fmt: skip
     log = lowest > 0 and highest > 20 * lowest
     marks = [mark for run in runs for mark in _restart_marks(run)]
-    note = "Thin: each logged step; thick: their moving mean." if any(len(run.rows) > 40 for run in runs) else ""
+    note = "Thin: each logged step; thick: the moving mean." if any(len(run.rows) > 40 for run in runs) else ""
     if marks:
-        note += " Dashed lines: the run went on from a checkpoint."
+        note += " Dashed lines: the run was resumed from a checkpoint."
     return chart(
         "loss", "Loss", data, note=note.strip(), wide=True, shapes=marks, xaxis={"title": {"text": "step"}},
         yaxis=log_axis([lowest, highest]) if log else {},
     )  # fmt: skip
 
 
-def _restart_marks(run: Run) -> list[Row]:
+def _restart_marks(run: RunData) -> list[Row]:
     steps = {event["step"] for event in run.of_kind("resume") if isinstance(event.get("step"), int)}
     return [
         {"type": "line", "xref": "x", "yref": "paper", "x0": step, "x1": step, "y0": 0, "y1": 1,
@@ -86,14 +87,14 @@ def _restart_marks(run: Run) -> list[Row]:
 _NUMBERS: tuple[tuple[str, str, str, str], ...] = (
     ("lr", "Learning rate", "linear", ""),
     ("grad_norm", "Gradient norm", "log", "Before clipping, over all shards and stages."),
-    ("loss_scale", "Loss scale", "log", "Of fp16; it halves when a step is skipped."),
-    ("mfu", "Model FLOPs utilisation", "linear", "FLOPs a second over what the devices can do."),
-    ("hfu", "Hardware FLOPs utilisation", "linear", "As MFU, but counts activations that are computed twice."),
+    ("loss_scale", "Loss scale", "log", "For fp16; it is halved when a step is skipped."),
+    ("mfu", "Model FLOPs utilisation", "linear", "FLOPs per second, as a share of the devices' peak."),
+    ("hfu", "Hardware FLOPs utilisation", "linear", "Like MFU, but recomputed activations count twice."),
 )
 
 
-def number(runs: list[Run], name: str, title: str, axis: str, note: str) -> Figure | None:
-    """One number of the records over the steps."""
+def number(runs: list[RunData], name: str, title: str, axis: str, note: str) -> Figure | None:
+    """Draw one number of the records over the steps."""
     data = []
     for run, colour in zip(runs, cycle(runs), strict=True):
         steps, values = run.series(name)
@@ -105,7 +106,8 @@ def number(runs: list[Run], name: str, title: str, axis: str, note: str) -> Figu
     return chart(name, title, data, note=note, xaxis={"title": {"text": "step"}}, yaxis=scale)
 
 
-def layers(run: Run) -> Figure | None:
+def layers(run: RunData) -> Figure | None:
+    """Draw the gradient norm of each layer as a heat map."""
     rows = [row for row in run.rows if row.get("gradient_norms")]
     if not rows:
         return None
@@ -124,10 +126,11 @@ def layers(run: Run) -> Figure | None:
                  xaxis={"title": {"text": "step"}}, yaxis={"autorange": "reversed"})  # fmt: skip
 
 
-# ---- how fast ----
+# ---- speed ----
 
 
-def throughput(runs: list[Run]) -> Figure | None:
+def throughput(runs: list[RunData]) -> Figure | None:
+    """Draw samples or tokens per second."""
     tokens = all(run.last("tokens_per_second") for run in runs)
     data = []
     for run, colour in zip(runs, cycle(runs), strict=True):
@@ -135,7 +138,7 @@ def throughput(runs: list[Run]) -> Figure | None:
         value: Callable[[Row], float | None] = _tokens if tokens else _samples
         values = [value(row) for row in rows]
         data.append(line([r["step"] for r in rows], values, run.name, colour, showlegend=len(runs) > 1))
-    unit = "tokens a second" if tokens else "samples a second"
+    unit = "tokens per second" if tokens else "samples per second"
     return chart("throughput", "Throughput", data, note=f"{unit.capitalize()}, over all ranks.",
                  xaxis={"title": {"text": "step"}}, yaxis={"rangemode": "tozero"})  # fmt: skip
 
@@ -148,8 +151,8 @@ def _samples(row: Row) -> float | None:
     return float(row.get("samples") or 0) / float(row["step_seconds"])
 
 
-def phases(runs: list[Run]) -> Figure | None:
-    """One run: milliseconds of a step over the steps, stacked. Several: a bar each."""
+def phases(runs: list[RunData]) -> Figure | None:
+    """Draw the time per phase of a step: stacked over the steps for one run, one bar each for several."""
     if len(runs) > 1:
         return _phase_bars(runs)
     rows = runs[0].gathered
@@ -165,11 +168,11 @@ def phases(runs: list[Run]) -> Figure | None:
         for phase in times.STEP_PHASES if any(times.of(row, phase) for row in rows)
     ]  # fmt: skip
     return chart("phases", "Time per phase", data if len(rows) > 1 else [],
-                 note=f"{unit} of a step, of the rank in the middle.", xaxis={"title": {"text": "step"}},
+                 note=f"{unit} per step, of the median rank.", xaxis={"title": {"text": "step"}},
                  yaxis={"rangemode": "tozero", "ticksuffix": sign})  # fmt: skip
 
 
-def _phase_bars(runs: list[Run]) -> Figure:
+def _phase_bars(runs: list[RunData]) -> Figure:
     seconds = [(run, times.step_shares(run), times.typical_step(run)) for run in runs]
     known = [(run.name, {p: s * step for p, s in shares.items()}) for run, shares, step in seconds if shares]
     data = [
@@ -178,12 +181,12 @@ def _phase_bars(runs: list[Run]) -> Figure:
          "hovertemplate": "%{x:.3g} ms"}
         for phase in times.STEP_PHASES if any(values[phase] for _, values in known)
     ]  # fmt: skip
-    return chart("phases", "Time per phase", data, note="Milliseconds of a typical step, of the rank in the middle.",
+    return chart("phases", "Time per phase", data, note="Milliseconds of a typical step, of the median rank.",
                  barmode="stack", xaxis={"ticksuffix": " ms"}, yaxis={"autorange": "reversed"})  # fmt: skip
 
 
-def whole_time(runs: list[Run]) -> Figure | None:
-    """Where the wall time went: one bar a run."""
+def whole_time(runs: list[RunData]) -> Figure | None:
+    """Draw where the wall time went: one bar per run."""
     known = [(run.name, times.totals(run)) for run in runs if run.gathered]
     data = [
         {"type": "bar", "orientation": "h", "name": times.NAMES[phase], "y": [name for name, _ in known],
@@ -200,8 +203,8 @@ def whole_time(runs: list[Run]) -> Figure | None:
 # ---- ranks ----
 
 
-def ranks(run: Run) -> Figure | None:
-    """Each rank's own time over the median: a heat map, so that a slow rank is a stripe."""
+def ranks(run: RunData) -> Figure | None:
+    """Draw each rank's own time over the median as a heat map, where a slow rank is a stripe."""
     rows = [row for row in run.gathered if row.get("own_seconds")]
     if not rows:
         return None
@@ -221,12 +224,12 @@ def ranks(run: Run) -> Figure | None:
         "colorbar": {"thickness": 10, "ticksuffix": " ×", "outlinewidth": 0},
     }  # fmt: skip
     return chart("ranks", "Skew of the ranks", [heat],
-                 note="A rank's own time in a step, without waiting, over that of the rank in the middle.",
+                 note="A rank's own time in a step, without waiting, over that of the median rank.",
                  xaxis={"title": {"text": "step"}}, yaxis={"autorange": "reversed"})  # fmt: skip
 
 
-def own_time(run: Run) -> Figure | None:
-    """Least and most over ranks of the phases that differ."""
+def own_time(run: RunData) -> Figure | None:
+    """Draw the slowest rank and the median, for the phases that differ."""
     rows = run.gathered
     if not rows or not any(row.get("own_seconds") for row in rows):
         return None
@@ -239,11 +242,12 @@ def own_time(run: Run) -> Figure | None:
             data.append(line(steps, most, f"{times.NAMES[phase]}, most", _PHASE_COLOURS[phase]))
             data.append(line(steps, middle, "median", _PHASE_COLOURS[phase], width=1, line={"dash": "dot"},
                              showlegend=False))  # fmt: skip
-    return chart("spread", "Slowest rank and median", data, note=f"{unit} of a step; dotted: the median.",
+    return chart("spread", "Slowest rank and median", data, note=f"{unit} per step; dotted: the median.",
                  xaxis={"title": {"text": "step"}}, yaxis={"rangemode": "tozero", "ticksuffix": sign})  # fmt: skip
 
 
-def memory(run: Run) -> Figure | None:
+def memory(run: RunData) -> Figure | None:
+    """Draw the memory of the rank that holds most."""
     rows = [row for row in run.gathered if row.get("memory")]
     names = {"peak": "peak", "reserved": "reserved", "allocated": "allocated", "host": "host, resident"}
     data, colours = [], iter(COLOURS)
@@ -257,11 +261,11 @@ def memory(run: Run) -> Figure | None:
         shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": total, "y1": total,
                        "line": {"color": "@c4", "width": 1, "dash": "dot"}})  # fmt: skip
     return chart("memory", "Memory", data, note="GiB of the rank that holds most."
-                 + (" Dotted: what the GPU has." if shapes else ""), shapes=shapes, xaxis={"title": {"text": "step"}},
+                 + (" Dotted: the GPU's memory." if shapes else ""), shapes=shapes, xaxis={"title": {"text": "step"}},
                  yaxis={"rangemode": "tozero", "ticksuffix": " GiB"})  # fmt: skip
 
 
-# ---- what happened ----
+# ---- events ----
 
 _KINDS = {
     "start": ("@c1", "circle"), "resume": ("@c2", "diamond"), "save": ("@c3", "square"), "stop": ("@c1", "x"),
@@ -271,7 +275,8 @@ _KINDS = {
 _NOT_DRAWN = ("save_stall", "prometheus")
 
 
-def timeline(runs: list[Run]) -> Figure | None:
+def timeline(runs: list[RunData]) -> Figure | None:
+    """Draw the events of the runs over time."""
     data: list[Row] = []
     several = len(runs) > 1
     begun = {id(run): min((event["time"] for event in run.events), default=0.0) for run in runs}
@@ -295,3 +300,43 @@ def _about(event: Row) -> str:
     parts += [f"step {event['step']}"] if "step" in event else []
     parts += [str(event[key]).splitlines()[0][:120] for key in ("checkpoint", "reason", "text") if event.get(key)]
     return ", ".join(parts)
+
+
+# ---- the newest profile ----
+
+_PARTS = {"compute": "@c1", "overlapped communication": "@c3", "exposed communication": "@c4", "idle": "@c8"}
+_MIB = 2**20
+
+
+def profile_charts(run: RunData) -> list[Figure]:
+    """Draw the newest profile of a run; the figures are empty if there is none."""
+    return [profile_shares(run), profile_memory(run)]
+
+
+def profile_shares(run: RunData) -> Figure:
+    """Draw a bar for each traced rank."""
+    profile = run.profile or {}
+    ranks = profile.get("ranks") or []
+    data = [
+        {"type": "bar", "orientation": "h", "name": part, "y": [f"rank {rank['rank']}" for rank in ranks],
+         "x": [short(rank["shares"][part]) for rank in ranks], "marker": {"color": colour},
+         "hovertemplate": "%{x:.1%}"}
+        for part, colour in _PARTS.items() if any(rank["shares"].get(part) for rank in ranks)
+    ]  # fmt: skip
+    note = f"{profile.get('about', '')} {profile.get('verdict', '')}".strip()
+    return chart("profile", "Profile", data, note=note, barmode="stack",
+                 xaxis={"tickformat": ".0%", "range": [0, 1]}, yaxis={"autorange": "reversed"},
+                 short=len(ranks) < 3)  # fmt: skip
+
+
+def profile_memory(run: RunData) -> Figure:
+    """Draw the memory that was allocated since the trace began."""
+    curve = (run.profile or {}).get("memory") or []
+    factor, sign, _ = moments(max((when for when, _ in curve), default=0.0))
+    most = max((size for _, size in curve), default=0.0)
+    unit, name = (GIB, "GiB") if most > GIB else (_MIB, "MiB")
+    data = [line([short(when * factor) for when, _ in curve], [size / unit for _, size in curve], "held", "@c1",
+                 line={"shape": "hv"}, showlegend=False)] if curve else []  # fmt: skip
+    return chart("profile-memory", "Memory in the profile", data,
+                 note="Allocated since the trace began, by the first traced rank.",
+                 xaxis={"ticksuffix": sign}, yaxis={"ticksuffix": f" {name}"})  # fmt: skip

@@ -1,4 +1,4 @@
-"""`lockstep report RUN [RUN2 …] [-o FILE] [--live]`."""
+"""Runs `lockstep report` and `lockstep bench`."""
 
 import os
 import shlex
@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.report import times, words
+from lockstep.report import times, units
 from lockstep.report.advice import advise
 from lockstep.report.page import write
-from lockstep.report.read import Run, read_run
+from lockstep.report.read import RunData, read_run
 
 
 def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) -> int:
-    """Write the page, or serve it; and say the most important in words.
+    """Write the page or serve it, and print a summary.
 
     Args:
+        paths: run directories.
         output: the file; unset: `RUN/report.html` of the first run.
+        live: serve the page instead.
+        port: for `live`.
     """
     if live:
         from lockstep.report.live import serve
@@ -26,11 +29,11 @@ def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) ->
             raise UsageError("--live serves the page; it writes no file", fix="leave out -o, or --live")
         serve(paths, port, started=lambda text: print(text, flush=True))
         return 0
-    runs = [read_run(path) for path in _apart(paths)]
+    runs = [read_run(path) for path in _distinct(paths)]
     target = output or paths[0] / "report.html"
     write(runs, target)
     for one in runs:
-        print("\n".join(in_words(one)))
+        print("\n".join(summary(one)))
     print(f"lockstep: {target}")
     return 0
 
@@ -38,21 +41,21 @@ def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) ->
 def bench(
     what: str, config: Path, overrides: Sequence[str], *, ranks: str, sleeping: str, steps: int, output: Path
 ) -> int:
-    """`lockstep bench scaling`: runs, a table on the console and in `output`.md, a picture in `output`.html."""
+    """Run `lockstep bench scaling`: print a table, and write `output`.md and `output`.html."""
     from lockstep.report import scaling
     from lockstep.report.page import render
 
     if what != "scaling":
         raise UsageError(f"there is no study {what!r}", where="lockstep bench", fix="lockstep bench scaling CONFIG")
-    output.parent.mkdir(parents=True, exist_ok=True)  # before minutes of measuring
-    asked = shlex.join(["lockstep", "bench", what, str(config), *overrides, "--ranks", ranks, "--sleeping", sleeping])
+    output.parent.mkdir(parents=True, exist_ok=True)  # fail before measuring for minutes
+    called = shlex.join(["lockstep", "bench", what, str(config), *overrides, "--ranks", ranks, "--sleeping", sleeping])
     points = scaling.study(
         config, overrides, _counts("--ranks", ranks), sleeping=_counts("--sleeping", sleeping), steps=steps,
-        say=lambda text: print(text, flush=True),
+        log=lambda text: print(text, flush=True),
     )  # fmt: skip
-    about = f"{len(os.sched_getaffinity(0))} cores, {steps} steps a run, {words.moment(time.time())}"
-    output.with_suffix(".md").write_text(scaling.as_markdown(points, f"{asked} --steps {steps}", about))
-    page = scaling.page_of(points, f"Scaling of {config.name}", words.moment(time.time()), f"{asked}; {about}")
+    about = f"{len(os.sched_getaffinity(0))} cores, {steps} steps per run, {units.moment(time.time())}"
+    output.with_suffix(".md").write_text(scaling.as_markdown(points, f"{called} --steps {steps}", about))
+    page = scaling.page_of(points, f"Scaling of {config.name}", units.moment(time.time()), f"{called}; {about}")
     output.with_suffix(".html").write_text(render(page))
     print(f"lockstep: {output.with_suffix('.md')}, {output.with_suffix('.html')}")
     return 0
@@ -64,19 +67,19 @@ def _counts(option: str, text: str) -> list[int]:
     except ValueError:
         counts = [0]
     if counts and counts[0] < 1:
-        raise UsageError(f"{option} {text} is no list of numbers from 1 on", where=option, fix=f"{option} 1,2,4")
+        raise UsageError(f"{option} {text} is not a list of numbers from 1 on", where=option, fix=f"{option} 1,2,4")
     return counts
 
 
-def in_words(run: Run) -> list[str]:
-    """One line about the run, and one for each advice."""
+def summary(run: RunData) -> list[str]:
+    """Return one line about the run, and one for each piece of advice."""
     step, loss = (run.rows[-1]["step"] if run.rows else 0), run.last("loss")
     about = [f"{run.name}: {run.status}, {step} steps"]
     about += [f"loss {loss:.4f}"] if loss is not None else []
-    about += [f"{words.seconds(times.typical_step(run))} a step"] if times.typical_step(run) else []
+    about += [f"{units.seconds(times.typical_step(run))} per step"] if times.typical_step(run) else []
     return [", ".join(about), *(f"  {advice.found} {advice.do}" for advice in advise(run))]
 
 
-def _apart(paths: Sequence[Path]) -> list[Path]:
-    """Each run once, however often it was named."""
+def _distinct(paths: Sequence[Path]) -> list[Path]:
+    """Return each run once, even if it is named several times."""
     return list({path.resolve(): path for path in paths}.values())

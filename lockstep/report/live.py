@@ -1,4 +1,4 @@
-"""The report of a run that is going on, served on loopback; the page asks for its data anew every two seconds."""
+"""Serves the report of a running run on loopback; the page fetches its data every two seconds."""
 
 import json
 import os
@@ -21,7 +21,7 @@ class Live:
         self._data: dict[str, Any] = {}
 
     def data(self) -> dict[str, Any]:
-        """What the page shows now."""
+        """Return the page's current data."""
         seen = [_state(path / name) for path in self._paths for name in ("metrics.jsonl", "events.jsonl")]
         if seen != self._seen or not self._data or any(run["status"] == "running" for run in self._data["runs"]):
             self._data = page_data([read_run(path) for path in self._paths])
@@ -33,14 +33,15 @@ def serve(paths: Sequence[Path], port: int = 0, started: Callable[[str], object]
     """Serve until interrupted.
 
     Args:
-        port: 0: any free one.
-        started: told the address.
+        paths: run directories.
+        port: 0: any free port.
+        started: called with a line that has the address.
 
     Raises:
-        UsageError: the port is taken, or a path is no run directory.
+        UsageError: the port is taken, or a path is not a run directory.
     """
     server = make_server(paths, port)
-    started(f"lockstep: http://127.0.0.1:{server.server_address[1]}/ (Ctrl+C ends it)")
+    started(f"lockstep: http://127.0.0.1:{server.server_address[1]}/ (Ctrl+C stops it)")
     try:
         server.serve_forever()
     except KeyboardInterrupt:
@@ -50,13 +51,13 @@ def serve(paths: Sequence[Path], port: int = 0, started: Callable[[str], object]
 
 
 def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
-    """A server on loopback, not yet serving."""
+    """Make a server on loopback that does not serve yet."""
     live = Live(paths)
     live.data()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            # A page elsewhere that has its own name resolve to this address must not read the run.
+            # Another site whose name resolves to this address must not read the run.
             if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
                 self._answer(403, "text/plain", b"this page is for this machine")
             elif self.path == "/":
@@ -76,12 +77,12 @@ def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Requests are nobody's news."""
+            """Log no requests."""
 
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except (OSError, OverflowError) as error:  # taken, or no port at all
-        raise UsageError(f"port {port} can't be had on this machine: {error}", fix="--port 0: any") from None
+    except (OSError, OverflowError) as error:  # taken, or not a port
+        raise UsageError(f"port {port} can't be used on this machine: {error}", fix="--port 0: any") from None
 
 
 def _state(path: Path) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""The page: one HTML file that holds its data, its style and plotly.js, and asks nobody for anything.
+"""Builds the page: one HTML file that contains its data, style and plotly.js.
 
-Its content security policy forbids every request (served live: all but to the server it came from). What runs say
-about themselves, names and configs, goes into the page as data and is shown as text, never as markup.
+Its content security policy forbids every request; served live, it allows those to its own server. Names and configs of
+runs go into the page as data and are shown as text, never as markup.
 """
 
 import json
@@ -12,25 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.report import times, words
+from lockstep.report import times, units
 from lockstep.report.advice import advise
 from lockstep.report.charts import charts
 from lockstep.report.drawing import COLOURS
-from lockstep.report.read import Run, flat_config
+from lockstep.report.read import RunData, flat_config
 
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'; connect-src {connect}"
 )
 Page = dict[str, Any]
-_LAST_EVENTS = 200  # that are shown of a run
+_LAST_EVENTS = 200  # shown per run
 
 
 def render(data: Page, *, live: bool = False) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
-        live: it asks the server that it came from for `data.json` every two seconds.
+        data: from `page_data`.
+        live: the page fetches `data.json` from its server every two seconds.
 
     Raises:
         UsageError: plotly is not installed.
@@ -50,7 +51,7 @@ def render(data: Page, *, live: bool = False) -> str:
 
 
 def plotly_js() -> str:
-    """plotly.js, from the package plotly.
+    """Return plotly.js from the package plotly.
 
     Raises:
         UsageError: it is not installed.
@@ -63,12 +64,12 @@ def plotly_js() -> str:
         ) from None
 
 
-def page_data(runs: list[Run], now: float | None = None) -> Page:
-    """All that the page shows, as plain data."""
+def page_data(runs: list[RunData], now: float | None = None) -> Page:
+    """Return the page's content as plain data."""
     names = [run.name for run in runs]
     return {
         "title": " · ".join(names),
-        "made": words.moment(time.time() if now is None else now),
+        "made": units.moment(time.time() if now is None else now),
         "runs": [_about(run, COLOURS[i % len(COLOURS)]) for i, run in enumerate(runs)],
         "advice": [vars(advice) | {"run": run.name if len(runs) > 1 else ""} for run in runs for advice in advise(run)],
         "charts": charts(runs),
@@ -77,24 +78,24 @@ def page_data(runs: list[Run], now: float | None = None) -> Page:
     }
 
 
-def _about(run: Run, colour: str) -> Page:
+def _about(run: RunData, colour: str) -> Page:
     start, rows = run.start, run.rows
     versions = ", ".join(f"{name} {number}" for name, number in (start.get("versions") or {}).items())
     facts = [
         ("strategy", start.get("layout", "")),
         ("ranks", _where(start)),
         ("parameters", f"{start['parameters']:,}" if "parameters" in start else ""),
-        ("started", words.moment(start["time"]) if "time" in start else ""),
+        ("started", units.moment(start["time"]) if "time" in start else ""),
         ("versions", versions),
         ("directory", str(run.path)),
     ]
-    said = [line for line in start.get("lines") or [] if isinstance(line, str)]
+    lines = [line for line in start.get("lines") or [] if isinstance(line, str)]
     return {
         "name": run.name,
         "status": run.status,
         "colour": colour,
         "facts": [(name, str(text)) for name, text in facts if text],
-        "lines": said,
+        "lines": lines,
         "tiles": _tiles(run) if rows else [],
     }
 
@@ -109,8 +110,8 @@ def _where(start: Page) -> str:
     return f"{len(ranks)} × {' / '.join(devices)} on {shown}"
 
 
-def _tiles(run: Run) -> list[tuple[str, str, str]]:
-    """(name, value, note)"""
+def _tiles(run: RunData) -> list[tuple[str, str, str]]:
+    """Return (name, value, note) of each tile."""
     last, total = run.rows[-1], run.start.get("total_steps")
     best = min((row["eval_loss"] for row in run.evaluations if row.get("eval_loss") is not None), default=None)
     step, (rate, unit), mfu = times.typical_step(run), _rate(run), run.last("mfu")
@@ -119,17 +120,17 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     tiles = [
         ("steps", f"{last['step']:,}", f"of {total:,}" if total else ""),
         ("loss", f"{loss:.4f}" if loss is not None else "–", f"best evaluation {best:.4f}" if best is not None else ""),
-        ("step time", words.seconds(step), "median"),
-        (f"{unit} / s", words.count(rate), "") if rate else ("", "", ""),
+        ("step time", units.seconds(step), "median"),
+        (f"{unit} / s", units.count(rate), "") if rate else ("", "", ""),
         ("MFU", f"{mfu:.1%}", str(run.start.get("peak_source", "")).partition(":")[0]) if mfu else ("", "", ""),
-        ("peak memory", words.size(peak), "rank 0"),
-        ("wall time", words.seconds(times.wall_seconds(run)), ""),
+        ("peak memory", units.size(peak), "rank 0"),
+        ("wall time", units.seconds(times.wall_seconds(run)), ""),
     ]
     return [tile for tile in tiles if tile[0]]
 
 
-def _rate(run: Run) -> tuple[float | None, str]:
-    """The newest rate, and what it counts."""
+def _rate(run: RunData) -> tuple[float | None, str]:
+    """Return the newest rate, and its unit."""
     tokens = run.last("tokens_per_second")
     return (tokens, "tokens") if tokens else (run.last("samples_per_second"), "samples")
 
@@ -137,7 +138,7 @@ def _rate(run: Run) -> tuple[float | None, str]:
 # ---- tables: {title, head, rows} ----
 
 
-def _compared(runs: list[Run]) -> Page | None:
+def _compared(runs: list[RunData]) -> Page | None:
     if len(runs) < 2:
         return None
     rows = [[run.name, run.status, str(run.start.get("layout", "")), *_numbers(run)] for run in runs]
@@ -145,7 +146,7 @@ def _compared(runs: list[Run]) -> Page | None:
     return {"title": "The runs side by side", "head": head, "rows": rows}
 
 
-def _numbers(run: Run) -> list[str]:
+def _numbers(run: RunData) -> list[str]:
     best = min((row["eval_loss"] for row in run.evaluations if row.get("eval_loss") is not None), default=None)
     loss, mfu, peak = (run.last(name) for name in ("loss", "mfu", "memory_bytes"))
     rate, unit = _rate(run)
@@ -153,14 +154,14 @@ def _numbers(run: Run) -> list[str]:
         f"{run.rows[-1]['step']:,}" if run.rows else "0",
         "–" if loss is None else f"{loss:.4f}",
         "–" if best is None else f"{best:.4f}",
-        words.seconds(times.typical_step(run)),
-        "–" if not rate else f"{words.count(rate)} {unit} / s",
+        units.seconds(times.typical_step(run)),
+        "–" if not rate else f"{units.count(rate)} {unit} / s",
         "–" if not mfu else f"{mfu:.1%}",
-        "–" if not peak else words.size(peak),
+        "–" if not peak else units.size(peak),
     ]
 
 
-def _differences(runs: list[Run]) -> Page | None:
+def _differences(runs: list[RunData]) -> Page | None:
     configs = [flat_config(run.config_text) for run in runs]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     rows = [
@@ -173,18 +174,18 @@ def _differences(runs: list[Run]) -> Page | None:
     return {"title": "Where the configs differ", "head": ["key", *(run.name for run in runs)], "rows": rows}
 
 
-def _operators(runs: list[Run]) -> Page | None:
+def _operators(runs: list[RunData]) -> Page | None:
     found = (runs[0].profile or {}).get("operators") if len(runs) == 1 else None
     if not found:
         return None
-    rows = [[op["name"], words.seconds(op["seconds"]), f"{op['share']:.1%}", f"{op['calls']:,}"] for op in found]
+    rows = [[op["name"], units.seconds(op["seconds"]), f"{op['share']:.1%}", f"{op['calls']:,}"] for op in found]
     return {"title": "Top operators", "head": ["operator", "time", "share", "calls"], "rows": rows}
 
 
-def _events(runs: list[Run]) -> Page | None:
+def _events(runs: list[RunData]) -> Page | None:
     several = len(runs) > 1
     rows = [
-        [*([run.name] if several else []), words.moment(event["time"]), str(event.get("kind")),
+        [*([run.name] if several else []), units.moment(event["time"]), str(event.get("kind")),
          str(event.get("step", "")), _text(event)]
         for run in runs for event in run.events[-_LAST_EVENTS:]
     ]  # fmt: skip
@@ -199,13 +200,13 @@ def _text(event: Page) -> str:
     return ", ".join(str(value) if key in ("reason", "text") else f"{key} {value}" for key, value in shown.items())
 
 
-def write(runs: list[Run], path: Path) -> None:
-    """The page as a file; whole or not at all."""
+def write(runs: list[RunData], path: Path) -> None:
+    """Write the page to a file atomically."""
     text = render(page_data(runs))
-    beside = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     except OSError as error:
         raise UsageError(f"{path} can't be written", why=str(error.strerror), fix="-o FILE names another") from None
 

@@ -1,6 +1,6 @@
-"""A run directory as a `Run`: rows of metrics, events, the config, and what follows from them.
+"""Reads a run directory into `RunData`: rows of metrics, events, the config, and what follows from them.
 
-Reads what is there: a run that was killed has whole lines up to some step, and no last event.
+A run that was killed has whole lines up to some step, and no last event.
 """
 
 import json
@@ -15,18 +15,24 @@ from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
 
 Row = dict[str, Any]
-_QUIET_SECONDS = 120.0  # a run that has written nothing for longer, and for many steps, is taken for dead
+_QUIET_SECONDS = 120.0  # a run that has written nothing for longer, and for many steps, counts as crashed
 _QUIET_STEPS = 20
 
 
 @dataclass
-class Run:
-    """What a run directory holds.
+class RunData:
+    """The contents of a run directory.
 
     Attributes:
-        rows: logged steps, by step; numbers that are none (nan, inf) are None here.
+        path: the directory.
+        name: its name.
+        rows: logged steps, by step; nan and inf are None here.
         evaluations: by step.
-        status: `done`, `preempted`, `running`, or `crashed` (it ended without saying so).
+        events: in the order of the file.
+        config_text: the resolved config.
+        status: `done`, `preempted`, `running`, or `crashed` (there is no last event).
+        profile: the newest profile's summary.
+        not_numbers: steps whose loss was nan or infinite.
     """
 
     path: Path
@@ -37,46 +43,47 @@ class Run:
     config_text: str
     status: str
     profile: Row | None = None
-    not_numbers: list[int] = field(default_factory=list)  # steps whose loss was nan or infinite
+    not_numbers: list[int] = field(default_factory=list)
 
     @property
     def start(self) -> Row:
-        """The newest start event; empty where there is none."""
+        """The newest start event; empty if there is none."""
         return next((event for event in reversed(self.events) if event.get("kind") == "start"), {})
 
     @property
     def gathered(self) -> list[Row]:
-        """The rows that hold figures over ranks."""
+        """The rows with figures over ranks."""
         return [row for row in self.rows if "phases" in row]
 
     def of_kind(self, *kinds: str) -> list[Row]:
-        """Events of these kinds."""
+        """Return the events of these kinds."""
         return [event for event in self.events if event.get("kind") in kinds]
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """Steps and values of one number, where it was recorded."""
+        """Return the steps and values of one number, where it was recorded."""
         found = [(row["step"], row[name]) for row in self.rows if name in row]
         return [step for step, _ in found], [value for _, value in found]
 
     def last(self, name: str) -> Any:
-        """The newest recorded value."""
+        """Return the newest recorded value."""
         return next((row[name] for row in reversed(self.rows) if row.get(name) is not None), None)
 
 
-def read_run(path: Path, now: float | None = None) -> Run:
-    """Read what there is.
+def read_run(path: Path, now: float | None = None) -> RunData:
+    """Read a run directory.
 
     Args:
-        now: seconds since the Unix epoch; another time for tests.
+        path: the directory.
+        now: seconds since the Unix epoch; set by tests.
 
     Raises:
-        UsageError: it is no run directory.
+        UsageError: it is not a run directory.
     """
     run = RunDirectory(path)
     if not path.is_dir() or not (run.metrics.exists() or run.events.exists() or run.config.exists()):
         raise UsageError(
-            f"{path} is no run directory",
-            why="it holds no metrics.jsonl, no events.jsonl and no config.yaml" if path.is_dir() else "there is none",
+            f"{path} is not a run directory",
+            why="it has no metrics.jsonl, no events.jsonl and no config.yaml" if path.is_dir() else "it does not exist",
             fix="give the folder that `lockstep train --output-dir` wrote, for example runs/NAME",
         )
     everything = [row for row in run.read_metrics() if isinstance(row.get("step"), int)]
@@ -84,7 +91,7 @@ def read_run(path: Path, now: float | None = None) -> Run:
     rows = _by_step([_numbers(row) for row in everything if "loss" in row])
     evaluations = _by_step([_numbers(row) for row in everything if "loss" not in row])
     events = [event for event in run.read_events() if isinstance(event.get("time"), (int, float))]
-    return Run(
+    return RunData(
         path=path,
         name=path.resolve().name,
         rows=rows,
@@ -98,7 +105,7 @@ def read_run(path: Path, now: float | None = None) -> Run:
 
 
 def flat_config(text: str) -> dict[str, Any]:
-    """`section.key` → value; empty where the text is no YAML mapping."""
+    """Return `section.key` → value; empty if the text is not a YAML mapping."""
     import yaml
 
     try:
@@ -115,7 +122,7 @@ def _flattened(value: Any, prefix: str) -> list[tuple[str, Any]]:
 
 
 def _numbers(row: Row) -> Row:
-    """Without what is no number where one belongs: `"nan"`, `"inf"`."""
+    """Replace texts where a number belongs (`"nan"`, `"inf"`) by None."""
     return {key: None if isinstance(value, str) else _finite(value) for key, value in row.items()}
 
 
@@ -124,7 +131,7 @@ def _finite(value: Any) -> Any:
 
 
 def _by_step(rows: list[Row]) -> list[Row]:
-    """Each step once, the newest line of it, in order."""
+    """Return the newest row of each step, in order."""
     return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
 
 

@@ -1,11 +1,11 @@
-"""`lockstep bench scaling CONFIG --ranks 1,2,4`: how much faster more ranks are, measured against the ideal.
+"""Measures how a config scales: `lockstep bench scaling CONFIG --ranks 1,2,4`.
 
-weak     each rank keeps its work: the global batch grows with the ranks; ideal: N times the samples a second
-strong   the global batch stays: ideal: a step in 1/N of the time
+weak     each rank keeps its work, the global batch grows with the ranks; ideal: N times the samples per second
+strong   the global batch stays; ideal: a step in 1/N of the time
 
-Each point is a run of `lockstep train` with the same config but for that; its throughput is the median over its steps
-after the first quarter. With `--sleeping` ranks the model sleeps instead of computing: ranks that need no cores show
-what the exchange of gradients alone costs.
+Each point is a run of `lockstep train` with the same config otherwise; its throughput is the median over its steps
+after the first quarter. With `--sleeping` ranks the model sleeps instead of computing: such ranks need no cores, and
+show what the exchange of gradients alone costs.
 """
 
 import os
@@ -24,26 +24,28 @@ from lockstep.report.times import settled
 from lockstep.scratch import temporary
 from lockstep.strategy import REPLICAS, SINGLE
 
-# What people expect of GPUs over PCIe, before there is a measurement: speed-up, from and to.
+# Usual speed-ups of GPUs over PCIe, from and to.
 EXPECTED = {2: (1.8, 1.9), 4: (3.5, 3.8), 8: (6.5, 7.5), 16: (12.0, 14.0)}
 SLEEPING = {
     "model": "{name: 'lockstep.report.sleeping:Sleeper', args: {milliseconds: 50, n_embd: 64}}",
-    "data": "{name: 'lockstep.report.sleeping:Numbers', args: {n_embd: 64}}",
+    "data": "{name: 'lockstep.report.sleeping:SleepSamples', args: {n_embd: 64}}",
     "distributed.device": "cpu",
     "distributed.strategy": REPLICAS,
     "precision.mode": "fp32",
     "training.batch_size": "4",
 }
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run.
+    """The result of one run.
 
     Attributes:
         kind: `weak`, `strong`, or `sleeping` (weak, with a model that sleeps).
-        rate: samples a second.
+        ranks: number of ranks.
+        rate: samples per second.
+        step_seconds: median time of a step.
         speedup: `rate` over that of the fewest ranks, times their number.
     """
 
@@ -55,16 +57,17 @@ class Point:
 
     @property
     def efficiency(self) -> float:
+        """Speed-up per rank."""
         return self.speedup / self.ranks
 
 
 def study(
-    config: Path, overrides: Sequence[str], ranks: Sequence[int], *, sleeping: Sequence[int], steps: int, say: Say
+    config: Path, overrides: Sequence[str], ranks: Sequence[int], *, sleeping: Sequence[int], steps: int, log: Log
 ) -> list[Point]:
-    """Run them all, the fewest ranks first.
+    """Run all points, the fewest ranks first.
 
     Raises:
-        UsageError: the global batch can't be shared out over so many ranks.
+        UsageError: the global batch cannot be divided among the ranks.
         RunError: a run failed.
     """
     from lockstep.config import load_config
@@ -74,7 +77,7 @@ def study(
     whole = training.global_batch_size or per_rank * max((*ranks, 1))
     if whole % training.batch_size:
         raise UsageError(
-            f"global_batch_size {whole} is no multiple of batch_size {training.batch_size}",
+            f"global_batch_size {whole} is not a multiple of batch_size {training.batch_size}",
             fix="choose a batch_size that divides it",
         )
     points: list[Point] = []
@@ -94,7 +97,7 @@ def study(
                 speedup = rate / first.rate * first.speedup if first else float(count)
                 points.append(Point(kind, count, rate, seconds, speedup))
                 ideal = f"{speedup / count:.0%} of ideal"
-                say(f"{kind:<8} {count:>3} ranks  {rate:9.1f} samples/s  {speedup:5.2f} ×  {ideal}")
+                log(f"{kind:<8} {count:>3} ranks  {rate:9.1f} samples/s  {speedup:5.2f} ×  {ideal}")
     return points
 
 
@@ -103,7 +106,7 @@ def _as_overrides(settings: dict[str, str]) -> list[str]:
 
 
 def _measure(config: Path, overrides: Sequence[str], ranks: int, steps: int, folder: Path) -> tuple[float, float]:
-    """(samples a second, seconds a step) of one run."""
+    """Return the samples per second and the seconds per step of one run."""
     output = folder / f"{len(list(folder.iterdir()))}"
     fixed = {
         "training.max_steps": steps, "training.eval_steps": "null", "training.warmup_steps": 0,
@@ -122,14 +125,14 @@ def _measure(config: Path, overrides: Sequence[str], ranks: int, steps: int, fol
     return median(row["samples"] for row in rows) / seconds, seconds
 
 
-# ---- how it is shown ----
+# ---- output ----
 
 
 def as_markdown(points: list[Point], command: str, about: str) -> str:
-    """The table, beside what is expected."""
+    """Return the table, with the usual speed-ups."""
     lines = [f"# Scaling\n\n`{command}`\n\n{about}\n"]
     lines.append(
-        "| kind | ranks | samples/s | s a step | speed-up | of ideal | expected |\n|---|---|---|---|---|---|---|"
+        "| kind | ranks | samples/s | s per step | speed-up | of ideal | expected |\n|---|---|---|---|---|---|---|"
     )
     for p in points:
         low, high = EXPECTED.get(p.ranks, (0.0, 0.0))
@@ -142,7 +145,7 @@ def as_markdown(points: list[Point], command: str, about: str) -> str:
 
 
 def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
-    """A page of the same kind as a run's report."""
+    """Return a page like a run's report."""
     kinds = list(dict.fromkeys(point.kind for point in points))
     names = {"weak": "weak", "strong": "strong", "sleeping": "sleeping ranks"}
     counts = sorted({point.ranks for point in points})
@@ -165,7 +168,7 @@ def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
          "y": [round(p.efficiency, 4) for p in points if p.kind == kind]}
         for i, kind in enumerate(kinds)
     ]  # fmt: skip
-    head = ["kind", "ranks", "samples / s", "seconds a step", "speed-up", "of ideal", "expected"]
+    head = ["kind", "ranks", "samples / s", "seconds per step", "speed-up", "of ideal", "expected"]
     rows = [
         [names[p.kind], str(p.ranks), f"{p.rate:,.1f}", f"{p.step_seconds:.4f}", f"{p.speedup:.2f} ×",
          f"{p.efficiency:.0%}", "{:g}–{:g} ×".format(*EXPECTED[p.ranks]) if p.ranks in EXPECTED else ""]
@@ -175,7 +178,7 @@ def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
     return {
         "title": title, "made": made, "runs": [run], "advice": None,
         "charts": [
-            chart("speedup", "Speed-up", speed, note="Over the fewest ranks; thick: what is expected of GPUs.",
+            chart("speedup", "Speed-up", speed, note="Relative to the fewest ranks; thick: expected of GPUs.",
                   shapes=bands, xaxis={"title": {"text": "ranks"}, "tickvals": counts}, yaxis={"ticksuffix": " ×"}),
             chart("efficiency", "Share of the ideal", share, barmode="group", hovermode="closest",
                   xaxis={"title": {"text": "ranks"}, "type": "category"},

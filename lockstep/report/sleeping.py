@@ -1,9 +1,9 @@
-"""A model whose computing is sleep: ranks that need no cores, so that more of them can be measured than a machine has.
+"""A model that sleeps instead of computing, so that a machine can run more ranks than it has cores.
 
     model: {name: "lockstep.report.sleeping:Sleeper", args: {milliseconds: 20}}
-    data:  {name: "lockstep.report.sleeping:Numbers"}
+    data:  {name: "lockstep.report.sleeping:SleepSamples"}
 
-A sample sleeps for a third of its time in forward and two thirds in backward; the gradients are real, and travel.
+A sample sleeps for a third of its time in forward and two thirds in backward; the gradients are real, and are reduced.
 Imports torch.
 """
 
@@ -19,8 +19,8 @@ class Sleeper(nn.Module):
     """Two square layers around a sleep.
 
     Args:
-        milliseconds: a sample's forward and backward.
-        n_embd: width of the layers: n_embd² × 2 parameters, whose gradients are reduced.
+        milliseconds: duration of a sample's forward and backward.
+        n_embd: width of the layers, which have n_embd² × 2 parameters.
     """
 
     def __init__(self, milliseconds: float = 5.0, n_embd: int = 64) -> None:
@@ -29,26 +29,31 @@ class Sleeper(nn.Module):
         self.first, self.second = nn.Linear(n_embd, n_embd, bias=False), nn.Linear(n_embd, n_embd, bias=False)
 
     def init_weights(self) -> None:
+        """Fill the parameters."""
         for layer in (self.first, self.second):
             nn.init.normal_(layer.weight, std=0.02)
 
     def inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
+        """Return the inputs of a batch."""
         return (batch["x"],)
 
     def forward(self, x: Tensor) -> Tensor:
-        rested = _Sleep.apply(self.first(x), self.seconds * len(x))  # type: ignore[no-untyped-call]
-        result: Tensor = self.second(rested)
+        """Run the layers and sleep."""
+        slept = _Sleep.apply(self.first(x), self.seconds * len(x))  # type: ignore[no-untyped-call]
+        result: Tensor = self.second(slept)
         return result
 
     def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """Return the sum of the samples' squared errors."""
         return (outputs - batch["x"]).float().square().mean(dim=1).sum()
 
     def count(self, batch: dict[str, Tensor]) -> int:
+        """Return the number of samples."""
         return len(batch["x"])
 
 
-class Numbers(Dataset[dict[str, Tensor]]):
-    """Samples without meaning."""
+class SleepSamples(Dataset[dict[str, Tensor]]):
+    """Constant samples for `Sleeper`."""
 
     deterministic = True
 

@@ -12,12 +12,12 @@ import pytest
 from lockstep.cli import main
 from lockstep.errors import UsageError
 from lockstep.records import append_line
-from lockstep.report import times, words
+from lockstep.report import times, units
 from lockstep.report.advice import advise
+from lockstep.report.drawing import smoothed, thinned
 from lockstep.report.live import make_server
 from lockstep.report.page import page_data, render
 from lockstep.report.read import read_run
-from lockstep.report.thin import smoothed, thinned
 from tests.report.shared import BEGUN, write_run
 
 
@@ -40,16 +40,16 @@ def test_a_run_is_read_with_its_restart(tmp_path: Path) -> None:
 
 
 def test_numbers_have_three_digits_and_no_exponent() -> None:
-    assert words.size(1010 * 2**20) == "1010 MiB"
-    assert words.size(1.5 * 2**30) == "1.5 GiB"
-    assert words.seconds(0.9996) == "1000 ms"
-    assert words.seconds(0.0123) == "12.3 ms"
-    assert words.count(999.6e6) == "1000 M"
+    assert units.size(1010 * 2**20) == "1010 MiB"
+    assert units.size(1.5 * 2**30) == "1.5 GiB"
+    assert units.seconds(0.9996) == "1000 ms"
+    assert units.seconds(0.0123) == "12.3 ms"
+    assert units.count(999.6e6) == "1000 M"
 
 
 def test_a_port_that_is_none_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
-    with pytest.raises(UsageError, match="port 70000 can't be had on this machine"):
+    with pytest.raises(UsageError, match="port 70000 can't be used on this machine"):
         make_server([tmp_path / "run"], 70000)
 
 
@@ -86,7 +86,7 @@ def test_overfitting_and_numbers_that_are_none_are_seen(tmp_path: Path) -> None:
     append_line(run.metrics, {"step": 501, "loss": "nan", "time": BEGUN, "lr": 0.0, "step_seconds": 0.05})
     said = found(run.path)
     assert "has risen since step 300" in said
-    assert "The loss was no number at step 501" in said
+    assert "The loss was not a number at step 501" in said
     json.dumps(page_data([read_run(run.path)]), allow_nan=False)
 
 
@@ -130,10 +130,10 @@ def test_the_command_writes_the_page_without_torch(tmp_path: Path) -> None:
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     for name in ("empty", "nowhere"):
-        with pytest.raises(UsageError, match="is no run directory"):
+        with pytest.raises(UsageError, match="is not a run directory"):
             read_run(tmp_path / name)
     assert main(["report", str(tmp_path / "empty")]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
 
 
 def test_live_is_for_this_machine_only(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_weak_keeps_a_ranks_work_and_strong_the_whole(config: Path, monkeypatch:
 
     monkeypatch.setattr(scaling, "_measure", measured)
     said: list[str] = []
-    points = scaling.study(config, [], [4, 1, 2], sleeping=[2], steps=5, say=said.append)
+    points = scaling.study(config, [], [4, 1, 2], sleeping=[2], steps=5, log=said.append)
     assert asked == [(1, "4"), (2, "8"), (4, "16"), (1, "16"), (2, "16"), (4, "16"), (2, "8")]
     weak = [point for point in points if point.kind == "weak"]
     assert [round(p.speedup, 2) for p in weak] == [1.0, 1.8, 2.92]

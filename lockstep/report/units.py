@@ -1,10 +1,10 @@
-"""Numbers as people write them."""
+"""Formats numbers for people."""
 
 from datetime import UTC, datetime
 
 
 def seconds(value: float) -> str:
-    """`1:02:03 h`, `2:03 min`, `4.5 s`, `12 ms`, `30 µs`."""
+    """Format seconds: `1:02:03 h`, `2:03 min`, `4.5 s`, `12 ms`, `30 µs`."""
     if value >= 3600:
         return f"{int(value // 3600)}:{int(value % 3600 // 60):02}:{int(value % 60):02} h"
     if value >= 60:
@@ -15,7 +15,7 @@ def seconds(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """`12,345`; `1.23 M`, `4.5 G`."""
+    """Format a count: `12,345`; `1.23 M`, `4.5 G`."""
     for factor, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if abs(value) >= factor:
             return f"{_digits(value / factor)} {sign}"
@@ -23,7 +23,7 @@ def count(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes: `1.5 GiB`."""
+    """Format bytes: `1.5 GiB`."""
     for factor, sign in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= factor:
             return f"{_digits(value / factor)} {sign}"
@@ -31,10 +31,10 @@ def size(value: float) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three, or as many as there are before the point; never `1e+03`."""
+    """Format with three digits, or all those before the point; never `1e+03`."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def moment(epoch: float) -> str:
-    """`2026-01-31 12:00:00 UTC`."""
+    """Format a time: `2026-01-31 12:00:00 UTC`."""
     return datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
