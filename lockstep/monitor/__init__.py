@@ -1,4 +1,4 @@
-"""What people see of a run: meters, and the sinks that records go to. Loads torch only where it is loaded already.
+"""Records what people see of a run: meters, and sinks for records. Does not load torch itself.
 
 Monitor(config.monitor, run, is_main=…, total_steps=…)   on_step, on_eval, event, close
 """

@@ -1,9 +1,8 @@
-"""Sinks that write while training goes on: a thread takes the rows in order, a few times a second, all that there are.
+"""Writes rows to sinks in a thread while training goes on, several times a second, in order.
 
-So a row costs the step what it takes to hand it over, a slow disk costs nothing, and neither does a server that hangs.
-Files share one thread; each server has its own. `flush` writes what there is: before a checkpoint, so that a run that
-goes on from it has the rows before it. A process that is killed loses the rows of its last moment; what is written is
-whole.
+A slow disk or a server that hangs therefore costs the step nothing. Files share one thread; each server has its own.
+`flush` writes all rows that wait: before a checkpoint, so that a run that resumes from it has the rows before it. A
+process that is killed loses the rows of its last moment; each written row is whole.
 """
 
 import logging
@@ -16,16 +15,18 @@ from typing import Any
 from lockstep.monitor.sinks import Guarded, Row
 
 PAUSE_SECONDS = 0.2
-CAPACITY = 10_000  # rows; a server that hangs for longer loses what comes after
+CAPACITY = 10_000  # rows; if a server hangs for longer, later rows are dropped
 CLOSING_SECONDS = 60.0
 _log = logging.getLogger("lockstep")
 
 
 class Background:
-    """Some sinks with a thread of their own.
+    """Feeds some sinks from a thread of its own.
 
     Args:
-        event: told, once, that rows were dropped, or that a sink did not end.
+        sinks: the sinks.
+        event: called once if rows are dropped, or if a sink does not end.
+        capacity: rows that may wait.
     """
 
     def __init__(self, sinks: Sequence[Guarded], event: Callable[..., None], capacity: int = CAPACITY) -> None:
@@ -39,16 +40,19 @@ class Background:
 
     @property
     def names(self) -> str:
+        """The sinks' names."""
         return ", ".join(sink.name for sink in self._sinks)
 
     def on_step(self, row: Row) -> None:
+        """Queue a step's row."""
         self._put("on_step", row)
 
     def on_eval(self, row: Row) -> None:
+        """Queue an evaluation's row."""
         self._put("on_eval", row)
 
     def flush(self, seconds: float = 5.0) -> None:
-        """Wait until all rows are written, for so long at most."""
+        """Wait at most `seconds` until all rows are written."""
         until = time.monotonic() + seconds
         while self._rows or not self._idle.is_set():
             self._there_are_rows.set()
@@ -58,26 +62,26 @@ class Background:
             self._idle.wait(0.05)
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Write what is left, for so long at most, and close the sinks."""
+        """Write the remaining rows, wait at most `seconds`, and close the sinks."""
         self._closing = True
         self._hurry.set()
         self._there_are_rows.set()
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._say(f"{self.names} did not end within {seconds:g} s; its last rows may be missing")
+            self._warn(f"{self.names} did not end within {seconds:g} s; its last rows may be missing")
 
     def _put(self, method: str, row: Row) -> None:
         if len(self._rows) >= self._capacity:
             self._dropped += 1
             if self._dropped == 1:
-                self._say(f"{self.names} is far behind; rows are dropped")
+                self._warn(f"{self.names} is far behind; rows are dropped")
             return
         self._rows.append((method, row))
         if not self._there_are_rows.is_set():
             self._idle.clear()
             self._there_are_rows.set()
 
-    def _say(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         _log.warning("warning: %s", text)
         self._event("sink_failed", sink=self.names, reason=text)
 

@@ -1,8 +1,8 @@
-"""The user's own callbacks: `monitor.callbacks: [package.module:Name]`, each called with every logged record.
+"""Runs the user's own callbacks, `monitor.callbacks: [package.module:Name]`, with every logged record.
 
-A function is called with the record itself. A class is first made, with the spec's arguments, and the object is
-called. An object whose attribute `every_rank` is true is called on every rank, any other on rank 0. One that has
-`on_step_end(args, state, control)`, as callbacks of other trainers do, is called so, on every rank.
+A function is called with the record. A class is first instantiated with the spec's arguments, and the object is called.
+Objects whose attribute `every_rank` is true are called on every rank, others on rank 0. Objects with
+`on_step_end(args, state, control)`, like callbacks of other trainers, are called through that method on every rank.
 """
 
 import inspect
@@ -23,13 +23,14 @@ Callback = Callable[[StepRecord], object]
 
 
 def build_callbacks(config: MonitorConfig, run: Path | None = None) -> list[tuple[str, Callback]]:
-    """The callbacks by their names.
+    """Return the callbacks and their names.
 
     Args:
-        run: the run directory, for callbacks that take it as `run_directory`.
+        config: the section `monitor`.
+        run: the run directory, for callbacks with an argument `run_directory`.
 
     Raises:
-        UsageError: one can't be imported, made, or called.
+        UsageError: a callback cannot be imported, instantiated or called.
     """
     built: list[tuple[str, Callback]] = []
     for number, spec in enumerate(config.callbacks):
@@ -53,10 +54,10 @@ def build_callbacks(config: MonitorConfig, run: Path | None = None) -> list[tupl
 
 
 def check_callback(spec: ObjectSpec, where: str) -> Any:
-    """What a callback's spec names, once it is known to take its arguments.
+    """Return what a callback's spec names, after checking that it takes the spec's arguments.
 
     Raises:
-        UsageError: it can't be imported, or does not take them; of a class: its objects can't be called.
+        UsageError: it cannot be imported, does not take them, or is a class whose objects cannot be called.
     """
     target = load_object(spec.name, where)
     if _is_made(spec, target):
@@ -83,7 +84,9 @@ def _takes(target: Any, name: str) -> bool:
 
 
 class StepEnd:
-    """A callback in the form of Hugging Face's and Forgather's trainers, called after each logged step on every rank.
+    """Adapts a callback in the form of Hugging Face's and Forgather's trainers.
+
+    It is called after each logged step on every rank.
 
     Args:
         callback: has `on_step_end(args, state, control, **kwargs)`.
@@ -105,16 +108,16 @@ class StepEnd:
         args = SimpleNamespace(local_rank=facts.local_rank, process_index=facts.rank, world_size=facts.world_size)
         control = Control()
         self._callback.on_step_end(args, state, control, logs=row)
-        asked = [name for name, value in vars(control).items() if value]
-        if asked:
+        requested = [name for name, value in vars(control).items() if value]
+        if requested:
             raise UsageError(
-                f"a callback asked for {asked[0]}, and can only look",
+                f"a callback set {requested[0]}, but callbacks cannot control the training",
                 where="monitor.callbacks",
                 fix="write the loop yourself: `for record in trainer.steps(data)`, and break or save there",
             )
 
     def close(self) -> None:
-        """Tell it that the training is over, if it wants to know."""
+        """Close the callback, if it has `close`."""
         close = getattr(self._callback, "close", None)
         if callable(close):
             close()
@@ -122,7 +125,7 @@ class StepEnd:
 
 @dataclass
 class Control:
-    """What such a callback may ask of other trainers."""
+    """Requests that such a callback can make of other trainers."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
@@ -135,10 +138,10 @@ class JsonLogger:
     """Writes records as lines of JSON to a file of its own.
 
     Args:
-        path: the file, appended to, in the run directory; `{rank}` in it is replaced.
-        name: put into every line as `name`, to tell runs apart.
+        path: the file to append to, in the run directory; `{rank}` in it is replaced.
+        name: the value of `name` in every line, to distinguish runs.
         rank_filter: the rank or ranks that write; None: every rank.
-        run_directory: where a relative path begins; unset: the run's, or where the program was started.
+        run_directory: base of a relative path; unset: the run's, or the working directory.
     """
 
     every_rank = True

@@ -1,4 +1,4 @@
-"""The run on the console: a live bar on a terminal, plain lines elsewhere; the log file gets plain lines always."""
+"""Shows the run on the console: a live bar on a terminal, plain lines elsewhere; the log file always gets lines."""
 
 import math
 import sys
@@ -11,7 +11,7 @@ _LINES_SECONDS = 0.1
 
 
 class Console:
-    """One line for each logged step, or a bar that follows it."""
+    """Prints one line per logged step, or shows a bar."""
 
     at_once = True
 
@@ -26,6 +26,7 @@ class Console:
             self._live = _Live(total_steps, start_step)
 
     def on_step(self, row: Row) -> None:
+        """Show a step."""
         left = self._seconds_left(row)
         if self._live is None:
             self._waiting.append((row, left))
@@ -38,7 +39,7 @@ class Console:
             self._live.show(row, left)
 
     def flush(self) -> None:
-        """Print the lines that wait: quick steps are printed a few at a time."""
+        """Print the lines that wait: lines of quick steps are printed together."""
         if self._waiting:
             lines = [step_line(row, self._total, left) + "\n" for row, left in self._waiting]
             self._waiting.clear()
@@ -47,11 +48,13 @@ class Console:
             self._shown = time.monotonic()
 
     def on_eval(self, row: Row) -> None:
+        """Print an evaluation's line."""
         self.flush()
         parts = [f"{key} {number(value)}" for key, value in row.items() if key not in ("step", "time")]
         print(f"step {row['step']}  {'  '.join(parts)}", flush=True)
 
     def close(self) -> None:
+        """Print the lines that wait, and remove the bar."""
         self.flush()
         if self._live is not None:
             self._live.close()
@@ -68,7 +71,7 @@ class Console:
 
 
 def step_line(row: Row, total: int | None, seconds_left: float | None) -> str:
-    """A record as one plain line."""
+    """Return a record as one plain line."""
     of = f"/{total}" if total is not None else ""
     parts = [f"step {row['step']}{of}", f"loss {number(row['loss'])}"]
     if row.get("grad_norm") is not None:
@@ -88,24 +91,24 @@ def step_line(row: Row, total: int | None, seconds_left: float | None) -> str:
 
 
 def _rate(value: float) -> str:
-    """Three digits where samples take their time, else a whole number."""
+    """Format with three digits below 100, else as a whole number."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def number(value: Any) -> str:
-    """Four digits after the point, or as it is where it is no finite number."""
+    """Format with four decimals, or unchanged if it is not a finite number."""
     return f"{value:.4f}" if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds: 1:02:03, 2:03."""
+    """Format as hours, minutes and seconds: 1:02:03, 2:03."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 class _Live:
-    """A bar that stays at the bottom; what the program prints goes above it."""
+    """A bar at the bottom of the terminal, below the program's output."""
 
     def __init__(self, total: int | None, start_step: int) -> None:
         from rich.console import Console as RichConsole
@@ -125,7 +128,7 @@ class _Live:
         )
         self._task = self._progress.add_task("", total=total, completed=start_step)
         self._progress.start()
-        if self._tee is not None:  # the log goes on as before; only what people see is put above the bar
+        if self._tee is not None:  # the log is written as before; only the console's text goes above the bar
             self._tee.console = FileProxy(console, self._terminal)
 
     def show(self, row: Row, seconds_left: float | None) -> None:

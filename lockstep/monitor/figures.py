@@ -1,7 +1,7 @@
-"""What the ranks measure of themselves, brought together on logged steps: phases, memory, utilisation, MFU.
+"""Gathers the ranks' measurements on logged steps: phases, memory, utilisation, MFU.
 
-One small all-gather, at most about once a second: when the next one is due follows from figures that all ranks have,
-so they agree on it. Between two of them nothing is sent and nothing waits.
+It is one small all-gather, at most about once a second. The next one's step follows from numbers that all ranks have,
+so they agree on it. In between nothing is sent and nothing waits.
 """
 
 import math
@@ -21,39 +21,40 @@ Table = dict[str, list[float]]  # name → value of each rank, by rank
 
 
 class Figures:
-    """Gathers, and says what of it goes into a record.
+    """Gathers measurements and turns them into a record's fields.
 
     Args:
         clock: this rank's phases.
-        memory: reads this rank's memory; another one for tests.
-        every: seconds between two gatherings, unset: `SECONDS_BETWEEN`; 0: on every logged step.
+        memory: reads this rank's memory; tests pass another.
+        every: seconds between two gatherings; unset: `SECONDS_BETWEEN`; 0: on every logged step.
     """
 
     def __init__(
         self, clock: PhaseClock, memory: Callable[[], Memory] = memory_of_this_rank, every: float | None = None
     ) -> None:
         self.clock = clock
-        self.flops = 0.0  # of this rank, in a full step
-        self.peak = 0.0  # floating-point operations a second that one rank's device can do
+        self.flops = 0.0  # floating-point operations of this rank in a full step
+        self.peak = 0.0  # floating-point operations per second of one rank's device
         self.peak_source = ""
-        self.recomputes = False  # `flops` counts activations that are computed twice
+        self.recomputes = False  # whether `flops` counts recomputed activations twice
         self._memory, self._every = memory, SECONDS_BETWEEN if every is None else every
         self._next = 0
         self._steps = 0
 
     def count(self) -> None:
-        """One step was taken."""
+        """Count one step."""
         self._steps += 1
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether to gather after this logged step: the same answer on every rank."""
+        """Return whether to gather after this logged step: the same answer on every rank."""
         return step >= self._next or last
 
     def collect(self, step: int, asked: bool = False) -> Table:
-        """Everybody's figures of the steps since the last time; all ranks call it together.
+        """Gather the measurements since the last time; all ranks call it together.
 
         Args:
-            asked: somebody asked this rank for a profile.
+            step: the step.
+            asked: whether a profile was requested on this rank.
         """
         steps, self._steps = max(1, self._steps), 0
         mine = {**self._phases(steps), **self._memory()._asdict(), "gpu_utilisation": gpu_utilisation()}
@@ -66,7 +67,7 @@ class Figures:
         return table
 
     def row(self, table: Table) -> dict[str, Any]:
-        """Fields of a `StepRecord`."""
+        """Return fields of a `StepRecord`."""
         ranks = len(table["step"])
         fields: dict[str, Any] = {
             "phases": {name: spread(table[name]) for name in PHASES if any(table[name])},
@@ -84,7 +85,7 @@ class Figures:
         return fields
 
     def _phases(self, steps: int) -> dict[str, float]:
-        """Seconds a step; of pauses, seconds in all."""
+        """Return the seconds of each phase per step; for pauses, in total."""
         seconds = self.clock.read()
         hidden = min(ddp_wait_seconds() * steps, seconds["forward_backward"])
         seconds["forward_backward"] -= hidden

@@ -1,7 +1,7 @@
-"""Floating-point operations: how many a step takes, counted by torch as it runs, and how many a device could do.
+"""Counts the floating-point operations of a step with torch's counter, and knows those that devices can do.
 
-Counted are matrix products, convolutions and attention, by the formulas of `torch.utils.flop_counter`; a multiply-add
-is two. Loads torch inside functions only.
+It counts matrix products, convolutions and attention with the formulas of `torch.utils.flop_counter`; a multiply-add
+is two operations. Loads torch inside functions only.
 """
 
 import re
@@ -12,11 +12,11 @@ from typing import Any
 
 from lockstep.monitor.figures import Figures
 
-_NOTHING = nullcontext()  # one for all steps: making it is a call
+_NOTHING = nullcontext()  # shared by all steps: making one takes a call
 
-# Dense TFLOP/s by the makers' data sheets: (bf16 and fp16, tf32, fp32). The first name whose words are in the device's
-# counts. NVIDIA: data sheets of B200, H200, H100 (SXM5, PCIe, NVL), A100, A40, A10, L40S, L40, L4, V100, T4, GeForce
-# RTX 4090 and 3090 (tensor cores with fp32 accumulation), half of what they say "with sparsity". AMD: Instinct MI300X,
+# Dense TFLOP/s by the makers' data sheets: (bf16 and fp16, tf32, fp32). The first name that is part of the device's, as
+# whole words, counts. NVIDIA: B200, H200, H100 (SXM5, PCIe, NVL), A100, A40, A10, L40S, L40, L4, V100, T4, GeForce RTX
+# 4090 and 3090 (tensor cores with fp32 accumulation), half of the numbers "with sparsity". AMD: Instinct MI300X,
 # MI250X.
 DEVICES: dict[str, tuple[float, float, float]] = {
     "B200": (2250.0, 1100.0, 75.0),
@@ -38,12 +38,12 @@ DEVICES: dict[str, tuple[float, float, float]] = {
     "MI250X": (383.0, 95.7, 47.9),
 }
 _TERA = 1e12
-_SIZE = 512  # of the matrices that are multiplied where no data sheet is known
+_SIZE = 512  # size of the matrices for measuring a device without a data sheet
 _SECONDS = 0.03
 
 
 def peak_flops(device: Any, mode: str) -> tuple[float, str]:
-    """Floating-point operations a second that a device can do, and where the number comes from.
+    """Return the floating-point operations per second of a device, and the source of the number.
 
     Args:
         device: a `torch.device`.
@@ -62,7 +62,7 @@ def peak_flops(device: Any, mode: str) -> tuple[float, str]:
 
 
 def on_a_data_sheet(device_name: str) -> str | None:
-    """The entry of `DEVICES` for a name as the driver says it; whole words count: an "RTX A4000" is no A40."""
+    """Return the entry of `DEVICES` for a driver's name; whole words count: an "RTX A4000" is not an A40."""
     return next((known for known in DEVICES if re.search(rf"\b{known}\b", device_name)), None)
 
 
@@ -74,7 +74,7 @@ def _measured(device: Any, mode: str) -> float:
     a = torch.ones(size, size, dtype=dtype, device=device)
     torch.mm(a, a)
     best, until = float("inf"), time.perf_counter() + _SECONDS
-    while best == float("inf") or time.perf_counter() < until:  # once at least, on a machine that is busy
+    while best == float("inf") or time.perf_counter() < until:  # at least once, even on a busy machine
         since = time.perf_counter()
         torch.mm(a, a)
         if device.type == "cuda":
@@ -84,7 +84,7 @@ def _measured(device: Any, mode: str) -> float:
 
 
 class FirstStep:
-    """Counts what this rank computes in the first step; every later one runs as it is.
+    """Counts this rank's operations in the first step; later steps run unchanged.
 
     Args:
         into: gets the count.

@@ -1,6 +1,6 @@
-"""How long steps take, how much is trained on a second, how much memory is held.
+"""Measures the time of steps, throughput and memory.
 
-Counts that are still tensors are added up on their device and read once an interval.
+Counts that are tensors are added on their device, and read once per interval.
 """
 
 import math
@@ -15,12 +15,12 @@ from lockstep.records import StepRecord, plain
 
 
 class Rates(NamedTuple):
-    """How fast the steps of one interval were.
+    """Speed of the steps in one interval.
 
     Attributes:
         step_seconds: the mean of a step.
-        samples: a second, over all ranks.
-        tokens: valid targets a second, over all ranks.
+        samples: per second, over all ranks.
+        tokens: valid targets per second, over all ranks.
     """
 
     step_seconds: float
@@ -32,7 +32,7 @@ class Meters:
     """Averages over the steps since the last reading.
 
     Args:
-        clock: seconds, monotonic; another one for tests.
+        clock: seconds, monotonic; tests pass another.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -43,13 +43,13 @@ class Meters:
         self._tokens: Any = 0
 
     def count(self, record: StepRecord) -> None:
-        """Take in one step. Reads no tensor."""
+        """Count one step, without reading a tensor."""
         self._steps += 1
         self._samples += record.samples
         self._tokens = self._tokens + without_graph(record.tokens)
 
     def read(self) -> "Rates":
-        """What was measured since the last reading (waits for the device); the next one starts anew."""
+        """Return the rates since the last reading and start again; waits for the device."""
         tokens = float(plain(self._tokens))  # host waits for the device
         now = self._clock()
         seconds, steps, samples = now - self._since, self._steps, self._samples
@@ -64,15 +64,15 @@ class Meters:
 
 
 def without_graph(value: Any) -> Any:
-    """The same number without what autograd keeps for it: a record that is held must not hold a step's activations."""
+    """Detach a number from autograd's graph: a held record must not keep a step's activations alive."""
     return value.detach() if hasattr(value, "detach") else value
 
 
 def memory_in_use() -> tuple[int, int]:
-    """Peak bytes that this rank held, and bytes that its device has.
+    """Return this rank's peak memory and its device's memory, in bytes.
 
-    On CUDA the allocator's peak and the GPU's memory; on the CPU the process's peak resident set and the machine's
-    memory. Each rank knows its own only.
+    On CUDA these are the allocator's peak and the GPU's memory; on the CPU the process's peak resident set and the
+    machine's memory.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -84,13 +84,13 @@ def memory_in_use() -> tuple[int, int]:
 
 
 class Memory(NamedTuple):
-    """Bytes that one rank holds.
+    """Memory of one rank, in bytes.
 
     Attributes:
-        allocated, reserved, peak: of its GPU, by the allocator; the peak since the start. On the CPU the peak is the
+        allocated, reserved, peak: of its GPU's allocator; the peak since the start. On the CPU the peak is the
             process's largest resident set.
         host: the process's resident set.
-        total: what its device has.
+        total: the device's memory.
     """
 
     allocated: float
@@ -101,7 +101,7 @@ class Memory(NamedTuple):
 
 
 def memory_of_this_rank() -> Memory:
-    """What this process holds now; a rank sees its own GPU only."""
+    """Return the memory of this process and of its own GPU."""
     peak, total = memory_in_use()
     allocated = reserved = 0
     torch = sys.modules.get("torch")
@@ -111,7 +111,7 @@ def memory_of_this_rank() -> Memory:
 
 
 def resident() -> int:
-    """This process's resident set, in bytes."""
+    """Return this process's resident set, in bytes."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
@@ -121,13 +121,13 @@ _nvml_is_there = True
 
 
 def gpu_utilisation() -> float:
-    """Share of the last second in which a kernel ran on this rank's GPU, by NVML; nan where there is none."""
+    """Return the share of the last second in which this rank's GPU ran a kernel, by NVML; nan without NVML."""
     global _nvml_is_there
     torch = sys.modules.get("torch")
     if not _nvml_is_there or torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return math.nan
     try:
         return float(torch.cuda.utilization()) / 100
-    except Exception:  # the package nvidia-ml-py is missing, or the driver refuses: NVML raises classes of its own
+    except Exception:  # nvidia-ml-py is missing, or the driver fails: NVML raises classes of its own
         _nvml_is_there = False
         return math.nan

@@ -1,20 +1,19 @@
-"""Records to MLflow: a run of the experiment `monitor.experiment`, named as the run directory.
+"""Logs records to MLflow: one run of the experiment `monitor.experiment`, named like the run directory.
 
-Where to is MLflow's own variable MLFLOW_TRACKING_URI; unset, `RUN/mlflow`, for which no server is needed.
+MLflow's variable MLFLOW_TRACKING_URI gives the address; unset, it is `RUN/mlflow`, which needs no server.
 """
 
 import os
 from importlib import import_module
 from typing import Any
 
-from lockstep.monitor.scalars import scalars
-from lockstep.monitor.sinks import Row, SinkContext
+from lockstep.monitor.sinks import Row, SinkContext, scalars
 
 _LONGEST = 500  # characters of a parameter's value
 
 
 class Mlflow:
-    """Logs to an MLflow run, which it joins at the first record."""
+    """Logs to an MLflow run, which it creates at the first record."""
 
     needs_run_directory = True
     own_thread = True
@@ -26,6 +25,7 @@ class Mlflow:
         self._id = ""
 
     def on_step(self, row: Row) -> None:
+        """Log a row's numbers."""
         client = self._connected()
         when = int(row["time"] * 1000)
         metric = self._library.entities.Metric
@@ -35,6 +35,7 @@ class Mlflow:
     on_eval = on_step
 
     def close(self) -> None:
+        """End the MLflow run."""
         if self._client is not None:
             self._client.set_terminated(self._id)
 
@@ -42,7 +43,7 @@ class Mlflow:
         if self._client is None:
             address = os.environ.get("MLFLOW_TRACKING_URI")
             if address is None:
-                # MLflow asks for a database by default; files in the run directory need none.
+                # MLflow uses a database by default; files in the run directory need none.
                 os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
                 address = (self._run.path.resolve() / "mlflow").as_uri()
             client = self._library.MlflowClient(tracking_uri=address)
@@ -50,10 +51,10 @@ class Mlflow:
             experiment = known.experiment_id if known is not None else client.create_experiment(self._experiment)
             self._id = client.create_run(experiment, run_name=self._run.path.resolve().name).info.run_id
             self._client = client
-            self._say_config()
+            self._log_config()
         return self._client
 
-    def _say_config(self) -> None:
+    def _log_config(self) -> None:
         import yaml
 
         config = yaml.safe_load(self._run.config.read_text()) if self._run.config.exists() else {}

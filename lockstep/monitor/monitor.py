@@ -1,7 +1,7 @@
-"""`Monitor`: takes every step's record, reads one an interval, and hands it to the sinks and callbacks.
+"""`Monitor` receives every step's record, reads some, and passes them to sinks and callbacks.
 
-Reading a number that is still on the device makes the host wait for it, so that the next step can't be queued. So the
-tensors of a record are read on logged steps only: every `log_steps`-th, the first that this process sees, and the last.
+Reading a number on the device makes the host wait, so that it cannot queue the next step. Records are therefore read on
+logged steps only: every `log_steps`-th, the first of this process, and the last.
 """
 
 import logging
@@ -17,7 +17,7 @@ from lockstep.monitor.callbacks import build_callbacks
 from lockstep.monitor.figures import Figures, Table
 from lockstep.monitor.meters import Meters, memory_in_use, without_graph
 from lockstep.monitor.resources import ResourceMonitor
-from lockstep.monitor.sinks import Guarded, Row, Written, build_sinks
+from lockstep.monitor.sinks import BufferedSink, Guarded, Row, build_sinks
 from lockstep.monitor.stragglers import StragglerWatch
 from lockstep.records import RunDirectory, StepRecord
 
@@ -29,22 +29,22 @@ _MEMORY_SECONDS = 1.0
 
 
 class Monitor:
-    """The loop calls `on_step` after every step on every rank; rank 0 writes.
+    """Logs records; the loop calls `on_step` after every step on every rank, and rank 0 writes.
 
     Args:
         config: the section `monitor`.
         run: the run directory; None: nothing is written to files.
         is_main: whether this is rank 0.
-        total_steps: steps of the whole run, where known.
-        start_step: the step that the run goes on from.
-        figures: what ranks measure of themselves; None: records hold what the loop knows, and nothing is sent.
+        total_steps: steps of the whole run, if known.
+        start_step: the step that the run resumes from.
+        figures: gathers the ranks' measurements; None: nothing is sent, and records hold what the loop knows.
         hosts: each rank's machine, to name slow ones.
 
     Attributes:
-        counts_tokens: whether the data are token ids, whose rate is told in tokens; else samples are counted.
+        counts_tokens: whether the data are token ids, whose rate is given in tokens; else samples are counted.
 
     Raises:
-        UsageError: a callback or a sink can't be had.
+        UsageError: a callback or a sink cannot be made.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Monitor:
         self._config, self._run, self._is_main, self._total = config, run, is_main, total_steps
         self._meters = Meters()
         self.counts_tokens = True
-        self._last: StepRecord | None = None  # the newest record, where it was not logged
+        self._last: StepRecord | None = None  # the newest record, if it was not logged
         self._seen_one = False
         self._skipped = 0
         self._memory, self._memory_read = 0, 0.0
@@ -74,13 +74,13 @@ class Monitor:
             for name, call in build_callbacks(config, None if run is None else run.path)
             if is_main or _on_every_rank(call)
         ]
-        self._callbacks = [Guarded(f"the callback {name}", _Called(call), self.event) for name, call in callbacks]
-        self._sinks: list[Written] = []
+        self._callbacks = [Guarded(f"the callback {name}", _CallbackSink(call), self.event) for name, call in callbacks]
+        self._sinks: list[BufferedSink] = []
         if is_main:
             self._sinks = build_sinks(config, run, total_steps, start_step, self.event, self.say)
 
     def on_step(self, record: StepRecord) -> None:
-        """Take one step's record. Waits for the device on logged steps only."""
+        """Take one step's record; waits for the device on logged steps only."""
         self._meters.count(record)
         self._skipped += record.skipped
         if self._figures is not None:
@@ -88,36 +88,36 @@ class Monitor:
         if self.logs(record.step):
             self._log_step(record, self._over_ranks(record.step))
         else:
-            self._last = _to_be_held(record)
+            self._last = _detached(record)
         self._seen_one = True
         if self._profiler is not None:
             self._profiler.on_step(record.step)
 
     def logs(self, step: int) -> bool:
-        """Whether this step's record is read: the same answer on every rank."""
+        """Return whether this step's record is read: the same answer on every rank."""
         last = self._total is not None and step >= self._total
         return step % self._config.log_steps == 0 or last or not self._seen_one
 
     def on_eval(self, record: Row) -> None:
-        """An evaluation: `{"step": …, "eval_loss": …, …}`, plain numbers."""
+        """Log an evaluation: `{"step": …, "eval_loss": …, …}`, plain numbers."""
         row = {"time": time.time(), **record}
         for sink in self._sinks:
             sink.on_eval(row)
 
     def say(self, *lines: str) -> None:
-        """Lines for the person who started the run: once, by rank 0, where there is a console."""
+        """Print lines for the person who started the run: once, by rank 0, if there is a console."""
         if lines and self._is_main and "console" in self._config.sinks:
             self.flush()
             for line in lines:
                 print(f"lockstep: {line}", flush=True)
 
     def flush(self) -> None:
-        """Write what is held back: before a checkpoint, which promises that the run up to here is kept."""
+        """Write all rows that wait: a checkpoint promises that the run up to its step is recorded."""
         for sink in self._sinks:
             sink.flush()
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write to `events.jsonl`; rank 0 only. A disk that refuses it doesn't stop the run."""
+        """Write to `events.jsonl`, on rank 0 only; a full disk does not stop the run."""
         if self._run is None or not self._is_main:
             return
         try:
@@ -126,7 +126,7 @@ class Monitor:
             _log.warning("warning: the event %r could not be written: %s", kind, error)
 
     def close(self) -> None:
-        """Log the last step if it wasn't, and close the sinks. Harmless twice."""
+        """Log the last step if needed, and close the sinks; a second call does nothing."""
         if self._last is not None:
             with suppress(RuntimeError):  # after a failure of the device its numbers can't be read any more
                 self._log_step(self._last, {})  # peers may be gone: nothing is gathered
@@ -150,7 +150,7 @@ class Monitor:
         return profiler
 
     def _over_ranks(self, step: int) -> Row:
-        """This step's figures over ranks, where they are due; every rank comes here on every logged step."""
+        """Return this step's figures over ranks, if they are due; every rank calls it on every logged step."""
         figures = self._figures
         if figures is None or not figures.due(step, last=step == self._total):
             return {}
@@ -165,7 +165,7 @@ class Monitor:
         return figures.row(table)
 
     def _peak_memory(self, now: float) -> int:
-        """This rank's peak, asked for once a second: the system takes its time to answer."""
+        """Return this rank's peak memory, read at most once a second because the system call is slow."""
         if not 0 <= now - self._memory_read < _MEMORY_SECONDS:
             self._memory, self._memory_read = memory_in_use()[0], now
         return self._memory
@@ -190,7 +190,7 @@ class Monitor:
         row["step_seconds"] = record.step_seconds or rates.step_seconds
         row["samples_per_second"] = record.samples_per_second or rates.samples
         row["tokens_per_second"] = record.tokens_per_second or rates.tokens
-        if not self.counts_tokens or rates.tokens <= rates.samples:  # a target a sample: a class, an image
+        if not self.counts_tokens or rates.tokens <= rates.samples:  # one target per sample: a class, an image
             del row["tokens_per_second"]
         row["memory_bytes"] = record.memory_bytes or self._peak_memory(row["time"])
         for sink in self._sinks:
@@ -201,9 +201,9 @@ class Monitor:
             self._resources(StepRecord(**row))
 
 
-def _to_be_held(record: StepRecord) -> StepRecord:
-    """A record that is held until the next one must not hold the graph of its step."""
-    if isinstance(record.loss, float):  # on the CPU all of them are
+def _detached(record: StepRecord) -> StepRecord:
+    """Detach a record that is held until the next one: it must not keep its step's graph alive."""
+    if isinstance(record.loss, float):  # on the CPU all numbers are floats
         return record
     numbers = {name: getattr(record, name) for name in ("loss", "grad_norm", "tokens")}
     if all(getattr(value, "grad_fn", None) is None for value in numbers.values()):
@@ -211,8 +211,8 @@ def _to_be_held(record: StepRecord) -> StepRecord:
     return replace(record, **{name: without_graph(value) for name, value in numbers.items()})
 
 
-class _Called:
-    """A callback as a sink; it gets a record of plain numbers."""
+class _CallbackSink:
+    """Makes a sink of a callback, which gets a record of plain numbers."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -221,7 +221,7 @@ class _Called:
         self._call(StepRecord(**row))
 
     def on_eval(self, row: Row) -> None:
-        """Callbacks take steps only."""
+        """Do nothing: callbacks take steps only."""
 
     def close(self) -> None:
         close = getattr(self._call, "close", None)

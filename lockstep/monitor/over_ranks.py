@@ -1,4 +1,4 @@
-"""Figures of every rank, brought together by one small all-gather, and what they say: least, median, most, who."""
+"""Gathers numbers of every rank by one small all-gather, and summarises them: least, median, most, rank of the most."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -8,7 +8,7 @@ Spread = list[float | int]  # [least, median, most, rank of the most]
 
 
 def gather(values: Sequence[float]) -> list[list[float]]:
-    """`values` of every rank, by rank; all ranks call it together with as many. Waits for the device, and for them."""
+    """Return `values` of every rank, by rank; all ranks call it with equally many. It waits for device and ranks."""
     import torch
     import torch.distributed as dist
 
@@ -22,7 +22,7 @@ def gather(values: Sequence[float]) -> list[list[float]]:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """`value` of every rank, by rank; for rare use."""
+    """Return `value` of every rank, by rank; for rare use."""
     import torch.distributed as dist
 
     if not _several():
@@ -33,7 +33,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """[least, median, most, rank of the most], to 6 digits."""
+    """Return [least, median, most, rank of the most], to 6 digits."""
     most = max(range(len(values)), key=values.__getitem__)
     return [*(float(f"{v:.6g}") for v in (min(values), median(values), values[most])), most]
 

@@ -1,14 +1,14 @@
-"""Where the time of a step goes: waiting for data, forward and backward, waiting for other ranks, the optimizer …
+"""Measures where the time of a step goes: data, forward and backward, other ranks, the optimizer.
 
     clock.enter("data") … clock.enter("forward_backward") … clock.enter("optimizer") … clock.read()
 
-Entering a phase ends the one before, so that phases add up to all the time there was. It costs under a microsecond on
-the host. On CUDA, where the host only queues work, an event goes into the stream at each change; events are read once
-they have passed, so nothing waits for them.
+Entering a phase ends the previous one, so phases add up to the whole time. It costs under a microsecond on the host. On
+CUDA, where the host only queues work, each change records an event in the stream; events are read after they have
+passed, so nothing waits for them.
 
-Waiting for other ranks is told apart where it can be seen: every Python-level `Work.wait` (FSDP2's collectives,
-pipeline exchanges, the step's own sums), and DDP's own account of its last backward pass. What overlaps with computing
-is no waiting and costs nothing. Loads torch inside functions only.
+Waiting for other ranks is measured where it can be seen: in every Python-level `Work.wait` (FSDP2's collectives,
+pipeline exchanges, the step's own sums), and in DDP's own statistics of its last backward pass. Communication that
+overlaps with computation is not waiting and costs nothing. Loads torch inside functions only.
 """
 
 import functools
@@ -22,17 +22,17 @@ from contextlib import contextmanager
 from typing import Any
 
 STEP_PHASES = ("data", "forward_backward", "communication", "optimizer", "other")
-PAUSES = ("evaluation", "checkpoint")  # between steps; no part of a step's seconds
+PAUSES = ("evaluation", "checkpoint")  # between steps; not included in a step's seconds
 PHASES = STEP_PHASES + PAUSES
-_MADE_BY_WAITING = ("forward_backward", "optimizer")  # phases in which a wait for other ranks counts as communication
+_MAY_WAIT = ("forward_backward", "optimizer")  # phases in which a wait for other ranks counts as communication
 
 
 class PhaseClock:
-    """Seconds in each phase since the last reading.
+    """Measures the seconds in each phase since the last reading.
 
     Args:
         on_cuda: measure on the device's current stream instead of the host.
-        clock: seconds, monotonic; another one for tests.
+        clock: seconds, monotonic; tests pass another.
     """
 
     def __init__(self, *, on_cuda: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -41,13 +41,13 @@ class PhaseClock:
         self._thread = threading.get_ident()
         self._host = dict.fromkeys(PHASES, 0.0)
         self._device = dict.fromkeys(PHASES, 0.0)
-        self._marks: deque[tuple[str, Any]] = deque()  # phase that starts, its event
+        self._marks: deque[tuple[str, Any]] = deque()  # the phase that starts, and its event
         self.phase = "other"
         self._since = clock()
         self._paused = 0.0
 
     def enter(self, phase: str) -> str:
-        """End the current phase and begin another; returns the one that ended."""
+        """End the current phase, begin another, and return the one that ended."""
         now = self._clock()
         before, spent = self.phase, now - self._since
         self._host[before] += spent
@@ -60,7 +60,7 @@ class PhaseClock:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """A phase for the length of a block."""
+        """Enter a phase for the length of a block."""
         before = self.enter(phase)
         try:
             yield
@@ -68,11 +68,11 @@ class PhaseClock:
             self.enter(before)
 
     def waits_here(self) -> bool:
-        """Whether a wait for other ranks, now and in this thread, is a step's communication."""
-        return self.phase in _MADE_BY_WAITING and threading.get_ident() == self._thread
+        """Return whether a wait for other ranks, now and in this thread, counts as a step's communication."""
+        return self.phase in _MAY_WAIT and threading.get_ident() == self._thread
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase since the last reading, on CUDA those of the device (waits for it), and start anew."""
+        """Return the seconds by phase since the last reading, and start again; on CUDA it waits for the device."""
         self.enter(self.phase)
         if self._on_cuda:
             self._fold(wait=True)
@@ -83,7 +83,7 @@ class PhaseClock:
         return result
 
     def take_pauses(self) -> float:
-        """Host seconds in evaluations and checkpoints since this was last asked."""
+        """Return the host seconds in evaluations and checkpoints since the last call."""
         paused, self._paused = self._paused, 0.0
         return paused
 
@@ -107,14 +107,14 @@ class PhaseClock:
 # ---- waiting for other ranks ----
 
 
-_counting: list[PhaseClock] = []  # of the loops that are open; of several models they end in any order
+_counting: list[PhaseClock] = []  # of the open loops; with several models they end in any order
 
 
 @contextmanager
 def waits_counted(clock: PhaseClock) -> Iterator[None]:
-    """Count what this thread spends in `Work.wait` as communication, while the block runs.
+    """Count the time of this thread in `Work.wait` as communication, while the block runs.
 
-    torch offers no hook for it, so the method is wrapped, on the class, as long as any such block runs.
+    torch has no hook for it, so the class's method is wrapped while any such block runs.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available():
@@ -151,14 +151,14 @@ _ddp_modules: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch_ddp(wrapped: Any) -> None:
-    """Have DDP time its backward passes: on the CPU all of them; on a GPU it is 1 in 100, for reading it waits."""
+    """Make DDP time its backward passes: all on the CPU; on a GPU 1 in 100, because reading the time waits."""
     _ddp_modules.add(wrapped)
     if next(wrapped.parameters()).device.type == "cpu":
         wrapped._set_ddp_runtime_logging_sample_rate(1)
 
 
 def ddp_wait_seconds() -> float:
-    """What the newest timed backward pass of DDP waited after its last gradient was there."""
+    """Return how long DDP's newest timed backward pass waited after its last gradient."""
     total = 0.0
     for wrapped in _ddp_modules:
         figures = wrapped._get_ddp_logging_data()

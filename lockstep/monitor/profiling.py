@@ -1,8 +1,8 @@
-"""torch.profiler over a few steps: traces of ranks, and what they say in words.
+"""Runs torch.profiler over a few steps, and writes traces of ranks and a summary.
 
-When: `monitor.profile` in the config (once, from the first steps on), or on demand, by a file `profile.request` dropped
-into the run directory or SIGUSR2 to rank 0. A request travels with the next figures over ranks, so that all ranks trace
-the same steps. The schedule advances with each step.
+`monitor.profile` in the config profiles once, from the first steps on. A file `profile.request` in the run directory or
+SIGUSR2 to rank 0 requests a profile later; the request is sent with the next figures over ranks, so that all ranks
+trace the same steps. The schedule advances with each step.
 
 RUN/profile/  step-N-rank-R.json.gz (chrome://tracing, ui.perfetto.dev) · on CUDA step-N-rank-R-memory.pickle
 (pytorch.org/memory_viz) · summary.md · summary.json
@@ -20,7 +20,7 @@ import torch
 
 from lockstep.config import ProfileConfig
 from lockstep.monitor.over_ranks import gather_objects
-from lockstep.monitor.trace import Summary, in_words, summarise, together
+from lockstep.monitor.trace import Summary, as_markdown, combine, summarise
 
 REQUEST = "profile.request"
 _SIGNAL = signal.SIGUSR2
@@ -28,12 +28,14 @@ _log = logging.getLogger("lockstep")
 
 
 class Profiler:
-    """Told of every step on every rank.
+    """Profiles steps; called after every step on every rank.
 
     Args:
-        config: unset: only on demand.
+        config: unset: only on request.
         folder: `RUN/profile`.
-        event: told when a profile is there.
+        rank: this rank.
+        is_main: whether this is rank 0.
+        event: called when a profile is written.
     """
 
     def __init__(
@@ -49,12 +51,12 @@ class Profiler:
             self._begin(self._config)
 
     def asked(self) -> None:
-        """All ranks learned that somebody asked for a profile; the next step begins it."""
+        """Begin a profile at the next step, after all ranks learned of the request."""
         if self._running is None:
             self._begin(self._on_demand)
 
     def on_step(self, step: int) -> None:
-        """One step is over; ends the profile when its last step is. All ranks then come together."""
+        """Count a step; at the profile's last step end it, where all ranks meet."""
         running = self._running
         if running is None:
             return
@@ -68,7 +70,7 @@ class Profiler:
             self._finish(running, step)
 
     def requested(self, run: Path) -> bool:
-        """Whether somebody asks rank 0 for a profile; takes the request away."""
+        """Return whether rank 0 got a request for a profile, and remove the request."""
         came, self._signalled = self._signalled, False
         try:
             (run / REQUEST).unlink()
@@ -77,7 +79,7 @@ class Profiler:
         return True
 
     def listen(self) -> None:
-        """Take SIGUSR2 for a request, where nobody else has taken it."""
+        """Take SIGUSR2 as a request, unless the program handles it already."""
         if threading.current_thread() is threading.main_thread() and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
             signal.signal(_SIGNAL, self._on_signal)
             self._listens = True
@@ -86,7 +88,7 @@ class Profiler:
         self._signalled = True
 
     def close(self) -> None:
-        """Listen no more. If the run ends within a profile, it is given up."""
+        """Stop listening; a profile that is running is discarded."""
         if self._listens:
             signal.signal(_SIGNAL, signal.SIG_DFL)
             self._listens = False
@@ -113,7 +115,7 @@ class Profiler:
         running.profile.start()
 
     def _keep(self, running: "_Running", profile: Any) -> None:
-        """The active steps are over: write the trace and take its figures. A full disk stops no run."""
+        """Write the trace and compute its summary, after the active steps; a full disk does not stop the run."""
         name = f"step-{running.first}-rank-{self._rank}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -129,15 +131,15 @@ class Profiler:
     def _finish(self, running: "_Running", step: int) -> None:
         if running.profile is not None:
             running.profile.stop()
-            running.profile = None  # it holds the trace, and is held by its own callback
+            running.profile = None  # it holds the trace, and its own callback holds it
         found = [summary for summary in gather_objects(running.summary) if summary is not None]
         if not self._is_main or not found:
             return
-        summary = together(found, step - running.config.active + 1, step)
+        summary = combine(found, step - running.config.active + 1, step)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / "summary.json").write_text(json.dumps(summary))
-            (self._folder / "summary.md").write_text(in_words(summary))
+            (self._folder / "summary.md").write_text(as_markdown(summary))
         except OSError as error:
             _log.warning("warning: the summary of the profile could not be written: %s", error)
             return

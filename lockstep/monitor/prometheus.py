@@ -1,25 +1,23 @@
-"""`/metrics` for Prometheus: the newest record as gauges, `lockstep_loss`, `lockstep_phase_seconds{phase="data"}` …"""
+"""Serves `/metrics` for Prometheus: the newest record as gauges such as `lockstep_loss`."""
 
 import re
 from typing import Any
 
 from lockstep.config import PrometheusConfig
 from lockstep.errors import UsageError
-from lockstep.monitor.missing import left_out
-from lockstep.monitor.scalars import scalars
-from lockstep.monitor.sinks import Row
+from lockstep.monitor.sinks import Row, scalars, warn_left_out
 
 
 def open_prometheus(config: PrometheusConfig, run_name: str) -> "Prometheus | None":
-    """A sink that is also a server, or None, having said so, where the library is missing.
+    """Return the sink, which is also a server; warn and return None if the library is missing.
 
     Raises:
-        UsageError: the port can't be had.
+        UsageError: the port is in use.
     """
     try:
         import prometheus_client
     except ImportError:
-        left_out("prometheus", "prometheus")
+        warn_left_out("prometheus", "prometheus")
         return None
     return Prometheus(prometheus_client, config, run_name)
 
@@ -42,6 +40,7 @@ class Prometheus:
         self.address = f"http://{config.host}:{self._server.server_address[1]}/metrics"
 
     def on_step(self, row: Row) -> None:
+        """Set the gauges to a row's numbers."""
         self._set("step", float(row["step"]), {})
         for name, value in scalars(row).items():
             first, _, rest = name.partition("/")
@@ -57,6 +56,7 @@ class Prometheus:
     on_eval = on_step
 
     def close(self) -> None:
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)

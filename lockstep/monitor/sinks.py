@@ -1,17 +1,17 @@
-"""A sink takes rows of plain numbers. A sink that fails is said once and never stops the run.
+"""Defines sinks, which take rows of plain numbers, and makes those that the config names.
 
-`jsonl` and the events go through `records.RunDirectory`; `console` and `tensorboard` have files of their own.
+A sink that fails is reported once and never stops the run. `jsonl` and the events go through `records.RunDirectory`;
+`console` and `tensorboard` have files of their own.
 """
 
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lockstep.config import MonitorConfig
-from lockstep.monitor.missing import left_out
 from lockstep.records import RunDirectory
 from lockstep.registry import SINKS
 
@@ -23,13 +23,13 @@ _log = logging.getLogger("lockstep")
 
 @dataclass(frozen=True)
 class SinkContext:
-    """What a sink is made with.
+    """Arguments of a sink.
 
     Attributes:
         config: the section `monitor`.
-        run: the run directory; None where nothing is written.
-        total_steps: of the whole run, where known.
-        start_step: the step that this process goes on from.
+        run: the run directory; None: nothing is written.
+        total_steps: of the whole run, if known.
+        start_step: the step that this process resumes from.
     """
 
     config: MonitorConfig
@@ -39,40 +39,43 @@ class SinkContext:
 
     @property
     def directory(self) -> RunDirectory:
-        """Return the run directory, for sinks that need one."""
-        assert self.run is not None, "a sink that needs a run directory says so: needs_run_directory"
+        """The run directory, for sinks that need one."""
+        assert self.run is not None, "a sink that uses the run directory must set needs_run_directory"
         return self.run
 
     @property
     def experiment(self) -> str:
-        """Return the project or experiment that runs belong to."""
+        """The project or experiment that runs belong to."""
         return self.config.experiment or "lockstep"
 
 
 class Sink(Protocol):
-    """Where records go: made of a `SinkContext`. `row` holds plain numbers by the names of `StepRecord`.
+    """A destination of records, made with a `SinkContext`. `row` has plain numbers by the names of `StepRecord`.
 
-    A class may say more of itself: `at_once = True`: written in the training thread, for what is seen at once;
-    `own_thread = True`: for servers that may hang; `needs_run_directory = True`: left out where there is none. An
-    `ImportError` from its constructor leaves it out with a warning.
+    Optional class attributes: `at_once = True` writes in the training thread, for output that people see at once;
+    `own_thread = True` is for servers that may hang; `needs_run_directory = True` leaves the sink out if there is
+    none. An `ImportError` from its constructor leaves it out with a warning.
     """
 
-    def on_step(self, row: Row) -> None: ...
+    def on_step(self, row: Row) -> None:
+        """Take a logged step."""
 
-    def on_eval(self, row: Row) -> None: ...
+    def on_eval(self, row: Row) -> None:
+        """Take an evaluation."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write all rows and end."""
 
 
-class Written(Sink, Protocol):
+class BufferedSink(Sink, Protocol):
     """A sink that may hold rows back for a moment."""
 
     def flush(self) -> None:
-        """Write them."""
+        """Write the rows that wait."""
 
 
 class Jsonl:
-    """`metrics.jsonl` of the run directory."""
+    """Writes `metrics.jsonl` of the run directory."""
 
     needs_run_directory = True
 
@@ -80,20 +83,22 @@ class Jsonl:
         self._run = context.directory
 
     def on_step(self, row: Row) -> None:
+        """Append a row."""
         self._run.append_metrics(row)
 
     def on_eval(self, row: Row) -> None:
+        """Append a row."""
         self._run.append_metrics(row)
 
     def close(self) -> None:
-        """Every line is on its way already."""
+        """Do nothing: every row is written already."""
 
 
 class Guarded:
-    """A sink whose failures become one warning and one event.
+    """Turns a sink's failures into one warning and one event.
 
-    It is tried again, the later the longer it took to fail: a server that is down costs the run a twentieth of its time
-    at most, and less each time.
+    A failed sink is tried again after a pause that grows with the time it took to fail: a server that is down costs the
+    run at most a twentieth of its time, and less each time.
     """
 
     def __init__(self, name: str, sink: Sink, event: Event) -> None:
@@ -102,17 +107,21 @@ class Guarded:
         self._not_before = 0.0
 
     def on_step(self, row: Row) -> None:
+        """Pass a row on."""
         self._guard(self._sink.on_step, row)
 
     def on_eval(self, row: Row) -> None:
+        """Pass a row on."""
         self._guard(self._sink.on_eval, row)
 
     def flush(self) -> None:
+        """Flush the sink, if it can."""
         flush = getattr(self._sink, "flush", None)
         if flush is not None:
             self._guard(flush)
 
     def close(self) -> None:
+        """Close the sink."""
         self._not_before = 0.0
         self._guard(self._sink.close)
 
@@ -122,7 +131,7 @@ class Guarded:
             return
         try:
             call(*args)
-        except Exception as error:  # of any library, of the user's own code: none is worth the run
+        except Exception as error:  # of any library or the user's own code: none may stop the run
             self.failures += 1
             now = time.monotonic()
             self._not_before = now + (now - since) * 20 * self.failures
@@ -139,18 +148,23 @@ def _trace_wanted() -> bool:
 def build_sinks(
     config: MonitorConfig, run: RunDirectory | None, total_steps: int | None, start_step: int, event: Event,
     say: Callable[[str], None] = lambda _line: None,
-) -> list[Written]:  # fmt: skip
-    """The sinks that the config names; one whose library is missing is left out with one warning.
+) -> list[BufferedSink]:  # fmt: skip
+    """Return the sinks that the config names; one whose library is missing is left out with one warning.
 
-    What is seen at once, the console and Prometheus, is written at once; files and servers have threads.
+    The console and Prometheus are written at once; files and servers have threads.
 
     Args:
-        say: told a line for the person who started the run.
+        config: the section `monitor`.
+        run: the run directory, if any.
+        total_steps: of the whole run, if known.
+        start_step: the step that this process resumes from.
+        event: writes an event.
+        say: prints a line for the person who started the run.
     """
     from lockstep.monitor.background import Background
 
     context = SinkContext(config, run, total_steps, start_step)
-    made: list[Written] = []
+    made: list[BufferedSink] = []
     files: list[Guarded] = []
     for name in config.sinks:
         kind = SINKS.load(name)
@@ -159,7 +173,7 @@ def build_sinks(
         try:
             guarded = Guarded(f"the sink {name}", kind(context), event)
         except ImportError as error:
-            left_out(name, name if name in SINKS.shipped else None, error)
+            warn_left_out(name, name if name in SINKS.shipped else None, error)
             continue
         if getattr(kind, "at_once", False):
             made.append(guarded)
@@ -178,3 +192,47 @@ def build_sinks(
             say(f"metrics for Prometheus at {served.address}")
             made.append(Guarded("the sink prometheus", served, event))
     return made
+
+
+def warn_left_out(sink: str, extra: str | None, error: ImportError | None = None) -> None:
+    """Warn that the run goes on without a sink, because its library is not installed.
+
+    Args:
+        sink: its name.
+        extra: the extra of Lockstep's package that installs the library; None for a user's own sink.
+        error: what the import raised.
+    """
+    why = "its package is not installed" if extra is not None or error is None else str(error)
+    fix = f"pip install 'lockstep-train[{extra}]'" if extra is not None else "install it"
+    _log.warning("warning: the sink %s is left out: %s (%s, or remove it from monitor.sinks)", sink, why, fix)
+
+
+_NOT_SCALARS = {"step", "time", "skipped", "own_seconds"}
+
+
+def scalars(row: dict[str, Any]) -> dict[str, float]:
+    """Return every number of a record by name: `loss`, `phases/data`, `memory/peak` …
+
+    A spread over ranks gives the median as NAME and the most as NAME.most; for memory the most is NAME.
+    """
+    return {
+        name: float(value)
+        for key, inside in row.items()
+        if key not in _NOT_SCALARS
+        for name, value in _numbers_in(key, inside)
+    }
+
+
+def _numbers_in(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, (int, float)):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inside in value.items():
+            yield from _numbers_in(f"{name}/{key}", inside)
+    elif isinstance(value, list) and len(value) == 4:
+        _, middle, most, _ = value
+        if name.startswith("memory/"):
+            yield name, most
+        else:
+            yield name, middle
+            yield f"{name}.most", most

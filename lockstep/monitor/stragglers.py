@@ -1,7 +1,7 @@
-"""Which rank keeps the others waiting, and with what.
+"""Finds the rank that keeps the others waiting, and its slow phase.
 
-Ranks that train together take equally long for a step: the fast ones wait for the slow one. What tells them apart is a
-rank's own time, a step without waiting for others. A rank is named when its own time was well above the median of the
+Ranks that train together take equally long for a step, because fast ranks wait for slow ones. Their own time, a step
+without waiting for others, shows the difference. A rank is reported if its own time was well above the median of the
 others' several times in a row.
 """
 
@@ -14,7 +14,7 @@ from lockstep.monitor.figures import Table
 from lockstep.monitor.phases import STEP_PHASES
 
 _OWN_PHASES = tuple(name for name in STEP_PHASES if name != "communication")
-_LEAST_SECONDS = 1e-3  # a step; what the clocks of busy hosts differ by anyway
+_LEAST_SECONDS = 1e-3  # per step; clocks of busy hosts differ by as much anyway
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,11 @@ class Straggler:
     """A slow rank.
 
     Attributes:
+        rank: the rank.
         ratio: its own time over the median of the other ranks' own time.
-        phase: where most of the difference is; `seconds` there, against `others` (their median), a step.
+        phase: the phase with most of the difference.
+        seconds: its time in that phase, per step.
+        others: the median of the others in that phase, per step.
     """
 
     rank: int
@@ -33,21 +36,23 @@ class Straggler:
     others: float
 
     def sentence(self, host: str | None = None) -> str:
+        """Return the finding as a sentence."""
         on = f" on {host}" if host else ""
         return (
             f"rank {self.rank}{on} is slow: its own work takes {self.ratio:.2f} × as long as the other ranks';"
-            f" {self.phase} {_ms(self.seconds)} a step against {_ms(self.others)}"
+            f" {self.phase} {_ms(self.seconds)} per step against {_ms(self.others)}"
         )
 
 
 class StragglerWatch:
-    """Told the figures of all ranks, names those that stay slow, each once until it has caught up."""
+    """Finds ranks that stay slow in the figures of all ranks, and reports each once until it has caught up."""
 
     def __init__(self, config: StragglerConfig) -> None:
         self._config = config
         self._times: Counter[int] = Counter()
 
     def look(self, table: Table) -> list[Straggler]:
+        """Return the ranks that are slow for the `patience`-th time in a row."""
         named = []
         for rank in range(len(table["own"])):
             slow = self._slow(table, rank)

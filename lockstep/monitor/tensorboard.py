@@ -1,7 +1,7 @@
-"""Records as TensorBoard scalars, by their own names: loss, grad_norm, lr, eval_loss …
+"""Writes records as TensorBoard scalars with their own names: loss, grad_norm, lr, eval_loss …
 
-One event a record, appended by one write: an event a scalar costs ten times as much, and TensorBoard's own writer fails
-in a thread of its own where nobody can answer for it.
+Each record is one event, appended by one write: one event per scalar costs ten times as much, and TensorBoard's own
+writer fails in a thread of its own, where no one can handle the error.
 """
 
 import io
@@ -11,8 +11,7 @@ import time
 from importlib import import_module
 from typing import Any
 
-from lockstep.monitor.scalars import scalars
-from lockstep.monitor.sinks import Row, SinkContext
+from lockstep.monitor.sinks import Row, SinkContext, scalars
 from lockstep.records import append_whole
 
 
@@ -33,6 +32,7 @@ class TensorBoard:
         self._append(self._event(wall_time=now, file_version="brain.Event:2"))
 
     def on_step(self, row: Row) -> None:
+        """Write a row's numbers."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
         when = row.get("time") or time.time()
         self._append(self._event(step=row["step"], wall_time=when, summary=self._summary(value=values)))
@@ -40,9 +40,9 @@ class TensorBoard:
     on_eval = on_step
 
     def close(self) -> None:
-        """Every event is on its way already."""
+        """Do nothing: every event is written already."""
 
     def _append(self, event: Any) -> None:
         buffer = io.BytesIO()
         self._as_record(buffer).write(event.SerializeToString())
-        append_whole(self._path, buffer.getvalue())  # half an event would hide all that follow
+        append_whole(self._path, buffer.getvalue())  # half an event would hide all later ones

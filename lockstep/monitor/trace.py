@@ -1,16 +1,14 @@
-"""What a trace says: how much of the time is computing, communication that shows, communication that hides, nothing;
-and how much more memory was held, from moment to moment, than when it began.
+"""Summarises a trace: shares of computation, exposed and overlapped communication and idle time, and the memory curve.
 
-On CUDA by kernels: NCCL's are communication, all others computing. On the CPU by operators: gloo's and c10d's are
-communication, ATen's computing. Time in which both run is communication that hides behind computing.
+On CUDA it uses kernels: NCCL's are communication, all others computation. On the CPU it uses operators: gloo's and
+c10d's are communication, ATen's computation. Time with both is communication that overlaps with computation.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep.monitor.intervals import Interval, length, shared, union, within
-
+Interval = tuple[float, float]
 Summary = dict[str, Any]
 _COMMUNICATION = ("nccl", "gloo:", "c10d::", "record_param_comms", "mpi:")
 _TOP = 12
@@ -18,10 +16,11 @@ _MOMENTS = 400
 
 
 def summarise(events: Iterable[Any], rank: int, steps: int) -> Summary:
-    """One rank's figures.
+    """Return one rank's summary.
 
     Args:
         events: `torch.profiler.profile.events()`.
+        rank: the rank.
         steps: how many were traced.
     """
     on_device: list[Any] = []
@@ -51,12 +50,12 @@ def summarise(events: Iterable[Any], rank: int, steps: int) -> Summary:
         "seconds": total * 1e-6 / steps,
         "shares": {name: round(value / total, 5) for name, value in parts.items()},
         "operators": _top(chosen, steps, bool(on_device)),
-        "memory": _held(on_host, window[0]),
+        "memory": _memory_curve(on_host, window[0]),
     }
 
 
-def together(ranks: list[Summary], first: int, last: int) -> Summary:
-    """The figures of all traced ranks; operators of the first."""
+def combine(ranks: list[Summary], first: int, last: int) -> Summary:
+    """Return the summaries of all traced ranks as one; operators and memory are those of the first."""
     total = ranks[0]["seconds"] or 1.0
     operators = [{**operator, "share": operator["seconds"] / total} for operator in ranks[0]["operators"]]
     about = f"Steps {first} to {last}, {len(ranks)} rank{'s' * (len(ranks) != 1)}."
@@ -66,17 +65,17 @@ def together(ranks: list[Summary], first: int, last: int) -> Summary:
             }  # fmt: skip
 
 
-def in_words(summary: Summary) -> str:
-    """Markdown."""
+def as_markdown(summary: Summary) -> str:
+    """Return a summary as Markdown."""
     lines = [f"# Profile: {summary['about']}", ""]
     for rank in summary["ranks"]:
-        said = ", ".join(f"{share:.0%} {part}" for part, share in rank["shares"].items())
-        lines.append(f"- rank {rank['rank']}: {rank['seconds'] * 1e3:.3g} ms a step: {said}")
+        shares = ", ".join(f"{share:.0%} {part}" for part, share in rank["shares"].items())
+        lines.append(f"- rank {rank['rank']}: {rank['seconds'] * 1e3:.3g} ms per step: {shares}")
     lines += ["", summary["verdict"]]
     if summary["memory"]:
         most, when = max((held, when) for when, held in summary["memory"])
         lines[-1] += f" Memory: at most {most / 2**20:.3g} MiB more than at the start, {when * 1e3:.3g} ms into it."
-    lines += ["", "| operator | ms a step | share | calls a step |", "|---|---|---|---|"]
+    lines += ["", "| operator | ms per step | share | calls per step |", "|---|---|---|---|"]
     lines += [
         f"| `{op['name']}` | {op['seconds'] * 1e3:.3g} | {op['share']:.1%} | {op['calls']:g} |"
         for op in summary["operators"]
@@ -87,16 +86,16 @@ def in_words(summary: Summary) -> str:
 def _verdict(ranks: list[Summary]) -> str:
     mean = {part: sum(rank["shares"][part] for rank in ranks) / len(ranks) for part in ranks[0]["shares"]}
     if mean["exposed communication"] > 0.2:
-        return "Communication that does not hide behind computing takes the most that could be won back."
+        return "Exposed communication offers the most to gain: overlap it with computation."
     if mean["idle"] > 0.3:
-        return "For much of the time nothing runs: data, Python between operators, or many small operators (compile)."
-    return "Most of the time is computing."
+        return "Much of the time nothing runs: data, Python between operators, or many small operators (compile)."
+    return "Most of the time is computation."
 
 
-def _held(events: list[Any], begun: float) -> list[tuple[float, float]]:
-    """(seconds since `begun`, bytes held more than then), the peak of each stretch of the trace; of the device, if any.
+def _memory_curve(events: list[Any], begun: float) -> list[tuple[float, float]]:
+    """Return (seconds since `begun`, bytes allocated since then), the peak of each stretch of the trace.
 
-    Empty where allocations were not recorded.
+    It is the device's memory if there is any. The list is empty if allocations were not recorded.
     """
     on_device = any(event.self_device_memory_usage for event in events)
     held, curve = 0.0, list[tuple[float, float]]()
@@ -110,7 +109,7 @@ def _held(events: list[Any], begun: float) -> list[tuple[float, float]]:
 
 
 def _counts(event: Any) -> bool:
-    """Operators and collectives, not the frames around them."""
+    """Return whether an event is an operator or a collective, not a frame around them."""
     return event.name.startswith("aten::") or _talks(event.name)
 
 
@@ -136,3 +135,40 @@ def _top(events: list[Any], steps: int, on_device: bool) -> list[Summary]:
         calls[event.name] += 1
     best = sorted(seconds, key=lambda name: -seconds[name])[:_TOP]
     return [{"name": name[:120], "seconds": seconds[name], "calls": calls[name] / steps} for name in best]
+
+
+# ---- intervals of time ----
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union as disjoint intervals, in order."""
+    result: list[Interval] = []
+    for start, end in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
+def length(disjoint: Iterable[Interval]) -> float:
+    """Return the total length."""
+    return sum(end - start for start, end in disjoint)
+
+
+def shared(one: list[Interval], other: list[Interval]) -> float:
+    """Return the length that two ordered lists of disjoint intervals have in common."""
+    total, i, j = 0.0, 0, 0
+    while i < len(one) and j < len(other):
+        total += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def within(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
+    """Cut intervals to a window."""
+    cut = ((max(start, window[0]), min(end, window[1])) for start, end in intervals)
+    return [(start, end) for start, end in cut if end > start]

@@ -1,20 +1,19 @@
-"""Records to Weights & Biases: one run of the project `monitor.experiment`, named as the run directory.
+"""Logs records to Weights & Biases: one run of the project `monitor.experiment`, named like the run directory.
 
-Its own variables say how: WANDB_MODE=offline writes to `RUN/wandb` only, WANDB_API_KEY signs in. A restarted run goes
-on in the same W&B run, whose id follows from the run directory.
+W&B's own variables apply: WANDB_MODE=offline writes to `RUN/wandb` only, WANDB_API_KEY signs in. A restarted run
+continues the same W&B run, whose id is derived from the run directory.
 """
 
 import hashlib
 from importlib import import_module
 from typing import Any
 
-from lockstep.monitor.scalars import scalars
-from lockstep.monitor.sinks import Row, SinkContext
+from lockstep.monitor.sinks import Row, SinkContext, scalars
 from lockstep.records import RunDirectory
 
 
 class WeightsAndBiases:
-    """Logs to a W&B run, which it joins at the first record."""
+    """Logs to a W&B run, which it opens at the first record."""
 
     needs_run_directory = True
     own_thread = True
@@ -25,11 +24,13 @@ class WeightsAndBiases:
         self._open: Any = None
 
     def on_step(self, row: Row) -> None:
+        """Log a row's numbers."""
         self._started().log(scalars(row), step=row["step"])
 
     on_eval = on_step
 
     def close(self) -> None:
+        """End the W&B run."""
         if self._open is not None:
             self._open.finish()
 

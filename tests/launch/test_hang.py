@@ -85,7 +85,7 @@ class Ranks:
         pids = {rank: process.pid for rank, process in enumerate(self.processes)}
         wait_for(lambda: [b.step for b in read_beats(self.beats)] == [19, 19], 30)
         time.sleep(0.5)
-        return self.watch.look(pids, 2)
+        return self.watch.check(pids, 2)
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_ranks_that_wait_in_a_collective_do_not_hear_a_signal(ranks: Callable[..
     assert not look(both), "nobody waits in a call of Lockstep's: they may know what they do"
     failure = found_in_time(both, stop_requested=True)
     assert failure.why is not None
-    assert "it was told to stop" in failure.why
+    assert "it was asked to stop" in failure.why
 
 
 def test_a_meeting_point_that_never_answers_stops_no_watch() -> None:

@@ -9,11 +9,11 @@ import torch
 from lockstep.config import StragglerConfig, config_from
 from lockstep.monitor import Figures, PhaseClock, ResourceMonitor
 from lockstep.monitor.flops import DEVICES, FirstStep, on_a_data_sheet, peak_flops
-from lockstep.monitor.intervals import length, shared, union, within
 from lockstep.monitor.meters import Memory
 from lockstep.monitor.over_ranks import spread
 from lockstep.monitor.phases import STEP_PHASES, waits_counted
 from lockstep.monitor.stragglers import StragglerWatch
+from lockstep.monitor.trace import length, shared, union, within
 from lockstep.records import StepRecord
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model

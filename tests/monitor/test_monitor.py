@@ -279,7 +279,7 @@ def test_a_callback_with_on_step_end_is_called_as_other_trainers_call_it(
         monitor.on_step(record(step, loss=0.5))
     monitor.close()
     assert OnStepEnd.seen == [(1, True, 0.5), (2, True, 0.5)]
-    assert "asked for should_training_stop, and can only look" in caplog.text
+    assert "set should_training_stop, but callbacks cannot control" in caplog.text
     with pytest.raises(UsageError, match="takes no argument 'stop'; did you mean 'stop_at'"):
         Monitor(config(callbacks=[{**callbacks[0], "args": {"stop": 2}}]), run, is_main=True)
 

@@ -17,8 +17,7 @@ import pytest
 from lockstep.config import MonitorConfig
 from lockstep.errors import UsageError
 from lockstep.monitor import Monitor
-from lockstep.monitor.scalars import scalars
-from lockstep.monitor.sinks import Guarded
+from lockstep.monitor.sinks import Guarded, scalars
 from lockstep.records import RunDirectory, StepRecord
 
 _GATHERED = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.monitor.trace import in_words, summarise, together
+from lockstep.monitor.trace import as_markdown, combine, summarise
 from lockstep.report.drawing import log_ticks, moments
 from lockstep.report.page import page_data
 from lockstep.report.read import read_run
@@ -28,11 +28,11 @@ def test_memory_of_a_profile_is_followed_and_drawn(tmp_path: Path) -> None:
         again = held * 2
         del again
         held.add_(1)
-    summary = together([summarise(profiler.events(), 0, 1)], 1, 1)
+    summary = combine([summarise(profiler.events(), 0, 1)], 1, 1)
     curve = [bytes_held for _, bytes_held in summary["memory"]]
     assert max(curve) == pytest.approx(8 << 20, rel=0.01)
     assert curve[-1] == pytest.approx(4 << 20, rel=0.01)
-    assert "at most 8 MiB more" in in_words(summary)
+    assert "at most 8 MiB more" in as_markdown(summary)
     run = write_run(tmp_path / "run", steps=60)
     (run.path / "profile").mkdir()
     (run.path / "profile/summary.json").write_text(json.dumps(summary))
