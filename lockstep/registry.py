@@ -122,7 +122,7 @@ DATA_SETS = Registry(
     "data set",
     "data.name",
     {
-        "python-docs": "lockstep.data.python_docs:python_docs",
+        "python-docs": "lockstep.data.text:python_docs",
         "text": "lockstep.data.text:text",
         "tokens": "lockstep.data.tokens:tokens",
         "digits": "lockstep.data.digits:digits",

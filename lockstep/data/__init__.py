@@ -1,7 +1,7 @@
-"""Data: which samples make up a step, how they are read, and the data sets that ship.
+"""Defines which samples make up a step, how they are read, and the data sets that ship.
 
-`SampleOrder` says what a step is, `StepLoader` reads this rank's share of it; `build_data` makes the data that a config
-names.
+`SampleOrder` defines the samples of a step, `StepLoader` reads this rank's micro-batches of it; `build_data` makes the
+data that a config names.
 """
 
 from lockstep.data.adopt import adopt
@@ -9,7 +9,7 @@ from lockstep.data.batches import Assign, MicroBatch, StepBatches, StepSource, b
 from lockstep.data.dataset import Data
 from lockstep.data.iterable import IterableSteps
 from lockstep.data.loader import StepLoader
-from lockstep.data.order import SampleOrder, Window, check_batch_sizes
+from lockstep.data.order import SampleOrder, StepSamples, check_batch_sizes
 from lockstep.data.registry import build_data, check_data
 from lockstep.data.sampler import DistributedSampler
 
@@ -22,8 +22,8 @@ __all__ = [
     "SampleOrder",
     "StepBatches",
     "StepLoader",
+    "StepSamples",
     "StepSource",
-    "Window",
     "adopt",
     "batch_length",
     "build_data",

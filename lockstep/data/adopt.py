@@ -1,9 +1,9 @@
-"""What a user hands to the trainer becomes a source of steps.
+"""Turns data that a user hands to the trainer into a source of steps.
 
-- A dataset, or a DataLoader that samples it in the usual ways: the order is ours (`SampleOrder`), the loader's dataset,
+- A dataset, or a DataLoader that samples it in a usual way: the order is ours (`SampleOrder`); the loader's dataset,
   collate_fn and workers are kept.
-- A DataLoader with a sampler or batch sampler of the user's own: its order, of which each rank reads its share.
-- Anything else that can be iterated: every rank iterates it and keeps its share (`IterableSteps`).
+- A DataLoader with a sampler or batch sampler of the user's own: its order; each rank reads its micro-batches of it.
+- Any other iterable: every rank iterates it and keeps its micro-batches (`IterableSteps`).
 """
 
 from dataclasses import dataclass, field
@@ -18,12 +18,11 @@ from lockstep.config import DataConfig
 from lockstep.data.batches import Assign, StepSource
 from lockstep.data.iterable import IterableSteps
 from lockstep.data.loader import StepLoader
-from lockstep.data.order import Order, SampleOrder, check_batch_sizes
+from lockstep.data.order import Order, SampleOrder, SamplerOrder, check_batch_sizes
 from lockstep.data.sampler import DistributedSampler
-from lockstep.data.sampler_order import SamplerOrder
 from lockstep.errors import UsageError
 
-# How data are read: what the config says of it, and what a DataLoader does.
+# How data are read: settings of the config, and those of a DataLoader.
 _OF_THE_CONFIG = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 _OF_A_LOADER = (*_OF_THE_CONFIG, "collate_fn", "worker_init_fn", "multiprocessing_context", "timeout")
 
@@ -34,22 +33,25 @@ def adopt(
     device: torch.device | str, wanted: bool = True, state: dict[str, Any] | None = None,
     for_evaluation: bool = False,
 ) -> StepSource:  # fmt: skip
-    """The steps `start_step` … `stop_step` − 1 of what a user passed as data.
+    """Return the steps `start_step` … `stop_step` − 1 of a user's data.
 
     Args:
         data: a dataset (`__getitem__` and `__len__`, or an IterableDataset of samples), a DataLoader, or any other
-            iterable, of ready batches. A plain list is of the last kind.
-        config: order and workers, for data that are no DataLoader (which has its own).
-        batch_size, global_batch_size: samples in a micro-batch and in a step; of ready batches the quotient counts.
+            iterable of ready batches. A plain list is an iterable of ready batches.
+        config: order and workers for data other than a DataLoader, which has its own.
+        batch_size, global_batch_size: samples in a micro-batch and in a step; for ready batches the quotient counts.
         assign: M → this rank's micro-batches, in running order.
+        start_step, stop_step: the first step, and the first step not taken; None: no limit.
         epochs: how many times to go through the data at most; None: until `stop_step`.
-        wanted: False where a rank reads no data.
-        state: what the source's `state_dict` gave when the run was saved.
-        for_evaluation: every sample once, whatever a DataLoader drops; and in its own batch_size, with as many
-            micro-batches in a step. Else its batch_size must agree.
+        seed: of the run.
+        device: where batches go.
+        wanted: False on a rank that reads no data.
+        state: the source's `state_dict` from when the run was saved.
+        for_evaluation: take every sample once, even if a DataLoader drops some, and use the DataLoader's own
+            batch_size, with as many micro-batches in a step. In training its batch_size must agree.
 
     Raises:
-        UsageError: it is nothing of the kind, or sizes contradict each other.
+        UsageError: the data cannot be used, or sizes contradict each other.
     """
     check_batch_sizes(batch_size, global_batch_size)
     found = _understand(data, config or DataConfig())
@@ -71,7 +73,7 @@ def adopt(
     )  # fmt: skip
 
 
-def _other_batch_size(found: "_Found", batch_size: int) -> UsageError:
+def _other_batch_size(found: "_Source", batch_size: int) -> UsageError:
     return UsageError(
         f"the DataLoader has batch_size {found.batch_size}, training.batch_size is {batch_size}",
         where="the training data",
@@ -81,26 +83,26 @@ def _other_batch_size(found: "_Found", batch_size: int) -> UsageError:
 
 
 @dataclass
-class _Found:
-    """Data that were understood."""
+class _Source:
+    """The user's data, analysed."""
 
-    data: Any  # the dataset, or the iterable
+    data: Any  # the dataset or the iterable
     batch_size: int | None = None  # of a DataLoader
     shuffle: bool = True
     drop_last: bool = False
-    iterated: bool = False  # can only be iterated
-    ready: bool = False  # `iterated`: the items are batches
-    batch_sampler: Any = None  # the user's own
-    reading: dict[str, Any] = field(default_factory=dict)  # how StepLoader reads
+    iterated: bool = False  # it can only be iterated
+    ready: bool = False  # with `iterated`: the items are batches
+    batch_sampler: Any = None  # the user's own one
+    reading: dict[str, Any] = field(default_factory=dict)  # arguments of StepLoader
     notice: str | None = None
 
 
-def _understand(data: Any, config: DataConfig) -> _Found:
+def _understand(data: Any, config: DataConfig) -> _Source:
     if isinstance(data, DataLoader):
         return _loader(data)
     if isinstance(data, IterableDataset) or _hugging_face_stream(data):
         notice = "an iterable dataset is read in the training process; give a DataLoader to read it in workers"
-        return _Found(data, iterated=True, notice=notice if config.num_workers else None)
+        return _Source(data, iterated=True, notice=notice if config.num_workers else None)
     has_length = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, torch.Tensor | dict | str | bytes) or not (has_length or hasattr(data, "__iter__")):
         raise UsageError(
@@ -109,29 +111,29 @@ def _understand(data: Any, config: DataConfig) -> _Found:
             fix="give a dataset, a DataLoader or an iterable of batches (for tensors: torch.utils.data.TensorDataset)",
         )
     if isinstance(data, list | tuple) or not has_length:
-        return _Found(data, iterated=True, ready=True)
+        return _Source(data, iterated=True, ready=True)
     reading = {name: getattr(config, name) for name in _OF_THE_CONFIG}
-    return _Found(data, shuffle=config.shuffle, drop_last=config.drop_last, reading=reading)
+    return _Source(data, shuffle=config.shuffle, drop_last=config.drop_last, reading=reading)
 
 
-def _loader(loader: DataLoader[Any]) -> _Found:
+def _loader(loader: DataLoader[Any]) -> _Source:
     own = loader.batch_size
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
-        return _Found(loader, own, iterated=True, ready=True, notice=_read_by_all(loader.dataset))
-    found = _Found(loader.dataset, own, reading={name: getattr(loader, name) for name in _OF_A_LOADER})
+        return _Source(loader, own, iterated=True, ready=True, notice=_read_by_all(loader.dataset))
+    found = _Source(loader.dataset, own, reading={name: getattr(loader, name) for name in _OF_A_LOADER})
     shuffle = _usual_order(loader)
     if shuffle is None:
         found.batch_sampler = loader.batch_sampler
         name = type(loader.batch_sampler if own is None else loader.sampler).__name__
-        found.notice = f"the order is that of {name}: every rank goes through all of it and reads its share"
+        found.notice = f"the order is that of {name}: every rank goes through all of it and reads its micro-batches"
         return found
     found.shuffle, found.drop_last = shuffle, loader.drop_last
     if isinstance(loader.sampler, TorchDistributedSampler | DistributedSampler):
-        found.notice = "the DistributedSampler is left out: the trainer itself shares the samples out"
+        found.notice = "the DistributedSampler is not used: the trainer itself assigns samples to ranks"
     return found
 
 
-def _order(found: _Found, batch_size: int, global_batch_size: int, seed: int) -> Order:
+def _order(found: _Source, batch_size: int, global_batch_size: int, seed: int) -> Order:
     if found.batch_sampler is not None:
         return SamplerOrder(found.batch_sampler, global_batch_size // batch_size, seed=seed)
     return SampleOrder(
@@ -145,7 +147,7 @@ def _order(found: _Found, batch_size: int, global_batch_size: int, seed: int) ->
 
 
 def _usual_order(loader: DataLoader[Any]) -> bool | None:
-    """Whether the loader shuffles, if its order is one that ours stands in for; None if it is the user's own."""
+    """Return whether the loader shuffles, if `SampleOrder` can replace its order; else None."""
     sampler = loader.sampler
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         return None
@@ -159,14 +161,14 @@ def _usual_order(loader: DataLoader[Any]) -> bool | None:
 
 
 def _is_rank_sharded(dataset: Any) -> bool:
-    """Whether it says that it reads a stream of its own on each rank."""
+    """Return whether the dataset declares that it reads a different stream on each rank."""
     return bool(getattr(dataset, "rank_sharded", False))
 
 
 def _read_by_all(dataset: Dataset[Any]) -> str | None:
     if _is_rank_sharded(dataset):
         return None
-    return f"every rank reads all of {type(dataset).__name__} and keeps its share"
+    return f"every rank reads all of {type(dataset).__name__} and keeps its micro-batches"
 
 
 def _hugging_face_stream(data: Any) -> bool:

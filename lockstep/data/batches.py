@@ -1,4 +1,4 @@
-"""What a loader hands to the step, and how a batch gets to the device."""
+"""Types for the batches of a step, and functions on batches."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-# M, the micro-batches of a step → this rank's, in running order: (index in 0 … M − 1, whether it counts).
+# The M micro-batches of a step → this rank's, in running order: (index in 0 … M − 1, whether it counts).
 Assign = Callable[[int], list[tuple[int, bool]]]
 
 
@@ -18,7 +18,7 @@ class MicroBatch:
     Attributes:
         index: its place in the step's global list of micro-batches.
         batch: the samples as collated, on this rank's device; None where this rank needs none of them.
-        real: False for a zero-weight dummy, which keeps a rank in step that is short of a micro-batch.
+        real: False for a dummy with weight zero, which a rank with fewer micro-batches runs to make the same calls.
     """
 
     index: int
@@ -28,12 +28,12 @@ class MicroBatch:
 
 @dataclass
 class StepBatches:
-    """This rank's share of one step."""
+    """This rank's micro-batches of one step."""
 
     step: int
     epoch: int
     num_micro_batches: int  # in the step, over all ranks
-    samples: int  # in the step, over all ranks; of a rank-sharded iterable: on this rank
+    samples: int  # in the step, over all ranks; for a rank-sharded iterable: on this rank
     last_of_epoch: bool
     mine: list[MicroBatch]
 
@@ -42,21 +42,25 @@ class StepSource(Protocol):
     """A source of steps: a `StepLoader` or `IterableSteps`."""
 
     @property
-    def steps_per_epoch(self) -> int | None: ...  # None: unknown before the epoch ends
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; None if unknown before the epoch ends."""
 
     @property
-    def notice(self) -> str | None: ...  # something to be said at start
+    def notice(self) -> str | None:
+        """A line to log at the start, if any."""
 
     def __iter__(self) -> Iterator[StepBatches]: ...
 
-    def state_dict(self) -> dict[str, Any]: ...  # what a resumed source needs besides the step
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed source needs besides the step."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End workers."""
 
 
 def holds_token_ids(batch: Any) -> bool:
-    """Whether a batch is of token ids: `input_ids`, or else its first tensor, are whole numbers, many a sample."""
-    if isinstance(batch, dict | Mapping):  # a dict is known at once
+    """Return whether `input_ids`, or else the first tensor, is integral with several numbers per sample."""
+    if isinstance(batch, dict | Mapping):  # `dict` first: it is the quicker check
         values = [batch["input_ids"]] if "input_ids" in batch else list(batch.values())
     else:
         values = list(batch) if isinstance(batch, list | tuple) else [batch]
@@ -65,7 +69,7 @@ def holds_token_ids(batch: Any) -> bool:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """`batch` with its tensors on `device`, without waiting for the copies. Other leaves pass through as they are."""
+    """Return `batch` with its tensors on `device`, without waiting for the copies; other leaves are unchanged."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -82,7 +86,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def known_length(iterable: Any) -> int | None:
-    """`len(iterable)`; None where it has none, or does not know it."""
+    """Return `len(iterable)`; None if it has none."""
     try:
         return len(iterable)
     except (TypeError, NotImplementedError):
@@ -90,7 +94,7 @@ def known_length(iterable: Any) -> int | None:
 
 
 def batch_length(batch: Any) -> int:
-    """The number of samples in a collated batch: the first dimension of its first tensor, else 1."""
+    """Return the number of samples in a collated batch: the first dimension of its first tensor, else 1."""
     tensor = _first_tensor(batch)
     return int(tensor.shape[0]) if tensor is not None and tensor.dim() > 0 else 1
 

@@ -1,4 +1,4 @@
-"""What a data set is to the rest of the package."""
+"""Defines the types of data sets."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,27 +10,33 @@ from torch.utils.data import Dataset
 
 @dataclass
 class Data:
-    """Training and validation data, and what a model and a person need to know about them."""
+    """Training and validation data, with facts about them.
 
-    train: Any  # a map-style dataset, or an iterable one
+    Attributes:
+        train: a map-style dataset, or an iterable one.
+        validation: likewise, or None.
+        facts: values for constructor arguments of the model that the config leaves unset: vocab_size and block_size of
+            text, image_size and channels of images. `source` describes the data.
+        encode, decode: from text to tokens and back.
+    """
+
+    train: Any
     validation: Any = None
-    # Fill constructor arguments of the model that the config leaves unset: vocab_size and block_size of text,
-    # image_size and channels of images. `source` says in words what the data are.
     facts: dict[str, Any] = field(default_factory=dict)
     encode: Callable[[str], list[int]] | None = None
     decode: Callable[[Sequence[int]], str] | None = None
 
 
-class Collating(Dataset[dict[str, Tensor]]):
-    """A map-style dataset that draws no random numbers, and reads a micro-batch faster at once than in samples."""
+class CollatingDataset(Dataset[dict[str, Tensor]]):
+    """A map-style dataset that draws no random numbers, and reads a micro-batch faster in one call than in samples."""
 
     deterministic = True
 
     def collated(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """What `default_collate` makes of these samples.
+        """Return the result of `default_collate` for these samples.
 
         Args:
-            indices: B of them.
+            indices: B indices.
 
         Returns:
             tensors of shape [B, …].

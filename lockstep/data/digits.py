@@ -1,4 +1,4 @@
-"""`digits`: 1797 handwritten digits that come with scikit-learn, 8 × 8 pixels, enlarged. No download.
+"""`digits`: 1797 handwritten digits that are part of scikit-learn, 8 × 8 pixels, enlarged. No download.
 
 Source: E. Alpaydin, C. Kaynak, *Optical Recognition of Handwritten Digits*, UCI Machine Learning Repository, 1998.
 """
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.data.dataset import Collating, Data
+from lockstep.data.dataset import CollatingDataset, Data
 from lockstep.data.language import check_fraction
 from lockstep.errors import UsageError
 
@@ -17,7 +17,7 @@ SIZES = (8, 16, 32)
 INTERPOLATIONS = ("bilinear", "nearest")
 
 
-class Images(Collating):
+class Images(CollatingDataset):
     """Samples `{"image": float32 [1, S, S] in [0, 1], "label": int64 []}`."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
@@ -30,15 +30,16 @@ class Images(Collating):
         return {"image": self.images[index], "label": self.labels[index]}
 
     def collated(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return the samples as one batch."""
         which = torch.tensor(indices)
         return {"image": self.images[which], "label": self.labels[which]}
 
 
 def digits(*, image_size: int = 32, interpolation: str = "bilinear", validation_fraction: float = 0.1) -> Data:
-    """The data set; the last `validation_fraction` of it, by other writers than most, is the validation data.
+    """Return the data set; its last `validation_fraction`, mostly of other writers, is the validation data.
 
     Raises:
-        UsageError: scikit-learn is missing, or a size that is not offered.
+        UsageError: scikit-learn is missing, or a size is not offered.
     """
     check_fraction(validation_fraction)
     for name, value, offered in (

@@ -1,7 +1,7 @@
 """`hf:NAME`: a data set of the Hugging Face hub, or a local folder of its files (parquet, JSON, text …).
 
-Every process turns the text into tokens for itself and holds them in memory: for large ones, write the text out once
-and use `lockstep data prepare`.
+Every process tokenizes the text itself and holds the tokens in memory: for large data sets write the text out once and
+use `lockstep data prepare`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.dataset import Data
-from lockstep.data.language import Cut, document_data, text_data
+from lockstep.data.language import TextOptions, document_data, text_data
 from lockstep.data.tokenizers import Tokenizer
 from lockstep.errors import UsageError
 
@@ -30,19 +30,24 @@ def hugging_face(
     tokenizer: str = "bytes",
     documents: bool = False,
 ) -> Data:
-    """The data set.
+    """Return the data set.
 
     Args:
-        config: which of its configurations, e.g. `wikitext-2-raw-v1`.
-        validation_split: used where the data set has it; else `validation_fraction` of `split` is held out.
-        text_field: the column that holds the text. Rows are joined, each ending its line; with `documents`, a row is a
+        name: of the data set or folder.
+        config: one of its configurations, e.g. `wikitext-2-raw-v1`.
+        split: the training split.
+        validation_split: used if the data set has it; else `validation_fraction` of `split` is held out.
+        text_field: the column with the text. Rows are joined, each ending its line; with `documents`, a row is a
             document, padded to `block_size`.
         columns: instead of text: samples are rows of these columns, as tensors where they are numbers.
+        block_size, stride, validation_fraction: see `TextOptions`.
+        tokenizer: `bytes` or the path of a `tokenizer.json`.
+        documents: see `text_field`.
 
     Raises:
         UsageError: the package is missing, the data set can't be loaded, or it has no such split or column.
     """
-    cut = Cut(block_size, stride, validation_fraction)
+    options = TextOptions(block_size, stride, validation_fraction)
     train, validation = _splits(_load(name, config), name, split, validation_split)
     source = f"hf:{name}" + (f" ({config})" if config else "")
     wanted = [text_field] if columns is None else list(columns)
@@ -54,16 +59,16 @@ def hugging_face(
                 fix=f"it has {', '.join(train.column_names)}; `columns` takes rows of any of them as samples",
             )
     if columns is not None:
-        return _rows(train, validation, wanted, cut, source)
+        return _rows(train, validation, wanted, options, source)
     chosen = Tokenizer(tokenizer)
     texts = _encoded(train[text_field], chosen, documents)
     held_out = None if validation is None else _encoded(validation[text_field], chosen, documents)
     if documents:
-        first, last = cut.parts(texts) if held_out is None else (texts, held_out)
-        return document_data(first, last, cut, source, chosen)
+        first, last = options.split(texts) if held_out is None else (texts, held_out)
+        return document_data(first, last, options, source, chosen)
     tokens = _joined(texts, chosen)
-    first, last = cut.parts(tokens) if held_out is None else (tokens, _joined(held_out, chosen))
-    return text_data(first, last, cut, source, chosen, chosen.vocab_size)
+    first, last = options.split(tokens) if held_out is None else (tokens, _joined(held_out, chosen))
+    return text_data(first, last, options, source, chosen, chosen.vocab_size)
 
 
 def _load(name: str, config: str | None) -> Any:
@@ -77,7 +82,7 @@ def _load(name: str, config: str | None) -> Any:
         ) from None
     try:
         return datasets.load_dataset(name, config)
-    except Exception as error:  # the package and what it calls raise many kinds
+    except Exception as error:  # the package and its dependencies raise many kinds
         raise UsageError(
             f"hf:{name} can't be loaded",
             where="data.name",
@@ -94,11 +99,11 @@ def _splits(loaded: Any, name: str, split: str, validation_split: str | None) ->
     return loaded[split], loaded.get(validation_split)
 
 
-def _rows(train: Any, validation: Any, columns: list[str], cut: Cut, source: str) -> Data:
+def _rows(train: Any, validation: Any, columns: list[str], options: TextOptions, source: str) -> Data:
     train = train.with_format("torch", columns=columns)
     if validation is not None:
         return Data(train, validation.with_format("torch", columns=columns), {"source": source})
-    border = cut.border(len(train))
+    border = options.border(len(train))
     held_out = train.select(range(border, len(train))) if border < len(train) else None
     return Data(train.select(range(border)), held_out, {"source": source})
 

@@ -1,13 +1,16 @@
-"""Steps of data that can only be iterated.
+"""Makes steps of data that can only be iterated.
 
-Every rank iterates the whole and keeps its share, so that a step is the same on any number of ranks. A dataset with
-`rank_sharded = True` reads a stream of its own on each rank; then what a step holds depends on the number of ranks, and
-`notice` says so. Streams that end at different times are evened out by dummies that count nothing.
+Every rank iterates all data and keeps its micro-batches, so that a step is the same on any number of ranks. A dataset
+with `rank_sharded = True` reads a different stream on each rank; then the content of a step depends on the number of
+ranks, and `notice` says so. If streams end at different times, ranks run dummies with weight zero.
 
-One item is read ahead, to know the end of an epoch in time. Items are read with generators seeded by (seed, epoch,
-position), so a resumed run draws what the whole run would have drawn.
+One item is read ahead, to detect the end of an epoch in time. Items are read with generators seeded by (seed, epoch,
+position), so a resumed run draws the same numbers as an uninterrupted one.
 """
 
+import copy
+import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,29 +19,33 @@ from torch.utils.data import default_collate
 
 from lockstep.data.batches import Assign, MicroBatch, StepBatches, batch_length, known_length, move
 from lockstep.data.reader import Collate, users_line
-from lockstep.data.seeding import outer_states_kept, seed_from
-from lockstep.data.stream import Stream
-from lockstep.errors import RunError, UsageError
+from lockstep.data.seeding import preserve_states, seed_from, set_epoch
+from lockstep.errors import LockstepError, RunError, UsageError
 
 _Share = tuple[tuple[list[Any], int, int], bool]  # (piece, step, index), real
 
 
 class IterableSteps:
-    """Iterate over the steps `start_step` … `stop_step` − 1 of an iterable.
+    """Iterates over the steps `start_step` … `stop_step` − 1 of an iterable.
 
     Args:
-        iterable: of samples, or (`ready`) of batches. Iterated anew each epoch, after `set_epoch(epoch)` if it has
-            that. What yields nothing the second time (a generator) ends the steps.
-        batch_size, global_batch_size: samples in a micro-batch and in a step; of ready batches only the quotient
+        iterable: of samples, or (`ready`) of batches. It is iterated again each epoch, after `set_epoch(epoch)` if it
+            has that method. If it yields nothing the second time (a generator), the steps end.
+        batch_size, global_batch_size: samples in a micro-batch and in a step; for ready batches only the quotient
             counts, the number of batches in a step.
         assign: M → this rank's micro-batches, in running order.
-        stop_step: the first step not taken; None: as far as the data go.
+        start_step: the first step.
+        stop_step: the first step not taken; None: no limit.
+        seed: of the run.
+        device: where batches go.
         ready: the items are collated batches.
+        collate_fn: list of samples → batch; unset: torch's `default_collate`.
         epochs: how many times to go through the data; None: until `stop_step`.
-        state: what `state_dict` gave in a step before `start_step`. The steps between are read and thrown away; all
-            from step 0 without a state.
-        any_left: for a rank-sharded iterable: whether any rank passes True; called by all ranks, once a step.
-        notice: something about the data to be said at start.
+        wanted: False on a rank that reads no data.
+        state: a `state_dict` from a step before `start_step`. The steps between are read and discarded; without a state
+            all from step 0 on.
+        any_left: for a rank-sharded iterable: whether any rank passes True; called by all ranks, once per step.
+        notice: a line to log at the start.
 
     Raises:
         UsageError: an empty iterable, or a state that JSON can't hold.
@@ -78,36 +85,38 @@ class IterableSteps:
         self._any_left = any_left
         self._notice = notice
         self._stream: Stream | None = None
-        self._latest: tuple[list[Any], int, int] | None = None  # piece, step, index: what a dummy repeats
+        self._latest: tuple[list[Any], int, int] | None = None  # piece, step, index: for dummies
         self.rank_sharded = any_left is not None
         self._state = self._begin_at(state or {})
 
     @property
     def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; None if unknown."""
         count = known_length(self._iterable)
-        if count is None or self.rank_sharded:  # then it is the longest stream's, which this rank does not know
+        if count is None or self.rank_sharded:  # a rank does not know the longest stream's length
             return None
         return -(-count // (self._batch_size * self._micro_batches))
 
     @property
     def notice(self) -> str | None:
+        """A line to log at the start, if any."""
         if not self.rank_sharded:
             return self._notice
         return (
-            "the data are sharded by rank: what a step holds depends on the number of ranks, so runs on different "
+            "the data are sharded by rank: the content of a step depends on the number of ranks, so runs on different "
             "numbers of ranks are different trainings"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """From where a run resumed after the step that was yielded last has to read, as JSON; for `state`.
+        """Return, as JSON, where a run resumed after the last yielded step has to start reading; for `state`.
 
-        With a `state_dict` of the iterable's: from just there. With `set_epoch` only: from the start of the epoch. With
-        neither, or sharded by rank: from the start of the data.
+        If the iterable has a `state_dict`, this is that position. If it has `set_epoch` only, it is the start of the
+        epoch. If it has neither, or is sharded by rank, it is the start of the data.
         """
         return dict(self._state)
 
     def close(self) -> None:
-        """End what the iterable runs, if anything."""
+        """Close the stream, and end its workers."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -130,7 +139,7 @@ class IterableSteps:
         return begin
 
     def _all_steps(self) -> Iterator[StepBatches]:
-        """From where the state stands; those before `start_step` come with no data."""
+        """Yield all steps from the state's on; those before `start_step` have no data."""
         step, epoch = int(self._state["step"]), int(self._state["epoch"])
         position, inner = int(self._state["position"]), self._state["iterable"]
         while (self._epochs is None or epoch < self._epochs) and (self._stop is None or step < self._stop):
@@ -147,30 +156,30 @@ class IterableSteps:
                 batches = self._step(self._stream, step, epoch)
                 last = batches.last_of_epoch
                 step += 1
-                self._note_state(self._stream, step, epoch, last)
+                self._record_state(self._stream, step, epoch, last)
                 yield batches
             epoch, position, inner = epoch + 1, 0, None
 
-    def _note_state(self, stream: Stream, step: int, epoch: int, last: bool) -> None:
+    def _record_state(self, stream: "Stream", step: int, epoch: int, last: bool) -> None:
         if self.rank_sharded:
-            return  # each rank stands elsewhere; a checkpoint holds one state for all
+            return  # each rank has another position; a checkpoint holds one state for all
         if stream.stateful and not last:
             self._state = {"step": step, "epoch": epoch, "position": stream.position, "iterable": stream.state}
-        elif last and (stream.stateful or stream.told_epoch):
+        elif last and (stream.stateful or stream.has_epochs):
             self._state = {"step": step, "epoch": epoch + 1, "position": 0, "iterable": None}
 
     def _key(self) -> int:
-        """What tells this rank's random numbers from other ranks': nothing, unless they read unlike streams."""
+        """Return a number that distinguishes the random numbers of ranks which read different streams; else −1."""
         return self._assign(self._micro_batches)[0][0] if self.rank_sharded else -1
 
     def _any(self, more: bool) -> bool:
         return more if self._any_left is None else self._any_left(more)
 
-    def _step(self, stream: Stream, step: int, epoch: int) -> StepBatches:
+    def _step(self, stream: "Stream", step: int, epoch: int) -> StepBatches:
         if self.rank_sharded:
             count, assigned = self._micro_batches, self._assign(self._micro_batches)
             pieces = stream.take(sum(real for _, real in assigned), self._batch_size)
-            shared = self._evened_out(pieces, assigned, step)
+            shared = self._fill_with_dummies(pieces, assigned, step)
         else:
             pieces = stream.take(self._micro_batches, self._batch_size)
             count = len(pieces)
@@ -179,8 +188,8 @@ class IterableSteps:
         samples = sum(batch_length(piece[0]) if self._ready else len(piece) for piece in pieces)
         return StepBatches(step, epoch, count, samples, not self._any(stream.more), mine)
 
-    def _evened_out(self, pieces: list[list[Any]], assigned: list[tuple[int, bool]], step: int) -> list[_Share]:
-        """Rank-sharded: this rank's pieces, and its latest one as a dummy in place of those that it no longer has."""
+    def _fill_with_dummies(self, pieces: list[list[Any]], assigned: list[tuple[int, bool]], step: int) -> list[_Share]:
+        """Return this rank's pieces, and its latest one as a dummy in place of missing ones."""
         waiting = iter(pieces)
         shared: list[_Share] = []
         for index, real in assigned:
@@ -205,7 +214,7 @@ class IterableSteps:
         if self._ready:
             return piece[0]
         try:
-            with outer_states_kept():
+            with preserve_states():
                 seed_from("collate", self._seed, step, index)
                 return self._collate(piece)
         except Exception as error:
@@ -213,4 +222,86 @@ class IterableSteps:
                 f"collating micro-batch {index} of step {step} failed",
                 where=users_line(error),
                 why=f"{type(error).__name__}: {error}",
+            ) from error
+
+
+class Stream:
+    """Reads one epoch of an iterable, one item ahead, to detect its end in time.
+
+    Args:
+        iterable: the user's.
+        seed: of the run.
+        epoch: the epoch.
+        position: number of items read before, which `state` includes.
+        state: the iterable's own `state_dict`; None: from the start of the epoch.
+        key: distinguishes this stream's random numbers from those of other ranks' streams.
+    """
+
+    def __init__(self, iterable: Any, seed: int, epoch: int, position: int, state: Any, key: int) -> None:
+        self._iterable = iterable
+        self._keys = ("iterable", seed, epoch, key)
+        self._ahead: list[Any] = []
+        self.position = position  # number of items returned
+        self.state: Any = state  # the iterable's own, before the item that was read ahead
+        self.stateful = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
+        has_epochs = [set_epoch(holder, epoch) for holder in (iterable, getattr(iterable, "dataset", None))]
+        self.has_epochs = any(has_epochs)
+        if state is not None:
+            iterable.load_state_dict(copy.deepcopy(state))
+        with preserve_states():
+            seed_from(*self._keys, "start")
+            self._iterator: Iterator[Any] = self._guarded(lambda: iter(iterable))
+            self._pull()
+
+    @property
+    def more(self) -> bool:
+        """Whether there is another item."""
+        return bool(self._ahead)
+
+    def take(self, count: int, size: int) -> list[list[Any]]:
+        """Return up to `count` pieces of `size` items; the last may be shorter."""
+        pieces: list[list[Any]] = []
+        with preserve_states():
+            while self._ahead and len(pieces) < count:
+                piece: list[Any] = []
+                while self._ahead and len(piece) < size:
+                    piece += self._ahead
+                    self.position += 1
+                    if len(piece) == size and len(pieces) == count - 1:
+                        self._keep_state()
+                    self._pull()
+                pieces.append(piece)
+        return pieces
+
+    def close(self) -> None:
+        """Release the iterator, which ends a generator and the workers of a DataLoader that does not keep them."""
+        self._iterator = iter(())
+
+    def _pull(self) -> None:
+        seed_from(*self._keys, self.position)
+        self._ahead = self._guarded(lambda: list(itertools.islice(self._iterator, 1)))
+
+    def _keep_state(self) -> None:
+        if not self.stateful:
+            return
+        self.state = copy.deepcopy(self._iterable.state_dict())
+        try:
+            json.dumps(self.state)
+        except TypeError as error:
+            raise UsageError(
+                f"the state_dict of {type(self._iterable).__name__} can't be saved",
+                why=f"a checkpoint holds numbers, texts, lists and dicts of such: {error}",
+                fix="return such from state_dict, or leave it out: a resumed run then reads from the start",
+            ) from None
+
+    def _guarded(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise RunError(
+                f"item {self.position} of the {type(self._iterable).__name__} failed in epoch {self._keys[2]}",
+                where=users_line(error),
+                why=f"{type(error).__name__}: {error}".splitlines()[0],
             ) from error

@@ -1,4 +1,4 @@
-"""What all text data sets share: the split, the cut into samples, the facts."""
+"""Shared parts of all text data sets: the split, samples, facts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from lockstep.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How text becomes samples, as `data.args` says it."""
+class TextOptions:
+    """How text becomes samples: the options of `data.args`."""
 
     block_size: int = 256
     stride: int | None = None  # unset: block_size
@@ -23,49 +23,54 @@ class Cut:
         check_fraction(self.validation_fraction)
 
     def border(self, length: int) -> int:
-        """Where the validation part begins: the last `validation_fraction` of `length`, rounded down."""
+        """Return where the validation part begins: the last `validation_fraction` of `length`, rounded down."""
         return length - int(length * self.validation_fraction)
 
-    def parts(self, whole: Any) -> tuple[Any, Any]:
-        """The training and the validation part of tokens, or of documents."""
+    def split(self, whole: Any) -> tuple[Any, Any]:
+        """Return the training and the validation part of tokens, or of documents."""
         border = self.border(len(whole))
         return whole[:border], whole[border:]
 
 
 def text_data(
-    train: Tokens, validation: Tokens | None, cut: Cut, source: str, tokenizer: Tokenizer | None, vocab_size: int
+    train: Tokens,
+    validation: Tokens | None,
+    options: TextOptions,
+    source: str,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
 ) -> Data:
-    """One long text, as windows of it. An empty validation part is none.
+    """Return data whose samples are windows of one long text; without validation data if that part is empty.
 
     Raises:
         UsageError: a part is shorter than one sample.
     """
-    windows = TokenWindows(train, cut.block_size, cut.stride, where=f"the training part of {source}")
+    windows = TokenWindows(train, options.block_size, options.stride, where=f"the training part of {source}")
     if validation is None or not len(validation):
-        return _data(windows, None, cut, source, tokenizer, vocab_size)
-    held_out = TokenWindows(validation, cut.block_size, cut.stride, where=f"the validation part of {source}")
-    return _data(windows, held_out, cut, source, tokenizer, vocab_size)
+        return _data(windows, None, options, source, tokenizer, vocab_size)
+    held_out = TokenWindows(validation, options.block_size, options.stride, where=f"the validation part of {source}")
+    return _data(windows, held_out, options, source, tokenizer, vocab_size)
 
 
 def document_data(
-    train: Sequence[Tokens], validation: Sequence[Tokens], cut: Cut, source: str, tokenizer: Tokenizer
+    train: Sequence[Tokens], validation: Sequence[Tokens], options: TextOptions, source: str, tokenizer: Tokenizer
 ) -> Data:
-    """One document a sample.
+    """Return data with one document per sample.
 
     Raises:
         UsageError: no document has two tokens, or `stride` is set.
     """
-    if cut.stride is not None:
+    if options.stride is not None:
         raise UsageError("documents are not cut by a stride", where="data.args.stride", fix="drop it, or documents")
-    padded = Documents(train, cut.block_size, where=f"the training part of {source}")
+    padded = Documents(train, options.block_size, where=f"the training part of {source}")
     held_out = None
     if validation:
-        held_out = Documents(validation, cut.block_size, where=f"the validation part of {source}")
-    return _data(padded, held_out, cut, source, tokenizer, tokenizer.vocab_size)
+        held_out = Documents(validation, options.block_size, where=f"the validation part of {source}")
+    return _data(padded, held_out, options, source, tokenizer, tokenizer.vocab_size)
 
 
 def check_fraction(fraction: Any) -> None:
-    """Whether `validation_fraction` is from 0 to below 1.
+    """Check that `validation_fraction` is from 0 to below 1.
 
     Raises:
         UsageError: it is not.
@@ -78,7 +83,9 @@ def check_fraction(fraction: Any) -> None:
         )
 
 
-def _data(train: Any, validation: Any, cut: Cut, source: str, tokenizer: Tokenizer | None, vocab_size: int) -> Data:
-    facts = {"vocab_size": vocab_size, "block_size": cut.block_size, "source": source}
+def _data(
+    train: Any, validation: Any, options: TextOptions, source: str, tokenizer: Tokenizer | None, vocab_size: int
+) -> Data:
+    facts = {"vocab_size": vocab_size, "block_size": options.block_size, "source": source}
     encode, decode = (tokenizer.encode, tokenizer.decode) if tokenizer is not None else (None, None)
     return Data(train, validation, facts, encode, decode)

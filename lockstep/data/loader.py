@@ -1,8 +1,8 @@
-"""Steps of a map-style dataset, on torch's DataLoader.
+"""Makes steps of a map-style dataset, with torch's DataLoader.
 
 One DataLoader lives as long as the loader: its sampler goes through this rank's micro-batches from `start_step` on,
-over the ends of epochs, so that workers are started once and prefetch across steps and epochs. A worker is asked for a
-whole micro-batch (`Request`) and sends it back collated. Nothing is read that this rank does not run.
+over the ends of epochs, so that workers are started once and prefetch across steps and epochs. A worker reads a whole
+micro-batch (`ReadRequest`) and returns it collated. A rank reads only the samples that it runs.
 """
 
 import itertools
@@ -14,32 +14,34 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.data.batches import Assign, MicroBatch, StepBatches, move
-from lockstep.data.order import Order, Window
-from lockstep.data.reader import Collate, Failure, Reader, Request
+from lockstep.data.order import Order, StepSamples
+from lockstep.data.reader import Collate, Reader, ReadFailure, ReadRequest
 from lockstep.errors import RunError
 
-_Plan = tuple[Window, list[tuple[int, bool]]]  # a step, and this rank's part of it
+_Plan = tuple[StepSamples, list[tuple[int, bool]]]  # a step, and this rank's part of it
 
 
 class StepLoader:
-    """Iterate over the steps `start_step` … `stop_step` − 1, each with this rank's micro-batches on the device.
+    """Iterates over the steps `start_step` … `stop_step` − 1, each with this rank's micro-batches on the device.
 
     Args:
         dataset: anything with `__getitem__`. With an attribute `deterministic = True` (it draws no random numbers) it
-            is read without seeding, and in one call a micro-batch if it has `__getitems__`.
+            is read without seeding, and in one call per micro-batch if it has `__getitems__`.
         order: which samples make up a step.
         assign: M → this rank's micro-batches, in running order.
-        stop_step: the first step not taken; None: go on for ever.
-        epochs: how many epochs to take at most, counted from step 0; None: as many as it takes.
+        start_step: the first step.
+        stop_step: the first step not taken; None: no limit.
         seed: of the run.
-        num_workers, prefetch_factor, persistent_workers: as torch's DataLoader has them. Workers live as long as one
-            iteration, whatever epochs it spans; `persistent_workers` keeps them for the next. `prefetch_factor` unset:
+        device: where batches go.
+        num_workers, prefetch_factor, persistent_workers: as in torch's DataLoader. Workers live as long as one
+            iteration over any number of epochs; `persistent_workers` keeps them for the next. `prefetch_factor` unset:
             at least one step ahead.
-        pin_memory: copy batches to page-locked memory, for devices that gain by it (not for the CPU).
+        pin_memory: copy batches to page-locked memory, for devices that profit (not the CPU).
         collate_fn: list of samples → batch; unset: torch's `default_collate`.
-        wanted: False where a rank only follows along (the middle of a pipeline): `batch` is None, nothing is read.
-        worker_init_fn, multiprocessing_context, timeout: as torch's DataLoader has them.
-        notice: something about the data to be said at start, besides what the order has to say.
+        wanted: False on a rank that needs no data (the middle of a pipeline): `batch` is None, nothing is read.
+        worker_init_fn, multiprocessing_context, timeout: as in torch's DataLoader.
+        epochs: how many epochs to take at most, counted from step 0; None: no limit.
+        notice: a line to log at the start, besides the order's.
 
     Raises:
         RunError: while iterating: the dataset raised, or a worker died; names the dataset index.
@@ -59,11 +61,11 @@ class StepLoader:
         self._notice = notice
         self._wanted = wanted
         self._persistent = persistent_workers and num_workers > 0
-        self._plans: dict[int, _Plan] = {}  # of steps that are under way
+        self._plans: dict[int, _Plan] = {}  # of steps in progress
         self._running: Any = None  # the DataLoader's iterator
         self._reader = Reader(dataset, collate_fn, seed, num_workers)
         pins = pin_memory and self.device.type != "cpu"
-        # Without workers a batch is read where it is wanted: torch's DataLoader would only add to what that takes.
+        # Without workers a batch is read directly: torch's DataLoader would only add to the time.
         self._reads_here = num_workers == 0 and not pins
         if num_workers and prefetch_factor is None:
             prefetch_factor = self._one_step_ahead(num_workers)
@@ -74,26 +76,28 @@ class StepLoader:
             self._reader,
             batch_size=None,
             sampler=_Requests(self),
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             num_workers=num_workers,
             pin_memory=pins,
             persistent_workers=self._persistent,
             worker_init_fn=worker_init_fn,
             timeout=timeout,
-            generator=torch.Generator(),  # or it would draw from the training's
+            generator=torch.Generator(),  # else it would draw from the training's generator
             **workers,
         )
 
     @property
     def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; None if unknown."""
         return self.order.steps_per_epoch
 
     @property
     def notice(self) -> str | None:
-        return "; ".join(said for said in (self._notice, getattr(self.order, "notice", None)) if said) or None
+        """A line to log at the start, if any."""
+        return "; ".join(text for text in (self._notice, getattr(self.order, "notice", None)) if text) or None
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the data of a step follow from its number."""
+        """Return nothing: the data of a step follow from its number."""
         return {}
 
     def __iter__(self) -> Iterator[StepBatches]:
@@ -109,7 +113,7 @@ class StepLoader:
                 self.close()
 
     def close(self) -> None:
-        """End the workers, if any run. A later iteration starts new ones."""
+        """End the workers, if any run; a later iteration starts new ones."""
         running, self._running = self._running, None
         self._plans.clear()
         if hasattr(running, "_shutdown_workers"):
@@ -117,9 +121,9 @@ class StepLoader:
         self._loader._iterator = None
 
     def explain(self, error: RuntimeError) -> RunError | None:
-        """The message for the error that torch raises, wherever the main thread is, when a worker dies.
+        """Return a message for torch's error about a dead worker, which it raises wherever the main thread is.
 
-        None if `error` is about something else.
+        The result is None if `error` is about something else.
         """
         text = str(error)
         if not text.startswith("DataLoader worker") and "DataLoader timed out" not in text:
@@ -144,8 +148,8 @@ class StepLoader:
                 return
 
     def _plan(self, step: int) -> _Plan:
-        # The sampler runs ahead of the steps, perhaps into the next epoch, so what it planned is kept: the order
-        # holds one epoch's permutation only.
+        # The sampler runs ahead of the steps, perhaps into the next epoch, so its plans are kept: the order holds one
+        # epoch's permutation only.
         if step not in self._plans:
             window = self.order.window(step)
             self._plans[step] = (window, self._assign(len(window.micro_batches)))
@@ -157,14 +161,14 @@ class StepLoader:
         _, assigned = self._plan(self._start)
         return max(2, -(-len(assigned) // num_workers) + 1)
 
-    def _next(self, window: Window, index: int) -> Any:
+    def _next(self, window: StepSamples, index: int) -> Any:
         if not self._wanted:
             return None
         if self._reads_here:
-            batch = self._reader[Request(window.step, window.epoch, index, window.micro_batches[index])]
+            batch = self._reader[ReadRequest(window.step, window.epoch, index, window.micro_batches[index])]
         else:
             batch = self._from_workers()
-        if isinstance(batch, Failure):
+        if isinstance(batch, ReadFailure):
             raise RunError(batch.what, where=batch.where, why=batch.why) from batch.cause
         return batch if self.device.type == "cpu" else move(batch, self.device)
 
@@ -175,16 +179,16 @@ class StepLoader:
             raise (self.explain(error) or error) from None
 
 
-class _Requests(Sampler[Request]):
-    """This rank's micro-batches in running order."""
+class _Requests(Sampler[ReadRequest]):
+    """Yields this rank's micro-batches in running order."""
 
     def __init__(self, loader: StepLoader) -> None:
         self._of = loader
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[ReadRequest]:
         for window, assigned in self._of._planned():
             for index, _ in assigned:
-                yield Request(window.step, window.epoch, index, window.micro_batches[index])
+                yield ReadRequest(window.step, window.epoch, index, window.micro_batches[index])
 
 
 def _end_of(worker: Any) -> str:
@@ -193,5 +197,5 @@ def _end_of(worker: Any) -> str:
     return f"process {worker.pid} {how}"
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

@@ -1,25 +1,28 @@
-"""The order of samples: which samples make up which step, as a pure function of (seed, step).
+"""Defines which samples make up which step, as a pure function of (seed, step).
 
 An epoch's order is one permutation, from (seed, epoch). A step takes the next `global_batch_size` samples of it, cut
-into micro-batches of `batch_size` consecutive samples. Ranks and workers do not appear here: they share the
-micro-batches out, and so never change what a step is. Steps never straddle epochs; the last step of an epoch is short,
-unless `drop_last`, which says how much it drops.
+into micro-batches of `batch_size` consecutive samples. Ranks and workers have no part in this: they only divide the
+micro-batches among themselves, and so never change a step. Steps do not cross epochs; the last step of an epoch is
+short, unless `drop_last` is set, which logs how much it drops.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lockstep.data.batches import known_length
+from lockstep.data.seeding import preserve_states, seed_from, set_epoch, set_states, states
 from lockstep.errors import UsageError
 from lockstep.randomness import derive_key
 
 
 @dataclass(frozen=True)
-class Window:
+class StepSamples:
     """The samples of one step, as dataset indices, in micro-batches."""
 
     step: int
@@ -29,21 +32,23 @@ class Window:
 
     @property
     def num_samples(self) -> int:
-        """In the step, over all ranks."""
+        """Number of samples in the step, over all ranks."""
         return sum(len(indices) for indices in self.micro_batches)
 
 
 class Order(Protocol):
-    """What a `StepLoader` needs to know about an order of samples."""
+    """An order of samples, as `StepLoader` uses it."""
 
     @property
-    def steps_per_epoch(self) -> int | None: ...  # None: unknown before the epoch ends
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; None if unknown before the epoch ends."""
 
-    def window(self, step: int) -> Window: ...
+    def window(self, step: int) -> StepSamples:
+        """Return the samples of `step`."""
 
 
 def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
-    """Whether a global batch can be cut into whole micro-batches.
+    """Check that a global batch can be cut into whole micro-batches.
 
     Raises:
         UsageError: it can't; the message shows the equation.
@@ -66,23 +71,23 @@ def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
 
 
 def cut(samples: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Consecutive pieces of `batch_size`; the last may be shorter."""
+    """TextOptions into consecutive pieces of `batch_size`; the last may be shorter."""
     return [list(samples[i : i + batch_size]) for i in range(0, len(samples), batch_size)]
 
 
 class SampleOrder:
-    """The order over a dataset whose length is known.
+    """The order of samples over a dataset whose length is known.
 
     Args:
         num_samples: length of the dataset.
         batch_size: samples in a micro-batch.
         global_batch_size: samples in a step, over all ranks; a multiple of `batch_size`.
         seed: of the run.
-        shuffle: each epoch in an order of its own; else always 0, 1, 2 …
+        shuffle: a different order in each epoch; else always 0, 1, 2 …
         drop_last: leave out the incomplete step at the end of each epoch (`dropped_per_epoch` samples).
 
     Raises:
-        UsageError: sizes that do not multiply out, an empty dataset, or one of which nothing would be left.
+        UsageError: sizes that do not multiply, an empty dataset, or one of which nothing would be left.
     """
 
     def __init__(
@@ -120,34 +125,120 @@ class SampleOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The short one at the end counts, if it is not dropped."""
+        """Steps of an epoch, with the short one at the end if it is not dropped."""
         return -(-self._kept // self.global_batch_size)
 
     @property
     def notice(self) -> str | None:
-        """What `drop_last` leaves out, to be said at start; None when nothing is."""
+        """A line to log at the start if `drop_last` leaves out samples."""
         if not self.dropped_per_epoch:
             return None
         return f"drop_last leaves out {self.dropped_per_epoch} of {self.num_samples} samples in each epoch" + (
             " (other ones each time)" if self.shuffle else " (always the last ones)"
         )
 
-    def window(self, step: int) -> Window:
-        """The samples of `step` (counted from 0 over all epochs)."""
+    def window(self, step: int) -> StepSamples:
+        """Return the samples of `step` (counted from 0 over all epochs)."""
         epoch, place = divmod(step, self.steps_per_epoch)
         start = place * self.global_batch_size
         stop = min(start + self.global_batch_size, self._kept)
         samples = self._permutation(epoch)[start:stop].tolist() if self.shuffle else range(start, stop)
-        return Window(step, epoch, cut(samples, self.batch_size), last_of_epoch=stop == self._kept)
+        return StepSamples(step, epoch, cut(samples, self.batch_size), last_of_epoch=stop == self._kept)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if self._cached is None or self._cached[0] != epoch:
-            # As an array of NumPy's: a piece of it is had in a third of the time.
+            # A NumPy array is sliced in a third of the time.
             self._cached = (epoch, epoch_permutation(self.num_samples, self.seed, epoch).numpy())
         return self._cached[1]
 
 
 def epoch_permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order of an epoch: a permutation of 0 … num_samples − 1, int64 [num_samples], from (seed, epoch)."""
+    """Return the order of an epoch: a permutation of 0 … num_samples − 1, int64 [num_samples], from (seed, epoch)."""
     generator = torch.Generator().manual_seed(derive_key("order of samples", seed, epoch))
     return torch.randperm(num_samples, generator=generator)
+
+
+class SamplerOrder:
+    """The order of samples that a user's batch sampler gives.
+
+    Every rank goes through the whole sampler, which is cheap: it yields indices, not data. Each batch of indices is a
+    micro-batch, and a step takes the next ones. The sampler draws from generators seeded by (seed, epoch), the same on
+    every rank. There is no random access: a resumed run fast-forwards through the indices.
+
+    Args:
+        batch_sampler: yields lists of dataset indices; iterated again each epoch, after `set_epoch(epoch)` if it, or
+            the sampler within it, has that method.
+        micro_batches: how many of these lists make up a step.
+        seed: of the run.
+
+    Raises:
+        UsageError: while iterating: the sampler yields nothing.
+    """
+
+    def __init__(self, batch_sampler: Iterable[Any], micro_batches: int, *, seed: int) -> None:
+        assert micro_batches >= 1
+        self._sampler = batch_sampler
+        self._micro_batches = micro_batches
+        self._seed = seed
+        self._latest: StepSamples | None = None
+        self._generators: Any = None  # their states, as the sampler left them
+        self._iterator: Iterator[Any] | None = None  # None: the next step begins an epoch
+        self._ahead: list[int] | None = None  # one list ahead, to detect the end of an epoch in time
+        self._rewind()
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; None if unknown."""
+        count = known_length(self._sampler)
+        return None if count is None else -(-count // self._micro_batches)
+
+    def window(self, step: int) -> StepSamples:
+        """Return the samples of `step`; cheapest for consecutive steps."""
+        if self._latest is not None and self._latest.step == step:
+            return self._latest
+        if step < self._next_step:
+            self._rewind()
+        with preserve_states():
+            if self._generators is not None:
+                set_states(self._generators)
+            while self._next_step <= step:
+                self._latest = self._take()
+            self._generators = states()
+        assert self._latest is not None
+        return self._latest
+
+    def _rewind(self) -> None:
+        self._next_step, self._epoch = 0, -1
+        self._latest = self._generators = self._iterator = self._ahead = None
+
+    def _take(self) -> StepSamples:
+        if self._iterator is None:
+            self._begin_epoch()
+        taken: list[list[int]] = []
+        while self._ahead is not None and len(taken) < self._micro_batches:
+            taken.append(self._ahead)
+            self._ahead = self._pull()
+        if self._ahead is None:
+            self._iterator = None
+        window = StepSamples(self._next_step, self._epoch, taken, last_of_epoch=self._ahead is None)
+        self._next_step += 1
+        return window
+
+    def _begin_epoch(self) -> None:
+        self._epoch += 1
+        seed_from("sampler", self._seed, self._epoch)
+        for holder in (self._sampler, getattr(self._sampler, "sampler", None)):
+            set_epoch(holder, self._epoch)
+        self._iterator = iter(self._sampler)
+        self._ahead = self._pull()
+        if self._ahead is None:
+            raise UsageError(
+                f"the sampler {type(self._sampler).__name__} yields nothing in epoch {self._epoch}",
+                why="each epoch iterates it anew" if self._epoch else None,
+                fix="give a sampler that can be iterated more than once" if self._epoch else None,
+            )
+
+    def _pull(self) -> list[int] | None:
+        assert self._iterator is not None
+        indices = next(self._iterator, None)
+        return None if indices is None else [operator.index(index) for index in indices]

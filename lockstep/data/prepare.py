@@ -1,6 +1,6 @@
-"""`lockstep data prepare`: text into a folder of tokens, once, for many runs.
+"""`lockstep data prepare`: turns text into a folder of tokens once, for many runs.
 
-The folder appears whole or not at all: it is written beside, and renamed.
+The folder appears complete or not at all: it is written under a temporary name, and renamed.
 """
 
 import argparse
@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.python_docs import source_line, topics
-from lockstep.data.text import text_files, token_pieces
+from lockstep.data.text import source_line, text_files, token_pieces, topics
 from lockstep.data.tokenizers import Tokenizer
 from lockstep.data.tokens import FORMAT, HEADER, TOKENIZER, TOKENS
 from lockstep.errors import UsageError
@@ -24,8 +23,8 @@ from lockstep.progress import Advance, progress_of
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What was written."""
+class PreparedTokens:
+    """The result of `prepare`."""
 
     path: Path
     num_tokens: int
@@ -35,13 +34,14 @@ class Prepared:
 def prepare(
     source: Path | str, out: Path | str, tokenizer: str = "bytes", *,
     advance: Advance = lambda _bytes: None,
-) -> Prepared:  # fmt: skip
+) -> PreparedTokens:  # fmt: skip
     """Write the tokens of `source` into the new folder `out`.
 
     Args:
         source: a text file, a folder of them, or `python-docs`.
-        tokenizer: `bytes`, or the path of a Hugging Face `tokenizer.json`, which is copied along.
-        advance: told after each piece of the bytes of text in it.
+        out: the folder.
+        tokenizer: `bytes`, or the path of a Hugging Face `tokenizer.json`, which is copied.
+        advance: called after each piece with its bytes of text.
 
     Raises:
         UsageError: `out` exists or can't be written, or the source is not readable text.
@@ -71,11 +71,11 @@ def prepare(
         raise UsageError(f"{out} can't be written", where="--out", why=str(error)) from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    return Prepared(out, count, chosen.vocab_size)
+    return PreparedTokens(out, count, chosen.vocab_size)
 
 
 def run(argv: Sequence[str]) -> int:
-    """`lockstep data prepare SOURCE --out DIR [--tokenizer bytes|FILE]`."""
+    """Run `lockstep data prepare SOURCE --out DIR [--tokenizer bytes|FILE]`."""
     parser = _Parser("lockstep data prepare", description="Turn text into tokens, for the data set `tokens`.")
     parser.add_argument("verb", choices=("prepare",), help=argparse.SUPPRESS)
     parser.add_argument("source", metavar="SOURCE", help="a text file, a folder of them, or python-docs")
@@ -91,19 +91,19 @@ def run(argv: Sequence[str]) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, where="the command 'lockstep data'", fix="`lockstep data prepare --help` says more")
+        raise UsageError(message, where="the command 'lockstep data'", fix="`lockstep data prepare --help` lists all")
 
 
 def _pieces(source: Path | str, tokenizer: Tokenizer, advance: Advance) -> tuple[Iterator[NDArray[Any]], str]:
-    """The tokens a piece at a time, and the source in words."""
+    """Return the tokens in pieces, and a description of the source."""
     if str(source) == "python-docs":
-        # In one piece, as the data set python-docs has them: there is little of it.
+        # In one piece, like the data set python-docs: it is small.
         return iter([tokenizer.encode_array("\n\n".join(topics()))]), source_line()
     return token_pieces(text_files(Path(source)), tokenizer, advance), str(source)
 
 
 def size_of(source: Path | str) -> int:
-    """Bytes of text that `prepare` will say it has read; of python-docs none."""
+    """Return the bytes of text that `prepare` will read; 0 for python-docs."""
     return 0 if str(source) == "python-docs" else sum(file.stat().st_size for file in text_files(Path(source)))
 
 

@@ -1,4 +1,4 @@
-"""From a `data:` section to data: the names that ship, and `package.module:Name`."""
+"""Makes data from a `data:` section, by names that ship and `package.module:Name`."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -14,10 +14,11 @@ from lockstep.registry import DATA_SETS
 
 
 def build_data(data: DataConfig, *, seed: int = 0) -> Data:
-    """The data that `data.name` and `data.args` describe.
+    """Return the data that `data.name` and `data.args` describe.
 
     Args:
-        seed: handed to a class of the user's that takes a `seed` which `data.args` leaves unset.
+        data: the section `data`.
+        seed: passed to a user's class with an argument `seed` that `data.args` leaves unset.
 
     Raises:
         UsageError: an unknown name or argument, or data that can't be used.
@@ -33,7 +34,7 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
 
 
 def check_data(data: DataConfig) -> None:
-    """Find out whether a config's data are known and take their arguments, without making them.
+    """Check that a config's data are known and take their arguments, without making them.
 
     Raises:
         UsageError: as `build_data` would.
@@ -47,7 +48,7 @@ def _builder(name: str) -> Callable[..., Any]:
     builder = DATA_SETS.load(name)
     if not callable(builder):
         raise UsageError(
-            f"{name} is no class or function",
+            f"{name} is not a class or function",
             where="data.name",
             fix="name a class or a function, as package.module:Name",
         )
@@ -61,17 +62,17 @@ def _made(builder: Callable[..., Data], args: Mapping[str, Any], name: str) -> D
 
 
 def called(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> Any:
-    """`builder(**args)`.
+    """Return `builder(**args)`.
 
     Raises:
-        UsageError: an argument that it does not take, or one that it needs and does not get.
+        UsageError: an unknown argument, or a required one is missing.
     """
     require_accepted(builder, args, name)
     return builder(**args)
 
 
 def require_accepted(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> None:
-    """Refuse an argument that `builder` does not take, or the lack of one that it needs.
+    """Reject an unknown argument of `builder`, or the lack of a required one.
 
     Raises:
         UsageError: with the nearest name.
@@ -94,7 +95,7 @@ def require_accepted(builder: Callable[..., Any], args: Mapping[str, Any], name:
 
 
 def accepted_arguments(builder: Callable[..., Any]) -> list[str] | None:
-    """The names of the arguments that `builder` takes; None if it takes any, or does not tell."""
+    """Return the names of the arguments that `builder` takes; None if it takes any, or has no signature."""
     try:
         parameters = inspect.signature(builder).parameters.values()
     except (TypeError, ValueError):
@@ -114,7 +115,7 @@ def _required(builder: Callable[..., Any]) -> list[str]:
 
 
 def _users(name: str, args: dict[str, Any], seed: int) -> Data:
-    """A dataset, or a pair (training, validation), or a `Data`, made by a class or function of the user's."""
+    """Return data made by a user's class or function: a dataset, a pair (training, validation), or a `Data`."""
     builder = _builder(name)
     accepted = accepted_arguments(builder)
     if accepted is not None and "seed" in accepted:
@@ -135,7 +136,7 @@ def _users(name: str, args: dict[str, Any], seed: int) -> Data:
     for part, role in ((train, "training"), (validation, "validation")):
         if not (part is None and role == "validation") and not _readable(part):
             raise UsageError(
-                f"{name} gave {type(part).__name__} for its {role} data, which is no dataset",
+                f"{name} gave {type(part).__name__} for its {role} data, which is not a dataset",
                 where="data.name",
                 fix="return something with __len__ and __getitem__, an iterable, or a pair (training, validation)",
             )

@@ -1,4 +1,4 @@
-"""A sampler for one's own loop: `DataLoader(dataset, sampler=lockstep.DistributedSampler(dataset))`."""
+"""A sampler for a user's own loop: `DataLoader(dataset, sampler=lockstep.DistributedSampler(dataset))`."""
 
 from collections.abc import Iterator, Sized
 
@@ -11,21 +11,21 @@ from lockstep.errors import UsageError
 
 
 class DistributedSampler(Sampler[int]):
-    """This rank's samples of each epoch, in the trainer's own order.
+    """Yields this rank's samples of each epoch, in the trainer's own order.
 
     Rank r of W takes the places r, r + W, r + 2W … of the epoch's order, so that the W ranks' k-th batches together
-    hold the samples that the trainer's k-th step holds. Nothing is repeated and nothing left out: where the number of
-    ranks does not divide the number of samples, the first ranks have one sample more (`len` differs by one), and a
-    loop that communicates at each batch must allow for that (`torch.distributed.algorithms.Join`) or say `drop_last`.
+    hold the samples of the trainer's k-th step. No sample is repeated or left out: if the number of ranks does not
+    divide the number of samples, the first ranks have one sample more (`len` differs by one), and a loop that
+    communicates at each batch must allow for that (`torch.distributed.algorithms.Join`) or set `drop_last`.
 
-    Each iteration goes on to the next epoch by itself; `set_epoch` says which one comes next (after a resume).
+    Each iteration moves on to the next epoch by itself; `set_epoch` sets the next one (after a resume).
 
     Args:
-        dataset_or_size: the dataset, or how many samples it has.
+        dataset_or_size: the dataset, or its number of samples.
         num_replicas, rank: unset: those of the process group, else of the environment.
-        shuffle: each epoch in an order of its own.
+        shuffle: a different order in each epoch.
         seed: the same on all ranks.
-        drop_last: leave out what the ranks can't share evenly: `dropped_per_epoch` samples.
+        drop_last: leave out samples that the ranks can't share evenly: `dropped_per_epoch` samples.
 
     Raises:
         UsageError: an empty dataset, or a rank that is not below `num_replicas`.
@@ -72,7 +72,7 @@ class DistributedSampler(Sampler[int]):
         return iter(order[self.rank : stop : self.num_replicas].tolist())
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is epoch `epoch` (from 0)."""
+        """Set the epoch (from 0) of the next iteration."""
         self.epoch = epoch
 
 

@@ -1,7 +1,7 @@
-"""Random numbers that a dataset draws: a function of what is read, never of who reads it.
+"""Seeds the random numbers that a dataset draws: they depend on the data that is read, not on the reading process.
 
-Python's, NumPy's and torch's global generators are seeded before each sample is read. Generators that a dataset made
-for itself (`numpy.random.default_rng()`) are its own affair.
+Python's, NumPy's and torch's global generators are seeded before each sample is read. Generators that a dataset makes
+itself (`numpy.random.default_rng()`) are not covered.
 """
 
 import random
@@ -24,29 +24,29 @@ def seed_from(*parts: object) -> None:
 
 
 def states() -> tuple[Any, Any, torch.Tensor]:
-    """Of the three generators."""
+    """Return the states of the three generators."""
     return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
 
 
-def put_back(kept: tuple[Any, Any, torch.Tensor]) -> None:
-    """What `states` gave."""
-    random.setstate(kept[0])
-    np.random.set_state(kept[1])
-    torch.set_rng_state(kept[2])
+def set_states(saved: tuple[Any, Any, torch.Tensor]) -> None:
+    """Restore what `states` returned."""
+    random.setstate(saved[0])
+    np.random.set_state(saved[1])
+    torch.set_rng_state(saved[2])
 
 
 @contextmanager
-def outer_states_kept() -> Iterator[None]:
-    """Put the states of the three generators back after: what is drawn inside leaves no trace outside."""
-    kept = states()
+def preserve_states() -> Iterator[None]:
+    """Restore the states of the three generators after the block."""
+    saved = states()
     try:
         yield
     finally:
-        put_back(kept)
+        set_states(saved)
 
 
-def tell_epoch(holder: Any, epoch: int) -> bool:
-    """`holder.set_epoch(epoch)`, if it has that; whether it has."""
+def set_epoch(holder: Any, epoch: int) -> bool:
+    """Call `holder.set_epoch(epoch)` if there is such a method, and return whether there is."""
     if not hasattr(holder, "set_epoch"):
         return False
     holder.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""From text to tokens and back: bytes, or a Hugging Face `tokenizer.json`."""
+"""Turns text into tokens and back: bytes, or a Hugging Face `tokenizer.json`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +11,10 @@ from lockstep.errors import UsageError
 
 
 class Tokenizer:
-    """`name` is `bytes` (256 tokens, no file) or the path of a `tokenizer.json`.
+    """A tokenizer: `bytes` (256 tokens, no file) or the path of a `tokenizer.json`.
 
     Raises:
-        UsageError: no such file, not a tokenizer, or the package that reads it is missing.
+        UsageError: there is no such file, it is not a tokenizer, or the package that reads it is missing.
     """
 
     def __init__(self, name: str = "bytes") -> None:
@@ -23,19 +23,19 @@ class Tokenizer:
         self.vocab_size: int = 256 if self._model is None else self._model.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text; no special ones are put around it."""
+        """Return the tokens of a text, without special tokens."""
         if self._model is None:
             return list(text.encode())
         return list(self._model.encode(text, add_special_tokens=False).ids)
 
     def encode_array(self, text: str) -> NDArray[Any]:
-        """As `encode`, in the smallest type that holds the vocabulary (uint8, uint16 or uint32)."""
+        """Return the tokens in the smallest type that holds the vocabulary (uint8, uint16 or uint32)."""
         if self._model is None:
             return np.frombuffer(text.encode(), dtype=np.uint8)
         return np.asarray(self.encode(text), dtype=self.dtype)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; bytes that are no UTF-8 become replacement characters."""
+        """Return the text of tokens; bytes that are not UTF-8 become replacement characters."""
         if self._model is None:
             return bytes(int(token) for token in tokens).decode(errors="replace")
         return str(self._model.decode([int(token) for token in tokens]))

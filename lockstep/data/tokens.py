@@ -1,4 +1,4 @@
-"""`tokens`: text that was turned into tokens beforehand, read from the disk as it is needed.
+"""`tokens`: text that was tokenized beforehand, read from the disk on demand.
 
     DIR/tokens.bin      the token numbers, little-endian uint16 or uint32
     DIR/tokens.json     {"format", "dtype", "num_tokens", "vocab_size", "tokenizer", "source"}
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.dataset import Data
-from lockstep.data.language import Cut, text_data
+from lockstep.data.language import TextOptions, text_data
 from lockstep.data.tokenizers import Tokenizer
 from lockstep.errors import UsageError
 
@@ -25,9 +25,11 @@ DTYPES = ("uint16", "uint32")
 
 
 class TokenFile:
-    """Part of a file of tokens. The file is mapped when first read, in each process for itself.
+    """A part of a token file, which each process maps into memory when it first reads it.
 
     Args:
+        path: the file.
+        dtype: of its numbers.
         begin, end: the part, in tokens.
     """
 
@@ -41,34 +43,34 @@ class TokenFile:
     def __getitem__(self, where: slice) -> NDArray[Any]:
         if self._mapped is None:
             mapped = np.memmap(self.path, dtype=np.dtype(self.dtype).newbyteorder("<"), mode="r")
-            self._mapped = mapped.view(np.ndarray)  # a slice of it costs a quarter
+            self._mapped = mapped.view(np.ndarray)  # slicing it takes a quarter of the time
         start, stop, step = where.indices(len(self))
         assert step == 1
         return self._mapped[self.begin + start : self.begin + stop]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": None}  # a worker maps for itself; the tokens do not travel
+        return {**self.__dict__, "_mapped": None}  # each worker maps the file itself; tokens are not sent
 
 
 def tokens(*, path: str, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1) -> Data:
-    """The folder `path` that `lockstep data prepare` made.
+    """Return the tokens in the folder `path`, which `lockstep data prepare` made.
 
     Raises:
-        UsageError: no such folder, one that is damaged, or too few tokens for one sample.
+        UsageError: there is no such folder, it is damaged, or it has too few tokens for one sample.
     """
-    cut, folder = Cut(block_size, stride, validation_fraction), Path(path)
+    options, folder = TextOptions(block_size, stride, validation_fraction), Path(path)
     header = read_header(folder)
     count, dtype = header["num_tokens"], header["dtype"]
-    border = cut.border(count)
+    border = options.border(count)
     train = TokenFile(folder / TOKENS, dtype, 0, border)
     validation = TokenFile(folder / TOKENS, dtype, border, count)
     named = header["tokenizer"]
     tokenizer = Tokenizer("bytes" if named == "bytes" else str(folder / TOKENIZER))
-    return text_data(train, validation, cut, f"{path} ({header['source']})", tokenizer, header["vocab_size"])
+    return text_data(train, validation, options, f"{path} ({header['source']})", tokenizer, header["vocab_size"])
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """What `tokens.json` says, if the files agree with it.
+    """Return the contents of `tokens.json`, if the files agree with it.
 
     Raises:
         UsageError: they do not.
@@ -77,7 +79,7 @@ def read_header(folder: Path) -> dict[str, Any]:
         header = json.loads((folder / HEADER).read_text())
     except FileNotFoundError:
         raise UsageError(
-            f"{folder} holds no {HEADER}",
+            f"{folder} has no {HEADER}",
             where="data.args.path",
             fix=f"lockstep data prepare SOURCE --out {folder}",
         ) from None
@@ -88,12 +90,12 @@ def read_header(folder: Path) -> dict[str, Any]:
     kinds = {"dtype": str, "num_tokens": int, "vocab_size": int, "tokenizer": str, "source": str}
     wrong = [key for key, kind in kinds.items() if not isinstance(header.get(key), kind)]
     if wrong or header["dtype"] not in DTYPES:
-        raise _damaged(folder, f"{HEADER} says nothing usable about {(wrong or ['dtype'])[0]}")
+        raise _damaged(folder, f"{HEADER} has no usable {(wrong or ['dtype'])[0]}")
     file = folder / TOKENS
     size = file.stat().st_size if file.exists() else 0
     expected = header["num_tokens"] * np.dtype(header["dtype"]).itemsize
     if size != expected:
-        raise _damaged(folder, f"{TOKENS} has {size} bytes, where {HEADER} says {expected}")
+        raise _damaged(folder, f"{TOKENS} has {size} bytes, but {HEADER} expects {expected}")
     return header
 
 

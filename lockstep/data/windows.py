@@ -1,7 +1,7 @@
-"""Samples of language models, cut from tokens.
+"""Cuts samples of language models from tokens.
 
-A sample is `{"input_ids", "targets"}`, both int64 [block_size]; `targets[t]` is the token after `input_ids[t]`: the
-shift is made here, once, and nowhere else. −100 marks a target that does not count.
+A sample is `{"input_ids", "targets"}`, both int64 [block_size]; `targets[t]` is the token after `input_ids[t]`: targets
+are shifted here and nowhere else. −100 marks a target that does not count.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from lockstep.data.dataset import Collating
+from lockstep.data.dataset import CollatingDataset
 from lockstep.errors import UsageError
 
 IGNORED = -100  # torch's cross entropy skips targets of this value
@@ -21,19 +21,21 @@ Sample = dict[str, torch.Tensor]
 
 
 class Tokens(Protocol):
-    """A sequence of token numbers: an array, or a file that is read where it is asked."""
+    """A sequence of token numbers: an array, or a file that is read on demand."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, where: slice, /) -> NDArray[Any]: ...
 
 
-class TokenWindows(Collating):
-    """Windows of `block_size` + 1 tokens, every `stride` tokens (unset: `block_size`, so each token is a target once).
+class TokenWindows(CollatingDataset):
+    """Windows of `block_size` + 1 tokens, one every `stride` tokens.
 
     Args:
         tokens: the text.
-        where: what to call the text in errors.
+        block_size: tokens of a sample.
+        stride: unset: `block_size`, so that each token is a target once.
+        where: the text's name in errors.
 
     Raises:
         UsageError: the text is shorter than one sample.
@@ -61,6 +63,7 @@ class TokenWindows(Collating):
         return {"input_ids": window[:-1], "targets": window[1:]}
 
     def collated(self, indices: Sequence[int]) -> Sample:
+        """Return the samples as one batch."""
         windows = np.stack([self._window(index) for index in indices])
         input_ids, targets = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
         return {"input_ids": torch.from_numpy(input_ids), "targets": torch.from_numpy(targets)}
@@ -73,10 +76,10 @@ class TokenWindows(Collating):
 
 
 class Documents(Dataset[Sample]):
-    """One document a sample, padded to `block_size` with targets that do not count.
+    """Samples of one document each, padded to `block_size` with targets that do not count.
 
-    A document longer than `block_size` + 1 tokens makes several samples, of which the last is padded; one shorter than
-    two tokens has no target, and makes none. So samples hold unlike numbers of valid targets.
+    A document longer than `block_size` + 1 tokens makes several samples, of which the last is padded; a document
+    shorter than two tokens has no target, and makes none. So samples have different numbers of valid targets.
 
     Raises:
         UsageError: no document has two tokens.
@@ -113,7 +116,7 @@ class Documents(Dataset[Sample]):
 
 
 def at_least_one(name: str, value: Any) -> int:
-    """`value`, if it is a whole number above 0.
+    """Return `value` if it is a whole number above 0.
 
     Raises:
         UsageError: it is not.

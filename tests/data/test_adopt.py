@@ -101,7 +101,7 @@ def test_a_samplers_order_is_kept_the_same_on_every_rank_and_after_a_resume(cust
         assert whole_from(parts) == whole
     for start in (1, len(whole) - 1):
         assert plain(list(steps_of(DataLoader(NUMBERS, **custom), start_step=start))) == whole[start:]
-    assert "reads its share" in (steps_of(DataLoader(NUMBERS, **custom)).notice or "")
+    assert "reads its micro-batches" in (steps_of(DataLoader(NUMBERS, **custom)).notice or "")
     assert {row[1] for row in whole} == {0, 1}
 
 
@@ -215,5 +215,5 @@ def test_sizes_that_do_not_multiply_out_are_refused_for_every_kind():
 
 def test_torchs_own_collate_function_is_known_to_draw_nothing(monkeypatch: pytest.MonkeyPatch):
     """A DataLoader hands it over like any other; keeping generators' states around it takes longer than it itself."""
-    monkeypatch.setattr("lockstep.data.reader.outer_states_kept", lambda: pytest.fail("states are kept"))
+    monkeypatch.setattr("lockstep.data.reader.preserve_states", lambda: pytest.fail("states are kept"))
     assert numbers(steps_of(DataLoader(NUMBERS, batch_size=2))) == ours(shuffle=False)

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from lockstep.config import DataConfig
 from lockstep.data import Data, build_data
 from lockstep.data.prepare import prepare, run
-from lockstep.data.reader import Reader, Request
+from lockstep.data.reader import Reader, ReadRequest
 from lockstep.data.tokenizers import Tokenizer
 from lockstep.data.windows import Documents, TokenWindows
 from lockstep.errors import UsageError
@@ -80,7 +80,7 @@ class Reversed(TokenWindows):
 
 def test_a_subclass_that_reads_samples_in_its_own_way_is_asked_for_them() -> None:
     tokens = np.arange(17, dtype=np.uint16)
-    request = Request(step=0, epoch=0, micro_batch=0, indices=[0, 1])
+    request = ReadRequest(step=0, epoch=0, micro_batch=0, indices=[0, 1])
     plain, own = (Reader(kind(tokens, 8), None, 1, 0)[request] for kind in (TokenWindows, Reversed))
     assert torch.equal(own["targets"], plain["targets"].flip(1))
 
@@ -262,7 +262,7 @@ def test_the_command_prepares_and_says_how_to_use_it(tmp_path, book, capsys):
     [
         (lambda d: (d / "tokens.bin").write_bytes(b"123"), "tokens.bin has 3 bytes"),
         (lambda d: (d / "tokens.bin").unlink(), "tokens.bin has 0 bytes"),
-        (lambda d: (d / "tokens.json").unlink(), "holds no tokens.json"),
+        (lambda d: (d / "tokens.json").unlink(), "has no tokens.json"),
         (lambda d: (d / "tokens.json").write_text("{"), "can't be used"),
         (lambda d: (d / "tokens.json").write_text("[]"), "not of the format"),
         (lambda d: (d / "tokens.json").write_text('{"format": "lockstep-tokens-1"}'), "nothing usable about dtype"),
@@ -394,7 +394,7 @@ def test_classes_and_functions_of_ones_own():
         ("python-docs", {"block_size": 600_000}, r"tokens, but one sample needs 600001"),
         ("text", {}, "needs the argument 'path'"),
         ("text", {"path": "/no/such/place"}, "there is no file or folder"),
-        ("tokens", {"path": "/no/such/place"}, "holds no tokens.json"),
+        ("tokens", {"path": "/no/such/place"}, "has no tokens.json"),
         ("digits", {"image_size": 17}, "no image_size 17"),
         ("digits", {"interpolation": "cubic"}, "no interpolation 'cubic'"),
         ("no_such_module:Thing", {}, "there is no module 'no_such_module'"),
@@ -415,7 +415,7 @@ def test_text_that_is_empty_too_short_or_no_text(tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(UsageError, match=r"empty\.txt is empty"):
         build("text", path=str(tmp_path / "empty.txt"))
-    with pytest.raises(UsageError, match="holds no text"):
+    with pytest.raises(UsageError, match="has no text"):
         build("text", path=str(tmp_path))
     (tmp_path / "short.txt").write_text("x" * 100)
     with pytest.raises(UsageError, match=r"the training part of .* has 90 tokens, but one sample needs 257"):

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from lockstep.data import SampleOrder, StepLoader
 from lockstep.data.batches import batch_length, move
-from lockstep.data.dataset import Collating
+from lockstep.data.dataset import CollatingDataset
 from lockstep.errors import RunError
 from tests.data.shared import everything, plain, share, whole_from
 
@@ -218,7 +218,7 @@ class BrokenTogether(Broken):
         return [self[index] for index in indices]
 
 
-class BrokenInOneGo(Collating):
+class BrokenInOneGo(CollatingDataset):
     def __init__(self, how: str) -> None:
         self.one_by_one = Broken(how)
 

@@ -124,6 +124,6 @@ def _checkpoint(verb: str, _path: Path, **options: Any) -> str:
 
 
 def _prepared(*_args: Any, **_options: Any) -> Any:
-    from lockstep.data.prepare import Prepared
+    from lockstep.data.prepare import PreparedTokens
 
-    return Prepared(Path("tokens"), 1, 256)
+    return PreparedTokens(Path("tokens"), 1, 256)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.data.parcel import INLINE_LIMIT, Parcel
+from lockstep.data.reader import INLINE_LIMIT, InlineBatch
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Batch:
 
 
 def sent(batch: Any) -> Any:
-    return pickle.loads(bytes(ForkingPickler.dumps(Parcel(batch))))
+    return pickle.loads(bytes(ForkingPickler.dumps(InlineBatch(batch))))
 
 
 @pytest.mark.parametrize(
@@ -50,5 +50,5 @@ def test_what_arrives_can_be_written_and_keeps_its_type():
 
 def test_small_tensors_travel_in_the_message_and_large_ones_do_not():
     small, large = torch.zeros(INLINE_LIMIT // 8, dtype=torch.int64), torch.zeros(INLINE_LIMIT, dtype=torch.int64)
-    assert len(ForkingPickler.dumps(Parcel(small))) > INLINE_LIMIT
-    assert len(ForkingPickler.dumps(Parcel(large))) < 4096
+    assert len(ForkingPickler.dumps(InlineBatch(small))) > INLINE_LIMIT
+    assert len(ForkingPickler.dumps(InlineBatch(large))) < 4096
