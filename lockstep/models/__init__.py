@@ -1,10 +1,10 @@
-"""The models that ship, by name, and the user's own.
+"""Builds models: those that ship, by name, and the user's own.
 
     bdh | transformer | free_transformer | vae      the families of this package
     hf:FOLDER, hf:CONFIG.json, hf:TYPE              Hugging Face causal language models (`lockstep.models.hf`)
     package.module:Class                            any class, called with `model.args`
 
-What a model may offer to strategies is in `lockstep.models.protocol`. Families are imported when they are asked for.
+`lockstep.models.protocol` defines what a model may offer to strategies. Families are imported on demand.
 """
 
 import inspect
@@ -32,7 +32,7 @@ class ModelSettings(Protocol):
 
 
 def get_model(name: str) -> Callable[..., "nn.Module"]:
-    """A builder for the model called `name`.
+    """Return a builder for the model called `name`.
 
     Returns:
         a function of a `Config`, whose `model.args` are used, or of keyword arguments, or of both (keywords win).
@@ -50,14 +50,15 @@ def get_model(name: str) -> Callable[..., "nn.Module"]:
 
 
 def build_model(model_config: ModelSettings, facts: Mapping[str, Any] | None = None) -> "nn.Module":
-    """The model that a config describes, on the default device that is active (`meta`, too).
+    """Return the model that a config describes, on the active default device (which may be `meta`).
 
     Args:
-        facts: what the data say (vocab_size, block_size, image_size, channels …): they fill the constructor's
-            arguments that `model.args` leaves unset; those that it does not take are passed over.
+        model_config: the section `model`.
+        facts: from the data (vocab_size, block_size, image_size, channels …): they fill the constructor's arguments
+            that `model.args` leaves unset; facts that it does not take are ignored.
 
     Raises:
-        UsageError: no such model, or arguments that it does not take.
+        UsageError: there is no such model, or it does not take an argument.
     """
     if model_config.name is None:
         raise UsageError("no model is named", where="model.name", fix=f"write {MODELS.names()}")
@@ -105,20 +106,20 @@ def _construct(
 
 
 def check_model(model_config: ModelSettings) -> None:
-    """Find out whether a config's model is there and takes its arguments, without making it.
+    """Check that a config's model exists and takes its arguments, without making it.
 
     Raises:
-        UsageError: as `build_model` would. What the data may fill in is not missed.
+        UsageError: as `build_model` would, except for missing arguments that the data may fill in.
     """
     if model_config.name is not None:
         _require_accepted(model_config.name, _constructor(model_config.name), model_config.args)
 
 
 def _require_accepted(name: str, constructor: Callable[..., "nn.Module"], args: Mapping[str, Any]) -> list[str]:
-    """The names of a constructor's arguments.
+    """Return the names of a constructor's arguments.
 
     Raises:
-        UsageError: one that is given is none of them.
+        UsageError: an argument that is given is unknown.
     """
     parameters = inspect.signature(constructor).parameters
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

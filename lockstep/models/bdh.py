@@ -11,12 +11,12 @@
 
 N = mlp_multiplier · n_embd / n_head neurons a head. No LayerNorm has parameters.
 
-Where the weights live: `encoder`, `encoder_v` [H, D, N] and `decoder` [H·N, D] are parameters of the model itself, lent
-to each layer at each call (`shared_parameters`, see `lockstep.models.chain`); a `BDHLayer` owns none. So wrapping by
-block finds nothing to wrap: shard the three along a dim that divides, and gather them once a step. A pipeline's stage
-with any layer needs the three, and their gradients are summed over those stages.
+The weights `encoder`, `encoder_v` [H, D, N] and `decoder` [H·N, D] are parameters of the model itself, and each layer
+borrows them at each call (`shared_parameters`, see `lockstep.models.chain`); a `BDHLayer` owns none. Wrapping by block
+therefore finds nothing to wrap: shard the three along a dim that divides, and gather them once per step. A pipeline
+stage with any layer needs the three, and their gradients are summed over those stages.
 
-Tensors of neurons are large (H·N = 128·D), and laid out heads first: each product with a weight is then one batched
+Tensors of neurons are large (H·N = 128·D) and have the heads first: each product with a weight is then one batched
 product over heads that copies neither the weight nor the neurons.
 """
 
@@ -33,10 +33,10 @@ INIT_STD = 0.02
 
 
 class BDH(LanguageModel):
-    """ids [B, T] → logits [B, T, V].
+    """The BDH language model: ids [B, T] → logits [B, T, V].
 
     Raises:
-        UsageError: the neurons of a head do not come out as a whole, even number.
+        UsageError: the number of neurons per head is not a whole, even number.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BDH(LanguageModel):
     ) -> None:  # fmt: skip
         super().__init__()
         require_positive(n_layer=n_layer, n_embd=n_embd, n_head=n_head, mlp_multiplier=mlp_multiplier)
-        # Rotary positions turn pairs of neurons.
+        # Rotary positions rotate pairs of neurons.
         require_multiple("mlp_multiplier·n_embd", mlp_multiplier * n_embd, "2·n_head", 2 * n_head)
         self.block_size = block_size
         neurons = mlp_multiplier * n_embd // n_head
@@ -58,36 +58,40 @@ class BDH(LanguageModel):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Every parameter ~ N(0, 0.02), each on its own."""
+        """Draw every parameter from N(0, 0.02), each on its own."""
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=INIT_STD)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
+        """Return the layers."""
         return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
 
     def segments(self) -> list[tuple[str, nn.Module]]:
+        """Return the forward pass as a chain."""
         return [("embed", self.embed), *self.blocks(), ("head", self.head)]
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
-        """Every layer borrows the three large weights."""
+        """Return the three large weights for every layer to borrow."""
         return {name: {weight: weight for weight in ("encoder", "encoder_v", "decoder")} for name, _ in self.blocks()}
 
 
 class NormalizedEmbedding(nn.Embedding):
-    """ids [B, T] → LN(embedding) [B, T, D]."""
+    """Normalised embedding: ids [B, T] → LN(embedding) [B, T, D]."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Look up and normalise."""
         return F.layer_norm(super().forward(input), (self.embedding_dim,))
 
 
 class BDHLayer(nn.Module):
-    """x [B, T, D] and the weights → x [B, T, D]. Owns no parameters."""
+    """One layer: x [B, T, D] and the weights → x [B, T, D]. It owns no parameters."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, *, encoder: Tensor, encoder_v: Tensor, decoder: Tensor) -> Tensor:
+        """Run the layer."""
         batch, length, width = x.shape
         heads, _, neurons = encoder.shape
         rows = batch * length
@@ -103,10 +107,10 @@ class BDHLayer(nn.Module):
 
 
 def attend_to_past(s: Tensor, x: Tensor) -> Tensor:
-    """tril(q qᵀ, −1) x with q = rope(s): s [H, B, T, N], x [B, T, D] → [H, B, T, D].
+    """Return tril(q qᵀ, −1) x with q = rope(s): s [H, B, T, N], x [B, T, D] → [H, B, T, D].
 
-    Under fp16 it computes in float32: entries of q qᵀ are sums of N products of which most are positive, and pass
-    fp16's 65504. bf16 has the range.
+    Under fp16 it computes in float32: entries of q qᵀ are sums of N mostly positive products, and exceed fp16's
+    65504. The range of bf16 suffices.
     """
     heads, batch, length, neurons = s.shape
     dtype = torch.bfloat16 if s.dtype == torch.bfloat16 else torch.float32

@@ -1,22 +1,22 @@
-"""A model's forward pass as a chain of segments, some of which borrow parameters.
+"""Runs a model's forward pass as a chain of segments, some of which borrow parameters.
 
-`segments()` lists (canonical name, module): what one returns (a tensor, or a tuple) are the positional arguments of the
-next. The whole pass is the fold of that list, so one process and the stages of a pipeline run the same text.
+`segments()` lists (canonical name, module): the result of one (a tensor, or a tuple) is the positional arguments of the
+next. One process and the stages of a pipeline run the same chain.
 
-A parameter that several segments use has one owner and is lent to the others. `shared_parameters()` says so:
+A parameter that several segments use has one owner, and the others borrow it. `shared_parameters()` declares this:
 
     {segment name: {keyword of that segment's forward: canonical name of the parameter}}
 
-The borrower owns nothing and gets the tensor at each call, looked up through its owner there and then. So
+A borrower owns nothing and gets the tensor at each call, looked up through its owner at that moment. Therefore
 
-- FSDP2, which swaps an owner's parameters for gathered ones around its forward pass, needs to know nothing of it, and
-  so do `DataParallel` and `torch.func.functional_call`;
-- a stage of a pipeline needs the parameters that its segments name, under their canonical names, and no other;
-- whoever needs the gradient of each *use* on its own (the same bits on any number of ranks) lends each segment its own
-  leaf in place of the parameter;
-- a tie cannot come undone: there is one parameter, not two that were once the same.
+- FSDP2, which replaces an owner's parameters by gathered ones around its forward pass, needs no special case, and
+  neither do `DataParallel` and `torch.func.functional_call`;
+- a stage of a pipeline needs exactly the parameters that its segments name, under their canonical names;
+- code that needs the gradient of each *use* (the same bits on any number of ranks) passes each segment its own leaf in
+  place of the parameter;
+- tied weights cannot diverge: there is one parameter, not two copies.
 
-What a segment returns is neither a view nor one of its own inputs: torch's pipeline runtime detaches outputs in place.
+A segment returns neither a view nor one of its own inputs, because torch's pipeline runtime detaches outputs in place.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,9 +26,11 @@ from torch import Tensor, nn
 
 
 def run_segments(model: nn.Module, *inputs: Any, keywords: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
-    """Fold `inputs` through `model.segments()`; returns what the last segment returns.
+    """Run `inputs` through `model.segments()`, and return the last segment's result.
 
     Args:
+        model: has `segments()`.
+        inputs: of the first segment.
         keywords: further keyword arguments, by segment name.
     """
     borrowed = shared_parameters_of(model)
@@ -49,8 +51,8 @@ def run_segment(
     """Call one segment.
 
     Args:
-        values: what the segment before returned.
-        inputs: (positional, keyword) arguments of the whole model, for a segment that says `takes_inputs`.
+        values: the previous segment's result.
+        inputs: (positional, keyword) arguments of the whole model, for a segment with `takes_inputs`.
     """
     if getattr(segment, "takes_inputs", False):
         keywords = {**keywords, "inputs": inputs}
@@ -58,20 +60,20 @@ def run_segment(
 
 
 def shared_parameters_of(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Which parameters which segments borrow: {segment: {keyword: canonical name}}; empty where the model says none."""
+    """Return which segments borrow which parameters: {segment: {keyword: canonical name}}."""
     own: Callable[[], dict[str, dict[str, str]]] | None = getattr(model, "shared_parameters", None)
     return own() if own else {}
 
 
 def lent(owner: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The parameters named, as they are now, by keyword. Parts of `owner` may be wrapped; names stay canonical."""
+    """Return the current tensors of the named parameters, by keyword; names stay canonical if parts are wrapped."""
     return {keyword: look_up(owner, name) for keyword, name in names.items()}
 
 
 def look_up(owner: nn.Module, name: str) -> Tensor:
-    """The tensor that is registered in `owner` by its name with dots."""
+    """Return the tensor that is registered in `owner` under a dotted name."""
     found: Any = owner
-    for part in name.split("."):  # not get_parameter(): a replica's or a leaf's stand-in is a plain tensor
+    for part in name.split("."):  # not get_parameter(): a replica or a leaf may hold a plain tensor instead
         found = getattr(found, part)
     assert isinstance(found, Tensor), name
     return found

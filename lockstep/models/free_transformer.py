@@ -1,4 +1,4 @@
-"""The Free Transformer (Fleuret 2025): a decoder that first decides on a random latent, then writes accordingly.
+"""The Free Transformer (Fleuret 2025): a decoder that first draws a random latent, and then continues accordingly.
 
     blocks 1 … split_layer             causal                                        → X
     latent                             ℓ = encoder(X), H_z logits; bits B_h ~ Bernoulli(σ(ℓ_h))
@@ -9,11 +9,11 @@
     the other blocks, norm, head       as in the baseline                            → logits
 
 Loss, summed over valid targets: CE_t + beta · max(0, KL_t − kappa), with KL_t = Σ_h [p ln 2p + (1−p) ln 2(1−p)], the
-divergence of position t's bits from fair coins. It needs ℓ, which therefore travels through the later segments beside
-the residual stream and comes out as the second output.
+divergence of position t's bits from fair coins. It needs ℓ, which is therefore passed on through the later segments
+beside the residual stream, and is the second output.
 
-Neither Y nor G is ever built. The value of r is a row of W_post, an ordinary lookup, and its gradient to W_post that of
-the lookup. Only the gradient to the bits goes through G, as the outer product of two halves (`_ThroughCodes`).
+Neither Y nor G is materialised. The value of r is a row of W_post, an ordinary lookup, whose gradient W_post gets.
+Only the gradient to the bits goes through G, as the outer product of two halves (`_ThroughCodes`).
 """
 
 import math
@@ -43,18 +43,18 @@ from lockstep.models.transformer import (
 )
 
 MAX_LATENT_BITS = 20
-_CHUNK_NUMEL = 2**24  # of the scores of codes that the backward pass holds at once
+_CHUNK_NUMEL = 2**24  # elements of the scores of codes that the backward pass holds at once
 
 
 class FreeTransformer(Decoder):
-    """ids [B, T] → (logits [B, T, V], z_logits [B, T, H_z]); in mode "inference" logits alone.
+    """The Free Transformer: ids [B, T] → (logits [B, T, V], z_logits [B, T, H_z]); in mode "inference" logits alone.
 
     Args:
         latent_bits: H_z; the latent of a position is one of 2^H_z codes.
         beta: weight of the divergence.
-        kappa: nats a position that the latent may carry at no cost. Default: ln 2 / 2, half a bit.
+        kappa: nats per position that the latent may carry at no cost. Default: ln 2 / 2, half a bit.
         split_layer: how many layers come before the latent. Unset: half of them.
-        others: as the baseline's.
+        others: as in `Transformer`.
 
     Raises:
         UsageError: too many bits, or no layer after the latent.
@@ -77,23 +77,24 @@ class FreeTransformer(Decoder):
         self.layers = nn.ModuleList(
             InjectedBlock(*sizes) if i == self.split_layer else Block(*sizes) for i in range(n_layer)
         )
-        self.latent = Latent(n_embd, n_head, n_kv_head, mlp_hidden, latent_bits)
+        self.latent = CodeLatent(n_embd, n_head, n_kv_head, mlp_hidden, latent_bits)
         self.head = Head(n_embd, vocab_size, tied=tie_embeddings)
         self.init_weights()
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """The layers, and the latent in its place."""
+        """Return the layers, with the latent in its place."""
         layers = super().blocks()
         return [*layers[: self.split_layer], ("latent", self.latent), *layers[self.split_layer :]]
 
     def forward(
         self, ids: Tensor, mode: Literal["training", "inference"] = "training", codes: Tensor | None = None
     ) -> Any:
-        """Logits, and in mode "training" those of the latent.
+        """Return the logits, and in mode "training" those of the latent.
 
         Args:
-            mode: "training" encodes the latent from the ids; "inference" takes it from a prior over codes, uniform.
-            codes: in mode "inference" the latent of each position, int64 [B, T]; unset, they are drawn.
+            ids: int64 [B, T].
+            mode: "training" encodes the latent from the ids; "inference" draws it from a uniform prior over codes.
+            codes: in mode "inference" the latent of each position, int64 [B, T]; unset: drawn.
         """
         if mode == "training":
             return run_segments(self, ids)
@@ -104,12 +105,12 @@ class FreeTransformer(Decoder):
         return run_segments(self, ids, keywords={"latent": {"codes": codes}})
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sum over the valid targets of CE_t + beta · max(0, KL_t − kappa), in nats, float32."""
+        """Return the sum over the valid targets of CE_t + beta · max(0, KL_t − kappa), in nats, float32."""
         terms = self.loss_terms(outputs, batch)
         return terms["cross_entropy"] + terms["penalty"]
 
     def loss_terms(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the loss is made of, each a 0-dim float32 sum over the valid targets, in nats.
+        """Return the terms of the loss, each a 0-dim float32 sum over the valid targets, in nats.
 
         Returns:
             cross_entropy; penalty, beta · max(0, KL_t − kappa); and, for reports only, kl, the bare KL_t.
@@ -128,10 +129,10 @@ class FreeTransformer(Decoder):
     def generate(
         self, ids: Tensor, num_tokens: int, *, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
     ) -> Tensor:
-        """Continue ids [1, T]; returns [1, T + num_tokens].
+        """Continue ids [1, T], and return [1, T + num_tokens].
 
         Each position's latent is drawn once, when the position is first read, and keeps its value. The window is
-        `block_size`. No global random state is touched.
+        `block_size`. The global random state is not changed.
         """
         generator = torch.Generator(ids.device).manual_seed(seed)
         codes = torch.empty(ids.shape[0], 0, dtype=torch.int64, device=ids.device)
@@ -146,21 +147,22 @@ class FreeTransformer(Decoder):
 
 
 class InjectedBlock(Block):
-    """The block behind the latent: (x, r, …) → x, with queries from x and keys and values from x + r."""
+    """The block after the latent: (x, r, …) → x, with queries from x and keys and values from x + r."""
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run the block."""
         r, *others = carried
         attended = self.attention(self.attention_norm(x), self.attention_norm(x + r))
         return with_carried(self._add(x, attended), tuple(others))
 
 
-class Latent(nn.Module):
-    """x [B, T, D] → (x, r [B, T, D], z_logits [B, T, H_z]): the encoder, the draw, and the way back.
+class CodeLatent(nn.Module):
+    """The latent: encoder, draw, and projection: x [B, T, D] → (x, r [B, T, D], z_logits [B, T, H_z]).
 
     The encoder is one block that is not causal. Its queries are one learned vector at every position, so positions
-    enter through the rotary embedding of queries and keys alone.
+    enter only through the rotary embedding of queries and keys.
 
-    `torch.bernoulli` is its one draw: whoever recomputes this module must restore the generator first.
+    It draws once, with `torch.bernoulli`: recomputing this module requires the generator's state.
     """
 
     def __init__(
@@ -178,6 +180,7 @@ class Latent(nn.Module):
         self.post = nn.Parameter(torch.empty(2**latent_bits, n_embd))
 
     def init_weights(self) -> None:
+        """Fill the parameters."""
         for norm in (self.query_norm, self.key_norm, self.mlp_norm, self.readout_norm):
             nn.init.ones_(norm.weight)
         for weight in (self.query, self.readout.weight, self.post):
@@ -186,7 +189,7 @@ class Latent(nn.Module):
         self.mlp.init_weights(INIT_STD)
 
     def forward(self, x: Tensor, *, codes: Tensor | None = None) -> tuple[Tensor, ...]:
-        """With `codes` given nothing is encoded: → (x, r)."""
+        """Encode and draw; with `codes` given, skip the encoder and return (x, r)."""
         if codes is not None:
             return x.clone(), F.embedding(codes, self.post)
         z_logits = self.encode(x).float()
@@ -196,7 +199,7 @@ class Latent(nn.Module):
         return x.clone(), r, z_logits
 
     def encode(self, x: Tensor) -> Tensor:
-        """x [B, T, D] → z_logits [B, T, H_z]."""
+        """Return the logits of the latent: x [B, T, D] → z_logits [B, T, H_z]."""
         query = self.query.expand_as(x)
         h = query + self.attention(self.query_norm(query), self.key_norm(x))
         h = h + self.mlp(self.mlp_norm(h))
@@ -205,16 +208,16 @@ class Latent(nn.Module):
 
 
 def draw_codes(z_logits: Tensor) -> Tensor:
-    """Draw bit h with probability σ(z_logits[…, h]), and read the bits as a number: int64 [B, T].
+    """Draw bit h with probability σ(z_logits[…, h]), and return the bits as a number: int64 [B, T].
 
-    In integers: a sum of powers of two in bf16 is wrong for nearly all codes.
+    It uses integers: a sum of powers of two in bf16 is wrong for nearly all codes.
     """
     bits = torch.bernoulli(torch.sigmoid(z_logits.detach().float())).long()
     return (bits << torch.arange(bits.shape[-1], device=bits.device)).sum(-1)
 
 
 def code_halves(z_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities of the low and of the high half of the bits: float32 [B, T, 2^⌊H/2⌋] and [B, T, 2^⌈H/2⌉].
+    """Return the probabilities of the low and the high half of the bits: float32 [B, T, 2^⌊H/2⌋] and [B, T, 2^⌈H/2⌉].
 
     G[…, high · 2^⌊H/2⌋ + low] is the product of the two.
     """
@@ -223,7 +226,7 @@ def code_halves(z_logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _code_probabilities(logits: Tensor) -> Tensor:
-    """P(code) = Π_h P(B_h = bit_h(code)) over all codes of these bits: [..., H] → [..., 2^H]."""
+    """Return P(code) = Π_h P(B_h = bit_h(code)) over all codes of these bits: [..., H] → [..., 2^H]."""
     bits = logits.shape[-1]
     codes = torch.arange(2**bits, device=logits.device)
     is_set = (codes >> torch.arange(bits, device=logits.device)[:, None] & 1).to(logits.dtype)  # [H, 2^H]
@@ -231,17 +234,17 @@ def _code_probabilities(logits: Tensor) -> Tensor:
 
 
 def kl_from_fair_coins(z_logits: Tensor) -> Tensor:
-    """KL_t = Σ_h [p ln 2p + (1−p) ln 2(1−p)] in nats: [..., H] → float32 [...]."""
+    """Return KL_t = Σ_h [p ln 2p + (1−p) ln 2(1−p)] in nats: [..., H] → float32 [...]."""
     z_logits = z_logits.float()
     p, log_p, log_q = torch.sigmoid(z_logits), F.logsigmoid(z_logits), F.logsigmoid(-z_logits)
     return (p * (log_p + math.log(2)) + (1 - p) * (log_q + math.log(2))).sum(-1)
 
 
 class _ThroughCodes(torch.autograd.Function):
-    """r as it is, with the gradient that W_post·(G − stop_gradient(G)) adds: the straight-through estimator.
+    """The straight-through estimator: r unchanged, with the gradient of W_post·(G − stop_gradient(G)).
 
     With g the gradient of r, code c scores g·W_post[c]. The gradients of the two halves of G are that table of scores
-    [2^high, 2^low] times the other half. It is made for a few positions at a time and dropped.
+    [2^high, 2^low] times the other half. It is made for a few positions at a time and discarded.
     """
 
     @staticmethod

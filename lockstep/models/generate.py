@@ -1,4 +1,4 @@
-"""Sampling from a language model, token by token, with a generator of its own: no global random state is touched."""
+"""Samples from a language model token by token, with its own generator: the global random state is not changed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,18 +23,18 @@ def generate(
     """Continue a text.
 
     Args:
-        logits_of: ids [1, T] → logits [1, T, V], or what holds them (see `logits_in`). Set to eval mode by the caller.
+        logits_of: ids [1, T] → logits [1, T, V], or an output that holds them (see `logits_in`). In eval mode.
         ids: the prompt, int64 [1, T], T ≥ 1.
         num_tokens: how many to add.
-        block_size: how many of the last tokens the model gets to see.
+        block_size: how many of the last tokens the model sees.
         temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: draw among the k likeliest tokens only.
+        top_k: draw only among the k likeliest tokens.
 
     Returns:
         int64 [1, T + num_tokens].
 
     Raises:
-        UsageError: the prompt is empty, or a setting makes no sense.
+        UsageError: the prompt is empty, or a setting is invalid.
     """
     if ids.numel() == 0:
         raise UsageError("nothing to continue: the prompt is empty", fix="give it at least one token")
@@ -46,7 +46,7 @@ def generate(
 
 
 def logits_in(outputs: Any) -> Tensor:
-    """The logits in what a language model returns: itself, the first of a tuple, or `.logits`."""
+    """Return the logits of a language model's output: the output itself, the first of a tuple, or `.logits`."""
     if isinstance(outputs, tuple):
         outputs = outputs[0]
     logits = outputs if isinstance(outputs, Tensor) else outputs.logits
@@ -55,7 +55,7 @@ def logits_in(outputs: Any) -> Tensor:
 
 
 def draw_token(logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int | None) -> Tensor:
-    """One token a row: logits [B, V] → int64 [B, 1]."""
+    """Draw one token per row: logits [B, V] → int64 [B, 1]."""
     if temperature < 0 or (top_k is not None and top_k < 1):
         raise UsageError(f"temperature={temperature}, top_k={top_k}", fix="temperature ≥ 0 and top_k ≥ 1")
     if temperature == 0:

@@ -1,11 +1,11 @@
-"""Hugging Face causal language models (the extra `transformers`), from the disk or from a config; none is downloaded.
+"""Builds Hugging Face causal language models (the extra `transformers`) from the disk or a config, without downloads.
 
     hf:FOLDER         a local folder with a config.json; its *.safetensors are loaded if it has any
     hf:CONFIG.json    that config, values drawn at random
     hf:TYPE           a model type of the library (llama, gpt2, …) with its default config, values drawn at random
 
-`model.args` override the config by the library's own names (num_hidden_layers, hidden_size, …). Parameters are float32
-whatever the config says: autocast does the rest. How such a model meets the protocol is in `lockstep.models.hf_causal`.
+`model.args` override the config by the library's own names (num_hidden_layers, hidden_size, …). Parameters are always
+float32, whatever the config contains: autocast does the rest. `lockstep.models.hf_causal` adapts them to the protocol.
 
 The Llama and GPT-2 families with random values can be built on `meta`. Others are built whole, on the CPU.
 """
@@ -33,16 +33,16 @@ except ImportError as error:
 
 from lockstep.models.hf_causal import can_be_cut, meet_protocol
 
-# The library's automatic classes are typed by halves.
+# The types of the library's automatic classes are incomplete.
 _AutoConfig: Any = transformers.AutoConfig
 _AutoModel: Any = transformers.AutoModelForCausalLM
 
 
 def from_files(path: str, **overrides: Any) -> nn.Module:
-    """The model in a folder, with its weights if they are there; or of a config file, with random ones.
+    """Return the model in a folder, with its weights if there are any; or of a config file, with random ones.
 
     Raises:
-        UsageError: no config there, an override that it does not have, or weights that do not fill the model.
+        UsageError: there is no config, it lacks an overridden key, or the weights do not fill the model.
     """
     place = Path(path)
     file = place / "config.json" if place.is_dir() else place
@@ -68,13 +68,13 @@ def from_files(path: str, **overrides: Any) -> nn.Module:
 def from_type(
     model_type: str, *, vocab_size: int | None = None, block_size: int | None = None, **overrides: Any
 ) -> nn.Module:
-    """A model of the library's type `model_type`, with its default config, changed by what is given.
+    """Return a model of the library's type `model_type`, with its default config and changes.
 
     Args:
-        block_size: the config's positions are raised to it where they are fewer.
+        block_size: the config's positions are raised to it if they are fewer.
 
     Raises:
-        UsageError: no such type, or an override that its config does not have.
+        UsageError: there is no such type, or its config lacks an overridden key.
     """
     if vocab_size is not None:
         overrides["vocab_size"] = vocab_size
@@ -85,7 +85,7 @@ def from_type(
 
 
 def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    """A config made anew, so that what the library derives (the width of a head …) follows the overrides."""
+    """Return a new config, so that derived values (the width of a head …) follow the overrides."""
     known = list(transformers.CONFIG_MAPPING.keys())
     if model_type not in known:
         near = difflib.get_close_matches(model_type, known, n=1)
@@ -115,7 +115,7 @@ def _check_overrides(model_type: str, accepted: list[str], overrides: Mapping[st
 
 
 def _drawn(config: Any) -> Any:
-    """A model with random values: on the device that is active if it can be filled there later, else on the CPU."""
+    """Return a model with random values: on the active device if it can be filled there later, else on the CPU."""
     device = torch.get_default_device() if can_be_cut(config) else torch.device("cpu")
     with _errors_of(config.model_type), device:
         return _AutoModel.from_config(config, **_attention(config)).float()
@@ -138,13 +138,13 @@ def _loaded(folder: Path, config: Any) -> Any:
 
 
 def _attention(config: Any) -> dict[str, str]:
-    # Segments pass no mask, which means causal to this implementation alone.
+    # Segments pass no mask; only this implementation takes that as causal.
     return {"attn_implementation": "sdpa"} if can_be_cut(config) else {}
 
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Or every rank draws its own."""
+    """Hide progress bars: every rank would draw its own."""
     logging: Any = transformers.utils.logging
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -159,7 +159,7 @@ def _no_progress_bars() -> Iterator[None]:
 def _errors_of(model_type: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # configs and constructors of the library raise what they please
+    except Exception as error:  # configs and constructors of the library raise arbitrary errors
         raise UsageError(
             f"transformers can't build a {model_type} from this config", where="model.args", why=_in_short(error)
         ) from error

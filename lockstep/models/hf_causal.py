@@ -1,20 +1,20 @@
-"""How a Hugging Face causal language model meets the protocol.
+"""Adapts Hugging Face causal language models to the protocol.
 
 It stays the library's object and its parameters keep their names, so `save_pretrained` and checkpoints agree with
-other tools. Its class is swapped for a subclass that takes ids [B, T] and returns logits [B, T, V], with our own loss:
-targets are shifted by the data, and the library's loss would shift again. A mixture of experts whose config says
-`output_router_logits` balances them by a further term of its loss: there the library's own loss is taken, told that
-targets are shifted. That term is of each micro-batch as a whole; a step weighs it as it weighs their mean losses.
+other tools. Its class is replaced by a subclass that takes ids [B, T] and returns logits [B, T, V], with our own loss:
+the data shift targets, and the library's loss would shift them again. A mixture of experts with `output_router_logits`
+in its config adds a balance term: there the library's own loss is used, with targets marked as shifted. The term is
+computed per micro-batch, and a step weighs it like the mean losses.
 
-The Llama and GPT-2 families are also cut by hand into segments, each a module of the model under its own name:
+The Llama and GPT-2 families are also divided into segments, each a module of the model under its own name:
 
     llama   model.embed_tokens → model.layers.i → model.norm → lm_head
     gpt2    transformer.wte → transformer.wpe → transformer.drop → transformer.h.i → transformer.ln_f → lm_head
 
-What differs inside: each Llama layer makes the angles of its rotary positions itself, from a buffer `inv_freq` that is
-not saved (`model.rotary_emb` is gone); GPT-2's `wpe` adds positions to what it is given, and nothing else adds them; a
-head tied to the embedding owns no weight and borrows the embedding's (`lockstep.models.chain`), whose name is the one
-under which the library lists it, too.
+The differences inside: each Llama layer computes the angles of its rotary positions itself, from a buffer `inv_freq`
+that is not saved (`model.rotary_emb` is removed); GPT-2's `wpe` alone adds positions to its input; a head tied to the
+embedding owns no weight and borrows the embedding's (`lockstep.models.chain`), under the name that the library also
+lists.
 """
 
 import functools
@@ -31,12 +31,12 @@ from lockstep.models.language import LanguageModel
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import IGNORED_TARGET
 
-# With these kinds of rotary positions angles do not depend on the length of the text.
+# With these kinds of rotary positions the angles do not depend on the length of the text.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 
 
 def can_be_cut(config: Any) -> bool:
-    """Whether models of this config are a chain of segments here."""
+    """Return whether models of this config can run as a chain of segments."""
     if config.model_type == "llama":
         rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         return rotary.get("rope_type", "default") in _FIXED_ROTARY
@@ -44,7 +44,7 @@ def can_be_cut(config: Any) -> bool:
 
 
 def meet_protocol(model: Any) -> nn.Module:
-    """Swap the classes of the library's model, in place; it is returned."""
+    """Replace the classes of the library's model in place, and return it."""
     kind: type[CausalModel] = MixtureModel if getattr(model.config, "output_router_logits", False) else CausalModel
     if can_be_cut(model.config):
         kind = {"llama": Llama, "gpt2": GPT2}[model.config.model_type]
@@ -57,18 +57,19 @@ def meet_protocol(model: Any) -> nn.Module:
 
 
 class CausalModel(LanguageModel):
-    """What any causal model of the library gets: ids [B, T] → logits [B, T, V]."""
+    """A causal model of the library: ids [B, T] → logits [B, T, V]."""
 
     config: Any
     _no_split_modules: Any
 
     def forward(self, ids: Tensor | None = None, **arguments: Any) -> Tensor:
-        """Ids [B, T] → logits [B, T, V]; `arguments` are those of the library's forward pass."""
+        """Return logits [B, T, V] for ids [B, T]; `arguments` are those of the library's forward pass."""
         arguments = {"input_ids": ids, "use_cache": False, **arguments}
         logits: Tensor = super(LanguageModel, self).forward(**arguments).logits
         return logits
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
+        """Return the layers."""
         names = set(self._no_split_modules or ())
         return [(name, module) for name, module in self.named_modules() if type(module).__name__ in names]
 
@@ -76,10 +77,11 @@ class CausalModel(LanguageModel):
 class MixtureModel(CausalModel):
     """A causal mixture of experts, with its library's loss: ids [B, T], targets [B, T] → (logits, mean loss)."""
 
-    averages_in_forward = True  # what it returns is a mean, which dp can't weigh
-    _takes_targets_as_they_are = False  # found out in the first forward pass
+    averages_in_forward = True  # it returns a mean, which dp can't weigh
+    _takes_targets_as_they_are = False  # determined in the first forward pass
 
     def forward(self, ids: Tensor | None = None, targets: Tensor | None = None, **arguments: Any) -> Any:
+        """Return the logits, and with targets the library's mean loss."""
         if targets is None:
             return super().forward(ids, **arguments)
         with LossCalls() as calls:
@@ -91,10 +93,11 @@ class MixtureModel(CausalModel):
         return found.logits, found.loss.float()
 
     def inputs(self, batch: Mapping[str, Tensor]) -> Any:
+        """Return the arguments of forward."""
         return batch["input_ids"], batch["targets"]
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sum of the cross entropy over the valid targets, and the balance of experts times their number."""
+        """Return the cross entropy summed over valid targets, plus the balance term times their number."""
         count = self.count(batch)
         return torch.where(count > 0, outputs[1] * count, 0.0)
 
@@ -111,14 +114,14 @@ class MixtureModel(CausalModel):
 
 
 class CutModel(CausalModel):
-    """A causal model that is a chain of its own modules."""
+    """A causal model that runs as a chain of its own modules."""
 
-    chain: tuple[str, ...]  # canonical names, in order; "*" stands for the members of a list
+    chain: tuple[str, ...]  # canonical names, in order; "*" stands for all members of a list
     embedding: str  # canonical name of the parameter that a tied head borrows
     tied = False
 
     def cut(self) -> None:
-        """Prepare the parts: called once, on the library's model."""
+        """Prepare the parts; called once on the library's model."""
         head = self.get_submodule("lm_head")
         if head.weight is self.get_parameter(self.embedding):
             self.tied = True
@@ -126,10 +129,12 @@ class CutModel(CausalModel):
             _swap_class(head, BorrowingHead)
 
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]  # its segments take nothing else
+        """Run the chain: ids [B, T] → logits [B, T, V]."""
         logits: Tensor = run_segments(self, ids)
         return logits
 
     def segments(self) -> list[tuple[str, nn.Module]]:
+        """Return the forward pass as a chain."""
         found: list[tuple[str, nn.Module]] = []
         for name in self.chain:
             if name.endswith(".*"):
@@ -140,11 +145,11 @@ class CutModel(CausalModel):
         return found
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
-        """A tied head borrows the embedding."""
+        """Return the embedding for a tied head to borrow."""
         return {"lm_head": {"weight": self.embedding}} if self.tied else {}
 
     def init_weights(self) -> None:
-        """As the library draws: weights ~ N(0, initializer_range), biases 0, norms 1."""
+        """Draw like the library: weights ~ N(0, initializer_range), biases 0, norms 1."""
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=self.std_of(name))
@@ -154,17 +159,18 @@ class CutModel(CausalModel):
                 nn.init.ones_(parameter)
 
     def std_of(self, name: str) -> float:
-        """Standard deviation of the first values of the weight called `name`."""
+        """Return the standard deviation of the first values of the weight called `name`."""
         return float(self.config.initializer_range)
 
 
 class Llama(CutModel):
-    """A Llama as a chain."""
+    """A Llama that runs as a chain."""
 
     chain = ("model.embed_tokens", "model.layers.*", "model.norm", "lm_head")
     embedding = "model.embed_tokens.weight"
 
     def cut(self) -> None:
+        """Prepare the layers, which compute their own angles."""
         super().cut()
         decoder: Any = self.get_submodule("model")
         rotary_class: Any = type(decoder.rotary_emb)
@@ -175,6 +181,7 @@ class Llama(CutModel):
             layer.prepare(make_rotary)
 
     def init_weights(self) -> None:
+        """Draw parameters, and fill the layers' buffers."""
         super().init_weights()
         for layer in self.get_submodule("model.layers").children():
             assert isinstance(layer, LlamaLayer)
@@ -182,12 +189,12 @@ class Llama(CutModel):
 
 
 class LlamaLayer(nn.Module):
-    """x [B, T, D] → x [B, T, D]; makes its own angles."""
+    """One layer, which computes its own angles: x [B, T, D] → x [B, T, D]."""
 
     inv_freq: Tensor
 
     def prepare(self, make_rotary: Callable[[], Any]) -> None:
-        """`make_rotary` makes the library's module for rotary positions, from which the frequencies are taken."""
+        """Take the frequencies from the library's module for rotary positions, made by `make_rotary`."""
         self.make_rotary = make_rotary
         device = next(self.parameters()).device
         with torch.device("cpu"):
@@ -196,12 +203,14 @@ class LlamaLayer(nn.Module):
         self.fill_buffers()
 
     def fill_buffers(self) -> None:
+        """Fill the buffer of frequencies."""
         with torch.device("cpu"):
             rotary = self.make_rotary()
         self.inv_freq.copy_(rotary.inv_freq)
         self.rotary_scale = float(rotary.attention_scaling)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Run the layer."""
         position = torch.arange(x.shape[1], dtype=torch.float32, device=x.device)
         angle = (position[:, None] * self.inv_freq.float()).repeat(1, 2)[None]
         turn = ((angle.cos() * self.rotary_scale).to(x.dtype), (angle.sin() * self.rotary_scale).to(x.dtype))
@@ -209,7 +218,7 @@ class LlamaLayer(nn.Module):
 
 
 class GPT2(CutModel):
-    """A GPT-2 as a chain."""
+    """A GPT-2 that runs as a chain."""
 
     chain = (
         "transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h.*", "transformer.ln_f", "lm_head",
@@ -217,22 +226,25 @@ class GPT2(CutModel):
     embedding = "transformer.wte.weight"
 
     def cut(self) -> None:
+        """Prepare embedding, positions and layers."""
         super().cut()
         _swap_class(self.get_submodule("transformer.wpe"), PositionAdder)
         for layer in self.get_submodule("transformer.h").children():
             _swap_class(layer, GPT2Layer)
-            # Before version 5: a mask that only the library's own attention reads.
+            # Versions before 5 have a mask that only the library's own attention reads.
             layer.get_submodule("attn")._buffers.clear()
 
     def std_of(self, name: str) -> float:
+        """Return the standard deviation; output projections get a smaller one, by depth."""
         std = super().std_of(name)
         return std / (2 * self.config.num_hidden_layers) ** 0.5 if name.endswith("c_proj.weight") else std
 
 
 class PositionAdder(nn.Embedding):
-    """x [B, T, D] → x plus the vectors of positions 0 … T−1."""
+    """Learned positions: x [B, T, D] → x plus the vectors of positions 0 … T−1."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Add the positions."""
         length = input.shape[1]
         if length > self.num_embeddings:
             raise UsageError(
@@ -244,21 +256,23 @@ class PositionAdder(nn.Embedding):
 
 
 class GPT2Layer(nn.Module):
-    """x [B, T, D] → x [B, T, D]."""
+    """One layer: x [B, T, D] → x [B, T, D]."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Run the layer."""
         return _only(super().forward(x))
 
 
 class BorrowingHead(nn.Linear):
-    """x [B, T, D] → logits [B, T, V], by a weight [V, D] that it does not own."""
+    """A head with a borrowed weight [V, D]: x [B, T, D] → logits [B, T, V]."""
 
     def forward(self, input: Tensor, *, weight: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the logits."""
         return F.linear(input, weight)
 
 
 def _only(outputs: Any) -> Tensor:
-    """Layers of older versions of the library return a tuple of one."""
+    """Return the one output; layers of older versions of the library return a tuple of one."""
     found = outputs[0] if isinstance(outputs, tuple) else outputs
     assert isinstance(found, Tensor)
     return found
@@ -268,12 +282,12 @@ def _swap_class(module: nn.Module, mixin: type[nn.Module]) -> None:
     module.__class__ = _subclass(mixin, type(module))
 
 
-_SUBCLASSES: dict[tuple[type, type], type[nn.Module]] = {}  # one each: layers of one class stay of one class
+_SUBCLASSES: dict[tuple[type, type], type[nn.Module]] = {}  # cached: layers of one class stay of one class
 
 
 def _subclass(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
     if (mixin, base) not in _SUBCLASSES:
         bases = (mixin,) if issubclass(mixin, base) else (mixin, base)
-        # By the base's name, which the library's own tables go by (`_no_split_modules`, `architectures`).
+        # Keep the base's name: the library's own tables use it (`_no_split_modules`, `architectures`).
         _SUBCLASSES[mixin, base] = type(base.__name__, bases, {"__doc__": mixin.__doc__})
     return _SUBCLASSES[mixin, base]

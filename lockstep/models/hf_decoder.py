@@ -1,16 +1,16 @@
-"""Decoders of the Hugging Face library as chains of segments, for pipelines: each runs the library's own forward pass.
+"""Runs decoders of the Hugging Face library as chains of segments for pipelines, with the library's own forward pass.
 
     inputs → model.layers.0 → … → model.layers.n-1 → outputs
 
-A segment is the library's decoder with one of its layers alone: in place of token ids it takes what the layer before
-returned (`inputs_embeds`), and computes masks and positions itself. `inputs` looks the tokens up; `outputs` normalises,
-computes logits and, where the batch has labels, the loss. So a stage computes what the library computes, whatever
-scales or caps a family adds, and layers stay modules of the model: blocks can be recomputed, compiled and sharded.
+A segment is the library's decoder with one of its layers: instead of token ids it takes the previous layer's result
+(`inputs_embeds`), and computes masks and positions itself. `inputs` looks the tokens up; `outputs` normalises, computes
+logits and, if the batch has labels, the loss. So a stage computes what the library computes, including scales or caps
+of a family, and layers stay modules of the model: blocks can be recomputed, compiled and sharded.
 
-The attention mask travels with the hidden states: stages in the middle never see a batch. Layers draw the random
-numbers that they draw in the whole model.
+The attention mask is passed on with the hidden states, because middle stages have no batch. Layers draw the same
+random numbers as in the whole model.
 
-Families are listed, and each is tested to compute the library's bits: what a family does between its layers is its own.
+Families are listed, and each is tested to compute the library's bits, because families differ between their layers.
 """
 
 import copy
@@ -24,12 +24,12 @@ from lockstep.errors import UsageError
 
 
 class Family(NamedTuple):
-    """Where a family keeps its decoder's parts.
+    """Names of a family's decoder parts.
 
     Attributes:
         decoder: attribute of the causal model.
         layers: attribute of the decoder.
-        before: modules of the decoder that run before the layers, and are not skipped when it is given embeddings.
+        before: modules of the decoder that run before the layers, even if it is given embeddings.
         after: modules of the decoder that run after them.
     """
 
@@ -52,7 +52,7 @@ FAMILIES: dict[str, Family] = {
     "phi": Family("model", "layers", ("embed_dropout",), ("final_layernorm",)),
 }  # fmt: skip
 
-_KEPT_ON_THE_WAY = "decoder_segments"  # attribute of the model: the same modules each time they are asked for
+_CACHE = "decoder_segments"  # attribute of the model: each call returns the same modules
 _KNOWN_ARGUMENTS = ("input_ids", "attention_mask", "labels", "num_items_in_batch", "use_cache", "return_dict")
 
 
@@ -65,17 +65,17 @@ def decoder_segments(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
     config: Any = model.config
     if getattr(config, "add_cross_attention", False) or getattr(config, "output_router_logits", False):
         return None
-    kept = model.__dict__.get(_KEPT_ON_THE_WAY)
+    kept = model.__dict__.get(_CACHE)
     if kept is None:
-        kept = model.__dict__[_KEPT_ON_THE_WAY] = _cut(model, family)
+        kept = model.__dict__[_CACHE] = _cut(model, family)
     return list(kept)
 
 
 def refuse_balanced_experts(model: nn.Module) -> None:
-    """Refuse a loss that needs all layers of a model.
+    """Reject a loss that needs all layers of a model.
 
     Raises:
-        UsageError: a model of the library returns the choices of its routers, and adds a loss that balances them.
+        UsageError: the model returns the choices of its routers, and adds a loss that balances them.
     """
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise UsageError(
@@ -102,7 +102,7 @@ def _cut(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
 
 
 class Inputs(nn.Module):
-    """Token ids [B, T] → hidden states [B, T, D], and the attention mask where there is one."""
+    """First segment: token ids [B, T] → hidden states [B, T, D], with the attention mask if there is one."""
 
     random_key = ""
 
@@ -111,6 +111,7 @@ class Inputs(nn.Module):
         self.decoder = decoder
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any) -> Any:
+        """Look up the tokens."""
         if unknown := sorted(key for key in others if key not in _KNOWN_ARGUMENTS and others[key] is not None):
             raise UsageError(
                 f"a batch with {', '.join(unknown)}, which stages of a pipeline do not hand on",
@@ -121,10 +122,10 @@ class Inputs(nn.Module):
 
 
 class Layer(nn.Module):
-    """Hidden states [B, T, D] → hidden states [B, T, D]; the attention mask is handed on.
+    """One layer: hidden states [B, T, D] → hidden states [B, T, D]; the attention mask is passed on.
 
     Attributes:
-        random_key: the layer's name, under which it draws in the whole model.
+        random_key: the layer's name, the key of its random numbers in the whole model.
     """
 
     def __init__(self, random_key: str, decoder: nn.Module) -> None:
@@ -132,16 +133,17 @@ class Layer(nn.Module):
         self.random_key, self.decoder = random_key, decoder
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Any:
+        """Run the layer."""
         arguments = {"inputs_embeds": hidden, "attention_mask": attention_mask, "use_cache": False}
         hidden = self.decoder(**arguments).last_hidden_state
         return hidden if attention_mask is None else (hidden, attention_mask)
 
 
 class Outputs(nn.Module):
-    """Hidden states [B, T, D] → what the whole model returns.
+    """Last segment: hidden states [B, T, D] → the whole model's result.
 
     Attributes:
-        takes_inputs: it is called with `inputs`, the (positional, keyword) arguments of the whole model: labels.
+        takes_inputs: it is called with `inputs`, the whole model's (positional, keyword) arguments, for labels.
     """
 
     takes_inputs = True
@@ -154,14 +156,16 @@ class Outputs(nn.Module):
         self, hidden: Tensor, attention_mask: Tensor | None = None, *,
         inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
     ) -> Any:  # fmt: skip
+        """Return the logits, and the loss if there are labels."""
         given = {key: value for key, value in inputs[1].items() if key not in ("input_ids", "attention_mask")}
         return self.model(inputs_embeds=hidden, attention_mask=attention_mask, **{**given, "use_cache": False})
 
 
 class _NoPositions(nn.Module):
-    """In place of learned positions, which the first segment has added: −0.0, which changes no bit of a sum."""
+    """Stands for learned positions that the first segment has added: −0.0, which changes no bit of a sum."""
 
     def forward(self, positions: Tensor) -> Tensor:
+        """Return zeros."""
         return torch.tensor(-0.0, device=positions.device)
 
 
@@ -169,7 +173,7 @@ def _reduced(
     decoder: nn.Module, family: Family, *, layer: nn.Module | None = None, place: int = 0, first: bool = False,
     last: bool = False,
 ) -> nn.Module:  # fmt: skip
-    """A decoder that shares its modules with `decoder`, and has at most one of its layers."""
+    """Return a decoder that shares its modules with `decoder`, and has at most one of its layers."""
     part = _copied(decoder)
     part._modules[family.layers] = nn.ModuleList([] if layer is None else [layer])
     if not first:
@@ -184,14 +188,14 @@ def _reduced(
     types = getattr(decoder.config, "layer_types", None)
     if layer is not None and types is not None:
         config: Any = copy.copy(decoder.config)
-        config.__dict__["layer_types"] = [types[place]]  # the library looks them up by the layer's place
+        config.__dict__["layer_types"] = [types[place]]  # the library reads it by the layer's place
         part.__dict__["config"] = config
     return part
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """The same object but for its children, which can be exchanged."""
+    """Return a copy of the object whose children can be replaced."""
     found = copy.copy(module)
     found.__dict__["_modules"] = dict(module._modules)
-    found.__dict__.pop(_KEPT_ON_THE_WAY, None)
+    found.__dict__.pop(_CACHE, None)
     return found

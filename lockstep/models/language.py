@@ -1,6 +1,6 @@
-"""What the language models share: batches, the loss, and sizes that must divide.
+"""Shared parts of the language models: batches, the loss, and checks of sizes.
 
-A batch is {"input_ids": int64 [B, T], "targets": int64 [B, T]}. Targets are shifted already: targets[:, t] follows
+A batch is {"input_ids": int64 [B, T], "targets": int64 [B, T]}. Targets are already shifted: targets[:, t] follows
 input_ids[:, t]. A target of −100 is not counted.
 """
 
@@ -16,40 +16,41 @@ from lockstep.models.protocol import IGNORED_TARGET
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next token: ids [B, T] → logits [B, T, V], by default a fold over its `segments()`.
+    """A model that predicts the next token: ids [B, T] → logits [B, T, V], by default with its `segments()`.
 
     Attributes:
-        block_size: the context it is meant for, in tokens. Where positions are rotary, as in all families but GPT-2, it
-            bounds nothing but the window of generation.
+        block_size: the intended context, in tokens. With rotary positions, as in all families but GPT-2, it limits only
+            the window of generation.
     """
 
     block_size: int
 
     def forward(self, ids: Tensor) -> Any:
+        """Run the chain."""
         return run_segments(self, ids)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor]:
-        """The arguments of forward: the ids, int64 [B, T]."""
+        """Return the arguments of forward: the ids, int64 [B, T]."""
         return (batch["input_ids"],)
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sum of the cross entropy over the valid targets, in nats, float32."""
+        """Return the cross entropy summed over the valid targets, in nats, float32."""
         return token_losses(outputs, batch["targets"]).sum()
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """How many targets are valid, a 0-dim tensor: reading it on the host is left to the caller."""
+        """Return the number of valid targets as a 0-dim tensor, so that the caller decides when the host reads it."""
         return (batch["targets"] != IGNORED_TARGET).sum()
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of each target, in nats: float32 [B·T], 0 where the target is not counted."""
+    """Return the cross entropy of each target, in nats: float32 [B·T], 0 where the target does not count."""
     return F.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
     )
 
 
 def require_multiple(what: str, value: int, of: str, divisor: int) -> None:
-    """Refuse sizes that do not divide, with both names and numbers."""
+    """Reject sizes that do not divide, with both names and numbers."""
     if divisor < 1 or value % divisor:
         raise UsageError(
             f"{what}={value} is not a multiple of {of}={divisor}", where="model.args", fix=f"change {what} or {of}"
@@ -57,7 +58,7 @@ def require_multiple(what: str, value: int, of: str, divisor: int) -> None:
 
 
 def require_positive(**sizes: int) -> None:
-    """Refuse sizes below 1."""
+    """Reject sizes below 1."""
     for name, value in sizes.items():
         if value < 1:
             raise UsageError(

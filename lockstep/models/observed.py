@@ -1,15 +1,14 @@
-"""What a loss was divided by, observed in the calls of torch's loss functions while it is computed.
+"""Observes what a loss was divided by, in the calls of torch's loss functions.
 
-Means of micro-batches add up to the mean of the whole batch only if each is weighted by what it was divided by:
-samples, targets that are not ignored, or the weights of their classes. Models differ in it, each in its own way
-(shifted or not, another ignored index, several terms). So it is read off the calls themselves, and a model that nobody
-has seen before is counted as its author wrote it.
+Means of micro-batches add up to the mean of the whole batch only if each is weighted by its divisor: samples, targets
+that are not ignored, or the weights of their classes. Models differ in this (shifted or not, another ignored index,
+several terms). The divisor is therefore read from the calls themselves, so that an unknown model counts as its author
+wrote it.
 
-While a `LossCalls` is entered, the loss functions of `torch.nn.functional` are replaced by ones that do what they did
-and note the call; `nn.CrossEntropyLoss` and its like call these, too. Other threads of the process are not meant to
-compute losses at that time. Inside of compiled code, and in losses that are written out in other operations, nothing is
-noted. Graphs of torch.export call operators in place of these functions, and note them by themselves
-(`lockstep.models.traced_losses`).
+Inside a `LossCalls`, the loss functions of `torch.nn.functional` are replaced by wrappers that record the call;
+`nn.CrossEntropyLoss` and similar modules call these, too. Other threads must not compute losses meanwhile. Compiled
+code, and losses written in other operations, are not observed. Graphs of torch.export call operators instead of these
+functions, and record them themselves (`lockstep.models.traced_losses`).
 """
 
 import functools
@@ -26,12 +25,12 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Mean:
-    """A mean that a loss function took.
+    """A mean that a loss function computed.
 
     Attributes:
-        size: elements that went in.
-        divisor: what their sum was divided by; an integer where that follows from shapes alone.
-        of_elements: each element of the outputs is one, rather than each target.
+        size: number of elements.
+        divisor: of their sum; an integer if it follows from shapes alone.
+        of_elements: whether it is over elements of the outputs, instead of targets.
     """
 
     size: int
@@ -40,12 +39,12 @@ class Mean:
 
 
 class LossCalls:
-    """A context manager: the calls of torch's loss functions inside. No generator, for each micro-batch enters one.
+    """Records calls of torch's loss functions inside a `with` block; a class, because each micro-batch enters one.
 
     Attributes:
-        means: those that returned a mean.
-        others: how many returned a sum, or one loss for each element, which the caller then reduced by itself.
-        before: the functions as they were, by name.
+        means: calls that returned a mean.
+        others: how many returned a sum, or one loss per element, which the caller reduced itself.
+        before: the original functions, by name.
     """
 
     def __init__(self) -> None:
@@ -57,7 +56,7 @@ class LossCalls:
         global _innermost
         self._found = found = dict(zip(_READERS, _look_up(_NAMESPACE), strict=True))
         self._outer = outer = _innermost
-        # Within another one the functions that are found note calls already: what they call is theirs to know.
+        # Inside another one the functions record calls already: nested calls belong to the outer function.
         self.before = (
             found
             if outer is None
@@ -73,18 +72,18 @@ class LossCalls:
         _innermost = self._outer
 
     def note(self, name: str, call: Mapping[str, Any], *, is_mean: bool) -> None:
-        """Note a call of the function `name` with the arguments `call`."""
+        """Record a call of the function `name` with the arguments `call`."""
         if is_mean:
             self.means.append(_READERS[name](call))
         else:
             self.others += 1
 
     def count(self, batch: Any, samples: Callable[[Any], int]) -> int | Tensor | None:
-        """What a loss made of these means is a mean over; None where the calls do not tell.
+        """Return the number that a loss of these means is a mean over; None if the calls do not show it.
 
         Args:
             batch: the micro-batch.
-            samples: their number in it. It stands for the elements of outputs, which are a multiple of it.
+            samples: returns its number of samples, used for elements of outputs, which are a multiple of it.
         """
         if not self.means or self.others:
             return None
@@ -94,11 +93,11 @@ class LossCalls:
             return samples(batch)
         if len({mean.size for mean in self.means}) == 1:  # of the same targets: start and end of an answer
             return _average([mean.divisor for mean in self.means])
-        # Several means over different things have one weight in common only where none of them leaves anything out.
+        # Several means over different things have a common weight only if none of them leaves anything out.
         return samples(batch) if all(int(mean.divisor) == mean.size for mean in self.means) else None
 
     def divisors(self) -> tuple[float, ...]:
-        """What each mean was divided by; empty where they are of the same targets, or not all that is in a loss."""
+        """Return the divisor of each mean; empty if they are of the same targets, or are not the whole loss."""
         if self.others or (len(self.means) > 1 and len({mean.size for mean in self.means}) == 1):
             return ()
         return tuple(float(mean.divisor) for mean in self.means)
@@ -113,7 +112,7 @@ def _average(counts: list[int | Tensor]) -> int | Tensor:
 def _noting(name: str) -> Callable[..., Tensor]:
     function = _NAMESPACE[name]
     arguments = tuple(inspect.signature(function).parameters)
-    inside = False  # torch calls the function by its name again, where a mode or a subclass of Tensor takes part
+    inside = False  # torch calls the function again under a mode or for a subclass of Tensor
 
     @functools.wraps(function)
     def noting(*args: Any, **kwargs: Any) -> Tensor:
@@ -137,7 +136,7 @@ def _noting(name: str) -> Callable[..., Tensor]:
 
 
 def calls_noted() -> LossCalls | None:
-    """Return the innermost `LossCalls` that is entered."""
+    """Return the innermost active `LossCalls`."""
     return _innermost
 
 
@@ -182,4 +181,4 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Mean]] = {
 _NAMESPACE = vars(F)
 _look_up = operator.itemgetter(*_READERS)
 _NOTING = {name: _noting(name) for name in _READERS}
-_innermost: LossCalls | None = None  # that is entered
+_innermost: LossCalls | None = None  # the active one

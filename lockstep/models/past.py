@@ -1,9 +1,9 @@
-"""Attention to the strict past that is linear in its values: tril(q qᵀ, −1) x, in two forms with the same result.
+"""Computes attention to the strict past that is linear in its values, tril(q qᵀ, −1) x, in two equal forms.
 
-Direct: the T × T table of scores, of which half is thrown away: 2·T·(N + D) multiply-adds a position and head.
-Chunked: within a chunk of C positions the same; of all positions before it only their sum Σ qᵀx, [N, D], is carried on:
-2·C·(N + D) + 4·N·D multiply-adds, whatever T is, and no table. Backward keeps q and x alone: it carries the same sum
-forward once more, and the gradient of the sum backward.
+Direct: the T × T table of scores, half of which is discarded: 2·T·(N + D) multiply-adds per position and head.
+Chunked: the same within a chunk of C positions; all earlier positions enter through their sum Σ qᵀx, [N, D]:
+2·C·(N + D) + 4·N·D multiply-adds for any T, and no table. Backward keeps only q and x: it computes the same sum
+again, and the gradient of the sum in reverse.
 
 Source: the chunkwise form of linear attention, Katharopoulos et al. 2020 and Yang et al. 2023, with one tensor as
 queries and keys and the diagonal left out.
@@ -19,7 +19,7 @@ CHUNK = 128  # positions
 
 
 def sum_over_past(q: Tensor, x: Tensor) -> Tensor:
-    """tril(q qᵀ, −1) x by the form that takes fewer multiply-adds: q [R, T, N], x [R, T, D] → [R, T, D]."""
+    """Return tril(q qᵀ, −1) x by the form with fewer multiply-adds: q [R, T, N], x [R, T, D] → [R, T, D]."""
     length, neurons, width = q.shape[1], q.shape[2], x.shape[2]
     if length * (neurons + width) <= CHUNK * (neurons + width) + 2 * neurons * width:
         return direct(q, x)
@@ -27,12 +27,12 @@ def sum_over_past(q: Tensor, x: Tensor) -> Tensor:
 
 
 def direct(q: Tensor, x: Tensor) -> Tensor:
-    """Through the table of all scores."""
+    """Compute the table of all scores."""
     return torch.bmm(torch.bmm(q, q.transpose(1, 2)).tril(-1), x)
 
 
 def chunked(q: Tensor, x: Tensor, chunk: int = CHUNK) -> Tensor:
-    """Chunk by chunk; sums over chunks are kept in float32 at least."""
+    """Compute chunk by chunk; sums over chunks are in float32 at least."""
     result: Tensor = _Chunked.apply(q, x, chunk)  # type: ignore[no-untyped-call]
     return result
 
@@ -42,7 +42,7 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, x: Tensor, chunk: int) -> Tensor:
         ctx.save_for_backward(q, x)
         ctx.chunk = chunk
-        past = _Sum(q.dtype)
+        past = _PastSum(q.dtype)
         pieces = []
         for q_here, x_here in zip(torch.split(q, chunk, 1), torch.split(x, chunk, 1), strict=True):
             pieces.append(direct(q_here, x_here) + past.through(q_here))
@@ -52,10 +52,10 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With o = tril(q qᵀ, −1) x + q S and S' = S + qᵀx in each chunk, and g the gradient of o."""
+        """Return gradients for o = tril(q qᵀ, −1) x + q S and S' = S + qᵀx in each chunk, with g the gradient of o."""
         q, x = ctx.saved_tensors
         pieces = list(zip(*(torch.split(whole, ctx.chunk, 1) for whole in (q, x, gradients[0])), strict=True))
-        to_q, to_x, past, later = [], [], _Sum(q.dtype), _Sum(q.dtype)
+        to_q, to_x, past, later = [], [], _PastSum(q.dtype), _PastSum(q.dtype)
         for q_here, x_here, g_here in pieces:
             scores = torch.bmm(g_here, x_here.transpose(1, 2)).tril(-1)
             to_q.append(torch.bmm(scores + scores.transpose(1, 2), q_here) + past.through_transposed(g_here))
@@ -69,8 +69,8 @@ class _Chunked(torch.autograd.Function):
         return torch.cat(to_q, 1), torch.cat(to_x[::-1], 1), None
 
 
-class _Sum:
-    """Σ qᵀy over the chunks so far, [R, N, D]; nothing before the first.
+class _PastSum:
+    """The sum Σ qᵀy over the chunks so far, [R, N, D]; empty before the first.
 
     Args:
         dtype: of q and y, and of the products with the sum.
@@ -89,9 +89,9 @@ class _Sum:
             self._sum += torch.bmm(q.transpose(1, 2), y)
 
     def through(self, q: Tensor) -> Tensor | float:
-        """q S, [R, chunk, D]."""
+        """Return q S, [R, chunk, D]."""
         return 0.0 if self._sum is None else torch.bmm(q, self._sum.to(self._dtype))
 
     def through_transposed(self, y: Tensor) -> Tensor | float:
-        """y Sᵀ, [R, chunk, N]."""
+        """Return y Sᵀ, [R, chunk, N]."""
         return 0.0 if self._sum is None else torch.bmm(y, self._sum.to(self._dtype).transpose(1, 2))

@@ -1,19 +1,19 @@
-"""What a model offers, and what is assumed where it offers nothing.
+"""Defines what a model may offer, and the defaults where it offers nothing.
 
-Any `nn.Module` trains. A model may help by having
+Any `nn.Module` can be trained. A model may help with
 
     inputs(batch) -> tuple           positional arguments of forward
     loss(outputs, batch) -> Tensor   0-dim SUM over the batch's valid targets
     count(batch) -> int | Tensor     number of valid targets
-    blocks() -> [(name, module)]     its repeated blocks: what is wrapped, checkpointed, compiled
+    blocks() -> [(name, module)]     its repeated blocks, for wrapping, checkpointing and compiling
     segments() -> [(name, module)]   the whole forward pass as a chain, for pipelines
     init_weights()                   fills every parameter and buffer in place; then it can be built on `meta`
 
 Without `loss`, the loss comes from `loss_fn(outputs, targets)`, or from the outputs themselves (`outputs["loss"]`,
 `outputs.loss`, or a 0-dim tensor). Such a loss is a mean unless `loss_fn.reduction` (or the model's `loss_reduction`)
-says "sum": means are multiplied by their count, because only sums add up to the same loss however a batch is cut. The
-count is `count(batch)`; without it, what torch's loss functions divided by (`lockstep.models.observed`); where they do
-not tell, the number of samples. In a run's first steps this is checked (`lockstep.trainer.loss_check`).
+is "sum": means are multiplied by their count, because only sums add up to the same loss for any division of a batch.
+The count is `count(batch)`; without it, the divisor of torch's loss functions (`lockstep.models.observed`); if they do
+not show it, the number of samples. A run's first steps check this (`lockstep.trainer.loss_check`).
 """
 
 import inspect
@@ -35,13 +35,13 @@ _TARGET_KEYS = ("targets", "target", "labels", "label", "y")
 
 @dataclass
 class Observed:
-    """What was found out about a loss when it was last computed.
+    """Observations about a loss when it was last computed.
 
     Attributes:
-        told: torch's loss functions told what it is a mean over; None: it was not computed in this process.
-        looks: whether auxiliary terms and divisors are looked for, as while losses are compared.
-        auxiliary: some were added to it that no cut of the batch keeps: the load balancing of experts.
-        divisors: what its terms were divided by, and what it was counted by; empty where that does not tell.
+        told: whether torch's loss functions showed its divisor; None: it was not computed in this process.
+        looks: whether to look for auxiliary terms and divisors, while losses are compared.
+        auxiliary: whether it includes terms that depend on how a batch is divided: the load balancing of experts.
+        divisors: of its terms, and the count that was used; empty if unknown.
     """
 
     told: bool | None = None
@@ -57,13 +57,12 @@ class Objective:
     Attributes:
         inputs: batch → (positional, keyword) arguments of forward.
         loss: (outputs, batch) → 0-dim float32 tensor, the sum over the batch's valid targets, or their mean.
-        count: batch → number of valid targets, an int or a 0-dim tensor. Where the loss is observed, it counts only
-            where that tells nothing.
+        count: batch → number of valid targets, an int or a 0-dim tensor. If the loss is observed, it is used only if
+            the observation shows nothing.
         is_mean: whether `loss` is a mean.
         in_outputs: the loss is computed by the model's forward pass.
-        observed: what a mean without a declared count is divided by is observed; None where it is declared.
-        must_be_told: a loss of which nothing tells what it is a mean over is refused, unless a cut shows that it is one
-            over samples.
+        observed: observations of a mean without a declared count; None if the count is declared.
+        must_be_told: reject a loss whose divisor is unknown, unless a comparison shows that it is a mean over samples.
     """
 
     inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -75,7 +74,7 @@ class Objective:
     must_be_told: bool = False
 
     def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int, int | Tensor]:
-        """One forward pass: (loss, times, number of valid targets), as `factors` has them."""
+        """Run one forward pass: (loss, times, number of valid targets), as in `factors`."""
         args, kwargs = self.inputs(batch)
         if self.observed is None or not self.in_outputs:
             return self.factors(model(*args, **kwargs), batch)
@@ -84,17 +83,19 @@ class Objective:
         return self.factors(outputs, batch, calls)
 
     def summed(self, outputs: Any, batch: Any) -> Tensor:
-        """0-dim float32 tensor, the sum over the batch's valid targets."""
+        """Return the sum over the batch's valid targets, a 0-dim float32 tensor."""
         loss, times, _count = self.factors(outputs, batch)
         return loss if times == 1 else loss * times
 
     def factors(self, outputs: Any, batch: Any, calls: LossCalls | None = None) -> tuple[Tensor, int, int | Tensor]:
-        """(loss, times, number of valid targets): the summed loss is loss × times.
+        """Return (loss, times, number of valid targets): the summed loss is loss × times.
 
-        So a mean needs no multiplication in the graph: what backward starts from is multiplied instead.
+        A mean therefore needs no multiplication in the graph: the initial gradient of backward is multiplied instead.
 
         Args:
-            calls: of torch's loss functions in the forward pass, where the loss was computed there.
+            outputs: of the model.
+            batch: the micro-batch.
+            calls: of torch's loss functions in the forward pass, if the loss was computed there.
         """
         count: int | Tensor | None = None
         if self.observed is None:
@@ -123,7 +124,7 @@ class Objective:
         return torch.where(n > 0, loss * n, 0.0), 1, count
 
     def estimate(self, batch: Any) -> int | Tensor:
-        """About how many valid targets there are, before anything ran: what backward divides by for the time being."""
+        """Estimate the number of valid targets before the forward pass, as backward's provisional divisor."""
         targets = targets_of(batch, default=None) if self.observed is not None else None
         if isinstance(targets, Tensor) and not targets.is_floating_point():
             valid: Tensor = targets != IGNORED_TARGET
@@ -132,11 +133,11 @@ class Objective:
 
 
 def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> Objective:
-    """The objective of `model`, with `loss_fn` or with what the model itself offers."""
+    """Return the objective of `model`, with `loss_fn` or with what the model offers."""
     inputs = _inputs_of(model, has_loss_fn=loss_fn is not None)
     own, declared = offered(model, "loss"), offered(model, "count")
     if own is not None and declared is None and "loss" in vars(model):
-        own = None  # a function that the model keeps for its forward pass: self.loss = F.mse_loss
+        own = None  # a function that the model uses in its forward pass: self.loss = F.mse_loss
     if loss_fn is None and own is not None:
         if declared is None:
             raise UsageError(
@@ -157,19 +158,19 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
 
 
 def offered(model: nn.Module, name: str) -> Callable[..., Any] | None:
-    """Return the method by which a model helps; None where it has none, or something else has its name.
+    """Return the method by which a model helps; None if it has none, or the name is something else's.
 
-    A module for instance: `self.blocks = nn.ModuleList(…)`, `self.loss = nn.CrossEntropyLoss()`.
+    The name may be a module's: `self.blocks = nn.ModuleList(…)`, `self.loss = nn.CrossEntropyLoss()`.
     """
     found = getattr(model, name, None)
     return found if callable(found) and not isinstance(found, nn.Module) else None
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks of `model`, in order, with their canonical names; empty where none are found.
+    """Return the repeated blocks of `model`, in order, with their canonical names; empty if there are none.
 
-    Asked for in this order: `model.blocks()`; the classes that a Hugging Face model must not split; the longest
-    `ModuleList` or `Sequential` whose members are of one class, and run: segments do not borrow all their parameters.
+    They come from the first of: `model.blocks()`; the classes that a Hugging Face model must not split; the longest
+    `ModuleList` or `Sequential` whose members have one class, run, and own parameters that segments do not all borrow.
     """
     if own := offered(model, "blocks"):
         return list(own())
@@ -192,7 +193,7 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _without_containers(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """A list's members, and in place of those that are lists themselves, and are never called, theirs."""
+    """Return a list's members; members that are lists themselves, and are never called, are replaced by theirs."""
     found = []
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
@@ -204,25 +205,25 @@ def _without_containers(name: str, module: nn.Module) -> list[tuple[str, nn.Modu
 
 
 def segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
-    """The forward pass of `model` as a chain of modules, or None where the model does not say."""
+    """Return the forward pass of `model` as a chain of modules, or None if the model does not define one."""
     if own := offered(model, "segments"):
         return list(own())
     if isinstance(model, nn.Sequential):
-        # Not named_children(), which leaves out a module that comes a second time: one ReLU for all layers.
+        # Not named_children(), which leaves out repeated modules: one ReLU for all layers.
         return list(zip(model._modules, model, strict=True))
     return None
 
 
 def pipeline_segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
-    """The chain that a pipeline runs: the model's own, or that of a decoder of the Hugging Face library."""
+    """Return the chain that a pipeline runs: the model's own, or a Hugging Face decoder's."""
     return segments_of(model) or decoder_segments(model)
 
 
 def require_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The forward pass of `model` as a chain of modules.
+    """Return the forward pass of `model` as a chain of modules.
 
     Raises:
-        UsageError: the model does not say; with what it may offer.
+        UsageError: the model does not define one; with what it may offer.
     """
     segments = pipeline_segments_of(model)
     if segments is None:
@@ -238,7 +239,7 @@ def require_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def num_samples(batch: Any) -> int:
-    """The size of the first dim of the first tensor in `batch`, at any depth.
+    """Return the size of the first dim of the first tensor in `batch`, at any depth.
 
     Raises:
         UsageError: there is no tensor.
@@ -270,11 +271,11 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Callable[[Any], tuple[
         return lambda batch: (tuple(own(batch)), {})
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    # `forward(*args, **kwargs)` names nothing: it hands on to a model that does, as PEFT's does.
+    # `forward(*args, **kwargs)` names nothing: it calls a model that does, as PEFT's does.
     hands_on = takes_any and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
 
     def inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(batch, dict | Mapping):  # a dict is known at once: this is called in each micro-batch
+        if isinstance(batch, dict | Mapping):  # `dict` first, the quicker check: this runs in each micro-batch
             accepted = {k: v for k, v in batch.items() if k in parameters}
             if hands_on or (takes_any and accepted):
                 accepted = dict(batch)
@@ -290,7 +291,7 @@ _REQUIRED: Any = object()
 
 
 def targets_of(batch: Any, default: Any = _REQUIRED) -> Any:
-    """The targets in a batch: the last member of a pair, or the member named targets, labels, …
+    """Return the targets in a batch: the last member of a pair, or the member named targets, labels, …
 
     Raises:
         UsageError: there is none, and no `default` was given.
@@ -327,7 +328,7 @@ def _with_targets(loss_fn: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor
 
 
 def _classes_come_last(outputs: Tensor, targets: Tensor) -> bool:
-    """[B, T, V] and [B, T]. Not [B, C, H, W] and [B, H, W], as torch has them, where C, H and W happen to be equal."""
+    """Return whether shapes are [B, T, V] and [B, T], and not torch's [B, C, H, W] and [B, H, W] with equal sizes."""
     fits_torch = targets.ndim > 2 and outputs.shape[:1] + outputs.shape[2:] == targets.shape
     return outputs.shape[:-1] == targets.shape and targets.ndim > 1 and not fits_torch
 
@@ -360,7 +361,7 @@ def _reduction(loss_fn: Callable[..., Tensor]) -> str:
 
 
 def _count_for(loss_fn: Callable[..., Tensor]) -> Callable[[Any], int | Tensor] | None:
-    """What a loss function of torch's kind says of itself; None where it says nothing."""
+    """Return the count that a loss function of torch's kind implies; None if it implies none."""
     ignored = getattr(loss_fn, "ignore_index", None)
     if ignored is None:
         return None
@@ -398,7 +399,7 @@ def _is_hugging_face(model: nn.Module) -> bool:
 
 
 def _has_auxiliary(outputs: Any) -> bool:
-    """By the names that the library gives to what balances experts: aux_loss, encoder_z_loss …"""
+    """Return whether outputs have one of the library's names for balancing experts: aux_loss, encoder_z_loss …"""
     return isinstance(outputs, Mapping) and any(
         str(key).endswith(("aux_loss", "aux_losses", "z_loss", "z_losses")) and value is not None
         for key, value in outputs.items()

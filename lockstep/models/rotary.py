@@ -1,8 +1,8 @@
 """Rotary positions over interleaved pairs (Su et al. 2021, *RoFormer*).
 
-Neighbours (2j, 2j+1) of the last dim are turned by the angle t·theta^(−2j/width) at position t. Angles are float32
-whatever autocast says: in bf16 position 257 would equal position 256. They are computed at each call, not kept in a
-buffer: a buffer would be cast with the model, lost on `meta`, and sent to every rank.
+Neighbours (2j, 2j+1) of the last dim are rotated by the angle t·theta^(−2j/width) at position t. Angles are float32
+under any autocast: in bf16 position 257 would equal position 256. They are computed at each call and not kept in a
+buffer, which would be cast with the model, lost on `meta`, and sent to every rank.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def phases(length: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles, both float32 [length, width/2]."""
+    """Return cos and sin of the angles, both float32 [length, width/2]."""
     pair = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     position = torch.arange(length, dtype=torch.float32, device=device)
     angle = position[:, None] * theta ** (-pair / width)
@@ -20,15 +20,15 @@ def phases(length: int, width: int, theta: float, device: torch.device) -> tuple
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Turn x [..., T, width] by phases [T, width/2]; computed in float32, returned in `dtype` (default: x's)."""
+    """Rotate x [..., T, width] by phases [T, width/2]; computed in float32, returned in `dtype` (default: x's)."""
     turned: Tensor = _Rotation.apply(x, cos, sin, dtype or x.dtype)  # type: ignore[no-untyped-call]
     return turned
 
 
 class _Rotation(torch.autograd.Function):
-    """The rotation, and by the opposite angle its gradient, with no temporary but the result.
+    """The rotation and its gradient, the opposite rotation, with no temporary but the result.
 
-    Composed of plain operations it takes three times as long on CPU and keeps two more tensors of x's size alive.
+    Composed of plain operations it takes three times as long on a CPU and keeps two more tensors of x's size.
     """
 
     @staticmethod
@@ -54,6 +54,6 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
-    """A region that computes in the dtypes of its operands."""
+    """Return a region that computes in the dtypes of its operands."""
     # `meta` has none. Not asked of torch: its compiler breaks the graph at `is_autocast_available` up to torch 2.11.
     return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)

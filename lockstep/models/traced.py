@@ -1,15 +1,15 @@
-"""A chain of segments made by torch's tracer, for a model that has no `segments()` and that can't be given any.
+"""Makes a chain of segments with torch's tracer, for a model without `segments()`.
 
     model = lockstep.models.traced.trace(model, example_ids)    # then train it under a pipeline, or any strategy
 
-torch.export captures the forward pass twice, for training and for evaluation. Each graph is cut where a repeated block
-begins, and behind the last one; what later segments still need travels along as further outputs. Parameters stay in
-the model under their names, and segments borrow them (`lockstep.models.chain`): checkpoints are those of the model that
-was traced. Blocks are graphs then: FSDP takes a stage as one unit, and recomputation of blocks is not to be had.
+torch.export captures the forward pass twice, for training and for evaluation. Each graph is divided where a repeated
+block begins, and after the last one; values that later segments need are passed on as further outputs. Parameters stay
+in the model under their names, and segments borrow them (`lockstep.models.chain`): checkpoints are those of the
+original model. Blocks become graphs: FSDP takes a stage as one unit, and blocks can't be recomputed.
 
-The chain draws the random numbers of the model that was traced: each block draws from the key of its name, and what
-follows a block from the key that the model's own hooks set behind it (`lockstep.randomness.key_segments`). What lies
-between two blocks is therefore a segment of its own where it draws.
+The chain draws the same random numbers as the original model: each block draws from the key of its name, and what
+follows a block from the key that the model's own hooks set after it (`lockstep.randomness.key_segments`). Operations
+between two blocks therefore become a segment of their own if they draw.
 """
 
 import inspect
@@ -30,12 +30,12 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 
 
 def trace(model: nn.Module, *example: Tensor) -> "Chain":
-    """Make a chain of a model.
+    """Make a chain of a model with torch.export.
 
     Args:
-        model: real, on the CPU; its parameters become the chain's, by the same names.
+        model: on the CPU, with values; its parameters become the chain's, by the same names.
         example: positional arguments of its forward pass; dim 0 of each is the micro-batch, of two samples or more.
-            The other dims are those that the chain takes.
+            The chain takes only these sizes of the other dims.
 
     Raises:
         UsageError: torch can't export it, it keeps running statistics, or a block draws random numbers in a second run.
@@ -53,16 +53,16 @@ def trace(model: nn.Module, *example: Tensor) -> "Chain":
     gaps = cutter.gaps_that_draw()
     cuts = cutter.cut(gaps), _Cutter(evaluation, blocks, parameters).cut(gaps)
     pieces = {
-        place.name: Piece(place.random_key, one, other, model)
+        place.name: TracedSegment(place.random_key, one, other, model)
         for place, one, other in zip(_places(blocks, gaps), *cuts, strict=True)
     }
     return Chain(model, {name: piece for name, piece in pieces.items() if piece.computes}, example)
 
 
 class Chain(nn.Module):
-    """A traced model: its parameters where they were, its forward pass in pieces."""
+    """A traced model: its parameters in their places, its forward pass in pieces."""
 
-    def __init__(self, model: nn.Module, pieces: Mapping[str, "Piece"], example: Sequence[Tensor]) -> None:
+    def __init__(self, model: nn.Module, pieces: Mapping[str, "TracedSegment"], example: Sequence[Tensor]) -> None:
         super().__init__()
         persistent = model.state_dict(keep_vars=True)
         self._refuse_names(model)
@@ -81,17 +81,17 @@ class Chain(nn.Module):
                 setattr(self, key, getattr(model, key))
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
-        """What the model was traced with: members of a mapping by their names, or the first ones of a tuple."""
+        """Return the traced model's inputs: members of a mapping by their names, or the first ones of a tuple."""
         if isinstance(batch, Mapping):
             return tuple(batch[name] for name in self._arguments)
         return tuple(batch[: len(self._arguments)]) if isinstance(batch, tuple | list) else (batch,)
 
     def segments(self) -> list[tuple[str, nn.Module]]:
-        """The pieces, by the names of the blocks that they compute."""
+        """Return the pieces, by the names of the blocks that they compute."""
         return list(zip(self._names, self._pieces, strict=True))
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
-        """What pieces borrow: all that they use."""
+        """Return what pieces borrow: all parameters that they use."""
         return self._borrows
 
     def _refuse_names(self, model: nn.Module) -> None:
@@ -103,18 +103,18 @@ class Chain(nn.Module):
             )
 
     def forward(self, *inputs: Any) -> Any:
-        """The whole pass."""
+        """Run all pieces."""
         return run_segments(self, *inputs)
 
 
-class Piece(nn.Module):
+class TracedSegment(nn.Module):
     """One segment: a graph for training and one for evaluation, which own nothing but constants.
 
     Attributes:
-        random_key: the key under which the traced model draws what is drawn here.
+        random_key: the key of its random numbers in the original model.
     """
 
-    def __init__(self, random_key: str, training: "_Cut", evaluation: "_Cut", model: nn.Module) -> None:
+    def __init__(self, random_key: str, training: "_GraphPiece", evaluation: "_GraphPiece", model: nn.Module) -> None:
         super().__init__()
         self.random_key = random_key
         self.computes = training.computes or evaluation.computes
@@ -132,7 +132,7 @@ class Piece(nn.Module):
         self._structures = {True: training.structure, False: evaluation.structure}
 
     def forward(self, *values: Any, **borrowed: Tensor) -> Any:
-        """Positional: what the piece before returns."""
+        """Run the graph; positional arguments are the previous piece's result."""
         tensors = {key: borrowed[key] if key in borrowed else getattr(self, key) for key in self._wanted[self.training]}
         outputs = (self._training if self.training else self._evaluation)(*values, **tensors)
         structure = self._structures[self.training]
@@ -140,7 +140,7 @@ class Piece(nn.Module):
 
 
 def _only_shapes_of(example: Sequence[Tensor]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """Make a hook that refuses inputs of other shapes than those traced: a graph holds them as constants."""
+    """Return a hook that rejects inputs of other shapes than those traced: a graph holds them as constants."""
     traced = [tuple(tensor.shape[1:]) for tensor in example]
 
     def check(_piece: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -157,7 +157,7 @@ def _only_shapes_of(example: Sequence[Tensor]) -> Callable[[nn.Module, tuple[Any
 
 @dataclass(frozen=True)
 class _Exported:
-    """A captured forward pass, and the structure of what it returns."""
+    """A captured forward pass, and the structure of its result."""
 
     module: fx.GraphModule
     structure: TreeSpec
@@ -167,7 +167,7 @@ def _exported(model: nn.Module, example: tuple[Tensor, ...]) -> _Exported:
     dims = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
     try:
         program = torch.export.export(model, example, dynamic_shapes=(dims,) if _variadic(model) else dims)
-    except Exception as error:  # whatever torch.export meets in the model's own code
+    except Exception as error:  # anything that torch.export meets in the model's own code
         raise UsageError(
             f"torch can't export {type(model).__name__}", why=str(error).strip().splitlines()[0],
             fix="give the model a method segments() -> [(name, module)], each taking what the one before it returns",
@@ -193,14 +193,14 @@ def _variadic(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Place:
-    """A piece's name in the chain, and the key under which the uncut model draws what is drawn in it."""
+    """A piece's name in the chain, and the key of its random numbers in the original model."""
 
     name: str
     random_key: str
 
 
 def _places(blocks: Sequence[str], gaps: Sequence[int]) -> list[_Place]:
-    """All pieces in order; `gaps` are the numbers of those blocks behind which a piece of its own comes."""
+    """Return all pieces in order; `gaps` are the numbers of the blocks that are followed by a piece of its own."""
     places = [_Place("inputs", "")]
     for number, block in enumerate(blocks):
         places.append(_Place(block, block))
@@ -210,15 +210,15 @@ def _places(blocks: Sequence[str], gaps: Sequence[int]) -> list[_Place]:
 
 
 @dataclass
-class _Cut:
+class _GraphPiece:
     """One piece of a graph.
 
     Attributes:
         graph: takes live values, then `attributes` by keyword; returns live values.
         attributes: keyword → (name in the model, tensor).
         inner: name → graph that this one calls: what runs without gradients, or without autocast.
-        computes: it does more than hand on what it gets.
-        structure: of what the last piece returns, flat; None for the others.
+        computes: whether it does more than pass values on.
+        structure: of the last piece's flattened result; None for the others.
     """
 
     graph: fx.Graph
@@ -229,10 +229,10 @@ class _Cut:
 
 
 class _Cutter:
-    """Cuts an exported graph where blocks begin, and behind the last one.
+    """Divides an exported graph where blocks begin, and after the last one.
 
-    Tensors made of inputs or parameters are computed in one piece, and travel to where they are needed. Sizes, and what
-    is made of constants alone (masks, positions), are computed anew in each piece.
+    Tensors made of inputs or parameters are computed in one piece, and passed to the pieces that need them. Sizes, and
+    tensors made of constants alone (masks, positions), are computed again in each piece.
     """
 
     def __init__(self, exported: _Exported, blocks: Sequence[str], parameters: Iterable[str]) -> None:
@@ -241,8 +241,8 @@ class _Cutter:
         graph = self._module.graph
         self._nodes = [n for n in graph.nodes if n.op in ("placeholder", "call_function")]
         [self._output] = [n for n in graph.nodes if n.op == "output"]
-        self._repeated: set[fx.Node] = set()  # computed anew in each piece
-        # Of a node: 0 before all blocks, 2i + 1 in block i, 2i + 2 behind it.
+        self._repeated: set[fx.Node] = set()  # computed again in each piece
+        # Of a node: 0 before all blocks, 2i + 1 in block i, 2i + 2 after it.
         self._region: dict[fx.Node, int] = {}
         self._piece: dict[fx.Node, int] = {}
         current = 0
@@ -254,15 +254,15 @@ class _Cutter:
                 self._region[node] = 0 if node.op == "placeholder" else current
 
     def gaps_that_draw(self) -> list[int]:
-        """Numbers of the blocks, but the last, behind which random numbers are drawn before the next one begins."""
+        """Return the numbers of the blocks, except the last, that random draws follow before the next block."""
         drawing = {region for node, region in self._region.items() if self._draws(node)}
         return [number for number in range(len(self._blocks) - 1) if 2 * number + 2 in drawing]
 
-    def cut(self, gaps: Sequence[int]) -> list[_Cut]:
-        """Cut the graph into pieces, in order.
+    def cut(self, gaps: Sequence[int]) -> list[_GraphPiece]:
+        """Divide the graph into pieces, in order.
 
         Args:
-            gaps: numbers of blocks behind which a piece of its own comes; elsewhere that belongs to the block's.
+            gaps: numbers of blocks that are followed by a piece of its own; otherwise that part belongs to the block's.
         """
         piece_of, count = {0: 0}, 0
         for number in range(len(self._blocks)):
@@ -279,7 +279,7 @@ class _Cutter:
         stack = node.meta.get("nn_module_stack", {})
         for call, (path, _) in stack.items():
             if path in self._blocks:
-                if "@" in call and self._draws(node):  # torch numbers a module's second run, third …
+                if "@" in call and self._draws(node):  # torch numbers a module's repeated runs
                     raise UsageError(
                         f"{path} runs more than once in a forward pass, and draws random numbers",
                         why="the traced model would draw others than the model",
@@ -289,7 +289,7 @@ class _Cutter:
         return current + current % 2 if stack else current
 
     def _draws(self, node: fx.Node) -> bool:
-        """Whether it draws random numbers, itself or in a graph that it calls."""
+        """Return whether a node draws random numbers, itself or in a graph that it calls."""
         if _SEEDED in getattr(node.target, "tags", ()):
             return True
         inner = [_inner_graph(self._module, argument) for argument in node.all_input_nodes]
@@ -313,7 +313,7 @@ class _Cutter:
         return node.op == "get_attr" and node.target not in self._parameters
 
     def _refuse_changes_across(self) -> None:
-        """What is changed in place must not be seen by another piece: it would see it as it was."""
+        """Reject in-place changes that another piece would not see."""
         for node in self._nodes:
             schema = getattr(node.target, "_schema", None)
             if schema is None or not schema.is_mutable:
@@ -324,7 +324,7 @@ class _Cutter:
                 raise UsageError(f"{node.name} changes in place what another segment uses", fix="write it out of place")
 
     def _live(self, piece: int) -> list[fx.Node]:
-        """What goes into a piece: made before it, and used in it or later."""
+        """Return the inputs of a piece: values made before it, and used in it or later."""
         return [
             node
             for node, made in self._piece.items()
@@ -334,9 +334,9 @@ class _Cutter:
     def _used_in(self, user: fx.Node) -> int:
         if user.op == "output":
             return self._last
-        return self._piece.get(user, -1)  # sizes are read off whatever is there
+        return self._piece.get(user, -1)  # sizes are read from any tensor at hand
 
-    def _cut(self, piece: int) -> _Cut:
+    def _cut(self, piece: int) -> _GraphPiece:
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         attributes: dict[str, tuple[str, Tensor]] = {}
         own = [node for node, made in self._piece.items() if made == piece]
@@ -373,10 +373,10 @@ class _Cutter:
             graph.output(returned[0] if len(returned) == 1 else returned)
             structure = None
         computes = any(node.op != "placeholder" for node in own) or structure is not None
-        return _Cut(graph, attributes, inner, computes, structure)
+        return _GraphPiece(graph, attributes, inner, computes, structure)
 
     def _constants_of(self, nodes: Sequence[fx.Node]) -> Iterable[fx.Node]:
-        """Parameters and constants that nodes need, also by way of what is computed anew."""
+        """Return the parameters and constants that nodes need, also through repeated nodes."""
         seen = dict.fromkeys(nodes)
         queue = list(nodes)
         while queue:
@@ -388,13 +388,13 @@ class _Cutter:
 
 
 def _inner_graph(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
-    """The graph that a node names, to be called by another node; None where it names a tensor, or nothing."""
+    """Return the graph that a node names for another node to call; None if it names a tensor, or nothing."""
     found = getattr(module, str(node.target), None) if node.op == "get_attr" else None
     return found if isinstance(found, fx.GraphModule) else None
 
 
 def _same_size(node: fx.Node, live: Sequence[fx.Node], copies: dict[fx.Node, fx.Node]) -> tuple[fx.Node, int]:
-    """A tensor at hand, and its dim, that is as long as the one whose size `node` asks for."""
+    """Return an available tensor and its dim with the size that `node` reads."""
     wanted = str(node.meta["val"])
     for tensor in live:
         for dim, size in enumerate(tensor.meta["val"].shape):

@@ -1,7 +1,7 @@
-"""Loss functions in graphs that torch.export captured, made to tell what they divide by.
+"""Makes loss functions in graphs that torch.export captured record their divisors.
 
 A captured graph calls operators, not the functions of `torch.nn.functional` that `lockstep.models.observed` replaces.
-What the arguments of an operator are called stands in its `_schema`, a private name: torch offers no public one.
+The argument names of an operator are in its `_schema`, a private name: torch offers no public one.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from lockstep.models.observed import calls_noted
 
-_NAMES = {  # operator → the function that it computes
+_NAMES = {  # operator → the equivalent function
     **{
         getattr(torch.ops.aten, name): name
         for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "ctc_loss", "soft_margin_loss",
@@ -20,11 +20,11 @@ _NAMES = {  # operator → the function that it computes
     torch.ops.aten.cross_entropy_loss: "cross_entropy",
     torch.ops.aten.nll_loss_nd: "nll_loss",
 }  # fmt: skip
-_MEAN = 1  # among an operator's reductions
+_MEAN = 1  # value of an operator's `reduction`
 
 
 def note_losses(module: fx.GraphModule) -> None:
-    """Let a captured graph, and those that it calls, note the loss functions in them."""
+    """Make a captured graph, and those that it calls, record the loss functions in them."""
     for inner in module.modules():
         if not isinstance(inner, fx.GraphModule):
             continue
@@ -35,7 +35,7 @@ def note_losses(module: fx.GraphModule) -> None:
 
 
 def noted(operator: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Call an operator that computes a loss, and note it; graphs find this function by its name."""
+    """Call an operator that computes a loss, and record it; graphs find this function by its name."""
     result: Tensor = operator(*args, **kwargs)
     calls = calls_noted()
     if calls is not None and not torch.compiler.is_compiling():

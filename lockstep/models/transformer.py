@@ -1,4 +1,4 @@
-"""A Llama-style decoder: the baseline.
+"""A Llama-style decoder, the baseline.
 
 Pre-RMSNorm, rotary positions (theta 10000), SwiGLU, grouped-query attention through `scaled_dot_product_attention`,
 no biases. Dropout is on the embedding and on what each block adds to the residual stream, not inside attention, so that
@@ -21,7 +21,7 @@ NORM_EPS = 1e-5
 
 
 class Decoder(LanguageModel):
-    """A chain of an embedding, blocks and a head, which borrows the embedding's weight where they are tied."""
+    """A chain of an embedding, blocks and a head, which borrows the embedding's weight if they are tied."""
 
     embed: "Embedding"
     layers: nn.ModuleList
@@ -29,23 +29,25 @@ class Decoder(LanguageModel):
     tie_embeddings: bool
 
     def init_weights(self) -> None:
-        """Each module fills its own parameters."""
+        """Let each module fill its own parameters."""
         for _, segment in self.segments():
             segment.init_weights()  # type: ignore[operator]
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
+        """Return the blocks."""
         return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
 
     def segments(self) -> list[tuple[str, nn.Module]]:
+        """Return the forward pass as a chain."""
         return [("embed", self.embed), *self.blocks(), ("head", self.head)]
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
-        """A tied head borrows the embedding."""
+        """Return the embedding for a tied head to borrow."""
         return {"head": {"weight": "embed.weight"}} if self.tie_embeddings else {}
 
 
 class Transformer(Decoder):
-    """ids [B, T] → logits [B, T, V].
+    """A Llama-style language model: ids [B, T] → logits [B, T, V].
 
     Args:
         n_kv_head: heads of keys and values, a divisor of n_head. Unset: n_head.
@@ -74,25 +76,28 @@ class Transformer(Decoder):
 
 
 class Embedding(nn.Embedding):
-    """ids [B, T] → [B, T, D], with dropout."""
+    """An embedding with dropout: ids [B, T] → [B, T, D]."""
 
     def __init__(self, vocab_size: int, n_embd: int, dropout: float) -> None:
         super().__init__(vocab_size, n_embd)
         self.dropout = nn.Dropout(dropout)
 
     def init_weights(self) -> None:
+        """Draw the vectors."""
         nn.init.normal_(self.weight, std=INIT_STD)
 
     def forward(self, input: Tensor) -> Tensor:
+        """Look up the ids."""
         embedded: Tensor = self.dropout(super().forward(input))
         return embedded
 
 
 class Head(nn.Module):
-    """x [B, T, D] → logits [B, T, V]; what else it is given travels on unchanged.
+    """The output layer: x [B, T, D] → logits [B, T, V]; further arguments are passed on unchanged.
 
     Args:
-        tied: it owns no weight and is lent one [V, D] at each call.
+        n_embd, vocab_size: D and V.
+        tied: it owns no weight and borrows one [V, D] at each call.
     """
 
     def __init__(self, n_embd: int, vocab_size: int, *, tied: bool) -> None:
@@ -101,18 +106,20 @@ class Head(nn.Module):
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, n_embd))
 
     def init_weights(self) -> None:
+        """Draw the weight."""
         nn.init.ones_(self.norm.weight)
         if self.weight is not None:
             nn.init.normal_(self.weight, std=INIT_STD)
 
     def forward(self, x: Tensor, *carried: Tensor, weight: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+        """Return the logits, and the further arguments."""
         own = self.weight if weight is None else weight
         assert own is not None, "a tied head is lent its weight"
         return with_carried(F.linear(self.norm(x), own), carried)
 
 
 class Block(nn.Module):
-    """x [B, T, D] → x [B, T, D], causal; what else it is given travels on unchanged."""
+    """A causal block: x [B, T, D] → x [B, T, D]; further arguments are passed on unchanged."""
 
     def __init__(
         self, n_embd: int, n_head: int, n_kv_head: int | None, mlp_hidden: int | None, dropout: float, n_layer: int
@@ -123,16 +130,18 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(n_embd, eps=NORM_EPS)
         self.mlp = SwiGLU(n_embd, mlp_hidden)
         self.dropout = nn.Dropout(dropout)
-        # Two additions a layer: so the residual stream starts with a variance that depth does not change.
+        # With two additions per layer, this makes the initial variance of the residual stream independent of depth.
         self.out_std = INIT_STD / math.sqrt(2 * n_layer)
 
     def init_weights(self) -> None:
+        """Fill the parameters."""
         nn.init.ones_(self.attention_norm.weight)
         nn.init.ones_(self.mlp_norm.weight)
         self.attention.init_weights(self.out_std)
         self.mlp.init_weights(self.out_std)
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run the block."""
         normed = self.attention_norm(x)
         return with_carried(self._add(x, self.attention(normed, normed)), carried)
 
@@ -146,14 +155,14 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions: queries from [B, T, D], keys and values from [B, T, D].
 
     Args:
-        causal: a position attends to itself and what is before it; else to all.
+        causal: a position attends to itself and earlier ones; else to all.
     """
 
     def __init__(self, n_embd: int, n_head: int, n_kv_head: int | None, *, causal: bool = True) -> None:
         super().__init__()
         n_kv_head = n_head if n_kv_head is None else n_kv_head
         require_positive(n_embd=n_embd, n_head=n_head, n_kv_head=n_kv_head)
-        require_multiple("n_embd", n_embd, "2·n_head", 2 * n_head)  # rotary positions turn pairs
+        require_multiple("n_embd", n_embd, "2·n_head", 2 * n_head)  # rotary positions rotate pairs
         require_multiple("n_head", n_head, "n_kv_head", n_kv_head)
         self.head_width = n_embd // n_head
         self.grouped = n_kv_head != n_head
@@ -164,11 +173,13 @@ class Attention(nn.Module):
         self.out = nn.Linear(n_embd, n_embd, bias=False)
 
     def init_weights(self, out_std: float) -> None:
+        """Draw the weights."""
         for linear in (self.query, self.key, self.value):
             nn.init.normal_(linear.weight, std=INIT_STD)
         nn.init.normal_(self.out.weight, std=out_std)
 
     def forward(self, queries_from: Tensor, keys_from: Tensor) -> Tensor:
+        """Attend."""
         cos, sin = phases(queries_from.shape[1], self.head_width, THETA, queries_from.device)
         q = rotate(self._heads(self.query(queries_from)), cos, sin)
         k = rotate(self._heads(self.key(keys_from)), cos, sin)
@@ -182,7 +193,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """x [B, T, D] → down(silu(gate x) · up x)."""
+    """A gated feed-forward layer: x [B, T, D] → down(silu(gate x) · up x)."""
 
     def __init__(self, n_embd: int, hidden: int | None) -> None:
         super().__init__()
@@ -193,15 +204,17 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, n_embd, bias=False)
 
     def init_weights(self, out_std: float) -> None:
+        """Draw the weights."""
         for linear in (self.gate, self.up):
             nn.init.normal_(linear.weight, std=INIT_STD)
         nn.init.normal_(self.down.weight, std=out_std)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Run the layer."""
         y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return y
 
 
 def with_carried(x: Tensor, carried: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    """x, or a tuple of x and copies of what a chain carries past it (copies: see `lockstep.models.chain`)."""
+    """Return x, or a tuple of x and copies of further values of a chain (copies: see `lockstep.models.chain`)."""
     return (x, *(tensor.clone() for tensor in carried)) if carried else x

@@ -4,10 +4,10 @@
     latent      μ, log σ²; z = μ + ε·exp(½ log σ²), ε ~ N(0, 1); a linear layer back to the encoder's shape
     decoder     4 × transposed convolution k4 s2 p1, ReLU between them, sigmoid at the end
 
-Loss = [Σ squared error + beta · (−½ Σ (1 + log σ² − μ² − σ²))] / B, in float32. It needs μ and log σ², which travel
-through the decoder's segments beside the image.
+Loss = [Σ squared error + beta · (−½ Σ (1 + log σ² − μ² − σ²))] / B, in float32. It needs μ and log σ², which are passed
+on through the decoder's segments beside the image.
 
-A batch is {"image": float [B, C, S, S]}; a label beside it is not read.
+A batch is {"image": float [B, C, S, S]}; a label in it is ignored.
 """
 
 import math
@@ -29,7 +29,9 @@ _KERNEL: dict[str, int] = {"kernel_size": 4, "stride": 2, "padding": 1}
 
 
 class VAE(nn.Module):
-    """image [B, C, S, S] → {"reconstruction": [B, C, S, S], "mu", "log_var": [B, latent_dim], "loss": 0-dim}.
+    """The auto-encoder.
+
+    image [B, C, S, S] → {"reconstruction": [B, C, S, S], "mu", "log_var": [B, latent_dim], "loss": 0-dim}.
 
     Args:
         image_size: S, a multiple of 16.
@@ -52,36 +54,38 @@ class VAE(nn.Module):
         self.beta = beta
         widths, side = (channels, *CHANNELS), image_size // REDUCTION
         self.encoder = nn.ModuleList(Down(widths[i], widths[i + 1]) for i in range(4))
-        self.latent = Latent(CHANNELS[-1] * side**2, latent_dim)
+        self.latent = GaussianLatent(CHANNELS[-1] * side**2, latent_dim)
         self.decoder = nn.ModuleList(
             Up(widths[i + 1], widths[i], side * 2 ** (3 - i), last=i == 0) for i in reversed(range(4))
         )
         self.init_weights()
 
     def init_weights(self) -> None:
-        """He initialisation by the inputs that reach an output; biases 0."""
+        """Initialise by He, with the inputs that reach an output; biases are 0."""
         for _, segment in self.segments():
             segment.init_weights()  # type: ignore[operator]
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
+        """Return the convolutions."""
         return [item for item in self.segments() if item[0] != "latent"]
 
     def segments(self) -> list[tuple[str, nn.Module]]:
+        """Return the forward pass as a chain."""
         down: list[tuple[str, nn.Module]] = [(f"encoder.{i}", stage) for i, stage in enumerate(self.encoder)]
         return [*down, ("latent", self.latent), *((f"decoder.{i}", stage) for i, stage in enumerate(self.decoder))]
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor]:
-        """The argument of forward: the image."""
+        """Return the argument of forward: the image."""
         return (batch["image"],)
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
-        """Outputs and their loss, the mean over the images."""
+        """Return the outputs and their loss, the mean over the images."""
         outputs = run_segments(self, image)
         loss = self.loss(outputs, {"image": image}) / image.shape[0]
         return {**dict(zip(("reconstruction", "mu", "log_var"), outputs, strict=True)), "loss": loss}
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss summed over the images: 0-dim float32.
+        """Return the loss summed over the images: 0-dim float32.
 
         Args:
             outputs: of forward, or of the last segment: (reconstruction, mu, log_var).
@@ -95,26 +99,28 @@ class VAE(nn.Module):
         return total
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
-        """How many images."""
+        """Return the number of images."""
         return batch["image"].shape[0]
 
 
 class Down(nn.Module):
-    """[B, C, S, S] → [B, C', S/2, S/2]."""
+    """A convolution that halves the size: [B, C, S, S] → [B, C', S/2, S/2]."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(inputs, outputs, **_KERNEL)  # type: ignore[arg-type]
 
     def init_weights(self) -> None:
+        """Fill the parameters."""
         _init(self.conv, inputs=self.conv.in_channels * 16)
 
     def forward(self, image: Tensor) -> Tensor:
+        """Run the layer."""
         return F.relu(self.conv(image))
 
 
-class Latent(nn.Module):
-    """[B, C, s, s] → (features [B, C·s·s], mu [B, latent_dim], log_var [B, latent_dim])."""
+class GaussianLatent(nn.Module):
+    """The latent: [B, C, s, s] → (features [B, C·s·s], mu [B, latent_dim], log_var [B, latent_dim])."""
 
     def __init__(self, features: int, latent_dim: int) -> None:
         super().__init__()
@@ -123,10 +129,12 @@ class Latent(nn.Module):
         self.expand = nn.Linear(latent_dim, features)
 
     def init_weights(self) -> None:
+        """Fill the parameters."""
         for linear in (self.mu, self.log_var, self.expand):
             _init(linear, inputs=2 * linear.in_features)  # no ReLU before it
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw z, and return the features for the decoder with mu and log_var."""
         flat = features.flatten(1)
         mu, log_var = self.mu(flat).float(), self.log_var(flat).float()
         z = mu + torch.randn_like(mu) * torch.exp(0.5 * log_var)
@@ -134,10 +142,12 @@ class Latent(nn.Module):
 
 
 class Up(nn.Module):
-    """[B, C, s, s], maybe flat → [B, C', 2s, 2s]; what else it is given travels on unchanged.
+    """A transposed convolution that doubles the size: [B, C, s, s], maybe flat → [B, C', 2s, 2s].
 
     Args:
-        last: ends in a sigmoid, else in a ReLU.
+        inputs, outputs: channels.
+        side: s.
+        last: whether a sigmoid follows, else a ReLU.
     """
 
     def __init__(self, inputs: int, outputs: int, side: int, *, last: bool) -> None:
@@ -147,9 +157,11 @@ class Up(nn.Module):
         self.last = last
 
     def init_weights(self) -> None:
+        """Fill the parameters."""
         _init(self.conv, inputs=self.conv.in_channels * 4)  # of the 16 taps 4 reach a pixel, at stride 2
 
     def forward(self, features: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run the layer; further arguments are passed on unchanged."""
         image = self.conv(features.view(-1, self.conv.in_channels, self.side, self.side))
         return with_carried(torch.sigmoid(image) if self.last else F.relu(image), carried)
 

@@ -69,7 +69,7 @@ class DistributedMonitor:
         waiting = record.phases.get("communication")
         if waiting is not None:
             parts.append(f"communication {_range(waiting, 1e-3, 'ms')} per step")
-            print(f"step {record.step}  ranks: {', '.join(parts)}", flush=True)
+        print(f"step {record.step}  ranks: {', '.join(parts)}", flush=True)
 
 
 def machine_memory_used() -> float:

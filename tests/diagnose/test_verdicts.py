@@ -103,7 +103,7 @@ def test_a_variable_that_openmp_passes_over_stops_no_doctor() -> None:
 def test_no_gpu_anywhere_is_said_and_nothing_is_claimed() -> None:
     facts = [rank(number, gpus=[]) for number in range(2)]
     (line,) = verdicts.gpus(facts)
-    assert "nothing of GPUs was checked" in line.found
+    assert "nothing about GPUs was checked" in line.found
 
 
 def test_trap_34_variables_that_do_nothing_are_marked() -> None:
