@@ -291,7 +291,7 @@ class Stream:
             raise UsageError(
                 f"the state_dict of {type(self._iterable).__name__} can't be saved",
                 why=f"a checkpoint holds numbers, texts, lists and dicts of such: {error}",
-                fix="return such from state_dict, or leave it out: a resumed run then reads from the start",
+                fix="return such from state_dict, or leave it out: a resumed run then reads again what it had read",
             ) from None
 
     def _guarded(self, read: Callable[[], Any]) -> Any:

@@ -265,7 +265,7 @@ def test_the_command_prepares_and_says_how_to_use_it(tmp_path, book, capsys):
         (lambda d: (d / "tokens.json").unlink(), "has no tokens.json"),
         (lambda d: (d / "tokens.json").write_text("{"), "can't be used"),
         (lambda d: (d / "tokens.json").write_text("[]"), "not of the format"),
-        (lambda d: (d / "tokens.json").write_text('{"format": "lockstep-tokens-1"}'), "nothing usable about dtype"),
+        (lambda d: (d / "tokens.json").write_text('{"format": "lockstep-tokens-1"}'), "no usable dtype"),
     ],
 )
 def test_damaged_tokens_are_found_at_start(tmp_path, book, damage, message):
