@@ -73,7 +73,7 @@ def adopt(
     )  # fmt: skip
 
 
-def _other_batch_size(found: "_Source", batch_size: int) -> UsageError:
+def _other_batch_size(found: "_UserData", batch_size: int) -> UsageError:
     return UsageError(
         f"the DataLoader has batch_size {found.batch_size}, training.batch_size is {batch_size}",
         where="the training data",
@@ -83,7 +83,7 @@ def _other_batch_size(found: "_Source", batch_size: int) -> UsageError:
 
 
 @dataclass
-class _Source:
+class _UserData:
     """The user's data, analysed."""
 
     data: Any  # the dataset or the iterable
@@ -97,12 +97,12 @@ class _Source:
     notice: str | None = None
 
 
-def _understand(data: Any, config: DataConfig) -> _Source:
+def _understand(data: Any, config: DataConfig) -> _UserData:
     if isinstance(data, DataLoader):
         return _loader(data)
     if isinstance(data, IterableDataset) or _hugging_face_stream(data):
         notice = "an iterable dataset is read in the training process; give a DataLoader to read it in workers"
-        return _Source(data, iterated=True, notice=notice if config.num_workers else None)
+        return _UserData(data, iterated=True, notice=notice if config.num_workers else None)
     has_length = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, torch.Tensor | dict | str | bytes) or not (has_length or hasattr(data, "__iter__")):
         raise UsageError(
@@ -111,16 +111,16 @@ def _understand(data: Any, config: DataConfig) -> _Source:
             fix="give a dataset, a DataLoader or an iterable of batches (for tensors: torch.utils.data.TensorDataset)",
         )
     if isinstance(data, list | tuple) or not has_length:
-        return _Source(data, iterated=True, ready=True)
+        return _UserData(data, iterated=True, ready=True)
     reading = {name: getattr(config, name) for name in _OF_THE_CONFIG}
-    return _Source(data, shuffle=config.shuffle, drop_last=config.drop_last, reading=reading)
+    return _UserData(data, shuffle=config.shuffle, drop_last=config.drop_last, reading=reading)
 
 
-def _loader(loader: DataLoader[Any]) -> _Source:
+def _loader(loader: DataLoader[Any]) -> _UserData:
     own = loader.batch_size
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
-        return _Source(loader, own, iterated=True, ready=True, notice=_read_by_all(loader.dataset))
-    found = _Source(loader.dataset, own, reading={name: getattr(loader, name) for name in _OF_A_LOADER})
+        return _UserData(loader, own, iterated=True, ready=True, notice=_read_by_all(loader.dataset))
+    found = _UserData(loader.dataset, own, reading={name: getattr(loader, name) for name in _OF_A_LOADER})
     shuffle = _usual_order(loader)
     if shuffle is None:
         found.batch_sampler = loader.batch_sampler
@@ -133,7 +133,7 @@ def _loader(loader: DataLoader[Any]) -> _Source:
     return found
 
 
-def _order(found: _Source, batch_size: int, global_batch_size: int, seed: int) -> Order:
+def _order(found: _UserData, batch_size: int, global_batch_size: int, seed: int) -> Order:
     if found.batch_sampler is not None:
         return SamplerOrder(found.batch_sampler, global_batch_size // batch_size, seed=seed)
     return SampleOrder(

@@ -47,7 +47,7 @@ TABLE: dict[str, list[str] | str] = {
     "--local-addr": ["--local-addr", "127.0.0.1"],
     "--logs-specs": "--log-dir, --tee and --redirects",
     "--numa-binding": "bound to its share of the cores",
-    "--signals-to-handle": "are always forwarded to the ranks always",
+    "--signals-to-handle": "are always forwarded to the ranks",
     "--shutdown-timeout": ["--shutdown-timeout", "5"],
     "--virtual-local-rank": "LOCAL_RANK would be 0 on every rank",
 }
