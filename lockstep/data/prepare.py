@@ -51,10 +51,10 @@ def prepare(
         raise UsageError(f"{out} exists already", where="--out", fix="choose another folder, or remove it")
     pieces, name = _pieces(source, chosen, advance)
     dtype = np.dtype("<u2" if chosen.vocab_size <= 1 << 16 else "<u4")
-    beside = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
-        beside.mkdir(parents=True)
-        count = _write(beside / TOKENS, pieces, dtype)
+        temporary.mkdir(parents=True)
+        count = _write(temporary / TOKENS, pieces, dtype)
         header = {
             "format": FORMAT,
             "dtype": dtype.name,
@@ -64,13 +64,13 @@ def prepare(
             "source": name,
         }
         if tokenizer != "bytes":
-            shutil.copyfile(tokenizer, beside / TOKENIZER)
-        (beside / HEADER).write_text(json.dumps(header, indent=2) + "\n")
-        beside.rename(out)
+            shutil.copyfile(tokenizer, temporary / TOKENIZER)
+        (temporary / HEADER).write_text(json.dumps(header, indent=2) + "\n")
+        temporary.rename(out)
     except OSError as error:
         raise UsageError(f"{out} can't be written", where="--out", why=str(error)) from None
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return PreparedTokens(out, count, chosen.vocab_size)
 
 

@@ -16,7 +16,7 @@ from lockstep.monitor.phases import PAUSES, PHASES, STEP_PHASES, PhaseClock, ddp
 SECONDS_BETWEEN = 1.0
 MOST_RANKS_LISTED = 64
 _MEMORY = ("allocated", "reserved", "peak", "host", "total")
-_NAMES = (*PHASES, *_MEMORY, "gpu_utilisation", "flops", "asked")
+_NAMES = (*PHASES, *_MEMORY, "gpu_utilisation", "flops", "profile_requested")
 Table = dict[str, list[float]]  # name → value of each rank, by rank
 
 
@@ -49,16 +49,16 @@ class Figures:
         """Return whether to gather after this logged step: the same answer on every rank."""
         return step >= self._next or last
 
-    def collect(self, step: int, asked: bool = False) -> Table:
+    def collect(self, step: int, profile_requested: bool = False) -> Table:
         """Gather the measurements since the last time; all ranks call it together.
 
         Args:
             step: the step.
-            asked: whether a profile was requested on this rank.
+            profile_requested: whether a profile was requested on this rank.
         """
         steps, self._steps = max(1, self._steps), 0
         mine = {**self._phases(steps), **self._memory()._asdict(), "gpu_utilisation": gpu_utilisation()}
-        mine |= {"flops": self.flops, "asked": float(asked)}
+        mine |= {"flops": self.flops, "profile_requested": float(profile_requested)}
         rows = gather([mine[name] for name in _NAMES])
         table = {name: [row[column] for row in rows] for column, name in enumerate(_NAMES)}
         table["step"] = [sum(table[name][rank] for name in STEP_PHASES) for rank in range(len(rows))]

@@ -155,10 +155,12 @@ class Monitor:
         if figures is None or not figures.due(step, last=step == self._total):
             return {}
         profiler = self._profiler
-        asked = profiler is not None and self._run is not None and self._is_main and profiler.requested(self._run.path)
-        table = figures.collect(step, asked)
-        if profiler is not None and any(table["asked"]):
-            profiler.asked()
+        requested = (
+            profiler is not None and self._run is not None and self._is_main and profiler.take_request(self._run.path)
+        )
+        table = figures.collect(step, requested)
+        if profiler is not None and any(table["profile_requested"]):
+            profiler.begin_on_request()
         if not self._is_main:
             return {}
         self._name_stragglers(step, table)

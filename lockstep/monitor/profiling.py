@@ -50,7 +50,7 @@ class Profiler:
         if config is not None:
             self._begin(self._config)
 
-    def asked(self) -> None:
+    def begin_on_request(self) -> None:
         """Begin a profile at the next step, after all ranks learned of the request."""
         if self._running is None:
             self._begin(self._on_demand)
@@ -69,7 +69,7 @@ class Profiler:
             self._running = None
             self._finish(running, step)
 
-    def requested(self, run: Path) -> bool:
+    def take_request(self, run: Path) -> bool:
         """Return whether rank 0 got a request for a profile, and remove the request."""
         came, self._signalled = self._signalled, False
         try:

@@ -167,10 +167,10 @@ def _precision(run: RunData) -> Iterator[Advice]:
 
 
 def _clipping(run: RunData) -> Iterator[Advice]:
-    values = [row["clipped"] for row in times.settled(run.rows) if row.get("clipped") is not None]
+    values = [row["clipped"] for row in times.after_warmup(run.rows) if row.get("clipped") is not None]
     if len(values) >= 10 and sum(value > 0 for value in values) > 0.9 * len(values):
         limit = flat_config(run.config_text).get("training.gradient_clip.value")
-        norms = [row["grad_norm"] for row in times.settled(run.rows) if row.get("grad_norm") is not None]
+        norms = [row["grad_norm"] for row in times.after_warmup(run.rows) if row.get("grad_norm") is not None]
         typical = f"the median norm is {median(norms):.3g}, " if norms else ""
         yield Advice(
             "info",
@@ -238,7 +238,7 @@ def _of_a_step(run: RunData, share: float) -> str:
     step = times.typical_step(run)
     return (
         f"{units.seconds(share * step)} of a step of {units.seconds(step)}, the median over ranks and "
-        f"{len(times.settled(run.gathered))} measurements"
+        f"{len(times.after_warmup(run.gathered))} measurements"
     )
 
 

@@ -139,10 +139,10 @@ def _status(rows: list[Row], events: list[Row], now: float) -> str:
     newest = events[-1] if events else {}
     if newest.get("kind") == "stop":
         return "preempted" if newest.get("reason") == "preempted" else "done"
-    heard = max([event["time"] for event in events] + [row.get("time") or 0.0 for row in rows], default=0.0)
+    last_sign = max([event["time"] for event in events] + [row.get("time") or 0.0 for row in rows], default=0.0)
     usual = max([row.get("step_seconds") or 0.0 for row in rows[-_QUIET_STEPS:]], default=0.0)
     gap = rows[-1]["step"] - rows[-2]["step"] if len(rows) > 1 else 1
-    return "running" if now - heard < max(_QUIET_SECONDS, _QUIET_STEPS * usual * gap) else "crashed"
+    return "running" if now - last_sign < max(_QUIET_SECONDS, _QUIET_STEPS * usual * gap) else "crashed"
 
 
 def _profile(path: Path) -> Row | None:

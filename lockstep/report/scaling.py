@@ -20,7 +20,7 @@ from lockstep.errors import RunError, UsageError
 from lockstep.report.drawing import chart
 from lockstep.report.page import Page
 from lockstep.report.read import read_run
-from lockstep.report.times import settled
+from lockstep.report.times import after_warmup
 from lockstep.scratch import temporary
 from lockstep.strategy import REPLICAS, SINGLE
 
@@ -120,7 +120,7 @@ def _measure(config: Path, overrides: Sequence[str], ranks: int, steps: int, fol
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     if done.returncode != 0:
         raise RunError(f"the run on {ranks} ranks failed", why=(done.stderr or done.stdout).strip()[-800:])
-    rows = settled(read_run(output).rows)
+    rows = after_warmup(read_run(output).rows)
     seconds = median(row["step_seconds"] for row in rows)
     return median(row["samples"] for row in rows) / seconds, seconds
 

@@ -26,22 +26,22 @@ def of(row: Row, phase: str, place: int = 1) -> float:
     return float(found[place]) if found else 0.0
 
 
-def settled(rows: Sequence[Row]) -> list[Row]:
+def after_warmup(rows: Sequence[Row]) -> list[Row]:
     """Leave out the first quarter, at least one row: steps that warm up do not represent the rest."""
     return list(rows[max(1, len(rows) // 4) :]) or list(rows)
 
 
 def step_shares(run: RunData) -> dict[str, float]:
     """Return the share of each phase in a typical step, of the median rank; empty without measurements."""
-    rows = settled(run.gathered)
+    rows = after_warmup(run.gathered)
     typical = {phase: median([of(row, phase) for row in rows]) for phase in STEP_PHASES} if rows else {}
     total = sum(typical.values())
     return {phase: value / total for phase, value in typical.items()} if total else {}
 
 
 def typical_step(run: RunData) -> float:
-    """Return the seconds of a step, the median over the settled rows; 0 without measurements."""
-    values = [row["step_seconds"] for row in settled(run.rows) if row.get("step_seconds")]
+    """Return the seconds of a step, the median over rows after the warm-up; 0 without measurements."""
+    values = [row["step_seconds"] for row in after_warmup(run.rows) if row.get("step_seconds")]
     return float(median(values)) if values else 0.0
 
 
