@@ -27,10 +27,14 @@ def tree(module: str) -> ast.Module:
     return ast.parse(files()[module].read_text())
 
 
-def imports(module: str) -> set[str]:
-    """Modules of the package that a module imports as it is loaded: not in functions, not for type checking alone."""
+def imports(module: str, *, everywhere: bool = False) -> set[str]:
+    """Modules of the package that a module imports as it is loaded.
+
+    Args:
+        everywhere: also in functions and for type checking alone.
+    """
     found: set[str] = set()
-    for node in _when_loaded(tree(module).body):
+    for node in ast.walk(tree(module)) if everywhere else _when_loaded(tree(module).body):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.fused import _bare_step, scales, step_times
+from lockstep.fused import scales, step_times
+from lockstep.torch_compat.optimizer_step import bare_step
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model
 
@@ -104,7 +105,7 @@ def test_what_torch_puts_around_an_update_is_left_out_only_where_nobody_would_no
 def test_what_torch_puts_around_an_update_is_what_we_know() -> None:
     """If torch wraps steps in another way, `step_times` calls `step` as it is: right, and slower."""
     _, optimizer = over(torch.optim.AdamW, {})
-    assert _bare_step(optimizer) != optimizer.step
+    assert bare_step(optimizer) != optimizer.step
 
 
 def test_hooks_before_an_update_see_the_gradient_of_the_mean_loss() -> None:

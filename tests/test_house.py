@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from tests.house import PACKAGE, circles
+from tests.house import PACKAGE, circles, files, tree
+from tests.private_names import found_in
 from tests.ranks import REPOSITORY
 
 _STRATEGIES = re.compile(r"""["'](single|dp|ddp|fsdp|accelerate|diloco)["']""")
@@ -54,6 +55,26 @@ def test_the_docstring_of_a_function_begins_with_what_it_does(room: str) -> None
 
 def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def test_private_names_of_torch_are_in_torch_compat_alone() -> None:
+    found = [
+        f"{files()[module].relative_to(REPOSITORY)}:{line}: {what}"
+        for module in files()
+        if not module.startswith("lockstep.torch_compat")
+        for line, what in found_in(module)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_each_file_of_torch_compat_has_a_test_that_watches_it() -> None:
+    parts = {module.rpartition(".")[2] for module in files() if module.startswith("lockstep.torch_compat.")}
+    tests = {path.stem.removeprefix("test_") for path in (REPOSITORY / "tests/torch_compat").glob("test_*.py")}
+    assert parts == tests
+    for module in files():
+        if module.startswith("lockstep.torch_compat."):
+            text = ast.get_docstring(tree(module)) or ""
+            assert all(part in text for part in ("Public torch: ", "Seen to work: ", "When gone: ")), module
 
 
 def _code(text: str) -> str:

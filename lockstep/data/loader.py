@@ -17,6 +17,7 @@ from lockstep.data.batches import Assign, MicroBatch, StepBatches, move
 from lockstep.data.order import Order, StepSamples
 from lockstep.data.reader import Collate, Reader, ReadFailure, ReadRequest
 from lockstep.errors import RunError
+from lockstep.torch_compat.data_workers import end_workers, workers_of
 
 _Plan = tuple[StepSamples, list[tuple[int, bool]]]  # a step, and this rank's part of it
 
@@ -116,9 +117,7 @@ class StepLoader:
         """End the workers, if any run; a later iteration starts new ones."""
         running, self._running = self._running, None
         self._plans.clear()
-        if hasattr(running, "_shutdown_workers"):
-            running._shutdown_workers()
-        self._loader._iterator = None
+        end_workers(self._loader, running)
 
     def explain(self, error: RuntimeError) -> RunError | None:
         """Return a message for torch's error about a dead worker, which it raises wherever the main thread is.
@@ -128,7 +127,7 @@ class StepLoader:
         text = str(error)
         if not text.startswith("DataLoader worker") and "DataLoader timed out" not in text:
             return None
-        workers = list(getattr(self._running, "_workers", ()))
+        workers = workers_of(self._running)
         dead = [number for number, worker in enumerate(workers) if worker.exitcode is not None]
         reading = ", ".join(self._reader.being_read(number) for number in dead or range(len(workers)))
         return RunError(

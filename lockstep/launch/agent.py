@@ -20,7 +20,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from lockstep import signals
@@ -31,8 +30,9 @@ from lockstep.launch.hang import HangWatch
 from lockstep.launch.rendezvous_handlers import Membership
 from lockstep.launch.worker import print_error
 from lockstep.records import RunDirectory
+from lockstep.torch_compat.elastic_agent import ExtensibleAgent
 
-_CLOSING_SECONDS = 5.0  # for closing the rendezvous; a broken link would block for a minute
+CLOSING_SECONDS = 5.0  # for closing the rendezvous; a broken link would block for a minute
 _FORWARDED = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,  # sent by schedulers before they end a job
@@ -59,7 +59,7 @@ class StoppedBySignalError(Exception):
         return RunError(f"stopped by {name}", why="the ranks did not save and leave by themselves")
 
 
-class Agent(LocalElasticAgent):
+class Agent(ExtensibleAgent):
     """Starts and watches the ranks of one machine.
 
     Args:
@@ -87,16 +87,16 @@ class Agent(LocalElasticAgent):
 
     def failed(self, result: RunResult) -> list[Failure]:
         """Return the failures of this machine's ranks, from their files, or from exit codes where there is no file."""
-        mine = {worker.global_rank for worker in self._worker_group.workers}
+        mine = {worker.global_rank for worker in self.worker_group.workers}
         found = {f.rank: f for f in read_all(self._failures) if f.rank in mine}
         for rank, process in result.failures.items():
             if rank not in found and not self._ended_after_work(rank, process.exitcode):
-                world = self._worker_group.workers[0].world_size
+                world = self.worker_group.workers[0].world_size
                 # The exit timestamp has whole seconds; add one, so that a rank that wrote a file before comes first.
                 log = self._logs / f"rank-{rank}.log"
                 found[rank] = from_exit_code(rank, world, process.exitcode, process.timestamp + 1.0, log)
         for rank in self._left_early() - found.keys():
-            world = self._worker_group.workers[0].world_size
+            world = self.worker_group.workers[0].world_size
             found[rank] = from_exit_code(rank, world, 0, time.time(), self._logs / f"rank-{rank}.log")
         return list(found.values())
 
@@ -107,19 +107,14 @@ class Agent(LocalElasticAgent):
 
     def _left_early(self) -> set[int]:
         """Return the ranks that ended with code 0 without marking their work as done."""
-        handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        ended = {local for local, handler in handlers.items() if handler.proc.poll() == 0}
-        ranks = {worker.global_rank for worker in self._worker_group.workers if worker.local_rank in ended}
+        ended = self.ended_well()
+        ranks = {worker.global_rank for worker in self.worker_group.workers if worker.local_rank in ended}
         return {rank for rank in ranks if not any(self._failures.glob(f"*rank-{rank}.*"))}
 
-    def pids(self) -> list[int]:
-        """Return the process ids of the running ranks."""
-        return list(self._pcontext.pids().values()) if self._pcontext else []
-
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+    def meet_machines(self, worker_group: WorkerGroup) -> None:
         group: Any = worker_group  # torch declares its fields as None
         self._membership.check()
-        super()._rendezvous(worker_group)
+        super().meet_machines(worker_group)
         self._membership.begin()
         if group.spec.rdzv_handler.get_backend() != "static":
             self._agree_on_restarts(group)
@@ -127,16 +122,16 @@ class Agent(LocalElasticAgent):
     def _agree_on_restarts(self, group: Any) -> None:
         """Agree on the restart count: the rendezvous uses it, and a machine that joins later starts at zero."""
         attempts = []
-        mine = group.spec.max_restarts - self._remaining_restarts
+        mine = group.spec.max_restarts - self.restarts_left
         group.store.set(f"lockstep/attempt/{group.group_rank}", str(mine))
         for rank in range(group.group_world_size):
             attempts.append(int(group.store.get(f"lockstep/attempt/{rank}")))
-        self._remaining_restarts = group.spec.max_restarts - max(attempts)
+        self.restarts_left = group.spec.max_restarts - max(attempts)
 
-    def _invoke_run(self, role: str = "default") -> RunResult:
+    def run_until_end(self, role: str) -> RunResult:
         """Run until this machine's ranks have ended, and publish a failure to the other machines."""
         try:
-            result: RunResult = super()._invoke_run(role)
+            result = super().run_until_end(role)
         except BaseException:
             self._publish_end(_FAILED)
             raise
@@ -145,20 +140,20 @@ class Agent(LocalElasticAgent):
         return result
 
     def _publish_end(self, how: str) -> None:
-        group: Any = self._worker_group
+        group: Any = self.worker_group
         if group.store is not None:
             with suppress(dist.DistError, RuntimeError):  # the machine that hosts the store is gone
                 group.store.set(f"{_ENDED}/{group.group_rank}", how)
 
-    def _exit_barrier(self) -> None:
+    def wait_for_machines(self) -> None:
         """Wait until the ranks of all machines have ended, at most for the agent's timeout.
 
         In torch's version a machine whose ranks failed never arrives, and the others wait 300 s for it.
         """
-        group: Any = self._worker_group
+        group: Any = self.worker_group
         self._publish_end(_WELL)
         keys = [f"{_ENDED}/{rank}" for rank in range(group.group_world_size)]
-        deadline = time.monotonic() + self._exit_barrier_timeout
+        deadline = time.monotonic() + self.exit_timeout
         with suppress(dist.DistError, RuntimeError):  # the machine that hosts the store saw all of them end, and exited
             while self.stop_signal is None and time.monotonic() < deadline:
                 ended = [group.store.get(key).decode() for key in keys if group.store.check([key])]
@@ -167,7 +162,7 @@ class Agent(LocalElasticAgent):
                     return
                 time.sleep(_POLL_SECONDS)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def start_ranks(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for worker in worker_group.workers:
             for name in (f"rank-{worker.global_rank}.json", done_mark(worker.global_rank)):
                 (self._failures / name).unlink(missing_ok=True)
@@ -181,17 +176,16 @@ class Agent(LocalElasticAgent):
             self._starting = True
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKS_TO_END)
         try:
-            started: dict[int, Any] = super()._start_workers(worker_group)
+            return super().start_ranks(worker_group)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.ASKS_TO_END)
             with self._lock:
                 self._starting = False
                 if self.stop_signal is not None:
                     self._forward(self.stop_signal)
-        return started
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result: RunResult = super()._monitor_workers(worker_group)
+    def look_at_ranks(self, worker_group: WorkerGroup) -> RunResult:
+        result = super().look_at_ranks(worker_group)
         if result.state == WorkerState.HEALTHY:
             self._kill_if_hanging(worker_group)
         if result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED) and self._left_early():
@@ -209,18 +203,18 @@ class Agent(LocalElasticAgent):
             for pid in pids.values():
                 _send(pid, signal.SIGKILL, group=True)
 
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+    def restart_ranks(self, worker_group: WorkerGroup) -> None:
         if self.stop_signal is not None:
             raise StoppedBySignalError(self.stop_signal)
         if worker_group.state == WorkerState.HEALTHY:  # machines joined or left
-            self._on_restart(None, self._remaining_restarts)
+            self._on_restart(None, self.restarts_left)
         else:
             cause = first_cause(self.failed(self._last_result))
             if cause is not None and cause.kind == "usage":
                 raise cause.error()
             self._loop.check(cause)
-            self._on_restart(cause, self._remaining_restarts)
-        super()._restart_workers(worker_group)
+            self._on_restart(cause, self.restarts_left)
+        super().restart_ranks(worker_group)
 
     def on_signal(self, number: int) -> None:
         """Forward the signal to the ranks; exit if there are none yet, and kill them on a second Ctrl-C.
@@ -237,7 +231,7 @@ class Agent(LocalElasticAgent):
             if self.stop_signal is not None:
                 return  # the ranks know already, and are saving
             if not running and not self._starting:
-                shut_down_rendezvous(self)
+                self.leave_rendezvous(CLOSING_SECONDS)
                 signals.end_now(EXIT_PREEMPTED, f"stopped by {signals.name_of(number)} before ranks were started")
             self.stop_signal = number
             if number == signal.SIGINT:
@@ -249,13 +243,6 @@ class Agent(LocalElasticAgent):
         for pid in self.pids():
             # Only to the rank itself: its data workers must live until it has saved.
             _send(pid, _FORWARDED[signal.Signals(number)])
-
-
-def shut_down_rendezvous(agent: Agent) -> None:
-    """Tell the other machines that this one is done, if they can be reached."""
-    closing = threading.Thread(target=agent._rdzv_handler.shutdown, daemon=True)
-    closing.start()
-    closing.join(_CLOSING_SECONDS)
 
 
 def _send(pid: int, number: int, *, group: bool = False) -> None:

@@ -80,13 +80,7 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
 
 
 def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures: Path, watch: HangWatch) -> int:
-    from lockstep.launch.agent import (
-        Agent,
-        StoppedBySignalError,
-        shut_down_rendezvous,
-        silence_torch,
-        wait_for_failures,
-    )
+    from lockstep.launch.agent import CLOSING_SECONDS, Agent, StoppedBySignalError, silence_torch, wait_for_failures
     from lockstep.launch.rendezvous_handlers import open_store
 
     silence_torch()
@@ -134,7 +128,7 @@ def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures:
         raise explain(error, options) from error
     finally:
         if agent is not None:
-            shut_down_rendezvous(agent)
+            agent.leave_rendezvous(CLOSING_SECONDS)
         del store
 
 

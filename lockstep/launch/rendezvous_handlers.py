@@ -26,13 +26,14 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
 from lockstep.errors import RunError, UsageError
 from lockstep.launch.options import LaunchOptions
 from lockstep.launch.rendezvous import endpoint, is_host, register_machine, rendezvous_host, run_id, wait_for_name
 from lockstep.network import address_towards, is_address, is_loopback
 from lockstep.rendezvous import host_store
+from lockstep.torch_compat.rendezvous import ExtensibleRendezvous
 
 _STORE_SECONDS = 60.0  # how long to wait for an answer of the store
 _GIVING_UP_SECONDS = 3.0  # how long the host stays after it gave up: waiting machines look once a second
@@ -141,7 +142,7 @@ class FixedRendezvous(RendezvousHandler):
         return True
 
 
-class ElasticRendezvous(DynamicRendezvousHandler):
+class ElasticRendezvous(ExtensibleRendezvous):
     """Rendezvous of machines that join and leave; only those that are present are known."""
 
     _registry: "MachineRegistry"
@@ -177,7 +178,6 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         Raises:
             RunError: too few machines arrived, or the host of the store is gone.
         """
-        self._bootstrap_store_info = None  # torch publishes it once only: a machine that joins later would wait forever
         self._registry.wait()
         try:
             found = super().next_rendezvous()
@@ -196,8 +196,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         """Return the job's id."""
         return self._job_id
 
-    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        return host_store(master_addr, master_port, datetime.timedelta(seconds=_STORE_SECONDS))
+    def open_store(self, address: str, port: int) -> TCPStore:
+        return host_store(address, port, datetime.timedelta(seconds=_STORE_SECONDS))
 
 
 class _Backend(C10dRendezvousBackend):

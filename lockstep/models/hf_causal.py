@@ -232,7 +232,9 @@ class GPT2(CutModel):
         for layer in self.get_submodule("transformer.h").children():
             _swap_class(layer, GPT2Layer)
             # Versions before 5 have a mask that only the library's own attention reads.
-            layer.get_submodule("attn")._buffers.clear()
+            attention = layer.get_submodule("attn")
+            for name, _ in list(attention.named_buffers(recurse=False)):
+                delattr(attention, name)
 
     def std_of(self, name: str) -> float:
         """Return the standard deviation; output projections get a smaller one, by depth."""

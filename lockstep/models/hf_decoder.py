@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
+from lockstep.torch_compat.module_copy import with_own_children
 
 
 class Family(NamedTuple):
@@ -94,7 +95,7 @@ def _cut(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
         name = f"{prefix}.{index}"
         found.append((name, Layer(name, _reduced(decoder, family, layer=layer, place=place))))
     head = _copied(model)
-    head._modules[family.decoder] = _reduced(decoder, family, last=True)
+    setattr(head, family.decoder, _reduced(decoder, family, last=True))
     found.append(("outputs", Outputs(f"{found[-1][0]}/after", head)))
     reached = {id(p) for _, segment in found for p in segment.parameters()}
     assert reached == {id(p) for p in model.parameters()}, "a parameter belongs to no segment"
@@ -175,16 +176,16 @@ def _reduced(
 ) -> nn.Module:  # fmt: skip
     """Return a decoder that shares its modules with `decoder`, and has at most one of its layers."""
     part = _copied(decoder)
-    part._modules[family.layers] = nn.ModuleList([] if layer is None else [layer])
+    setattr(part, family.layers, nn.ModuleList([] if layer is None else [layer]))
     if not first:
         for name, module in decoder.named_children():
             if name in family.before:
-                part._modules[name] = _NoPositions() if isinstance(module, nn.Embedding) else nn.Identity()
+                setattr(part, name, _NoPositions() if isinstance(module, nn.Embedding) else nn.Identity())
             elif module is decoder.get_input_embeddings():  # type: ignore[operator]
-                part._modules[name] = None
+                setattr(part, name, None)
     if not last:
         for name in family.after:
-            part._modules[name] = nn.Identity()
+            setattr(part, name, nn.Identity())
     types = getattr(decoder.config, "layer_types", None)
     if layer is not None and types is not None:
         config: Any = copy.copy(decoder.config)
@@ -195,7 +196,6 @@ def _reduced(
 
 def _copied(module: nn.Module) -> nn.Module:
     """Return a copy of the object whose children can be replaced."""
-    found = copy.copy(module)
-    found.__dict__["_modules"] = dict(module._modules)
+    found = with_own_children(module)
     found.__dict__.pop(_CACHE, None)
     return found

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from lockstep.torch_compat.loss_functions import NAMES
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class LossCalls:
 
     def __enter__(self) -> "LossCalls":
         global _innermost
-        self._found = found = dict(zip(_READERS, _look_up(_NAMESPACE), strict=True))
+        self._found = found = dict(zip(_READERS, _look_up(NAMES), strict=True))
         self._outer = outer = _innermost
         # Inside another one the functions record calls already: nested calls belong to the outer function.
         self.before = (
@@ -63,12 +64,12 @@ class LossCalls:
             else {name: outer.before[name] if each is _NOTING[name] else each for name, each in found.items()}
         )
         _innermost = self
-        _NAMESPACE.update(_NOTING)
+        NAMES.update(_NOTING)
         return self
 
     def __exit__(self, *_error: object) -> None:
         global _innermost
-        _NAMESPACE.update(self._found)
+        NAMES.update(self._found)
         _innermost = self._outer
 
     def note(self, name: str, call: Mapping[str, Any], *, is_mean: bool) -> None:
@@ -110,7 +111,7 @@ def _average(counts: list[int | Tensor]) -> int | Tensor:
 
 
 def _noting(name: str) -> Callable[..., Tensor]:
-    function = _NAMESPACE[name]
+    function = NAMES[name]
     arguments = tuple(inspect.signature(function).parameters)
     inside = False  # torch calls the function again under a mode or for a subclass of Tensor
 
@@ -178,7 +179,6 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Mean]] = {
     ),
 }  # fmt: skip
 
-_NAMESPACE = vars(F)
 _look_up = operator.itemgetter(*_READERS)
 _NOTING = {name: _noting(name) for name in _READERS}
 _innermost: LossCalls | None = None  # the active one

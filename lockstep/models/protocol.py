@@ -210,7 +210,8 @@ def segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
         return list(own())
     if isinstance(model, nn.Sequential):
         # Not named_children(), which leaves out repeated modules: one ReLU for all layers.
-        return list(zip(model._modules, model, strict=True))
+        modules = model.named_modules(remove_duplicate=False)
+        return [(name, module) for name, module in modules if name and "." not in name]
     return None
 
 

@@ -24,6 +24,7 @@ from lockstep.errors import UsageError
 from lockstep.models.chain import look_up, run_segments
 from lockstep.models.protocol import blocks_of
 from lockstep.models.traced_losses import note_losses
+from lockstep.torch_compat.operators import schema_of
 from lockstep.torch_compat.pytree import TreeSpec, tree_unflatten
 
 _SEEDED = torch.Tag.nondeterministic_seeded
@@ -95,8 +96,8 @@ class Chain(nn.Module):
         return self._borrows
 
     def _refuse_names(self, model: nn.Module) -> None:
-        members = [*model._parameters, *model._buffers, *model._modules]
-        if taken := [name for name in members if hasattr(self, name)]:
+        tensors = (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))
+        if taken := [name for name, _ in (*tensors, *model.named_children()) if hasattr(self, name)]:
             raise UsageError(
                 f"{type(model).__name__} has a member named {taken[0]}, and so has a traced model",
                 fix="give that member another name, or the model segments() of its own",
@@ -315,7 +316,7 @@ class _Cutter:
     def _refuse_changes_across(self) -> None:
         """Reject in-place changes that another piece would not see."""
         for node in self._nodes:
-            schema = getattr(node.target, "_schema", None)
+            schema = schema_of(node.target)
             if schema is None or not schema.is_mutable:
                 continue
             changed = node.args[0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from lockstep.models.observed import calls_noted
+from lockstep.torch_compat.operators import schema_of
 
 _NAMES = {  # operator → the equivalent function
     **{
@@ -39,7 +40,7 @@ def noted(operator: Any, *args: Any, **kwargs: Any) -> Tensor:
     result: Tensor = operator(*args, **kwargs)
     calls = calls_noted()
     if calls is not None and not torch.compiler.is_compiling():
-        names = operator._schema.arguments
+        names = schema_of(operator).arguments
         call = {each.name: each.default_value for each in names} | kwargs
         call |= {each.name: value for each, value in zip(names, args, strict=False)}
         call.setdefault("input", call.get("self"))

@@ -100,15 +100,16 @@ class FirstStep:
 
 @contextmanager
 def _counted(into: Figures) -> Iterator[None]:
-    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import flop_registry
+
+    from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 
     class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         total = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
-            formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+            formula: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
             if formula is not None:
                 self.total += formula(*args, **(kwargs or {}), out_val=result)
             return result

@@ -11,8 +11,6 @@ pipeline exchanges, the step's own sums), and in DDP's own statistics of its las
 overlaps with computation is not waiting and costs nothing. Loads torch inside functions only.
 """
 
-import functools
-import sys
 import threading
 import time
 import weakref
@@ -20,6 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from lockstep.torch_compat import work_wait
 
 STEP_PHASES = ("data", "forward_backward", "communication", "optimizer", "other")
 PAUSES = ("evaluation", "checkpoint")  # between steps; not included in a step's seconds
@@ -114,37 +114,31 @@ _counting: list[PhaseClock] = []  # of the open loops; with several models they 
 def waits_counted(clock: PhaseClock) -> Iterator[None]:
     """Count the time of this thread in `Work.wait` as communication, while the block runs.
 
-    torch has no hook for it, so the class's method is wrapped while any such block runs.
+    The class's method is replaced while any such block runs.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_available():
+    if not work_wait.available():
         yield
         return
-    work = torch.distributed.Work
     if not _counting:
-        work.wait = _counted(work.wait)
+        work_wait.replace(_count)
     _counting.append(clock)
     try:
         yield
     finally:
         _counting.remove(clock)
         if not _counting:
-            work.wait = work.wait.__wrapped__
+            work_wait.restore()
 
 
-def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wait(*args: Any, **kwargs: Any) -> Any:
-        clock = next((clock for clock in _counting if clock.waits_here()), None)
-        if clock is None:
-            return original(*args, **kwargs)
-        before = clock.enter("communication")
-        try:
-            return original(*args, **kwargs)
-        finally:
-            clock.enter(before)
-
-    return wait
+def _count(wait: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    clock = next((clock for clock in _counting if clock.waits_here()), None)
+    if clock is None:
+        return wait(*args, **kwargs)
+    before = clock.enter("communication")
+    try:
+        return wait(*args, **kwargs)
+    finally:
+        clock.enter(before)
 
 
 _ddp_modules: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -154,14 +148,15 @@ def watch_ddp(wrapped: Any) -> None:
     """Make DDP time its backward passes: all on the CPU; on a GPU 1 in 100, because reading the time waits."""
     _ddp_modules.add(wrapped)
     if next(wrapped.parameters()).device.type == "cpu":
-        wrapped._set_ddp_runtime_logging_sample_rate(1)
+        from lockstep.torch_compat import ddp_reducer
+
+        ddp_reducer.time_every_pass(wrapped)
 
 
 def ddp_wait_seconds() -> float:
     """Return how long DDP's newest timed backward pass waited after its last gradient."""
-    total = 0.0
-    for wrapped in _ddp_modules:
-        figures = wrapped._get_ddp_logging_data()
-        sent, hidden = figures.get("backward_comm_time", 0), figures.get("backward_compute_comm_overlap_time", 0)
-        total += max(0, sent - hidden) * 1e-9
-    return total
+    if not _ddp_modules:
+        return 0.0
+    from lockstep.torch_compat import ddp_reducer
+
+    return sum(map(ddp_reducer.wait_seconds, _ddp_modules))

@@ -21,6 +21,7 @@ import torch
 from lockstep.config import ProfileConfig
 from lockstep.monitor.over_ranks import gather_objects
 from lockstep.monitor.trace import Summary, as_markdown, combine, summarise
+from lockstep.torch_compat import memory_history
 
 REQUEST = "profile.request"
 _SIGNAL = signal.SIGUSR2
@@ -106,7 +107,7 @@ class Profiler:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(max_entries=200_000)
+            memory_history.record(max_entries=200_000)
         running.profile = torch.profiler.profile(
             activities=activities, schedule=schedule, record_shapes=config.record_shapes,
             profile_memory=config.profile_memory, with_stack=config.with_stack,
@@ -122,8 +123,8 @@ class Profiler:
             profile.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
             if torch.cuda.is_available():
                 snapshot = str(self._folder / f"{name}-memory.pickle")
-                torch.cuda.memory._dump_snapshot(snapshot)  # type: ignore[no-untyped-call]
-                torch.cuda.memory._record_memory_history(enabled=None)
+                memory_history.write(snapshot)
+                memory_history.stop()
         except (OSError, RuntimeError) as error:
             _log.warning("warning: the trace of rank %d could not be written: %s", self._rank, error)
         running.summary = summarise(profile.events(), self._rank, running.config.active)

@@ -17,15 +17,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lockstep.errors import UsageError
 from lockstep.parallel.recomputed_runs import recompute_runs
 from lockstep.randomness import Captured, RandomState
+from lockstep.torch_compat.operators import FUSED_ATTENTION
 
 # What selective checkpointing keeps: results that cost much to compute for their size. The rest is recomputed.
 _KEPT = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    *(attention.default for attention in FUSED_ATTENTION),
     torch.ops.aten.convolution.default,
 )
 

@@ -30,37 +30,37 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lockstep.errors import UsageError, listed
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
+from lockstep.torch_compat.module_hooks import forward_pre_hooks
+from lockstep.torch_compat.normalizations import BatchNorm, SpectralNormParametrization
+from lockstep.torch_compat.tensor_versions import version_of
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
-# The class of `torch.nn.utils.parametrizations.spectral_norm`, which has no public name.
-_PARAMETRIZATION = ("torch.nn.utils.parametrizations", "_SpectralNorm")
 _NOTHING = nullcontext()  # one for all micro-batches: making it is a call
 
 _log = logging.getLogger("lockstep")
 
 
-def normalisations(model: nn.Module) -> dict[str, _BatchNorm]:
+def normalisations(model: nn.Module) -> dict[str, BatchNorm]:
     """Name → batch normalisation that keeps running statistics."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
+        if isinstance(module, BatchNorm) and module.track_running_stats and module.running_mean is not None
     }
 
 
 def spectral_vectors(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the buffers of spectral normalisations, old and new: the module, and the buffer's name there."""
-    found = []
+    found: list[tuple[nn.Module, str]] = []
     for module in model.modules():
-        if (type(module).__module__, type(module).__name__) == _PARAMETRIZATION:
-            found += [(module, name) for name in module._buffers]
-        for hook in module._forward_pre_hooks.values():
+        if isinstance(module, SpectralNormParametrization):
+            found += [(module, name) for name, _ in module.named_buffers(recurse=False)]
+        for hook in forward_pre_hooks(module):
             if isinstance(hook, SpectralNorm):
                 found += [(module, f"{hook.name}_u"), (module, f"{hook.name}_v")]
     return found
@@ -96,7 +96,7 @@ class RunningBuffers(AroundMicroBatch):
     ranks: int = 1
     group: dist.ProcessGroup | None = None
     reproducible: bool = False
-    _norms: dict[str, _BatchNorm] = field(init=False)
+    _norms: dict[str, BatchNorm] = field(init=False)
     _vectors: list[tuple[nn.Module, str]] = field(init=False)  # of spectral normalisation: module, and name there
     _iterated: list[Tensor] = field(default_factory=list)  # the vectors after a micro-batch of this step
     _others: dict[str, tuple[nn.Module, str]] = field(init=False)  # name → its module, and its name there
@@ -115,10 +115,8 @@ class RunningBuffers(AroundMicroBatch):
         self._others = {
             f"{path}.{name}" if path else name: (module, name)
             for path, module in self.model.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-            and not (path in self._norms and name in _STATISTICS)
-            and (id(module), name) not in vectors
+            for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
+            if not (path in self._norms and name in _STATISTICS) and (id(module), name) not in vectors
         }
 
     @property
@@ -147,25 +145,21 @@ class RunningBuffers(AroundMicroBatch):
 
     @contextmanager
     def _recording(self, index: int, real: bool) -> Iterator[None]:
-        kept = {module: {key: module._buffers[key] for key in _STATISTICS} for module in self._active()}
-        for module, buffers in kept.items():
-            module._buffers.update({key: torch.zeros_like(b) for key, b in buffers.items() if b is not None})
-        vectors = [module._buffers[name] for module, name in self._vectors]
-        for (normalised, name), vector in zip(self._vectors, vectors, strict=True):
-            assert vector is not None
-            normalised._buffers[name] = vector.clone()
+        exchanged = [(module, key) for module in self._active() for key in _STATISTICS]
+        kept = [(module, name, getattr(module, name)) for module, name in (*exchanged, *self._vectors)]
+        for module, name, buffer in kept:
+            if buffer is not None:
+                setattr(module, name, torch.zeros_like(buffer) if name in _STATISTICS else buffer.clone())
         self._index, self._real, self._versions = index, real, self._versions_now()
         try:
             yield
         finally:
-            for (normalised, name), vector in zip(self._vectors, vectors, strict=True):
-                normalised._buffers[name] = vector
-            for module, buffers in kept.items():
-                module._buffers.update(buffers)
+            for module, name, buffer in kept:
+                setattr(module, name, buffer)
 
     def forward_done(self) -> None:
         """The forward pass is over: what the statistics hold now is this micro-batch's; recomputation comes later."""
-        self._iterated = [b for module, name in self._vectors if (b := module._buffers[name]) is not None]
+        self._iterated = [getattr(module, name) for module, name in self._vectors]
         if not self._norms and not self._others:
             return
         if self._real and (active := self._active()):
@@ -184,17 +178,15 @@ class RunningBuffers(AroundMicroBatch):
             _replay(active, self._gathered(micro_batches_per_step, active))
             self._records.clear()
         for (module, name), iterated in zip(self._vectors, self._iterated, strict=True) if self._iterated else ():
-            vector = module._buffers[name]
-            assert vector is not None
-            vector.copy_(iterated)
+            getattr(module, name).copy_(iterated)
         if self._others:
             self._settle_others()
 
-    def _active(self) -> list[_BatchNorm]:
+    def _active(self) -> list[BatchNorm]:
         """Those that update their averages; frozen ones, in evaluation mode, normalise with theirs."""
         return [module for module in self._norms.values() if module.training]
 
-    def _gathered(self, micro_batches_per_step: int, active: list[_BatchNorm]) -> Tensor:
+    def _gathered(self, micro_batches_per_step: int, active: list[BatchNorm]) -> Tensor:
         """[micro-batches, statistics] over all ranks, in order; rows of zeros, which change nothing, come first."""
         if self.ranks == 1:
             return torch.stack([self._records[index] for index in sorted(self._records)])
@@ -228,13 +220,12 @@ class RunningBuffers(AroundMicroBatch):
     def _other(self, name: str) -> Tensor:
         """That buffer as it is now: a forward pass may put another tensor in its place."""
         module, own = self._others[name]
-        buffer = module._buffers[own]
-        assert buffer is not None
+        buffer: Tensor = getattr(module, own)
         return buffer
 
     def _versions_now(self) -> dict[str, tuple[int, int]]:
         buffers = {name: self._other(name) for name in self._others}
-        return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
+        return {name: (id(buffer), version_of(buffer)) for name, buffer in buffers.items()}
 
     def _say(self, names: list[str]) -> None:
         if not names:
@@ -255,25 +246,25 @@ class RunningBuffers(AroundMicroBatch):
 # A micro-batch's statistics, flat: of each module its means and variances, then of each module the number of its calls.
 
 
-def _averages(module: _BatchNorm) -> tuple[Tensor, Tensor]:
+def _averages(module: BatchNorm) -> tuple[Tensor, Tensor]:
     mean, variance = module.running_mean, module.running_var
     assert mean is not None
     assert variance is not None
     return mean, variance
 
 
-def _width(modules: list[_BatchNorm]) -> tuple[int, torch.device]:
+def _width(modules: list[BatchNorm]) -> tuple[int, torch.device]:
     return sum(2 * module.num_features + 1 for module in modules), _averages(modules[0])[0].device
 
 
-def _flat(modules: list[_BatchNorm]) -> Tensor:
+def _flat(modules: list[BatchNorm]) -> Tensor:
     averages = [average.double() for module in modules for average in _averages(module)]
     one = torch.ones((), dtype=torch.float64, device=averages[0].device)
     calls = [one if m.num_batches_tracked is None else m.num_batches_tracked.double() for m in modules]
     return torch.cat([*averages, torch.stack(calls)])
 
 
-def _replay(modules: list[_BatchNorm], records: Tensor) -> None:
+def _replay(modules: list[BatchNorm], records: Tensor) -> None:
     """Take the running statistics through `records`, [micro-batches, statistics], one row after the other."""
     state = _flat(modules)
     averages, calls = state[: -len(modules)], state[-len(modules) :]

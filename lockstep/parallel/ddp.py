@@ -31,6 +31,7 @@ from lockstep.parallel.trial import Hook
 from lockstep.registry import STRATEGIES
 from lockstep.rules import Contradiction
 from lockstep.strategy import Strategy
+from lockstep.torch_compat.ddp_reducer import check_all_sent
 
 # torch 2.13 renames the switch that leaves buffers alone; the old name warns there.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -147,7 +148,7 @@ class DDPSync(AroundMicroBatch):
         if not model.require_backward_grad_sync or model.find_unused_parameters or model.static_graph:
             return
         try:
-            model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+            check_all_sent(model)
         except RuntimeError as error:
             raise _unreduced(str(error), self._names) from None
 

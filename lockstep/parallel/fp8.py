@@ -17,6 +17,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.placement import Blocks
+from lockstep.torch_compat.module_hooks import has_hooks
 
 _MULTIPLE = 16  # of both dims, which the GPUs' instructions ask for
 _CAPABILITY = (8, 9)  # of the first NVIDIA GPUs that multiply in float8
@@ -54,18 +55,16 @@ def apply_fp8(model: nn.Module, blocks: Blocks, kind: str, device: torch.device)
         )
     convert = _conversion(emulate=kind == "emulated")
     converted = {module: convert(module) for module in fitting}
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children() tells of one that comes twice once
-            if child in converted:
-                setattr(parent, name, converted[child])
+    for path, module in list(model.named_modules(remove_duplicate=False)):  # at each place of one that comes twice
+        if module in converted:
+            model.set_submodule(path, converted[module])
     return [f"fp8: {len(fitting)} of {linears} linears, {kind}, torchao {version('torchao')}"]
 
 
 def _fits(module: nn.Module) -> bool:
     if type(module) is not nn.Linear:  # a subclass computes something else
         return False
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    return not hooked and module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
+    return not has_hooks(module) and module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
 
 
 def _require_hardware(device: torch.device) -> None:

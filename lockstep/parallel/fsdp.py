@@ -329,9 +329,8 @@ def units_of(
     chosen = callable_units((name, m) for name, m in _candidates(model, config, blocks) if m is not model)
     users: dict[int, set[int]] = {}
     for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users.setdefault(id(parameter), set()).add(id(module))
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), set()).add(id(module))
     segments = dict(segments_of(model) or ())
     for segment, names in shared_parameters_of(model).items():  # segments that borrow a parameter use it too
         for name in names.values():
@@ -427,7 +426,7 @@ def _cast_buffers(model: nn.Module, config: FSDPConfig) -> list[str]:
         return []  # rotary phases and running statistics break in bf16
     dtype = DTYPES[config.buffer_dtype]
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
     return [f"buffers are kept in {config.buffer_dtype}, as distributed.fsdp.buffer_dtype says"]

@@ -5,8 +5,6 @@ another scale, under FSDP2 nothing at all. So hooks are taken off when a model i
 gradient of the step's mean loss, before it is clipped: what they see in a plain loop over the whole batch.
 
 `register_post_accumulate_grad_hook` is refused: it is there to update, or to send, while the backward pass goes on.
-
-torch has no public way to list hooks: `_backward_hooks` and `_post_accumulate_grad_hooks` are named in this file alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from lockstep.errors import UsageError, listed
+from lockstep.torch_compat.gradient_hooks import has_hooks_after_accumulation, hooks_of, remove_hooks
 
 GradientHooks = dict[str, list[Callable[[Tensor], Any]]]
 """Canonical name of a parameter → the functions that its gradient goes through, in order."""
@@ -32,14 +31,14 @@ def take_hooks(model: nn.Module, *, workers: bool = False) -> GradientHooks:
         UsageError: a parameter has a hook that can't be called once a step.
     """
     named = dict(model.named_parameters())
-    if early := [name for name, p in named.items() if getattr(p, "_post_accumulate_grad_hooks", None)]:
+    if early := [name for name, p in named.items() if has_hooks_after_accumulation(p)]:
         raise UsageError(
             f"the parameter {listed(early)} has a hook from register_post_accumulate_grad_hook",
             why="it would run on a rank's own micro-batches before gradients are reduced, and never under FSDP",
             fix="remove it, and let Trainer update; register_hook may change a gradient, Trainer(…, after_update=…) "
             "runs after the update (docs/how_to/teachers.md)",
         )
-    hooks: GradientHooks = {name: list(p._backward_hooks.values()) for name, p in named.items() if p._backward_hooks}
+    hooks: GradientHooks = {name: found for name, p in named.items() if (found := hooks_of(p))}
     if hooks and workers:
         raise UsageError(
             f"the parameter {listed(list(hooks))} has a gradient hook",
@@ -47,7 +46,7 @@ def take_hooks(model: nn.Module, *, workers: bool = False) -> GradientHooks:
             fix="remove the hook, or use ddp or fsdp",
         )
     for name in hooks:
-        named[name]._backward_hooks = None
+        remove_hooks(named[name])
     return hooks
 
 

@@ -58,10 +58,9 @@ class FirstValues:
         self._meta: dict[str, nn.Parameter] = {}
         names, _ = canonical_names(self._model)
         for module in self._model.modules():
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._owners.setdefault(names[id(parameter)], []).append((module, attribute))
-                    self._meta[names[id(parameter)]] = parameter
+            for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                self._owners.setdefault(names[id(parameter)], []).append((module, attribute))
+                self._meta[names[id(parameter)]] = parameter
 
     def parameter(self, name: str) -> Tensor:
         """The whole first value of one parameter, on the CPU."""
@@ -88,16 +87,15 @@ class FirstValues:
 
     def _put(self, name: str, parameter: nn.Parameter) -> None:
         for module, attribute in self._owners[name]:
-            module._parameters[attribute] = parameter
+            setattr(module, attribute, parameter)
 
     def buffers(self) -> dict[str, Tensor]:
         """All buffers, on the CPU, by name."""
         if not any(True for _ in self._model.buffers()):
             return {}
         for module in self._model.modules():
-            for attribute, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[attribute] = torch.zeros_like(buffer, device="cpu")
+            for attribute, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                setattr(module, attribute, torch.zeros_like(buffer, device="cpu"))
         with seeded(derive_key(self._seed, "init", "buffers")), torch.no_grad():
             self._model.init_weights()  # type: ignore[operator]
         return dict(self._model.named_buffers())

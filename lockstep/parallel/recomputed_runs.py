@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.randomness import Captured, RandomState, generator_of
 from lockstep.torch_compat.pytree import tree_leaves, tree_map
+from lockstep.torch_compat.tensor_versions import base_of
 
 
 def recompute_runs(blocks: Sequence[tuple[str, nn.Module]], length: int, random_state: RandomState) -> None:
@@ -168,7 +169,7 @@ def _same(one: Tensor, other: Tensor | None) -> bool:
     """Whether two tensors are one, or aliases of one: FSDP2 passes a block's inputs through a node of its own."""
     if other is None or one.shape != other.shape or one.stride() != other.stride():
         return False
-    bases = [tensor if tensor._base is None else tensor._base for tensor in (one, other)]
+    bases = [tensor if (base := base_of(tensor)) is None else base for tensor in (one, other)]
     return bases[0] is bases[1] and one.storage_offset() == other.storage_offset()
 
 

@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from lockstep.errors import UsageError, listed
 from lockstep.parallel.divergence import fingerprint
 from lockstep.parallel.parallel_model import ParallelModel, local
+from lockstep.torch_compat.tensor_versions import version_of
 
 _STEPS = 2  # steps whose first forward pass is watched: a counter has moved in both of them
 
@@ -52,7 +53,7 @@ class _Values:
         with torch.no_grad():
             values = [local(p).detach() for p in parameters.values()]
             sums = [fingerprint(v).to(device, non_blocking=True) for v in values]
-        places = [(p._version, v.data_ptr()) for p, v in zip(parameters.values(), values, strict=True)]
+        places = [(version_of(p), v.data_ptr()) for p, v in zip(parameters.values(), values, strict=True)]
         return cls(parameters, places, torch.stack(sums) if sums else torch.empty(0, device=device))
 
     def written(self, unit: nn.Module, device: torch.device) -> list[str]:

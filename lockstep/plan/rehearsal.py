@@ -16,9 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.config import Config
 from lockstep.costs.hardware import Cost
@@ -42,6 +40,7 @@ from lockstep.plan.workload import REPEATED, Workload, shortened
 from lockstep.precision import Precision, resolve_mode
 from lockstep.randomness import RandomState
 from lockstep.strategy import strategy_named
+from lockstep.torch_compat.fake_tensors import FakeTensorMode
 
 CPU = torch.device("cpu")
 _KIND = {kind: index for index, kind in enumerate(KINDS)}
@@ -148,7 +147,7 @@ def pretended_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     if world_size == 1:
         yield
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
         yield
     finally:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import Config
@@ -48,6 +47,7 @@ from lockstep.plan.rehearsal import (
 from lockstep.plan.tracker import Tracker
 from lockstep.plan.workload import Workload, looks
 from lockstep.randomness import RandomState
+from lockstep.torch_compat.fake_tensors import FakeTensorMode
 
 Changes = dict[tuple[str, int, bool], Region]
 """(kind of action, stage, first of its kind on this rank) → what it changes and costs."""
@@ -240,4 +240,4 @@ def _materialise(holding: Holding) -> None:
         for spots in holding.buffers.values():
             values = torch.empty_like(spots[0].tensor(), device=CPU)
             for spot in spots:
-                spot.module._buffers[spot.attribute] = values
+                setattr(spot.module, spot.attribute, values)

@@ -6,18 +6,21 @@ rounding, is not seen. The record is a list of changes, so that parts of it can 
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lockstep.costs.hardware import Cost
 from lockstep.plan.record import KINDS, Change, Mark, Record
+from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
+from lockstep.torch_compat.local_tensor import local_tensor
+from lockstep.torch_compat.operators import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, UNSAFE_VIEW
 from lockstep.torch_compat.pytree import tree_leaves
+from lockstep.torch_compat.storage_resize import resizes_watched
 
 _KIND = {kind: index for index, kind in enumerate(KINDS)}
 
@@ -41,10 +44,11 @@ def _attention_backward(_gradient: Tensor, *args: Any, **kwargs: Any) -> int:
 
 _FORMULAS = {
     **flop_registry,  # which leaves out the CPU's fused attention
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    CPU_ATTENTION: _attention,
+    CPU_ATTENTION_BACKWARD: _attention_backward,
 }
-_FREE = {"empty", "empty_like", "empty_strided", "detach", "alias", "_unsafe_view", "lift_fresh", "set_"}  # no traffic
+# Without traffic.
+_FREE = {"empty", "empty_like", "empty_strided", "detach", "alias", UNSAFE_VIEW.__name__, "lift_fresh", "set_"}
 
 
 class Tracker(TorchDispatchMode):
@@ -61,7 +65,6 @@ class Tracker(TorchDispatchMode):
         self.live = [0] * len(KINDS)
         self.peak = 0
         self._storages: dict[int, tuple[Any, list[int]]] = {}  # id → weak reference, [bytes, kind]
-        self._resize: Callable[..., Any] | None = None
 
     @property
     def total(self) -> int:
@@ -79,7 +82,7 @@ class Tracker(TorchDispatchMode):
         """Say what tensors are for; those that were made before the tracker was active begin to count."""
         for tensor in tensors:
             if tensor is not None:
-                storage = _local(tensor).untyped_storage()
+                storage = local_tensor(tensor).untyped_storage()
                 self._see(storage)
                 self._retag(id(storage), _KIND[kind])
 
@@ -87,23 +90,24 @@ class Tracker(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and not leaf.is_meta:
-                self._see(_local(leaf).untyped_storage())
+                self._see(local_tensor(leaf).untyped_storage())
         self._count(func, args, kwargs or {}, out)
         if str(func).startswith("fsdp."):  # torch's operators of FSDP2
-            name = func._opname
+            name = func.overloadpacket.__name__
             written = args[1] if name == "all_gather_copy_in" else (kwargs or {}).get("out", ())
             self.tag([t for t in tree_leaves(written) if isinstance(t, Tensor)], _FSDP_KINDS.get(name, "activations"))
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        formula = _FORMULAS.get(func._overloadpacket)
+        operator = func.overloadpacket
+        formula = _FORMULAS.get(operator)
         if formula is not None:
             flops = int(formula(*args, **kwargs, out_val=out))
             first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
             self.record.items.append(Cost(full=flops) if first.dtype == torch.float32 else Cost(low=flops))
-        elif not func.is_view and func._opname not in _FREE and func.namespace != "prim":  # questions, not operations
+        elif not func.is_view and operator.__name__ not in _FREE and func.namespace != "prim":  # not questions
             touched = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
-            moved = sum(_local(t).numel() * t.element_size() for t in touched.values())
+            moved = sum(local_tensor(t).numel() * t.element_size() for t in touched.values())
             if moved:
                 self.record.items.append(Cost(moved=moved))
 
@@ -133,25 +137,17 @@ class Tracker(TorchDispatchMode):
             self.record.items.append(Change(kind, size))
 
     def __enter__(self) -> "Tracker":
-        original = self._resize = torch.UntypedStorage.resize_
-
-        def resize_(storage: Any, size: Any) -> Any:
-            result = original(storage, size)
-            found = self._storages.get(id(storage))
-            if found is not None:
-                before, found[1][0] = found[1][0], storage.nbytes()
-                self._change(found[1][1], storage.nbytes() - before)
-            return result
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        self._watching = resizes_watched(self._resized)
+        self._watching.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign,assignment]
+        self._watching.__exit__(*error)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
+    def _resized(self, storage: Any) -> None:
+        found = self._storages.get(id(storage))
+        if found is not None:
+            before, found[1][0] = found[1][0], storage.nbytes()
+            self._change(found[1][1], storage.nbytes() - before)

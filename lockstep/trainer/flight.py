@@ -8,9 +8,8 @@ import atexit
 import threading
 from pathlib import Path
 
-import torch
-
 from lockstep.heartbeat import DUMP
+from lockstep.torch_compat import flight_recorder
 
 _LOOK_SECONDS = 0.5
 
@@ -23,8 +22,8 @@ def answer_in_background(folder: Path | None, rank: int) -> None:
     Args:
         folder: the launcher's; None: nobody asks. One thread answers there, however often this is called.
     """
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if folder is None or dump is None or folder in _answering:
+    read = flight_recorder.read
+    if folder is None or read is None or folder in _answering:
         return
     _answering.add(folder)
     ends = threading.Event()
@@ -35,7 +34,7 @@ def answer_in_background(folder: Path | None, rank: int) -> None:
             asked = _modified(folder / DUMP)
             if asked > answered:
                 beside = folder / f".flight-{rank}"
-                beside.write_bytes(dump())
+                beside.write_bytes(read())
                 beside.rename(folder / f"flight-{rank}.json")
                 answered = asked
 

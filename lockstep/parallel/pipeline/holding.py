@@ -78,8 +78,9 @@ def survey(model: nn.Module, segments: Segments) -> Survey:
 def _spots(model: nn.Module, names: Mapping[int, str]) -> dict[str, list[Spot]]:
     found: dict[str, list[Spot]] = {name: [] for name in names.values()}
     for module in model.modules():
-        for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and id(tensor) in names:
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for attribute, tensor in (*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)):
+            if id(tensor) in names:
                 found[names[id(tensor)]].append(Spot(module, attribute))
     return found
 
@@ -89,7 +90,7 @@ class Borrowed(nn.Module):
 
     def add(self, parameter: nn.Parameter) -> Spot:
         """Register a parameter; returns where."""
-        attribute = f"parameter_{len(self._parameters)}"
+        attribute = f"parameter_{sum(1 for _ in self.named_parameters(remove_duplicate=False))}"
         self.register_parameter(attribute, parameter)
         return Spot(self, attribute)
 
@@ -124,7 +125,7 @@ class Holding:
     def replace(self, name: str, parameter: nn.Parameter) -> None:
         """Put another parameter in all places of one."""
         for spot in self.parameters[name]:
-            spot.module._parameters[spot.attribute] = parameter
+            setattr(spot.module, spot.attribute, parameter)
 
 
 def holding_of(
@@ -170,11 +171,11 @@ def release(model: Survey, holding: Holding) -> None:
         described = nn.Parameter(torch.empty_like(spots[0].tensor(), device="meta"))
         for spot in spots:
             if (id(spot.module), spot.attribute) not in kept:
-                spot.module._parameters[spot.attribute] = described
+                setattr(spot.module, spot.attribute, described)
     for name, spots in model.buffers.items():
         if name not in holding.buffers:
             for spot in spots:
-                spot.module._buffers[spot.attribute] = torch.empty_like(spot.tensor(), device="meta")
+                setattr(spot.module, spot.attribute, torch.empty_like(spot.tensor(), device="meta"))
 
 
 @torch.no_grad()
@@ -188,4 +189,4 @@ def materialise(holding: Holding, first: FirstValues | None, device: torch.devic
     for name, spots in holding.buffers.items():
         values = made.get(name, spots[0].tensor()).to(device)
         for spot in spots:
-            spot.module._buffers[spot.attribute] = values
+            setattr(spot.module, spot.attribute, values)

@@ -17,6 +17,7 @@ from lockstep.models.chain import run_segment
 from lockstep.models.observed import LossCalls
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
+from lockstep.torch_compat.tensor_versions import base_of
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,6 @@ class Part(nn.Module):
 
 def _own(value: Tensor, given: set[int]) -> Tensor:
     """Something to send that is nobody else's: torch's runtime detaches what it has sent, in place."""
-    if value._base is not None or id(value) in given:
+    if base_of(value) is not None or id(value) in given:
         return value.clone().contiguous()
     return value.contiguous()

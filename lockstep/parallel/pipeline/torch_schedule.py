@@ -1,10 +1,6 @@
-"""Schedules of torch.distributed.pipelining: run over our stages, or only read as lists of actions.
-
-All that is private in torch's schedules is named in this file.
-"""
+"""Schedules of torch.distributed.pipelining: run over our stages, or only read as lists of actions."""
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,12 +11,10 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleDualPipeV, get_schedule_class
 
 from lockstep.parallel.pipeline.torch_stage import Stage
+from lockstep.torch_compat.pipeline_schedules import UnpairedDualPipeV, skip_shape_inference
 
 # Its error message is the whole table of actions, on every rank; the exception itself says what went wrong.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-
-# Flags by which a schedule remembers that it has inferred shapes by running the model; ours are told.
-_INITIALIZED = re.compile(r"_stages?(_forward|_backward)?_initialized")
 
 
 class Schedule:
@@ -44,22 +38,10 @@ class Schedule:
         self._schedule.step(**targets, return_outputs=False)
 
 
-class _Unpaired(ScheduleDualPipeV):
-    """DualPipeV with each forward pass that it pairs with a backward pass in its own place.
-
-    torch's runtime computes the two of a pair one after the other, and sends what the first one put out when the second
-    one is done too: the next stage would wait for nothing.
-    """
-
-    def _calculate_single_rank_operations(self, rank: int) -> list[Any]:
-        paired = super()._calculate_single_rank_operations(rank)
-        return [part for action in paired for part in (action and action.sub_actions) or (action,)]
-
-
 def build(name: str, stages: Sequence[Any], count: int) -> Any:
     """The schedule object of torch's; `stages` may be stand-ins where it is not to be run."""
     kind: Any = get_schedule_class(name)
-    kind = _Unpaired if kind is ScheduleDualPipeV else kind
+    kind = UnpairedDualPipeV if kind is ScheduleDualPipeV else kind
     several = issubclass(kind, PipelineScheduleMulti)
     schedule = kind(
         list(stages) if several else stages[0],
@@ -67,8 +49,7 @@ def build(name: str, stages: Sequence[Any], count: int) -> Any:
         loss_fn=lambda output, _target: output,
         scale_grads=False,  # the loss is a sum over the step: nothing is divided by the number of micro-batches
     )
-    for flag in [name for name in vars(schedule) if _INITIALIZED.fullmatch(name)]:
-        setattr(schedule, flag, True)
+    skip_shape_inference(schedule)
     return schedule
 
 

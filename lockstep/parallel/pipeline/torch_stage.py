@@ -24,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from lockstep.errors import RunError
 from lockstep.parallel.pipeline.torch_backward import Backward, Gradients
+from lockstep.torch_compat.fsdp_state import expect_reduction
 
 
 @dataclass(frozen=True)
@@ -289,8 +290,6 @@ def reduce_gradients(unit: Any) -> None:
     _reduces_by_hand(unit)
     unit.set_requires_gradient_sync(True)
     unit.set_reshard_after_backward(True)
-    for state in unit._get_fsdp_state()._state_ctx.all_states:
-        for group in state._fsdp_param_groups:
-            group._post_backward_pending = True  # its forward pass, which would have said so, is none of this step's
+    expect_reduction(unit)  # its forward pass, which would have said so, is none of this step's
     unit.finalize_backward()
     unit.set_manual_backward_finalization(False)

@@ -1,0 +1,26 @@
+"""Operators of torch that have no public name, and the schemas of all.
+
+Public torch: `F.scaled_dot_product_attention` chooses one of these by device and dtype; what sees the chosen one (a
+policy of checkpointing, a count of operations) has to name it. Whether an operator writes to its arguments, and their
+names, stand in its schema alone.
+Seen to work: torch 2.11.0 to 2.15.0.
+When gone: importing this file raises AttributeError; without schemas a traced model is cut where it must not be.
+"""
+
+from typing import Any
+
+import torch
+
+FUSED_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+)
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+UNSAFE_VIEW = torch.ops.aten._unsafe_view
+
+
+def schema_of(target: Any) -> Any:
+    """Return an operator's schema (`is_mutable`, `arguments`), or None of what is no operator."""
+    return getattr(target, "_schema", None)

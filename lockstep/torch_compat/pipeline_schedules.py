@@ -1,0 +1,30 @@
+"""What is private in torch's pipeline schedules: whether shapes are known, and DualPipeV's pairs of actions.
+
+Public torch: a schedule infers shapes by running the model on uninitialised memory, unless it takes itself to have done
+so. DualPipeV runs a pair's passes one after the other, and sends what the first put out after the second: the next
+stage would wait for nothing. It draws up its actions in a private method.
+Seen to work: torch 2.11.0 to 2.15.0.
+When gone: without its flag a schedule calls the stage's inference of shapes, which Lockstep's does not have; without
+the method DualPipeV runs in pairs: the same numbers, more waiting.
+"""
+
+import re
+from typing import Any
+
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+
+_INITIALIZED = re.compile(r"_stages?(_forward|_backward)?_initialized")
+
+
+def skip_shape_inference(schedule: Any) -> None:
+    """Have a schedule take the shapes of its stages as known."""
+    for flag in [name for name in vars(schedule) if _INITIALIZED.fullmatch(name)]:
+        setattr(schedule, flag, True)
+
+
+class UnpairedDualPipeV(ScheduleDualPipeV):
+    """DualPipeV with each forward pass that it pairs with a backward pass in its own place."""
+
+    def _calculate_single_rank_operations(self, rank: int) -> list[Any]:
+        paired = super()._calculate_single_rank_operations(rank)
+        return [part for action in paired for part in (action and action.sub_actions) or (action,)]
