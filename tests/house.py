@@ -2,7 +2,7 @@
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -27,14 +27,15 @@ def tree(module: str) -> ast.Module:
     return ast.parse(files()[module].read_text())
 
 
-def imports(module: str, *, everywhere: bool = False) -> set[str]:
+def imports(module: str, *, in_functions: bool = False) -> set[str]:
     """Modules of the package that a module imports as it is loaded.
 
     Args:
-        everywhere: also in functions and for type checking alone.
+        in_functions: also what its functions import when they are called.
     """
     found: set[str] = set()
-    for node in ast.walk(tree(module)) if everywhere else _when_loaded(tree(module).body):
+    loaded = _when_loaded(tree(module).body)
+    for node in (inner for each in loaded for inner in ast.walk(each)) if in_functions else loaded:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
@@ -57,8 +58,12 @@ def _when_loaded(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield node
 
 
-def circles() -> list[list[str]]:
-    """Groups of modules that import each other, by Tarjan's algorithm."""
+def circles(without: Collection[tuple[str, str]] = ()) -> list[list[str]]:
+    """Groups of modules that import each other, in functions too, by Tarjan's algorithm.
+
+    Args:
+        without: (importing module, imported module) that do not count.
+    """
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -67,7 +72,7 @@ def circles() -> list[list[str]]:
     def visit(module: str) -> None:
         index[module] = low[module] = len(index)
         stack.append(module)
-        for other in sorted(imports(module)):
+        for other in sorted(o for o in imports(module, in_functions=True) if (module, o) not in without):
             if other not in index:
                 visit(other)
                 low[module] = min(low[module], low[other])

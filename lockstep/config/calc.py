@@ -9,11 +9,10 @@ defaults. The expression is walked as a syntax tree: nothing is executed.
 import ast
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config.names import foreign_key
-from lockstep.config.tree import Node, Path
+from lockstep.config.tree import Calc, Node, Path
 from lockstep.errors import UsageError
 
 Number = int | float
@@ -31,18 +30,6 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow,
 }
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
-
-
-@dataclass(frozen=True)
-class Calc:
-    """An expression still to be worked out.
-
-    Attributes:
-        variables: those that the template sets (`-- set NAME = VALUE`).
-    """
-
-    expression: str
-    variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 def evaluate(expression: str, lookup: Callable[[str], Number]) -> Number:

@@ -6,9 +6,9 @@ here imports pydantic, so that the command line can look up a flag at once.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
-Kind = Literal["key", "flag", "value", "python", "command", "env"]
+from lockstep.config.names_guides import GUIDES, Kind
+from lockstep.config.names_trainers import TRAINERS
 
 SOURCES = {
     "bdh": "BDH's training script",
@@ -55,9 +55,6 @@ SECTIONS = ("model", "loss_fn", "data", "training", "precision", "distributed", 
 @cache
 def table() -> tuple[Foreign, ...]:
     """All rows, in the order of `SOURCES`."""
-    from lockstep.config.names_guides import GUIDES
-    from lockstep.config.names_trainers import TRAINERS
-
     return tuple(Foreign(source, kind, *row) for source, kind, rows in (*GUIDES, *TRAINERS) for row in rows)
 
 

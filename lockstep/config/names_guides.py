@@ -1,7 +1,8 @@
 """The table of foreign names, first part: five guides. Rows are (theirs, ours, value, note); see `names.Foreign`."""
 
-from lockstep.config.names import Kind
+from typing import Literal
 
+Kind = Literal["key", "flag", "value", "python", "command", "env"]
 Row = tuple[str, ...]
 Rows = tuple[Row, ...]
 

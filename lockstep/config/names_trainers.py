@@ -1,7 +1,6 @@
 """The table of foreign names, second part: trainers in wide use. Rows are (theirs, ours, value, note)."""
 
-from lockstep.config.names import Kind
-from lockstep.config.names_guides import ACCUMULATION, CHECKPOINTING, CLIP, NPROC, STRATEGY, WRAP, Rows
+from lockstep.config.names_guides import ACCUMULATION, CHECKPOINTING, CLIP, NPROC, STRATEGY, WRAP, Kind, Rows
 
 BETAS = "training.optimizer_args.betas"
 ONE_LOADER = "the order of samples is Lockstep's"

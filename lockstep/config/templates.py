@@ -22,13 +22,12 @@ import jinja2
 from jinja2 import nodes
 from jinja2.sandbox import SandboxedEnvironment
 
-from lockstep.config.calc import Calc
 from lockstep.config.files import ResolvedFile, parent_file, read
 from lockstep.config.flags import shallowest
 from lockstep.config.keys import all_keys
 from lockstep.config.limits import within_limits
 from lockstep.config.prepass import Prepared, prepare, reindent, unmark
-from lockstep.config.tree import Node, Origin, merge, parse
+from lockstep.config.tree import Calc, Node, Origin, merge, parse
 from lockstep.errors import UsageError
 
 

@@ -3,11 +3,14 @@
 YAML 1.2's core schema: `2e-4` is a number; `on`, `off`, `yes` and `no` are text; `012` is twelve; dates are text.
 Keys are text. Duplicate keys are refused. Anchors, aliases and `<<` merge keys work. Source: https://yaml.org/spec/1.2.2,
 10.3; PyYAML's own resolvers are those of YAML 1.1.
+
+Tags are those of the template language: `!singleton:module:Name@label`, `!list`, `!calc "expression"`. `@label` names
+the object for people; to use it twice give it an anchor, `&name`, and refer to it by `*name`.
 """
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import yaml
@@ -76,6 +79,18 @@ class Node:
         elif isinstance(self.value, list):
             for index, child in enumerate(self.value):
                 yield from child.walk((*path, index))
+
+
+@dataclass(frozen=True)
+class Calc:
+    """An expression still to be worked out.
+
+    Attributes:
+        variables: those that the template sets (`-- set NAME = VALUE`).
+    """
+
+    expression: str
+    variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 def node_of(value: Any, origin: Origin) -> Node:
@@ -201,8 +216,6 @@ class _Builder:
 
     def _build(self, node: yaml.Node, origin: Origin) -> Node:
         if node.tag is not None and not node.tag.startswith(_TAG):
-            from lockstep.config.tags import build_tagged
-
             return build_tagged(node.tag, self._content(node, origin), origin)
         return self._content(node, origin)
 
@@ -278,3 +291,64 @@ def _scalar(tag: str, text: str, origin: Origin) -> Any:
         where=str(origin),
         fix="leave the tag out, or write !singleton, !list or !calc",
     )
+
+
+# ---- tags ----
+
+_SINGLETON = re.compile(r"^!singleton:(?P<name>[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)(?:@[\w.-]*)?$")
+_LIST = re.compile(r"^!list:?(?:@[\w.-]*)?$")
+_CALC = re.compile(r"^!calc(?::@[\w.-]*)?$")
+
+
+def build_tagged(tag: str, content: Node, origin: Origin) -> Node:
+    """The node that a tagged value stands for.
+
+    Raises:
+        UsageError: an unknown tag, or content that the tag does not take.
+    """
+    singleton = _SINGLETON.match(tag)
+    if singleton:
+        return _singleton(singleton["name"], content, origin)
+    if _LIST.match(tag):
+        if content.value in (None, ""):
+            return Node([], origin)
+        if not isinstance(content.value, list):
+            raise UsageError("!list takes a list", where=str(origin), fix="put `- ` before each of its items")
+        return Node(content.value, origin)
+    if _CALC.match(tag):
+        if not isinstance(content.value, str) or not content.value.strip():
+            raise UsageError(
+                "!calc takes an expression", where=str(origin), fix='write !calc "max(1, 64 // batch_size)"'
+            )
+        return Node(Calc(content.value), origin)
+    raise UsageError(
+        f"the tag {tag} is not known",
+        where=str(origin),
+        fix='the tags are !singleton:module:Name, !list and !calc "expression"',
+    )
+
+
+def _singleton(name: str, content: Node, origin: Origin) -> Node:
+    """`args: […]` are positional arguments; `args: {…}`, `kwargs: {…}` and all other keys are keywords."""
+    keywords: dict[str, Node] = {}
+    positional: list[Node] = []
+    if isinstance(content.value, list):
+        positional = content.value
+    elif isinstance(content.value, dict):
+        for key, child in content.value.items():
+            if key in ("args", "kwargs") and isinstance(child.value, dict):
+                keywords.update(child.value)
+            elif key == "args" and isinstance(child.value, list):
+                positional = child.value
+            else:
+                keywords[key] = child
+    elif content.value not in (None, ""):
+        raise UsageError(
+            f"!singleton:{name} takes arguments as a mapping or a list under it, not {content.value!r}",
+            where=str(origin),
+            fix="write them under it, indented: `key: value` lines or `- value` lines",
+        )
+    inside = {"name": Node(name, origin), "args": Node(keywords, origin)}
+    if positional:
+        inside["positional"] = Node(positional, origin)
+    return Node(inside, origin)

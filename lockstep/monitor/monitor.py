@@ -6,20 +6,23 @@ logged steps only: every `log_steps`-th, the first of this process, and the last
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import MonitorConfig
 from lockstep.environment import rank_facts
+from lockstep.monitor.background import Background
 from lockstep.monitor.callbacks import build_callbacks
 from lockstep.monitor.figures import Figures, Table
 from lockstep.monitor.meters import Meters, memory_in_use, without_graph
+from lockstep.monitor.prometheus import open_prometheus
 from lockstep.monitor.resources import ResourceMonitor
-from lockstep.monitor.sinks import BufferedSink, Guarded, Row, build_sinks
+from lockstep.monitor.sinks import BufferedSink, Guarded, Row, SinkContext, warn_left_out
 from lockstep.monitor.stragglers import StragglerWatch
 from lockstep.records import RunDirectory, StepRecord
+from lockstep.registry import SINKS
 
 if TYPE_CHECKING:
     from lockstep.monitor.profiling import Profiler
@@ -77,7 +80,7 @@ class Monitor:
         self._callbacks = [Guarded(f"the callback {name}", _CallbackSink(call), self.event) for name, call in callbacks]
         self._sinks: list[BufferedSink] = []
         if is_main:
-            self._sinks = build_sinks(config, run, total_steps, start_step, self.event, self.say)
+            self._sinks = _build_sinks(config, run, total_steps, start_step, self.event, self.say)
 
     def on_step(self, record: StepRecord) -> None:
         """Take one step's record; waits for the device on logged steps only."""
@@ -233,3 +236,48 @@ class _CallbackSink:
 
 def _on_every_rank(call: Any) -> bool:
     return bool(getattr(call, "every_rank", False))
+
+
+def _build_sinks(
+    config: MonitorConfig, run: RunDirectory | None, total_steps: int | None, start_step: int,
+    event: Callable[..., None], say: Callable[[str], None],
+) -> list[BufferedSink]:  # fmt: skip
+    """Return the sinks that the config names; one whose library is missing is left out with one warning.
+
+    The console and Prometheus are written at once; files and servers have threads.
+
+    Args:
+        config: the section `monitor`.
+        run: the run directory, if any.
+        total_steps: of the whole run, if known.
+        start_step: the step that this process resumes from.
+        event: writes an event.
+        say: prints a line for the person who started the run.
+    """
+    context = SinkContext(config, run, total_steps, start_step)
+    made: list[BufferedSink] = []
+    files: list[Guarded] = []
+    for name in config.sinks:
+        kind = SINKS.load(name)
+        if run is None and getattr(kind, "needs_run_directory", False):
+            continue
+        try:
+            guarded = Guarded(f"the sink {name}", kind(context), event)
+        except ImportError as error:
+            warn_left_out(name, name if name in SINKS.shipped else None, error)
+            continue
+        if getattr(kind, "at_once", False):
+            made.append(guarded)
+        elif getattr(kind, "own_thread", False):
+            made.append(Background([guarded], event))
+        else:
+            files.append(guarded)
+    if files:
+        made.append(Background(files, event))
+    if config.prometheus is not None:
+        served = open_prometheus(config.prometheus, "" if run is None else run.path.resolve().name)
+        if served is not None:
+            event("prometheus", address=served.address)
+            say(f"metrics for Prometheus at {served.address}")
+            made.append(Guarded("the sink prometheus", served, event))
+    return made

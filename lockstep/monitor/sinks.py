@@ -1,7 +1,7 @@
-"""Defines sinks, which take rows of plain numbers, and makes those that the config names.
+"""Defines sinks, which take rows of plain numbers.
 
 A sink that fails is reported once and never stops the run. `jsonl` and the events go through `records.RunDirectory`;
-`console` and `tensorboard` have files of their own.
+`console` and `tensorboard` have files of their own; `Monitor` makes those that the config names.
 """
 
 import logging
@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from lockstep.config import MonitorConfig
 from lockstep.records import RunDirectory
-from lockstep.registry import SINKS
 
 Row = dict[str, Any]
 Event = Callable[..., None]
@@ -143,55 +142,6 @@ class Guarded:
 
 def _trace_wanted() -> bool:
     return os.environ.get("LOCKSTEP_TRACEBACK") == "1"
-
-
-def build_sinks(
-    config: MonitorConfig, run: RunDirectory | None, total_steps: int | None, start_step: int, event: Event,
-    say: Callable[[str], None] = lambda _line: None,
-) -> list[BufferedSink]:  # fmt: skip
-    """Return the sinks that the config names; one whose library is missing is left out with one warning.
-
-    The console and Prometheus are written at once; files and servers have threads.
-
-    Args:
-        config: the section `monitor`.
-        run: the run directory, if any.
-        total_steps: of the whole run, if known.
-        start_step: the step that this process resumes from.
-        event: writes an event.
-        say: prints a line for the person who started the run.
-    """
-    from lockstep.monitor.background import Background
-
-    context = SinkContext(config, run, total_steps, start_step)
-    made: list[BufferedSink] = []
-    files: list[Guarded] = []
-    for name in config.sinks:
-        kind = SINKS.load(name)
-        if run is None and getattr(kind, "needs_run_directory", False):
-            continue
-        try:
-            guarded = Guarded(f"the sink {name}", kind(context), event)
-        except ImportError as error:
-            warn_left_out(name, name if name in SINKS.shipped else None, error)
-            continue
-        if getattr(kind, "at_once", False):
-            made.append(guarded)
-        elif getattr(kind, "own_thread", False):
-            made.append(Background([guarded], event))
-        else:
-            files.append(guarded)
-    if files:
-        made.append(Background(files, event))
-    if config.prometheus is not None:
-        from lockstep.monitor.prometheus import open_prometheus
-
-        served = open_prometheus(config.prometheus, "" if run is None else run.path.resolve().name)
-        if served is not None:
-            event("prometheus", address=served.address)
-            say(f"metrics for Prometheus at {served.address}")
-            made.append(Guarded("the sink prometheus", served, event))
-    return made
 
 
 def warn_left_out(sink: str, extra: str | None, error: ImportError | None = None) -> None:
