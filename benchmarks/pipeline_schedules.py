@@ -24,7 +24,7 @@ from lockstep.config import config_from
 from lockstep.data.batches import MicroBatch
 from lockstep.models.protocol import Objective
 from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.pipeline.picture import Timeline, clocked
+from lockstep.parallel.pipeline.picture import ScheduleTimeline, clocked
 from lockstep.parallel.pipeline.schedules import SCHEDULES
 from lockstep.parallel.pipeline.torch_schedule import Action, actions
 from lockstep.parallel.place import place
@@ -82,7 +82,7 @@ class Case(NamedTuple):
     stages_per_rank: int
     micro_batches: int
 
-    def theory(self, seconds: float) -> Timeline:
+    def theory(self, seconds: float) -> ScheduleTimeline:
         """The run with each action's own time."""
         splits = SCHEDULES[self.schedule].splits_backward
 

@@ -16,7 +16,7 @@ from benchmarks.curves import Curve, as_svg
 from benchmarks.page import RESULTS, page, table, tell
 from benchmarks.scale_published import GPT_1T, GPT_175B, LLAMA_405B, ON_H100, PUBLISHED, Cut, Model, Sharded
 from lockstep.config import Config, config_from
-from lockstep.costs.hardware import LINKS, Cluster, cluster_of, find_gpu, find_link
+from lockstep.costs.hardware import LINKS, GpuCluster, cluster_of, find_gpu, find_link
 from lockstep.costs.network import group_of
 from lockstep.layout import Layout
 from lockstep.parallel.pipeline.cost import StageTime, pipeline_step
@@ -83,7 +83,7 @@ def cut(run: Cut, gpus: int, samples: int | None = None) -> float:
     _, facts, rehearsal = _rehearsed(model, 1, run.checkpointing, "full_shard", Layout("single"))
     replicas = gpus // (run.tensor * run.pipeline)
     micro_batches = -(-(samples or run.samples) // replicas)
-    group = Cluster(gpu, run.tensor, run.tensor, LINKS[gpu.inside], link)
+    group = GpuCluster(gpu, run.tensor, run.tensor, LINKS[gpu.inside], link)
     activations = 2.0 * model.positions * model.width
     parts = run.pipeline * run.chunks
     added_up = 2 * model.layers / parts * group_of(group, run.tensor).all_reduce(activations)
@@ -94,7 +94,7 @@ def cut(run: Cut, gpus: int, samples: int | None = None) -> float:
         activations, 4 * facts.parameters / parts,
     )  # fmt: skip
     cards = replace(link, bandwidth=link.bandwidth * run.tensor)  # a group sends over those of all its GPUs
-    groups = Cluster(gpu, replicas * run.pipeline, 1, LINKS[gpu.inside], cards)
+    groups = GpuCluster(gpu, replicas * run.pipeline, 1, LINKS[gpu.inside], cards)
     schedule = config_from(
         {"distributed.pipeline.schedule": "Interleaved1F1B", "distributed.pipeline.stages_per_rank": run.chunks}
     )

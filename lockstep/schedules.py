@@ -8,7 +8,7 @@ import math
 from typing import Protocol
 
 
-class Schedule(Protocol):
+class ScheduleContext(Protocol):
     """What a schedule may look at.
 
     Attributes:
@@ -31,22 +31,22 @@ class Schedule(Protocol):
     def decay_ratio(self) -> float: ...
 
 
-def constant(updates: int, schedule: Schedule) -> float:
+def constant(updates: int, schedule: ScheduleContext) -> float:
     """Return 1: the rate stays at its peak."""
     return 1.0
 
 
-def linear(updates: int, schedule: Schedule) -> float:
+def linear(updates: int, schedule: ScheduleContext) -> float:
     """Fall in a straight line from the end of the warm-up."""
     return _left(1 - _progress(updates, schedule.warmup, schedule.total), schedule)
 
 
-def cosine(updates: int, schedule: Schedule) -> float:
+def cosine(updates: int, schedule: ScheduleContext) -> float:
     """Fall in one half-cosine from the end of the warm-up."""
     return _left(0.5 * (1 + math.cos(math.pi * _progress(updates, schedule.warmup, schedule.total))), schedule)
 
 
-def warmup_stable_decay(updates: int, schedule: Schedule) -> float:
+def warmup_stable_decay(updates: int, schedule: ScheduleContext) -> float:
     """Stay at the peak, and fall in a straight line over the last updates."""
     start = max(schedule.warmup, schedule.total - round(schedule.total * schedule.decay_ratio))
     return _left(1 - _progress(updates, start, schedule.total), schedule)
@@ -56,5 +56,5 @@ def _progress(updates: int, start: int, total: int) -> float:
     return min(1.0, max(0.0, (updates - start) / max(1, total - start)))
 
 
-def _left(shape: float, schedule: Schedule) -> float:
+def _left(shape: float, schedule: ScheduleContext) -> float:
     return schedule.min_ratio + (1 - schedule.min_ratio) * shape

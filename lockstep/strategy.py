@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.config import Config, DistributedConfig
-    from lockstep.costs.hardware import Cluster
+    from lockstep.costs.hardware import GpuCluster
     from lockstep.costs.steps import ModelSize, Pieces, StepTime
     from lockstep.parallel.parallel_model import ParallelModel
     from lockstep.parallel.placement import PlacementContext
@@ -133,7 +133,7 @@ class Strategy:
 
     # ---- what it costs ----
 
-    def layouts_to_plan(self, model: "ModelSize", config: "Config", cluster: "Cluster") -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(self, model: "ModelSize", config: "Config", cluster: "GpuCluster") -> Iterator[dict[str, Any]]:
         """Yield the layouts that `lockstep plan` looks at on this cluster, as keys of the config.
 
         Args:
@@ -147,7 +147,7 @@ class Strategy:
         return {}
 
     def step_time(
-        self, pieces: "Pieces", config: "Config", layout: Layout, cluster: "Cluster", micro_batches: int
+        self, pieces: "Pieces", config: "Config", layout: Layout, cluster: "GpuCluster", micro_batches: int
     ) -> "StepTime":
         """Return how long a step takes; replicas all-reduce fp32 gradients after the last backward pass.
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.house import PACKAGE, circles, files, tree
+from tests.house import PACKAGE, circles, classes, files, tree
 from tests.private_names import found_in
 from tests.ranks import REPOSITORY
 
@@ -84,6 +84,15 @@ def test_each_file_of_torch_compat_has_a_test_that_watches_it() -> None:
         if module.startswith("lockstep.torch_compat."):
             text = ast.get_docstring(tree(module)) or ""
             assert all(part in text for part in ("Public torch: ", "Seen to work: ", "When gone: ")), module
+
+
+# Names that classes of two rooms share.
+_TWICE = {"Change", "Failure", "Job", "Latent", "Numbers", "Piece", "Request", "Run", "Window", "_Cut"}
+
+
+def test_names_of_classes_are_unique() -> None:
+    twice = {name: modules for name, modules in classes().items() if len(modules) > 1}
+    assert twice.keys() <= _TWICE, {name: modules for name, modules in twice.items() if name not in _TWICE}
 
 
 def _code(text: str) -> str:

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep.checkpoint.manifest import CONFIG, JSON_LIMIT, STATE, Manifest, verify
-from lockstep.checkpoint.plan import Description, Plan, describe, merge
+from lockstep.checkpoint.plan import CheckpointPlan, Description, describe, merge
 from lockstep.checkpoint.posix import locate, storage_at
 from lockstep.checkpoint.ranks import Ranks
-from lockstep.checkpoint.snapshot import Part, Piece, Snapshot, Staged, stage
+from lockstep.checkpoint.snapshot import Part, Snapshot, Staged, TensorBlock, stage
 from lockstep.checkpoint.storage import (
     SHARED_MARK,
     Checkpoint,
@@ -33,7 +33,7 @@ from lockstep.checkpoint.storage import (
     step_name,
     step_of,
 )
-from lockstep.checkpoint.write import Format, Written, writer_of
+from lockstep.checkpoint.write import Format, WrittenFiles, writer_of
 from lockstep.errors import RunError, UsageError
 from lockstep.groups import once
 
@@ -132,7 +132,7 @@ def write_once(target: Location, step: int, staged: Staged, config_yaml: str, fo
     """
     doing = _failure(step)
     writer = writer_of(format, staged, ranks, doing)
-    decided: list[tuple[Plan, Location]] = []  # on rank 0
+    decided: list[tuple[CheckpointPlan, Location]] = []  # on rank 0
     with ExitStack() as stack:
 
         def plan(described: list[Description]) -> list[tuple[str, object]]:
@@ -143,7 +143,7 @@ def write_once(target: Location, step: int, staged: Staged, config_yaml: str, fo
             decided.append((plan, draft))
             return [(draft.name, share) for share in shares]
 
-        def finish(written: list[Written]) -> None:
+        def finish(written: list[WrittenFiles]) -> None:
             plan, draft = decided[0]
             files = writer.finish(draft, written)
             state = Staged({}, staged.state, plan.groups).state_json()
@@ -336,7 +336,7 @@ class AsyncSaver:
             copied = (cuda, event)
         return Staged(parts, staged.state, staged.groups), copied
 
-    def _copy_piece(self, part: str, name: str, piece: Piece) -> Piece:
+    def _copy_piece(self, part: str, name: str, piece: TensorBlock) -> TensorBlock:
         source, key = piece.tensor, (part, name)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:

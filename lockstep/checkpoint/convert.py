@@ -25,7 +25,7 @@ from lockstep.checkpoint.manifest import MODEL, Manifest, config_text, proved_ma
 from lockstep.checkpoint.posix import locate, sync_folder
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.read import PartReader, open_part
-from lockstep.checkpoint.snapshot import GROUPS_KEY, Part, Piece, Staged, dtype_name, dtype_of, tensor_bytes
+from lockstep.checkpoint.snapshot import GROUPS_KEY, Part, Staged, TensorBlock, dtype_name, dtype_of, tensor_bytes
 from lockstep.checkpoint.storage import Checkpoint, CheckpointPath, Location
 from lockstep.errors import UsageError
 from lockstep.progress import Advance, progress_of
@@ -131,7 +131,7 @@ def _whole_tensors(checkpoint: Location, manifest: Manifest) -> Iterator[tuple[s
     with progress_of(f"reading {checkpoint.name}", total) as advance:
         for name, stored in sorted(reader.stored.tensors.items()):
             tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-            reader.read_into({name: Piece.whole(tensor)})
+            reader.read_into({name: TensorBlock.whole(tensor)})
             yield name, tensor
             advance(tensor.nbytes)
 
@@ -139,7 +139,7 @@ def _whole_tensors(checkpoint: Location, manifest: Manifest) -> Iterator[tuple[s
 def _unread_part(reader: PartReader, aliases: dict[str, tuple[str, ...]], advance: Advance) -> Part:
     """Return a part of whole tensors that are read when they are written."""
     pieces = {
-        name: Piece.whole(torch.empty(stored.size, dtype=stored.properties.dtype, device="meta"))
+        name: TensorBlock.whole(torch.empty(stored.size, dtype=stored.properties.dtype, device="meta"))
         for name, stored in sorted(reader.stored.tensors.items())
     }
 

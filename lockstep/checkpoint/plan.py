@@ -1,8 +1,8 @@
 """Second stop, plan: rank 0 learns what every rank holds, and decides what the checkpoint will be.
 
-Each rank sends a `Description`: names, shapes, dtypes, no values. Rank 0 merges them into one `Plan`, or refuses them
-with one error for all ranks. Which rank writes which bytes is decided by the format (`write.FormatWriter.plan`); for
-DCP's files the functions at the end do it.
+Each rank sends a `Description`: names, shapes, dtypes, no values. Rank 0 merges them into one `CheckpointPlan`, or
+refuses them with one error for all ranks. Which rank writes which bytes is decided by the format
+(`write.FormatWriter.plan`); for DCP's files the functions at the end do it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from lockstep.checkpoint.manifest import MODEL, ParameterFacts
-from lockstep.checkpoint.snapshot import Part, Piece, Staged, dtype_name
+from lockstep.checkpoint.snapshot import Part, Staged, TensorBlock, dtype_name
 from lockstep.errors import UsageError
 
 _Aliases = Mapping[str, tuple[str, ...]]
@@ -47,7 +47,7 @@ class Description:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckpointPlan:
     """What the checkpoint will hold.
 
     Args:
@@ -70,7 +70,7 @@ def describe(staged: Staged, blocks: Any) -> Description:
     return Description(tensors, staged.parts[MODEL].aliases, staged.groups, blocks)
 
 
-def merge(ranks: Sequence[Description]) -> Plan:
+def merge(ranks: Sequence[Description]) -> CheckpointPlan:
     """Return the plan of a checkpoint of what all ranks hold.
 
     Raises:
@@ -89,7 +89,7 @@ def merge(ranks: Sequence[Description]) -> Plan:
                     )
     aliases = _merged_aliases([rank.aliases for rank in ranks], whole[MODEL])
     parameters = {name: ParameterFacts(*facts, aliases.get(name, ())) for name, facts in whole[MODEL].items()}
-    return Plan(parts, parameters, _merged_groups([rank.groups for rank in ranks]))
+    return CheckpointPlan(parts, parameters, _merged_groups([rank.groups for rank in ranks]))
 
 
 def _shown(facts: TensorFacts) -> str:
@@ -150,7 +150,7 @@ def global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     return FileSystemWriter(Path()).prepare_global_plan(shared), metadata  # names each rank's file
 
 
-def _write_item(name: str, piece: Piece) -> WriteItem:
+def _write_item(name: str, piece: TensorBlock) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(piece.offset), piece.tensor.size())
     data = TensorWriteData(chunk, TensorProperties(piece.tensor.dtype), torch.Size(piece.shape))
     # SHARD for whole tensors too: then any rank that holds a block may be the one that writes it.

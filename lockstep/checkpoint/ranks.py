@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint.snapshot import Part, Piece, part_of
+from lockstep.checkpoint.snapshot import Part, TensorBlock, part_of
 from lockstep.errors import LockstepError, RunError, UsageError, listed
 
 T = TypeVar("T")
@@ -164,7 +164,7 @@ def sources_of(held: Sequence[Mapping[str, BlockFacts]]) -> dict[str, TensorSour
     return dict(sorted(found.items()))
 
 
-def gather_tensor(source: TensorSource, piece: Piece | None, doing: str, ranks: Ranks) -> Tensor | None:
+def gather_tensor(source: TensorSource, piece: TensorBlock | None, doing: str, ranks: Ranks) -> Tensor | None:
     """Put one tensor together on the CPU of rank 0 (None on the others); every rank calls it.
 
     Args:

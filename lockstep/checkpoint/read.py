@@ -38,7 +38,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.metadata import StoredPart, check_sizes, parse_metadata
 from lockstep.checkpoint.ranks import Ranks
-from lockstep.checkpoint.snapshot import Piece, dtype_name, dtype_of
+from lockstep.checkpoint.snapshot import TensorBlock, dtype_name, dtype_of
 from lockstep.checkpoint.storage import Location
 from lockstep.errors import UsageError
 from lockstep.torch_compat.checkpoint_format import read_items
@@ -49,7 +49,7 @@ class PartReader(Protocol):
 
     stored: StoredPart
 
-    def read_into(self, pieces: dict[str, Piece]) -> None:
+    def read_into(self, pieces: dict[str, TensorBlock]) -> None:
         """Fill the pieces, in place, from whatever blocks were stored."""
 
 
@@ -89,7 +89,7 @@ class ShardedReader(FileSystemReader):
         self.stored = read_stored_part(checkpoint, manifest, part)
         self.storage_data = dict(self.stored.places)
 
-    def read_into(self, pieces: dict[str, Piece]) -> None:
+    def read_into(self, pieces: dict[str, TensorBlock]) -> None:
         """Fill the pieces, in place, from whatever blocks were stored."""
         items: list[ReadItem] = []
         for name, piece in pieces.items():
@@ -129,7 +129,7 @@ class _CheckpointFiles(FileSystem):
 class _PieceLoadPlanner(DefaultLoadPlanner):
     """Gives DCP the places in memory that are to be filled."""
 
-    def __init__(self, pieces: dict[str, Piece]) -> None:
+    def __init__(self, pieces: dict[str, TensorBlock]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.pieces = pieces
 
@@ -263,7 +263,7 @@ class LocalReader:
                 raise ValueError(f"the blocks of {name} do not make up the whole of it")
         return {name: list(mine.values()) for name, mine in found.items()}
 
-    def read_into(self, pieces: dict[str, Piece]) -> None:
+    def read_into(self, pieces: dict[str, TensorBlock]) -> None:
         """Fill the pieces, in place, one block in memory at a time."""
         with torch.no_grad():
             for name, piece in pieces.items():
@@ -272,7 +272,7 @@ class LocalReader:
 
 
 def check_topology(
-    checkpoint: Location, manifest: Manifest, reader: PartReader, pieces: Mapping[str, Piece],
+    checkpoint: Location, manifest: Manifest, reader: PartReader, pieces: Mapping[str, TensorBlock],
     owner: Mapping[str, str], ranks: Ranks,
 ) -> None:  # fmt: skip
     """Refuse raw shards of other ranks than those that load them.
@@ -334,7 +334,7 @@ def _described(blocks: list[RawBlock]) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(first.dtype), torch.Size(first.shape), chunks)
 
 
-def _copy_overlap(checkpoint: Location, block: RawBlock, piece: Piece) -> None:
+def _copy_overlap(checkpoint: Location, block: RawBlock, piece: TensorBlock) -> None:
     """Copy what the block and the piece have in common."""
     low = [max(a, b) for a, b in zip(block.offset, piece.offset, strict=True)]
     ends = zip(block.offset, block.block, piece.offset, piece.tensor.shape, strict=True)

@@ -29,7 +29,7 @@ from lockstep.checkpoint.plan import TensorFacts
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.read import PartReader, check_topology, open_part
-from lockstep.checkpoint.snapshot import Piece, Snapshot, as_json, dtype_name, pieces_of
+from lockstep.checkpoint.snapshot import Snapshot, TensorBlock, as_json, dtype_name, pieces_of
 from lockstep.checkpoint.storage import Checkpoint, Location
 from lockstep.errors import UsageError, listed
 
@@ -125,7 +125,7 @@ class _Target:
     """
 
     reader: PartReader
-    pieces: dict[str, Piece]
+    pieces: dict[str, TensorBlock]
     owner: dict[str, str] = field(default_factory=dict)
 
     def stored_facts(self) -> _Facts:

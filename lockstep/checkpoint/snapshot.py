@@ -23,7 +23,7 @@ GROUPS_KEY = "optimizer_groups"  # under which state.json keeps the parameter gr
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorBlock:
     """A block of a whole tensor, on this rank.
 
     Args:
@@ -37,7 +37,7 @@ class Piece:
     offset: tuple[int, ...]
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> "Piece":
+    def whole(cls, tensor: Tensor) -> "TensorBlock":
         """Return a tensor as the one piece of itself."""
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
@@ -52,9 +52,9 @@ class Piece:
         t = self.tensor
         return (t.device, t.data_ptr(), t.shape, t.stride(), t.dtype, self.shape, self.offset)
 
-    def with_tensor(self, tensor: Tensor) -> "Piece":
+    def with_tensor(self, tensor: Tensor) -> "TensorBlock":
         """Return the same block of the same whole, with its elements elsewhere."""
-        return Piece(tensor, self.shape, self.offset)
+        return TensorBlock(tensor, self.shape, self.offset)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Part:
         read: returns a block when it is written; the pieces then hold no values.
     """
 
-    pieces: dict[str, Piece] = field(default_factory=dict)
+    pieces: dict[str, TensorBlock] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     read: Callable[[str], Tensor] | None = None
 
@@ -132,7 +132,7 @@ def stage(snapshot: Snapshot) -> Staged:
     return Staged(parts, as_json(snapshot.state, "state"), as_json(snapshot.groups, "groups"))
 
 
-def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
     """Return the piece of each tensor that this rank holds.
 
     Raises:
@@ -151,7 +151,7 @@ def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, Sequence[str]]
     """
     owner = {alias: name for name, aliases in declared.items() for alias in aliases}
     aliases = {name: tuple(others) for name, others in declared.items()}
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorBlock] = {}
     seen: dict[tuple[object, ...], str] = {}
     for given, piece in pieces_of(tensors).items():
         name = owner.get(given, given)
@@ -163,7 +163,7 @@ def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, Sequence[str]]
     return Part(pieces, aliases)
 
 
-def _piece(name: str, tensor: Tensor) -> Piece:
+def _piece(name: str, tensor: Tensor) -> TensorBlock:
     if not isinstance(tensor, Tensor):
         raise UsageError(
             f"{name} is a {type(tensor).__name__}, where a checkpoint holds tensors", fix="put it in `state`"
@@ -176,8 +176,8 @@ def _piece(name: str, tensor: Tensor) -> Piece:
     with torch.no_grad():
         if isinstance(tensor, DTensor):
             chunk = chunks_of(tensor)
-            return Piece(tensor.to_local().detach(), tuple(tensor.shape), tuple(chunk.offsets))
-        return Piece.whole(tensor.detach())
+            return TensorBlock(tensor.to_local().detach(), tuple(tensor.shape), tuple(chunk.offsets))
+        return TensorBlock.whole(tensor.detach())
 
 
 def as_json(value: Any, place: str) -> Any:

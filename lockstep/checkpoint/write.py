@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lockstep.checkpoint.manifest import METADATA, raw_file
-from lockstep.checkpoint.plan import Description, Plan, global_plan, local_plan
+from lockstep.checkpoint.plan import CheckpointPlan, Description, global_plan, local_plan
 from lockstep.checkpoint.ranks import Ranks, TensorSource, blocks_of, gather_tensor, sources_of
-from lockstep.checkpoint.snapshot import Part, Piece, Staged, dtype_name, tensor_bytes
+from lockstep.checkpoint.snapshot import Part, Staged, TensorBlock, dtype_name, tensor_bytes
 from lockstep.checkpoint.storage import ChecksumStream, FileFacts, Location
 from lockstep.errors import RunError
 
@@ -38,7 +38,7 @@ Format = Literal["sharded", "full", "local"]
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFiles:
     """What one rank wrote: its files (path inside the checkpoint), and what `finish` needs besides."""
 
     files: dict[str, FileFacts]
@@ -64,14 +64,14 @@ class FormatWriter(ABC):
         """Return what rank 0 must know of this rank's blocks; no values."""
 
     @abstractmethod
-    def plan(self, plan: Plan, ranks: Sequence[Description]) -> list[Any]:
+    def plan(self, plan: CheckpointPlan, ranks: Sequence[Description]) -> list[Any]:
         """Return the share of each rank; on rank 0."""
 
     @abstractmethod
-    def write(self, draft: Location, share: Any) -> Written:
+    def write(self, draft: Location, share: Any) -> WrittenFiles:
         """Write this rank's share; on every rank."""
 
-    def finish(self, draft: Location, written: Sequence[Written]) -> dict[str, FileFacts]:
+    def finish(self, draft: Location, written: Sequence[WrittenFiles]) -> dict[str, FileFacts]:
         """Write what comes after all shares, and return the facts of all tensor files; on rank 0."""
         return {file: facts for rank in written for file, facts in rank.files.items()}
 
@@ -104,7 +104,7 @@ class ShardedWriter(FormatWriter):
     def describe(self) -> dict[str, SavePlan]:
         return {part: local_plan(content) for part, content in self.staged.parts.items()}
 
-    def plan(self, plan: Plan, ranks: Sequence[Description]) -> list[dict[str, SavePlan]]:
+    def plan(self, plan: CheckpointPlan, ranks: Sequence[Description]) -> list[dict[str, SavePlan]]:
         return self.share_out(plan.parts, [rank.blocks for rank in ranks])
 
     def share_out(self, parts: Sequence[str], ranks: Sequence[dict[str, SavePlan]]) -> list[dict[str, SavePlan]]:
@@ -116,20 +116,20 @@ class ShardedWriter(FormatWriter):
                 share[part] = plan
         return shares
 
-    def write(self, draft: Location, share: dict[str, SavePlan]) -> Written:
+    def write(self, draft: Location, share: dict[str, SavePlan]) -> WrittenFiles:
         _require_seen(draft)
         return self.write_parts(draft, share, self.staged.parts)
 
-    def write_parts(self, draft: Location, share: dict[str, SavePlan], parts: dict[str, Part]) -> Written:
+    def write_parts(self, draft: Location, share: dict[str, SavePlan], parts: dict[str, Part]) -> WrittenFiles:
         """Write what the plans give to this rank."""
-        written = Written({}, {})
+        written = WrittenFiles({}, {})
         for part, plan in share.items():
             files = _PartFiles(draft, part)
             written.results[part] = files.write(plan, parts.get(part, Part()))
             written.files.update(files.facts)
         return written
 
-    def finish(self, draft: Location, written: Sequence[Written]) -> dict[str, FileFacts]:
+    def finish(self, draft: Location, written: Sequence[WrittenFiles]) -> dict[str, FileFacts]:
         files = super().finish(draft, written)
         for part, metadata in self.metadata.items():
             part_files = _PartFiles(draft, part)
@@ -205,18 +205,18 @@ class FullWriter(ShardedWriter):
     def describe(self) -> Any:
         return {part: blocks_of(content) for part, content in self.staged.parts.items()}
 
-    def plan(self, plan: Plan, ranks: Sequence[Description]) -> list[dict[str, SavePlan]]:
+    def plan(self, plan: CheckpointPlan, ranks: Sequence[Description]) -> list[dict[str, SavePlan]]:
         self._sources = {part: sources_of([rank.blocks.get(part, {}) for rank in ranks]) for part in plan.parts}
         alone = self.share_out(plan.parts, [{part: local_plan(content) for part, content in self._wholes().items()}])
         return [*alone, *({} for _ in ranks[1:])]
 
-    def write(self, draft: Location, share: dict[str, SavePlan]) -> Written:
+    def write(self, draft: Location, share: dict[str, SavePlan]) -> WrittenFiles:
         if not self.ranks.is_main:
             while self._gather(None):
                 pass
-            return Written({})
+            return WrittenFiles({})
         failed: Exception | None = None
-        written = Written({})
+        written = WrittenFiles({})
         try:
             written = self.write_parts(draft, share, self._wholes())
         except Exception as error:
@@ -227,14 +227,17 @@ class FullWriter(ShardedWriter):
             raise failed
         return written
 
-    def finish(self, draft: Location, written: Sequence[Written]) -> dict[str, FileFacts]:
+    def finish(self, draft: Location, written: Sequence[WrittenFiles]) -> dict[str, FileFacts]:
         return super().finish(draft, written[:1])
 
     def _wholes(self) -> dict[str, Part]:
         """Return parts of whole tensors without values, which are gathered when DCP reads them."""
         return {
             part: Part(
-                {name: Piece.whole(torch.empty(s.shape, dtype=s.dtype, device="meta")) for name, s in sources.items()},
+                {
+                    name: TensorBlock.whole(torch.empty(s.shape, dtype=s.dtype, device="meta"))
+                    for name, s in sources.items()
+                },
                 read=partial(self._read, part),
             )
             for part, sources in self._sources.items()
@@ -284,13 +287,13 @@ class LocalWriter(FormatWriter):
     def describe(self) -> None:
         return None
 
-    def plan(self, plan: Plan, ranks: Sequence[Description]) -> list[None]:
+    def plan(self, plan: CheckpointPlan, ranks: Sequence[Description]) -> list[None]:
         return [None] * len(ranks)
 
-    def write(self, draft: Location, share: None) -> Written:
+    def write(self, draft: Location, share: None) -> WrittenFiles:
         _require_seen(draft)
         files = {raw_file(part, self.ranks.rank): content for part, content in self.staged.parts.items()}
-        return Written({file: _write_raw(draft, file, content) for file, content in files.items()})
+        return WrittenFiles({file: _write_raw(draft, file, content) for file, content in files.items()})
 
 
 def _write_raw(draft: Location, file: str, part: Part) -> FileFacts:

@@ -38,12 +38,12 @@ def is_template(text: str) -> bool:
 
 
 @dataclass
-class Block:
+class TemplateBlock:
     """A block of one file. Lines are 0-based; `indent` is that of its text."""
 
     name: str
     start: int
-    parent: "Block | None"
+    parent: "TemplateBlock | None"
     end: int = -1
     indent: int = 0
     expands: bool = False  # it fills a block of the parent file, rather than defining one
@@ -53,15 +53,15 @@ class Block:
 
 
 @dataclass
-class Prepared:
+class PreparedTemplate:
     """A file ready for Jinja."""
 
     source: str
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[TemplateBlock] = field(default_factory=list)
     outside: str = ""  # the same lines with those of `extends` and of blocks left empty
 
 
-def prepare(text: str, index: int, shown: str) -> Prepared:
+def prepare(text: str, index: int, shown: str) -> PreparedTemplate:
     """Rewrite one file; `index` goes into its marks.
 
     Raises:
@@ -74,7 +74,7 @@ def prepare(text: str, index: int, shown: str) -> Prepared:
         block.expands = extends and block.parent is None
         block.indent = _indent_of(block, lines)
     rewritten = _rewrite(lines, blocks, index)
-    return Prepared(
+    return PreparedTemplate(
         source="\n".join(rewritten),
         blocks=blocks,
         outside="\n".join(_outside(lines, rewritten, blocks)) if extends else "",
@@ -101,9 +101,9 @@ def reindent(text: object, spaces: int) -> str:
     return "\n".join(pad + line if line.strip() else line for line in str(text).split("\n"))
 
 
-def _blocks(lines: list[str], shown: str) -> list[Block]:
-    found: list[Block] = []
-    open_blocks: list[Block] = []
+def _blocks(lines: list[str], shown: str) -> list[TemplateBlock]:
+    found: list[TemplateBlock] = []
+    open_blocks: list[TemplateBlock] = []
     for number, line in enumerate(lines):
         match = _STATEMENT.match(line)
         if match is None:
@@ -120,7 +120,7 @@ def _blocks(lines: list[str], shown: str) -> list[Block]:
         if word == "block":
             if not rest:
                 raise UsageError("`-- block` needs a name", where=where, fix="write -- block trainer_args")
-            block = Block(rest.split()[0], number, open_blocks[-1] if open_blocks else None)
+            block = TemplateBlock(rest.split()[0], number, open_blocks[-1] if open_blocks else None)
             found.append(block)
             open_blocks.append(block)
         elif word == "endblock":
@@ -148,7 +148,7 @@ def _blocks(lines: list[str], shown: str) -> list[Block]:
     return found
 
 
-def _indent_of(block: Block, lines: list[str]) -> int:
+def _indent_of(block: TemplateBlock, lines: list[str]) -> int:
     inside = [
         _spaces(line)
         for number, line in enumerate(lines)
@@ -161,11 +161,11 @@ def _spaces(line: str) -> int:
     return len(line) - len(line.lstrip(" "))
 
 
-def _rewrite(lines: list[str], blocks: list[Block], index: int) -> list[str]:
+def _rewrite(lines: list[str], blocks: list[TemplateBlock], index: int) -> list[str]:
     starts = {block.start: block for block in blocks}
     ends = {block.end: block for block in blocks}
     rewritten: list[str] = []
-    open_blocks: list[Block] = []
+    open_blocks: list[TemplateBlock] = []
     pending = ""  # the delimiter that closes a Jinja construct of several lines
     for number, line in enumerate(lines):
         mark = f"\ue000{index}:{number + 1}\ue001"
@@ -205,7 +205,7 @@ def _pending(line: str, pending: str) -> str:
     return pending
 
 
-def _outside(lines: list[str], rewritten: list[str], blocks: list[Block]) -> list[str]:
+def _outside(lines: list[str], rewritten: list[str], blocks: list[TemplateBlock]) -> list[str]:
     tops = [block for block in blocks if block.parent is None]
     kept: list[str] = []
     for number, (line, new) in enumerate(zip(lines, rewritten, strict=True)):

@@ -26,7 +26,7 @@ from lockstep.config.files import ResolvedFile, parent_file, read
 from lockstep.config.flags import shallowest
 from lockstep.config.keys import all_keys
 from lockstep.config.limits import within_limits
-from lockstep.config.prepass import Prepared, prepare, reindent, unmark
+from lockstep.config.prepass import PreparedTemplate, prepare, reindent, unmark
 from lockstep.config.tree import Calc, Node, Origin, merge, parse
 from lockstep.errors import UsageError
 
@@ -120,10 +120,10 @@ class _Library:
     def __init__(self) -> None:
         self.files: list[ResolvedFile] = []
         self.by_path: dict[str, ResolvedFile] = {}
-        self.prepared: dict[str, Prepared] = {}
+        self.prepared: dict[str, PreparedTemplate] = {}
         self.environment = _Environment(self)
 
-    def add(self, file: ResolvedFile) -> Prepared:
+    def add(self, file: ResolvedFile) -> PreparedTemplate:
         path = str(file.path)
         if path not in self.prepared:
             text = read(file)

@@ -139,7 +139,7 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class GpuCluster:
     """Nodes of equal GPUs.
 
     Attributes:
@@ -165,7 +165,7 @@ class Cluster:
         return products + cost.moved * e.fused / (self.gpu.bandwidth * 1e9 * e.memory)
 
 
-def cluster_of(num_gpus: int, gpu: str, interconnect: str | None = None, *, per_node: int = 8) -> Cluster:
+def cluster_of(num_gpus: int, gpu: str, interconnect: str | None = None, *, per_node: int = 8) -> GpuCluster:
     """A cluster by names as people write them.
 
     Raises:
@@ -177,7 +177,7 @@ def cluster_of(num_gpus: int, gpu: str, interconnect: str | None = None, *, per_
     device = find_gpu(gpu)
     inside = LINKS[device.inside]
     between = find_link(interconnect) if interconnect else (LINKS["InfiniBand NDR"] if num_gpus > per_node else inside)
-    return Cluster(device, num_gpus, min(per_node, num_gpus), inside, between)
+    return GpuCluster(device, num_gpus, min(per_node, num_gpus), inside, between)
 
 
 def known_gpu(device_name: str) -> Gpu | None:

@@ -8,7 +8,7 @@ one latency. Source of the costs: Thakur et al. 2005, "Optimization of Collectiv
 import math
 from dataclasses import dataclass
 
-from lockstep.costs.hardware import Cluster
+from lockstep.costs.hardware import GpuCluster
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Group:
         local: how many of them stand in one node.
     """
 
-    cluster: Cluster
+    cluster: GpuCluster
     size: int
     local: int
 
@@ -59,13 +59,13 @@ class Group:
         return in_all - crossing, crossing
 
 
-def group_of(cluster: Cluster, size: int, stride: int = 1) -> Group:
+def group_of(cluster: GpuCluster, size: int, stride: int = 1) -> Group:
     """`size` ranks, each `stride` ranks from the next."""
     local = max(1, min(size, cluster.per_node // stride))
     return Group(cluster, size, local)
 
 
-def send(cluster: Cluster, size: float, stride: int) -> float:
+def send(cluster: GpuCluster, size: float, stride: int) -> float:
     """Seconds from one rank to another that is `stride` ranks away."""
     link = cluster.inside if stride < cluster.per_node else cluster.between
     return link.latency + size / (link.bandwidth * 1e9 * cluster.efficiency.links)

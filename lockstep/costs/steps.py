@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lockstep.costs.hardware import Cluster
+from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.network import Group, group_of
 from lockstep.costs.timeline import Timeline
 from lockstep.layout import Layout
@@ -75,7 +75,7 @@ class StepTime:
 
 
 def replicated_step(
-    pieces: Pieces, layout: Layout, cluster: Cluster, micro_batches: int, *, sent: float, bucket_bytes: float
+    pieces: Pieces, layout: Layout, cluster: GpuCluster, micro_batches: int, *, sent: float, bucket_bytes: float
 ) -> StepTime:
     """Return the time of a step of replicas that all-reduce their gradients, in buckets, while backward runs.
 
@@ -100,7 +100,7 @@ def replicated_step(
 
 
 def rarely_exchanged_step(
-    pieces: Pieces, layout: Layout, cluster: Cluster, micro_batches: int, *, sent: float
+    pieces: Pieces, layout: Layout, cluster: GpuCluster, micro_batches: int, *, sent: float
 ) -> StepTime:
     """Return the mean time of a step of local updates: of a round of steps one exchanges, or several in fragments.
 
@@ -115,7 +115,7 @@ def rarely_exchanged_step(
 
 
 def sharded_step(
-    pieces: Pieces, layout: Layout, cluster: Cluster, micro_batches: int, *, gathers_again: bool, width: float,
+    pieces: Pieces, layout: Layout, cluster: GpuCluster, micro_batches: int, *, gathers_again: bool, width: float,
     reduces_each: bool,
 ) -> StepTime:  # fmt: skip
     """Return the time of a step of shards: units are gathered before they compute, gradients reduce-scattered after.

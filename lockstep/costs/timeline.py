@@ -39,7 +39,7 @@ class Timeline:
         return sum(task.end - task.begin for task in self.tasks if task.stream == stream)
 
 
-class Step(NamedTuple):
+class ScheduledPass(NamedTuple):
     """One of a pipeline rank's computations: F, B, I or W of a micro-batch on a stage."""
 
     kind: str
@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 
 def pipeline(
-    orders: Sequence[Sequence[Step]],
+    orders: Sequence[Sequence[ScheduledPass]],
     seconds: dict[tuple[str, int], float],
     sends: Sequence[float],
     *,
@@ -63,7 +63,7 @@ def pipeline(
         rank_of: of each stage.
     """
     line = Timeline()
-    done: dict[Step, int] = {}
+    done: dict[ScheduledPass, int] = {}
     places = [0] * len(orders)
     last = len(rank_of) - 1
     left = sum(map(len, orders))
@@ -82,26 +82,28 @@ def pipeline(
                     arrival = task
                     if rank_of[to] != rank:
                         arrival = line.add((rank, rank_of[to]), sends[min(step.stage, to)], [task])
-                    done[Step("arrived F" if step.kind == "F" else "arrived B", to, step.micro_batch)] = arrival
+                    done[ScheduledPass("arrived F" if step.kind == "F" else "arrived B", to, step.micro_batch)] = (
+                        arrival
+                    )
                 places[rank] += 1
                 left -= 1
         assert left < before, "the schedules wait for each other"
     return line
 
 
-def _needs(step: Step, last: int) -> list[Step]:
+def _needs(step: ScheduledPass, last: int) -> list[ScheduledPass]:
     kind, stage, micro_batch = step
     if kind == "F":
-        return [Step("arrived F", stage, micro_batch)] if stage else []
+        return [ScheduledPass("arrived F", stage, micro_batch)] if stage else []
     if kind == "W":
-        return [Step("I", stage, micro_batch)]
-    needs = [Step("F", stage, micro_batch)]
+        return [ScheduledPass("I", stage, micro_batch)]
+    needs = [ScheduledPass("F", stage, micro_batch)]
     if stage < last:
-        needs.append(Step("arrived B", stage, micro_batch))
+        needs.append(ScheduledPass("arrived B", stage, micro_batch))
     return needs
 
 
-def _goes_to(step: Step, last: int) -> int | None:
+def _goes_to(step: ScheduledPass, last: int) -> int | None:
     if step.kind == "F":
         return step.stage + 1 if step.stage < last else None
     if step.kind in ("B", "I"):

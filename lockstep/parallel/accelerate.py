@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import Config
-from lockstep.costs.hardware import Cluster
+from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import Pieces, StepTime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
@@ -58,7 +58,7 @@ class Accelerate(Strategy):
             )
 
     def step_time(
-        self, pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int
+        self, pieces: Pieces, config: Config, layout: Layout, cluster: GpuCluster, micro_batches: int
     ) -> StepTime:
         return bucketed_step_time(pieces, config, layout, cluster, micro_batches)
 
@@ -81,7 +81,7 @@ class Accelerate(Strategy):
 
 
 @dataclass
-class Prepared(AroundMicroBatch):
+class AcceleratedModel(AroundMicroBatch):
     """A model as Accelerate runs it.
 
     Attributes:
@@ -105,7 +105,7 @@ class Prepared(AroundMicroBatch):
         self._open.close()
 
 
-def prepare(model: nn.Module, config: Config, device: torch.device, hook: Any = None) -> Prepared:
+def prepare(model: nn.Module, config: Config, device: torch.device, hook: Any = None) -> AcceleratedModel:
     """Hand a model over to Accelerate, on several ranks.
 
     Args:
@@ -147,7 +147,7 @@ def prepare(model: nn.Module, config: Config, device: torch.device, hook: Any = 
     assert isinstance(wrapped, DistributedDataParallel)
     if hook is not None:
         wrapped.register_comm_hook(None, hook)
-    return Prepared(wrapped, lambda: accelerator.no_sync(wrapped))
+    return AcceleratedModel(wrapped, lambda: accelerator.no_sync(wrapped))
 
 
 def refuse_other_engines() -> None:

@@ -128,7 +128,7 @@ def half_precision_hook(dtype: torch.dtype, group: dist.ProcessGroup) -> Hook:
 
 
 @dataclass(frozen=True)
-class Link:
+class AllReduceCost:
     """What an all-reduce of gradients costs on the ranks' link, in seconds per number, without and with compression.
 
     Attributes:
@@ -145,13 +145,13 @@ class Link:
         return f"{4e-6 / self.plain:.0f} MB/s of fp32 and {4e-6 / self.half:.0f} MB/s of fp32 sent as bf16"
 
 
-def worth_compressing(numbers: int, link: Link) -> bool:
+def worth_compressing(numbers: int, link: AllReduceCost) -> bool:
     """Whether sending `numbers` gradients a step in bf16 pays: by a fifth of the time, and by more than 10 ms."""
     before, after = numbers * link.plain, numbers * link.half
     return after < _PAYS_BELOW * before and before - after > _PAYS_FROM_SECONDS
 
 
-def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
+def measure_link(group: dist.ProcessGroup, device: torch.device) -> AllReduceCost:
     """Time all-reduces over `group`; every rank calls it, and every rank gets the slowest rank's figures."""
     numbers = torch.zeros(_PROBE_NUMBERS, device=device)
 
@@ -165,7 +165,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 
     seconds = torch.tensor([_seconds(action, device) for action in (plain, half)], dtype=torch.float64, device=device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
-    return Link(*(seconds / _PROBE_NUMBERS).tolist())
+    return AllReduceCost(*(seconds / _PROBE_NUMBERS).tolist())
 
 
 def _seconds(action: Callable[[], None], device: torch.device) -> float:
@@ -180,7 +180,7 @@ def _seconds(action: Callable[[], None], device: torch.device) -> float:
     return median(times[1:])
 
 
-def choose(numbers: int, link: Link) -> tuple[str, str]:
+def choose(numbers: int, link: AllReduceCost) -> tuple[str, str]:
     """What `compression: auto` tries: (kind, the line that says why)."""
     if worth_compressing(numbers, link):
         saved, tried = numbers * (link.plain - link.half), 1 + WARM + 2 * TURNS

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import Config, DDPConfig
-from lockstep.costs.hardware import Cluster
+from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, replicated_step
 from lockstep.errors import RunError, listed
 from lockstep.layout import Layout
@@ -49,12 +49,12 @@ class DDP(Strategy):
     ) -> Iterator[Contradiction]:
         yield from torch_contradictions(layout)
 
-    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
         if cluster.num_gpus > 1:
             yield {STRATEGIES.where: self.name}
 
     def step_time(
-        self, pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int
+        self, pieces: Pieces, config: Config, layout: Layout, cluster: GpuCluster, micro_batches: int
     ) -> StepTime:
         return bucketed_step_time(pieces, config, layout, cluster, micro_batches)
 
@@ -76,7 +76,7 @@ class DDP(Strategy):
 
 
 def bucketed_step_time(
-    pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int
+    pieces: Pieces, config: Config, layout: Layout, cluster: GpuCluster, micro_batches: int
 ) -> StepTime:
     """Return the time of a step in which DDP reduces gradients in buckets, compressed if the config says so."""
     whole, ddp = pieces.parameter_bytes, config.distributed.ddp

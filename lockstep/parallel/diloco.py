@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.config import Config, DiLoCoConfig, DistributedConfig
-from lockstep.costs.hardware import Cluster
+from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, rarely_exchanged_step
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
@@ -37,7 +37,7 @@ from lockstep.parallel.numbers import Number, number
 from lockstep.parallel.outer_step import OuterStep
 from lockstep.parallel.parallel_model import ModelUpdate, ParallelModel, assign_contiguous
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext
-from lockstep.parallel.wire import LARGEST, Wire, bytes_each
+from lockstep.parallel.wire import LARGEST, QuantizedAllReduce, bytes_each
 from lockstep.rules import Contradiction
 from lockstep.strategy import Strategy, given_sizes
 
@@ -95,13 +95,13 @@ class DiLoCo(Strategy):
     def instead_of_compression(self, kind: str) -> str | None:
         return "write distributed.diloco.send_as in its place, or strategy: ddp"
 
-    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
         # Only where it is asked for: it is other training.
         if config.distributed.diloco.workers in (None, cluster.num_gpus):
             yield from super().layouts_to_plan(model, config, cluster)
 
     def step_time(
-        self, pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int
+        self, pieces: Pieces, config: Config, layout: Layout, cluster: GpuCluster, micro_batches: int
     ) -> StepTime:
         options = config.distributed.diloco
         sent = pieces.parameter_bytes / 4 * bytes_each(options.send_as) / options.inner_steps
@@ -139,7 +139,7 @@ def _bring_workers(p: PlacementContext, placed: ParallelModel) -> None:
     mine, total = _numbers(p)
     assert placed.micro_step is not None
     config = p.config.distributed.diloco
-    wire = Wire(config.send_as, p.mesh["replicate"].get_group() if p.mesh is not None else None)
+    wire = QuantizedAllReduce(config.send_as, p.mesh["replicate"].get_group() if p.mesh is not None else None)
     workers = LocalWorkers(placed, placed.micro_step, mine, total, config, wire)
     placed.local_training = workers
     placed.forward_backward, placed.micro_step = workers.forward_backward, workers.micro_step
@@ -174,7 +174,13 @@ class LocalWorkers:
     """
 
     def __init__(
-        self, placed: ParallelModel, micro_step: MicroStep, mine: range, total: int, config: DiLoCoConfig, wire: Wire
+        self,
+        placed: ParallelModel,
+        micro_step: MicroStep,
+        mine: range,
+        total: int,
+        config: DiLoCoConfig,
+        wire: QuantizedAllReduce,
     ) -> None:
         self.total = total
         self._placed, self._micro_step = placed, micro_step

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from lockstep.config import Config, DistributedConfig, FSDPConfig
-from lockstep.costs.hardware import Cluster
+from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, sharded_step
 from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout, multiplied
@@ -99,7 +99,7 @@ class FSDP(Strategy):
     def message_type(self, config: Config) -> str | None:
         return config.distributed.fsdp.reduce_dtype
 
-    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
         if cluster.num_gpus == 1:
             return
         for kind in ("full_shard", "shard_grad_op"):
@@ -117,7 +117,7 @@ class FSDP(Strategy):
         }  # fmt: skip
 
     def step_time(
-        self, pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int
+        self, pieces: Pieces, config: Config, layout: Layout, cluster: GpuCluster, micro_batches: int
     ) -> StepTime:
         options = config.distributed.fsdp
         if layout.world_size == 1:

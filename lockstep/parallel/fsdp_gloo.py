@@ -36,7 +36,7 @@ class GlooMessages(AroundMicroBatch):
 
     def __init__(self, model: nn.Module, *, may_wait: bool = False) -> None:
         self._dtypes = {parameter.dtype for parameter in model.parameters()}
-        self._under_way: _Sum | None = None
+        self._under_way: _GradientSum | None = None
         self._sums: dict[nn.Parameter, Tensor] = {}  # over the step's micro-batches, all but the last
         self._may_wait, self._last = may_wait, True
         for module in model.modules():
@@ -61,7 +61,7 @@ class GlooMessages(AroundMicroBatch):
     ) -> None:
         """Reduce-scatter a unit's gradient into `output`: now, or by the next `settle`."""
         self.settle()
-        self._under_way = _Sum(Exchange(gradient, group), output, parameters)
+        self._under_way = _GradientSum(AllToAll(gradient, group), output, parameters)
         if not self._may_wait or {output.dtype} != self._dtypes:  # FSDP2 converts what is there when this returns
             self._under_way.finish()
 
@@ -86,7 +86,7 @@ class GlooMessages(AroundMicroBatch):
                 self._sums[parameter], parameter.grad = parameter.grad, None
 
 
-class Exchange:
+class AllToAll:
     """An all-to-all of rows under way: row w goes to rank w.
 
     Args:
@@ -110,15 +110,15 @@ class Exchange:
             yield got
 
 
-class _Sum:
+class _GradientSum:
     """A unit's gradient under way.
 
     Args:
         parameters: of the unit.
     """
 
-    def __init__(self, exchange: Exchange, out: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        self._exchange: Exchange | None = exchange
+    def __init__(self, exchange: AllToAll, out: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        self._exchange: AllToAll | None = exchange
         self._out, self.parameters = out, parameters
 
     def finish(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.config import DiLoCoConfig
 from lockstep.parallel.local_worker import Flat, Worker
-from lockstep.parallel.wire import BLOCK, Wire
+from lockstep.parallel.wire import BLOCK, QuantizedAllReduce
 
 
 class OuterStep:
@@ -26,7 +26,7 @@ class OuterStep:
     """
 
     def __init__(
-        self, common: Flat, momentum: Flat, buffers: dict[str, Tensor], config: DiLoCoConfig, wire: Wire
+        self, common: Flat, momentum: Flat, buffers: dict[str, Tensor], config: DiLoCoConfig, wire: QuantizedAllReduce
     ) -> None:
         self._common, self._momentum, self._buffers = common, momentum, buffers
         self._config, self._wire = config, wire

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import UsageError
-from lockstep.parallel.fsdp_gloo import Exchange
+from lockstep.parallel.fsdp_gloo import AllToAll
 from lockstep.parallel.micro_step import MicroBatchPass
 from lockstep.parallel.parallel_model import local
 from lockstep.parallel.placement import Tree
@@ -96,7 +96,7 @@ class _Unit:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        self._add(list(torch.cat(list(Exchange(input_tensor, group).received()), dim=1)))
+        self._add(list(torch.cat(list(AllToAll(input_tensor, group).received()), dim=1)))
         if self._tree.last and self._tree.replicas.size() == 1:
             self._write(output_tensor)
 

@@ -72,7 +72,7 @@ def _blocks(values: Tensor) -> Tensor:
     return values.reshape(*values.shape[:-1], -1, BLOCK)
 
 
-class Wire:
+class QuantizedAllReduce:
     """How the ranks of a group exchange what their workers changed.
 
     Args:

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from lockstep.config import Config
-from lockstep.costs.hardware import LINKS, Cluster, Gpu, Link, known_gpu
+from lockstep.costs.hardware import LINKS, Gpu, GpuCluster, Link, known_gpu
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.plan.candidates import Candidate, candidates, judge
@@ -41,7 +41,7 @@ def resolve(config: Config) -> Config:
     return choice.config
 
 
-def choose(config: Config, world_size: int, local_world_size: int, cluster: Cluster | None = None) -> Choice:
+def choose(config: Config, world_size: int, local_world_size: int, cluster: GpuCluster | None = None) -> Choice:
     """Choose for `world_size` ranks.
 
     Raises:
@@ -86,14 +86,14 @@ def _size(candidate: Candidate) -> str:
     return f"{candidate.needed / GIB:.1f} GiB"
 
 
-def _cluster_here(config: Config, world_size: int, local_world_size: int) -> Cluster:
+def _cluster_here(config: Config, world_size: int, local_world_size: int) -> GpuCluster:
     per_node = max(1, local_world_size)
     if torch.cuda.is_available() and config.distributed.device != "cpu":
         facts = torch.cuda.get_device_properties(0)
         gpu = known_gpu(facts.name)
         if gpu is None:
             gpu = Gpu(facts.name, facts.total_memory / GIB, 100, 20, 1000, "PCIe 4", "this device; speeds are guessed")
-        return Cluster(gpu, world_size, per_node, LINKS[gpu.inside], LINKS["InfiniBand HDR"])
+        return GpuCluster(gpu, world_size, per_node, LINKS[gpu.inside], LINKS["InfiniBand HDR"])
     memory = psutil.virtual_memory().total / GIB / per_node
     cpu = Gpu("CPU", memory, 0.1, 0.1, 20, "loopback", "a rank's share of this machine's memory; speeds are guessed")
-    return Cluster(cpu, world_size, per_node, _LOOPBACK, LINKS["Ethernet 1G"])
+    return GpuCluster(cpu, world_size, per_node, _LOOPBACK, LINKS["Ethernet 1G"])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config import Config, require_equation
-from lockstep.costs.hardware import Cluster, Cost
+from lockstep.costs.hardware import Cost, GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime
 from lockstep.errors import UsageError
 from lockstep.layout import AXES, Layout
@@ -75,7 +75,7 @@ class Candidate:
 
 
 def candidates(
-    work: Workload, config: Config, cluster: Cluster, *, low: bool = True, pipelines: bool = True, says: bool = True
+    work: Workload, config: Config, cluster: GpuCluster, *, low: bool = True, pipelines: bool = True, says: bool = True
 ) -> list[Candidate]:  # fmt: skip
     """All layouts that are worth a look, judged; the best first.
 
@@ -98,7 +98,7 @@ def candidates(
 
 
 def _over_modes(
-    work: Workload, config: Config, cluster: Cluster, facts: ModelSize, layout: dict[str, Any], modes: list[str],
+    work: Workload, config: Config, cluster: GpuCluster, facts: ModelSize, layout: dict[str, Any], modes: list[str],
     advance: Advance,
 ) -> list[Candidate]:  # fmt: skip
     """One layout with each mode of checkpointing, the one that needs least memory first."""
@@ -126,7 +126,7 @@ def _modes(facts: ModelSize, config: Config) -> list[str]:
 
 
 def _layouts(
-    facts: ModelSize, config: Config, cluster: Cluster, may_be_low: bool, pipelines: bool
+    facts: ModelSize, config: Config, cluster: GpuCluster, may_be_low: bool, pipelines: bool
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     low = {"precision.param_dtype": "bf16"}
     may_be_low &= cluster.gpu.has_bf16 and config.precision.mode == "bf16" and not config.distributed.reproducible
@@ -143,14 +143,14 @@ def _layouts(
                     yield layout | width
 
 
-def _layout(config: Config, cluster: Cluster, changes: dict[str, Any]) -> Layout:
+def _layout(config: Config, cluster: GpuCluster, changes: dict[str, Any]) -> Layout:
     return resolve(config.replaced(_NO_SIZES | changes).distributed, cluster.num_gpus, cluster.per_node)
 
 
 _NO_SIZES = {f"distributed.{axis}_size": None for axis in AXES}
 
 
-def judge(work: Workload, config: Config, cluster: Cluster, changes: dict[str, Any], facts: ModelSize) -> Candidate:
+def judge(work: Workload, config: Config, cluster: GpuCluster, changes: dict[str, Any], facts: ModelSize) -> Candidate:
     """Memory and time of one layout."""
     config = config.replaced(_NO_SIZES | changes)
     strategy = strategy_named(config.distributed.strategy)
@@ -208,7 +208,7 @@ def pieces_of(facts: ModelSize, rehearsal: Rehearsal, seconds: Callable[[Cost], 
 
 
 def _judge_data_parallel(
-    candidate: Candidate, work: Workload, config: Config, cluster: Cluster, count: int, facts: ModelSize
+    candidate: Candidate, work: Workload, config: Config, cluster: GpuCluster, count: int, facts: ModelSize
 ) -> None:
     layout = candidate.layout
     device_type = "cpu" if cluster.gpu.name == "CPU" else "cuda"
@@ -227,7 +227,7 @@ def _judge_data_parallel(
 
 
 def _judge_pipeline(
-    candidate: Candidate, work: Workload, config: Config, cluster: Cluster, count: int, facts: ModelSize
+    candidate: Candidate, work: Workload, config: Config, cluster: GpuCluster, count: int, facts: ModelSize
 ) -> None:
     from lockstep.parallel.pipeline.cost import StageTime, pipeline_step
     from lockstep.plan.stages import rehearse_rank  # loads torch's compiler
@@ -259,7 +259,7 @@ def _judge_pipeline(
 _MOST_TRIES = 10
 
 
-def largest_batch(work: Workload, config: Config, cluster: Cluster, changes: dict[str, Any]) -> int:
+def largest_batch(work: Workload, config: Config, cluster: GpuCluster, changes: dict[str, Any]) -> int:
     """The largest `training.batch_size` that fits under one layout; 0 where even 1 does not."""
     facts, limit = facts_of(work, config), cluster.usable_memory
     with progress_of("finding the largest batch", _MOST_TRIES, unit="tries at most") as advance:

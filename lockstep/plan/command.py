@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import Config
-from lockstep.costs.hardware import GPUS, Cluster, cluster_of, known_gpu
+from lockstep.costs.hardware import GPUS, GpuCluster, cluster_of, known_gpu
 from lockstep.errors import UsageError
 from lockstep.plan import report
 from lockstep.plan.candidates import Candidate, candidates, largest_batch
@@ -65,7 +65,7 @@ def plan(config: Config, asked: Asked) -> str:
     return "\n".join([text, *said])
 
 
-def cluster_for(asked: Asked) -> tuple[Cluster, list[str]]:
+def cluster_for(asked: Asked) -> tuple[GpuCluster, list[str]]:
     """The cluster that was asked for, or what is here."""
     said = []
     gpu, number = asked.gpu_type, asked.gpus

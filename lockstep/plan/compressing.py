@@ -6,7 +6,7 @@ knows.
 """
 
 from lockstep.config import Config
-from lockstep.costs.hardware import Cluster
+from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import Pieces
 from lockstep.layout import Layout
 from lockstep.strategy import strategy_named
@@ -16,7 +16,7 @@ PAYS_FROM = 0.1  # of a step: less is not worth the lost digits
 _MOVED = 12.0 / 4.0  # bytes that casting to 16 bits and back reads and writes, for each byte of fp32
 
 
-def advice(pieces: Pieces, config: Config, layout: Layout, cluster: Cluster, micro_batches: int) -> list[str]:
+def advice(pieces: Pieces, config: Config, layout: Layout, cluster: GpuCluster, micro_batches: int) -> list[str]:
     """One line where compression would pay, or where it was asked for and does not."""
     strategy = strategy_named(layout.strategy)
     if not strategy.reduces_by_ddp or layout.world_size == 1 or config.distributed.reproducible:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from html import escape
 from typing import Any
 
-from lockstep.costs.hardware import Cluster
+from lockstep.costs.hardware import GpuCluster
 from lockstep.plan.candidates import Candidate
 from lockstep.plan.resources import GIB
 
@@ -20,14 +20,14 @@ _LETTERS = {
 _WIDTH = 40
 
 
-def mfu(candidate: Candidate, cluster: Cluster) -> float:
+def mfu(candidate: Candidate, cluster: GpuCluster) -> float:
     """Model FLOPs utilisation: of the peak in half precision, recomputation not counted."""
     assert candidate.step is not None
     return candidate.model_flops / (candidate.step.seconds * cluster.num_gpus * cluster.gpu.half * 1e12)
 
 
 def as_text(
-    found: Sequence[Candidate], cluster: Cluster, *, tokens_per_sample: int, steps: int | None, price: float | None
+    found: Sequence[Candidate], cluster: GpuCluster, *, tokens_per_sample: int, steps: int | None, price: float | None
 ) -> str:
     """A table of layouts, the best first, a chart of their memory, and why the first is first."""
     limit = found[0].limit if found else 0.0
@@ -128,7 +128,7 @@ def why(found: Sequence[Candidate]) -> list[str]:
     return lines
 
 
-def as_dict(candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
+def as_dict(candidate: Candidate, cluster: GpuCluster) -> dict[str, Any]:
     """For `--json`: bytes and seconds."""
     return {
         "layout": str(candidate.layout), "name": candidate.name(), "config": candidate.changes, "fits": candidate.fits,

@@ -28,8 +28,8 @@ from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.blocks import key_model
 from lockstep.parallel.pipeline.build import part_of, shard_parts
 from lockstep.parallel.pipeline.holding import Holding, holding_of, release
-from lockstep.parallel.pipeline.part import Work as Io
-from lockstep.parallel.pipeline.plan import Plan, frees_after_forward, plan_of
+from lockstep.parallel.pipeline.part import CurrentMicroBatch as Io
+from lockstep.parallel.pipeline.plan import PipelinePlan, frees_after_forward, plan_of
 from lockstep.parallel.pipeline.torch_schedule import Action, actions
 from lockstep.parallel.pipeline.torch_stage import Meta, Metas, Stage, reduce_gradients
 from lockstep.plan.hooks import tag_gradients
@@ -107,7 +107,7 @@ def _played(order: Sequence[Action], changes: Changes) -> list[Region]:
     return [*regions, changes["update", 0, True]]
 
 
-def _metas(work: Workload, config: Config, plan: Plan, low: bool) -> list[Metas]:
+def _metas(work: Workload, config: Config, plan: PipelinePlan, low: bool) -> list[Metas]:
     """What each stage sends on: one forward pass through the chain, in which equal segments run once.
 
     Args:
@@ -142,7 +142,7 @@ class _Rank:
     work: Workload
     config: Config
     layout: Layout
-    plan: Plan
+    plan: PipelinePlan
     objective: Objective
     metas: list[Metas]
     group: dist.ProcessGroup

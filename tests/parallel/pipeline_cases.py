@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.data import Dataset
 
 from lockstep.config import config_from
-from lockstep.parallel.pipeline.torch_schedule import Schedule
+from lockstep.parallel.pipeline.torch_schedule import PipelineSchedule
 from lockstep.trainer import Trainer
 from tests.parity import pipelines
 from tests.parity.toy import RECIPE, VOCAB, Tokens, language_model
@@ -328,7 +328,7 @@ def reductions(settings: dict[str, Any]) -> dict[str, int]:
     trainer = trainer_of(deep(), settings)
     # From torch 2.15 on the first is called, by itself or by the second.
     name = "start_gradient_reduction" if hasattr(PipelineStage, "start_gradient_reduction") else "perform_reduce_grad"
-    reduce, run = getattr(PipelineStage, name), Schedule.run
+    reduce, run = getattr(PipelineStage, name), PipelineSchedule.run
 
     def counted_reduce(self: Any, *factor: int) -> None:
         counts["reductions"] += 1
@@ -339,12 +339,12 @@ def reductions(settings: dict[str, Any]) -> dict[str, int]:
         run(self)
 
     setattr(PipelineStage, name, counted_reduce)
-    Schedule.run = counted_run  # type: ignore[method-assign]
+    PipelineSchedule.run = counted_run  # type: ignore[method-assign]
     try:
         next(iter(trainer.steps(Tokens())))
     finally:
         setattr(PipelineStage, name, reduce)
-        Schedule.run = run  # type: ignore[method-assign]
+        PipelineSchedule.run = run  # type: ignore[method-assign]
     return counts
 
 

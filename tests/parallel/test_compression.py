@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
-from lockstep.parallel.compression import Link, choose, measure_link, sent_numbers, worth_compressing
+from lockstep.parallel.compression import AllReduceCost, choose, measure_link, sent_numbers, worth_compressing
 from lockstep.parallel.powersgd import matrix_of
 from lockstep.parallel.trial import TURNS, WARM, Trial
 from lockstep.trainer import Trainer
@@ -177,11 +177,11 @@ def test_trap_09_a_resumed_run_takes_up_the_memory(found: dict[str, Any]) -> Non
 
 def test_trap_62_auto_compresses_only_where_it_pays(found: dict[str, Any]) -> None:
     """fp16 on gloo takes 2.6 times as long per byte as fp32: half the bytes, and slower."""
-    slow_link = Link(plain=8 * 4 / 100e6, half=8 * 2 / 100e6 + 1e-9)  # 100 Mbit/s
+    slow_link = AllReduceCost(plain=8 * 4 / 100e6, half=8 * 2 / 100e6 + 1e-9)  # 100 Mbit/s
     assert worth_compressing(10_000_000, slow_link)
     assert choose(10_000_000, slow_link)[0] == "bf16"
     assert not worth_compressing(1_000, slow_link)  # nothing to gain
-    memory = Link(plain=4 / 1e9, half=4 / 0.7e9)
+    memory = AllReduceCost(plain=4 / 1e9, half=4 / 0.7e9)
     assert choose(10_000_000, memory)[0] == "none"
     assert "would not pay" in choose(10_000_000, memory)[1]
     plain, half = found["link"][0]

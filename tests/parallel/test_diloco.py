@@ -9,7 +9,7 @@ import torch
 
 from lockstep.config import Config, check, config_from
 from lockstep.errors import UsageError
-from lockstep.parallel.wire import BLOCK, Wire, bytes_each, decode, encode
+from lockstep.parallel.wire import BLOCK, QuantizedAllReduce, bytes_each, decode, encode
 from lockstep.strategy import resolve
 from lockstep.trainer import Trainer
 from tests.hosts import can_make_hosts, hosts, require_root
@@ -160,14 +160,14 @@ def test_what_travels_is_near_to_what_was_sent(kind: str) -> None:
     error = (got_through - values).abs().max() / values.abs().max()
     half = {"fp32": 0.0, "fp16": 1e-3, "bf16": 4e-3, "int8": 0.5 / 127 * 1.001, "int4": 0.5 / 7 * 1.001}[kind]
     assert error <= half
-    mean, lost = Wire(kind, None).mean(values[:, :300])
+    mean, lost = QuantizedAllReduce(kind, None).mean(values[:, :300])
     assert (mean.shape, lost.shape) == ((300,), (3, 300))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_what_is_rounded_away_comes_with_the_next_exchanges(kind: str) -> None:
     """With error feedback the sum of the means keeps up with the mean of the changes, on the way there and back."""
-    wire, errors, sent = Wire(kind, None), torch.zeros(2, 3 * BLOCK), torch.zeros(3 * BLOCK)
+    wire, errors, sent = QuantizedAllReduce(kind, None), torch.zeros(2, 3 * BLOCK), torch.zeros(3 * BLOCK)
     changes = torch.randn(2, 3 * BLOCK, generator=torch.Generator().manual_seed(1))
     for _ in range(50):
         mean, errors = wire.mean(changes + errors)

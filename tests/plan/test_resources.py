@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.costs.hardware import GPUS, LINKS, cluster_of, find_gpu, known_gpu
 from lockstep.costs.network import group_of
-from lockstep.costs.timeline import Step, pipeline
+from lockstep.costs.timeline import ScheduledPass, pipeline
 from lockstep.errors import UsageError
 from lockstep.monitor.flops import DEVICES
 from lockstep.plan import calculate_resources
@@ -55,7 +55,9 @@ def test_trap_45_gpipe_and_1f1b_have_the_same_bubble() -> None:
 
     p, m = 4, 8
     for name, per_rank in (("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)):
-        orders = [[Step(a.kind, a.stage, a.micro_batch) for a in order] for order in actions(name, p, per_rank, m)]
+        orders = [
+            [ScheduledPass(a.kind, a.stage, a.micro_batch) for a in order] for order in actions(name, p, per_rank, m)
+        ]
         stages = p * per_rank
         seconds = {("F", s): 1 / per_rank for s in range(stages)} | {("B", s): 2 / per_rank for s in range(stages)}
         line = pipeline(orders, seconds, [0.0] * stages, rank_of=[s % p for s in range(stages)])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.config import Config, config_from
-from lockstep.costs.hardware import Cluster, Efficiency, Gpu, Link
+from lockstep.costs.hardware import Efficiency, Gpu, GpuCluster, Link
 from lockstep.costs.steps import Pieces, StepTime
 from lockstep.parallel.pipeline.cost import StageTime, pipeline_step
 from lockstep.strategy import resolve, strategy_named
@@ -115,7 +115,7 @@ def predict(case: Case, ranks: int, megabits: float) -> StepTime:
     config = case.config()
     gpu = Gpu("sleeps", 1, 1, 1, 1, "", "none")
     link = Link("shaped", megabits / 8e3, LATENCY, "tc")
-    cluster = Cluster(gpu, ranks, 1, link, link, Efficiency(links=0.95))  # what TCP's headers leave
+    cluster = GpuCluster(gpu, ranks, 1, link, link, Efficiency(links=0.95))  # what TCP's headers leave
     layout = resolve(config.distributed, ranks, 1)
     block = 4.0 * WIDTH * WIDTH
     if layout.strategy == "pipeline":

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.parallel.pipeline.holding import Holding
-from lockstep.parallel.pipeline.part import Part, Work
-from lockstep.parallel.pipeline.plan import Plan
+from lockstep.parallel.pipeline.part import CurrentMicroBatch, StageModule
+from lockstep.parallel.pipeline.plan import PipelinePlan
 from lockstep.precision import Precision
 
 Blocks = list[tuple[str, nn.Module]]
@@ -15,7 +15,9 @@ Shard = Callable[[nn.Module, Blocks, set[nn.Parameter], bool], list[str]]
 """(root, its units, parameters that are another root's, free parameters after each forward pass) → lines to be said."""
 
 
-def part_of(plan: Plan, stage: int, holding: Holding, blocks: Blocks, work: Work, precision: Precision) -> Part:
+def part_of(
+    plan: PipelinePlan, stage: int, holding: Holding, blocks: Blocks, work: CurrentMicroBatch, precision: Precision
+) -> StageModule:
     """The module of stage `stage`, which this rank holds."""
     segments = [plan.segments[i] for i in plan.parts.stages[stage]]
     inside = {id(module) for _, segment in segments for module in segment.modules()}
@@ -28,7 +30,7 @@ def part_of(plan: Plan, stage: int, holding: Holding, blocks: Blocks, work: Work
     # A module that is a segment several times draws anew each time it runs, and counts these under all its names.
     before = [id(module) for i in range(plan.parts.stages[stage].start) for module in [plan.segments[i][1]]]
     earlier = {name: before.count(id(module)) for name, module in plan.segments if id(module) in before}
-    return Part(
+    return StageModule(
         stage, len(plan.parts.stages), segments, borrowed=borrowed,
         blocks=[(name, block) for name, block in blocks if id(block) in inside],
         earlier=earlier, work=work, precision=precision, owns=holding.of_stage.get(stage),
@@ -43,7 +45,7 @@ class SharedUnit(nn.Module):
 
 
 def shard_parts(
-    parts: list[Part], holding: Holding, units: Blocks, shard: Shard, frees: bool
+    parts: list[StageModule], holding: Holding, units: Blocks, shard: Shard, frees: bool
 ) -> tuple[nn.Module | None, list[str]]:
     """Hand each stage to FSDP2; what stages share, on this rank or across ranks, becomes a unit of its own."""
     doubled = sorted(holding.doubled & set(holding.parameters))

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from lockstep.config import Config
-from lockstep.costs.hardware import Cluster
+from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.network import group_of, send
 from lockstep.costs.steps import StepTime, agreements
-from lockstep.costs.timeline import Step, pipeline
+from lockstep.costs.timeline import ScheduledPass, pipeline
 from lockstep.layout import Layout
 from lockstep.parallel.pipeline.partition import rank_of
 from lockstep.parallel.pipeline.schedules import facts_of
@@ -24,14 +24,19 @@ class StageTime:
 
 
 def pipeline_step(
-    stages: list[StageTime], config: Config, layout: Layout, cluster: Cluster, micro_batches: int, update: float = 0.0
+    stages: list[StageTime],
+    config: Config,
+    layout: Layout,
+    cluster: GpuCluster,
+    micro_batches: int,
+    update: float = 0.0,
 ) -> StepTime:
     """A step of a pipeline, the stages of which are replicated or sharded over `layout.data_parallel_size` ranks."""
     options = config.distributed.pipeline
     facts = facts_of(options.schedule, options.stages_per_rank)
     count = facts.padded(micro_batches, layout.pipeline, len(stages))
     orders = [
-        [Step(a.kind, a.stage, a.micro_batch) for a in order]
+        [ScheduledPass(a.kind, a.stage, a.micro_batch) for a in order]
         for order in actions(options.schedule, layout.pipeline, options.stages_per_rank, count)
     ]
     seconds: dict[tuple[str, int], float] = {}

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.parallel.pipeline.part import Part
+from lockstep.parallel.pipeline.part import StageModule
 from lockstep.parallel.pipeline.torch_stage import Meta, Metas
 from lockstep.torch_compat.pytree import tree_leaves, tree_map
 
-Start = Callable[[Part, int], None]
+Start = Callable[[StageModule, int], None]
 """(stage, place among the micro-batches): the stage's forward pass of this micro-batch begins."""
 
 
@@ -33,7 +33,7 @@ class Relay:
         objects_on: the device on which the group carries pickled objects.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[StageModule]
     rank_of: Sequence[int]
     group: dist.ProcessGroup
     device: torch.device
@@ -80,7 +80,7 @@ class Relay:
                 self._send(part.index, outputs, sent)
         return result
 
-    def _receive(self, part: Part, kept: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Metas]:
+    def _receive(self, part: StageModule, kept: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Metas]:
         if part.is_first:
             return (), ()
         if self._is_here(part.index - 1):
@@ -131,7 +131,7 @@ class Relay:
                 work.wait()
 
     def _arriving(
-        self, part: Part, places: Sequence[int], shapes: Callable[[int, int], tuple[Metas, Metas]]
+        self, part: StageModule, places: Sequence[int], shapes: Callable[[int, int], tuple[Metas, Metas]]
     ) -> dict[int, Callable[[], tuple[Tensor, ...]]]:
         """Place → waits for the tensors and returns them; empty for a stage that is sent nothing."""
         if part.is_first or self._is_here(part.index - 1):

@@ -1,8 +1,9 @@
 """One stage's module: a run of the model's segments, and the parameters that they borrow.
 
-`Part.forward` folds tensors through its segments, as the whole model's forward pass does. The first stage takes its
-inputs from the micro-batch that the rank works on, the last one turns outputs into what the pass is for (a loss, or the
-outputs themselves): `Work` says how. So nothing but tensors travels between stages, and the batch stays where it is.
+`StageModule.forward` folds tensors through its segments, as the whole model's forward pass does. The first stage takes
+its inputs from the micro-batch that the rank works on, the last one turns outputs into what the pass is for (a loss, or
+the outputs themselves), as `CurrentMicroBatch` says. So nothing but tensors travels between stages, and the batch stays
+where it is.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ class Spot:
 
 
 @dataclass
-class Work:
+class CurrentMicroBatch:
     """What the stages of a rank work on now, set by whoever runs them.
 
     Attributes:
@@ -50,14 +51,14 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Link:
+class StageSegment:
     """A segment within its stage: its name, and the parameters that it borrows at each call, by keyword."""
 
     name: str
     borrowed: Mapping[str, Spot] = field(default_factory=dict)
 
 
-class Part(nn.Module):
+class StageModule(nn.Module):
     """Stage `index` of `count`.
 
     Args:
@@ -71,14 +72,14 @@ class Part(nn.Module):
     def __init__(
         self, index: int, count: int, segments: Sequence[tuple[str, nn.Module]], *,
         borrowed: Mapping[str, Mapping[str, Spot]], blocks: Sequence[tuple[str, nn.Module]],
-        earlier: Mapping[str, int], work: Work, precision: Precision, owns: nn.Module | None = None,
+        earlier: Mapping[str, int], work: CurrentMicroBatch, precision: Precision, owns: nn.Module | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.index = index
         self.is_first, self.is_last = index == 0, index == count - 1
         self.segments_here = nn.ModuleList(module for _, module in segments)
         self.owns = owns
-        self._links = [Link(name, borrowed.get(name, {})) for name, _ in segments]
+        self._links = [StageSegment(name, borrowed.get(name, {})) for name, _ in segments]
         self._blocks = list(blocks)
         self._earlier = dict(earlier)
         self._work, self._precision = work, precision

@@ -30,7 +30,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimeline:
     """A run of a schedule.
 
     Attributes:
@@ -64,7 +64,7 @@ class Timeline:
 
 def timeline(
     name: str, ranks: int, stages_per_rank: int, micro_batches: int, costs: Mapping[str, float] = UNITS
-) -> Timeline:
+) -> ScheduleTimeline:
     """The run of a schedule over `micro_batches`, padded where it takes no such number.
 
     Args:
@@ -75,7 +75,7 @@ def timeline(
     return clocked(lists, ranks * stages_per_rank, lambda action: costs[action.kind])
 
 
-def clocked(lists: Sequence[Sequence[Action]], stages: int, cost: Callable[[Action], float]) -> Timeline:
+def clocked(lists: Sequence[Sequence[Action]], stages: int, cost: Callable[[Action], float]) -> ScheduleTimeline:
     """Give each action its time.
 
     Args:
@@ -100,7 +100,7 @@ def clocked(lists: Sequence[Sequence[Action]], stages: int, cost: Callable[[Acti
                 places[rank] += 1
                 moved = True
         assert moved, "the schedule waits for itself"
-    return Timeline(tuple(map(tuple, ranks)))
+    return ScheduleTimeline(tuple(map(tuple, ranks)))
 
 
 def _ready(action: Action, stages: int, done: Mapping[Action, float]) -> float | None:

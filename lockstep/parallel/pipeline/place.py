@@ -23,12 +23,12 @@ from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.pipeline.build import part_of, shard_parts
 from lockstep.parallel.pipeline.forward import Relay
 from lockstep.parallel.pipeline.holding import Holding, holding_of, materialise, release
-from lockstep.parallel.pipeline.part import Part, Work
-from lockstep.parallel.pipeline.plan import Plan, frees_after_forward, plan_of, splits_backward
+from lockstep.parallel.pipeline.part import CurrentMicroBatch, StageModule
+from lockstep.parallel.pipeline.plan import PipelinePlan, frees_after_forward, plan_of, splits_backward
 from lockstep.parallel.pipeline.runner import Runner
 from lockstep.parallel.pipeline.shapes import Shapes
 from lockstep.parallel.pipeline.shared import SharedSums
-from lockstep.parallel.pipeline.torch_schedule import Schedule
+from lockstep.parallel.pipeline.torch_schedule import PipelineSchedule
 from lockstep.parallel.pipeline.torch_stage import Stage
 from lockstep.parallel.pipeline.trees import StageTrees, Uses
 from lockstep.parallel.placement import PlacementContext
@@ -37,7 +37,7 @@ from lockstep.parallel.tree import assign_tree
 
 
 @dataclass
-class _Cut:
+class _LocalStages:
     """This rank's stages, and what runs them.
 
     Attributes:
@@ -48,10 +48,10 @@ class _Cut:
         halves: backward passes are cut in two, for gradients of inputs and of weights.
     """
 
-    plan: Plan
+    plan: PipelinePlan
     holding: Holding
-    parts: list[Part]
-    work: Work
+    parts: list[StageModule]
+    work: CurrentMicroBatch
     column: int
     columns: dist.ProcessGroup | None
     frees: bool
@@ -106,7 +106,7 @@ def place(placement: PlacementContext) -> ParallelModel:
     )
 
 
-def _cut(p: PlacementContext, mesh: DeviceMesh, plan: Plan, uses: Uses) -> _Cut:
+def _cut(p: PlacementContext, mesh: DeviceMesh, plan: PipelinePlan, uses: Uses) -> _LocalStages:
     """Keep this rank's stages, let go of the others, and shard or replicate what is left."""
     rank, layout = mesh["pipeline"].get_local_rank(), p.layout
     p.log_lines.append(
@@ -116,12 +116,12 @@ def _cut(p: PlacementContext, mesh: DeviceMesh, plan: Plan, uses: Uses) -> _Cut:
     halves, said = splits_backward(plan, uses, p.config)
     p.log_lines += said
     holding = holding_of(rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
-    work = Work(observes=p.objective.in_outputs and p.objective.observed is not None)
+    work = CurrentMicroBatch(observes=p.objective.in_outputs and p.objective.observed is not None)
     parts = [part_of(plan, stage, holding, p.blocks, work, p.precision) for stage in plan.parts.of_rank(rank)]
     release(plan.model, holding)
     materialise(holding, p.first, p.device)
     column, columns = _data_parallel(layout, mesh)
-    cut = _Cut(
+    cut = _LocalStages(
         plan, holding, parts, work, column, columns, frees_after_forward(layout, p.config), halves
     )  # fmt: skip
     if layout.data_parallel_size > 1:
@@ -130,7 +130,7 @@ def _cut(p: PlacementContext, mesh: DeviceMesh, plan: Plan, uses: Uses) -> _Cut:
     return cut
 
 
-def _runner(p: PlacementContext, cut: _Cut, group: dist.ProcessGroup) -> Runner:
+def _runner(p: PlacementContext, cut: _LocalStages, group: dist.ProcessGroup) -> Runner:
     plan, parts, columns = cut.plan, cut.parts, p.layout.data_parallel_size
     stages = len(plan.parts.stages)
     objects_on = object_device(p.device)
@@ -142,7 +142,7 @@ def _runner(p: PlacementContext, cut: _Cut, group: dist.ProcessGroup) -> Runner:
         cut.work,
         Relay(parts, plan.parts.ranks, group, p.device, objects_on),
         Shapes(cut.column, columns, knows_batches=parts[0].is_first, device=objects_on),
-        make_schedule=partial(Schedule, plan.facts.name),
+        make_schedule=partial(PipelineSchedule, plan.facts.name),
         padded=lambda count: plan.facts.padded(count, p.layout.pipeline, stages),
         per_run=p.config.distributed.pipeline.n_microbatches,
         shared_unit=cut.unit,

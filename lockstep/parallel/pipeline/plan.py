@@ -16,7 +16,7 @@ from lockstep.parallel.pipeline.trees import Uses
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """Which rank holds what, before anything is cut."""
 
     model: Survey
@@ -55,7 +55,7 @@ class Plan:
         return table(self.parts, names, self.model.costs(names))
 
 
-def plan_of(model: nn.Module, ranks: int, config: Config) -> Plan:
+def plan_of(model: nn.Module, ranks: int, config: Config) -> PipelinePlan:
     """Decide on the stages of an unsplit model.
 
     Raises:
@@ -70,12 +70,12 @@ def plan_of(model: nn.Module, ranks: int, config: Config) -> Plan:
         names, read.costs(names), ranks=ranks, stages_per_rank=pipeline.stages_per_rank,
         split_spec=pipeline.split_spec, v_shaped=facts.v_shaped,
     )  # fmt: skip
-    plan = Plan(read, segments, facts, parts)
+    plan = PipelinePlan(read, segments, facts, parts)
     _refuse_empty(plan)
     return plan
 
 
-def _refuse_empty(plan: Plan) -> None:
+def _refuse_empty(plan: PipelinePlan) -> None:
     users = {user for segments in plan.model.users.values() for user in segments}
     for stage, span in enumerate(plan.parts.stages):
         names = [plan.segments[i][0] for i in span]
@@ -92,7 +92,7 @@ def frees_after_forward(layout: Layout, config: Config) -> bool:
     return layout.shard > 1 and config.distributed.fsdp.sharding_strategy in ("full_shard", "hybrid_shard")
 
 
-def splits_backward(plan: Plan, uses: Uses, config: Config) -> tuple[bool, list[str]]:
+def splits_backward(plan: PipelinePlan, uses: Uses, config: Config) -> tuple[bool, list[str]]:
     """Whether gradients of weights are computed apart from those of inputs, and what is to be said about it.
 
     Where they can't be, they come together with the first; the schedule is right all the same, and waits more.

@@ -15,9 +15,9 @@ from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.pipeline.forward import Relay
-from lockstep.parallel.pipeline.part import Part, Work
+from lockstep.parallel.pipeline.part import CurrentMicroBatch, StageModule
 from lockstep.parallel.pipeline.shapes import Agreement, Shapes
-from lockstep.parallel.pipeline.torch_schedule import Schedule
+from lockstep.parallel.pipeline.torch_schedule import PipelineSchedule
 from lockstep.parallel.pipeline.torch_stage import Metas, Stage, reduce_gradients
 from lockstep.parallel.pipeline.trees import StageTrees
 from lockstep.randomness import RandomState
@@ -41,21 +41,21 @@ class Runner:
         trees: take the gradients of each micro-batch; None: they add up.
     """
 
-    parts: list[Part]
+    parts: list[StageModule]
     buffers: list[RunningBuffers]
     objective: Objective
     random_state: RandomState
-    work: Work
+    work: CurrentMicroBatch
     relay: Relay
     shapes: Shapes
-    make_schedule: Callable[[Sequence[Stage], int], Schedule]
+    make_schedule: Callable[[Sequence[Stage], int], PipelineSchedule]
     padded: Callable[[int], int]
     per_run: int | None = None
     shared_unit: nn.Module | None = None
     frees: bool = False
     trees: StageTrees | None = None
     stages: list[Stage] = field(default_factory=list)
-    _schedules: dict[int, Schedule] = field(default_factory=dict)
+    _schedules: dict[int, PipelineSchedule] = field(default_factory=dict)
     _run: Sequence[MicroBatch] = ()
     _accumulator: LossAccumulator | None = None
     _factor: float = 1.0
@@ -92,7 +92,7 @@ class Runner:
             metas = [self.shapes.of(key, stage.stage_index) for key in keys]
             stage.begin([received for received, _ in metas], [sent for _, sent in metas], reduces=last)
 
-    def _schedule(self, count: int) -> Schedule:
+    def _schedule(self, count: int) -> PipelineSchedule:
         if count not in self._schedules:
             self._schedules[count] = self.make_schedule(self.stages, count)
         return self._schedules[count]
@@ -114,10 +114,10 @@ class Runner:
         with self._part(stage)[1].micro_batch(micro_batch.index, real=False):
             yield
 
-    def _part(self, stage: int) -> tuple[Part, RunningBuffers]:
+    def _part(self, stage: int) -> tuple[StageModule, RunningBuffers]:
         return next((p, b) for p, b in zip(self.parts, self.buffers, strict=True) if p.index == stage)
 
-    def _take_up(self, part: Part, micro_batch: MicroBatch) -> None:
+    def _take_up(self, part: StageModule, micro_batch: MicroBatch) -> None:
         self._micro_batch = micro_batch
         part.enter(self.random_state, micro_batch.index)
         self.work.inputs = partial(self.objective.inputs, micro_batch.batch)
@@ -160,7 +160,7 @@ class Runner:
             micro_batch = self._micro_batch
             accumulator.add(micro_batch, Loss(*self.objective.factors(outputs, micro_batch.batch, self.work.calls)))
 
-        def start(part: Part, place: int) -> None:
+        def start(part: StageModule, place: int) -> None:
             self._take_up(part, micro_batches[place])
 
         self.work.finish = enter
@@ -216,7 +216,7 @@ def _reshard(root: nn.Module) -> None:
 
 
 @contextmanager
-def _restored_buffers(parts: Sequence[Part]) -> Iterator[None]:
+def _restored_buffers(parts: Sequence[StageModule]) -> Iterator[None]:
     """Forward passes inside leave no trace in buffers."""
     buffers = [buffer for part in parts for buffer in part.buffers()]
     before = [buffer.clone() for buffer in buffers]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import Config, DistributedConfig
-from lockstep.costs.hardware import Cluster
+from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize
 from lockstep.layout import Layout, multiplied
 from lockstep.parallel.fsdp import describe_shards
@@ -72,7 +72,7 @@ class Pipeline(Strategy):
     def casts_parameters(self, layout: Layout) -> bool:
         return True
 
-    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
         gpus, most = cluster.num_gpus, min(model.blocks, model.segments)
         sizes = [ranks for ranks in (2, 4, 8, 16, 32, 64) if gpus % ranks == 0 and ranks <= most]
         # The fewest whose stages' parameters and gradients fit whole.

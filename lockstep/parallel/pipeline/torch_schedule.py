@@ -17,7 +17,7 @@ from lockstep.torch_compat.pipeline_schedules import UnpairedDualPipeV, skip_sha
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
-class Schedule:
+class PipelineSchedule:
     """A schedule of torch's over this rank's stages, for a fixed number of micro-batches.
 
     Args:
