@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from lockstep.models import get_model
     from lockstep.trainer import Trainer
     from lockstep.trainer.average import WeightAverage
-    from lockstep.trainer.own_loop import place
+    from lockstep.trainer.placed_model import place
 
 _HOME = {
     "Config": "lockstep.config",
     "Trainer": "lockstep.trainer",
     "get_model": "lockstep.models",
     "WeightAverage": "lockstep.trainer.average",
-    "place": "lockstep.trainer.own_loop",
+    "place": "lockstep.trainer.placed_model",
     "spawn": "lockstep.launch.spawn",
     "DistributedSampler": "lockstep.data.sampler",
     "LockstepError": "lockstep.errors",

@@ -115,9 +115,13 @@ class AnomalyDetector:
         earlier, self._pending = self._pending, None
         return self._read(earlier)
 
-    def discard_pending(self) -> None:
-        """Drop what is pending, when the run goes back: it belongs to steps that no longer count."""
-        self._pending = None
+    def restart(self, losses: Iterable[float]) -> None:
+        """Go on from a checkpoint: take up its last good losses, and drop what is pending of steps that do not count.
+
+        Args:
+            losses: oldest first.
+        """
+        self.losses, self._pending = deque(losses), None
 
     def _read(self, pending: tuple[int, Tensor, Any] | None) -> Numbers:
         if pending is None:

@@ -9,7 +9,7 @@ needs one number.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +99,51 @@ class Step:
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress and all else that is no tensor and decides about later steps."""
+        progress = self.progress
+        return {
+            "step": progress.step,
+            "updates": progress.updates,
+            "skipped": list(progress.skipped),
+            "epoch": progress.epoch,
+            "samples": progress.samples,
+            "nominal": self.nominal,
+            "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
+            "losses": list(self.anomaly_detector.losses),
+            "avoid": sorted(self.avoid),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        self.progress = Progress(
+            state["step"], state["updates"], list(state["skipped"]), state["epoch"], state["samples"]
+        )
+        if state["nominal"] is not None:  # before the first step, and of weights that were imported, nobody knows it
+            self.nominal = state["nominal"]
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+        self.anomaly_detector.restart(state.get("losses", ()))
+        self.avoid |= set(state.get("avoid", ()))
+
+    def plan_run(self, total: int | None, schedule: Schedule | TorchSchedule | CallersRate) -> None:
+        """Set the number of the run's last step, where it is known, and the learning rate up to it."""
+        self.total, self.schedule = total or 0, schedule
+
+    def observe(self, clock: PhaseClock, wants_layer_norms: Callable[[int], bool] | None) -> None:
+        """Tell `clock` which phase of a step begins, and record the norms of layers where they are wanted."""
+        self.clock = clock
+        if wants_layer_norms is not None:
+            self.wants_layer_norms = wants_layer_norms
+
+    def avoid_data_of(self, step: int) -> None:
+        """Pass over the data of a step, counted from 1, when the run comes to it again."""
+        self.avoid.add(step - 1)
+
+    def stop(self) -> None:
+        """End the run here; every rank calls it after the same step."""
+        self.stopping = True
+
     @property
     def factor(self) -> float:
         """What the summed loss is multiplied by before backward."""
@@ -129,6 +174,7 @@ class Step:
 
     def pass_over(self, samples: int) -> None:
         """Leave out the step whose turn it is: its data are consumed, and nothing is learned from them."""
+        self.anomaly = None
         self.progress.skipped.append(self.progress.step)
         self._advance(samples)
 
@@ -137,14 +183,18 @@ class Step:
         self.progress.samples += samples
         self.placed.synchronize(self.progress.step, last=self.progress.step == self.total)
 
-    def run(self, micro_batches: list[MicroBatch], micro_batches_per_step: int, samples: int) -> StepRecord:
+    def run(
+        self, micro_batches: list[MicroBatch], micro_batches_per_step: int, samples: int, *, epoch: int = 0
+    ) -> StepRecord:
         """Run one step.
 
         Args:
             micro_batches: those of this rank.
             micro_batches_per_step: their number over all ranks.
             samples: of the step, over all ranks.
+            epoch: of the data.
         """
+        self.progress.epoch = epoch
         if self.nominal is None:
             self.learn_nominal(micro_batches[0].batch, micro_batches_per_step)
         self.clock.enter("forward_backward")
@@ -233,8 +283,8 @@ class Step:
                 for call in self.after_update:
                     call(self.progress.updates)
 
-    def settle(self) -> None:
-        """Read what is still under way; waits for the device. Before a checkpoint, which must hold no bad numbers.
+    def flush(self) -> None:
+        """Read pending numbers before a checkpoint, which must hold no bad ones; the host waits for the device.
 
         Raises:
             BadNumbersError: the last step's numbers are bad.

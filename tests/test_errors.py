@@ -86,7 +86,7 @@ def average() -> Any:
 
 def loss_with_arguments() -> Any:
     from lockstep.config import config_from
-    from lockstep.trainer.settings import loss_fn_of
+    from lockstep.trainer.setup import loss_fn_of
 
     return loss_fn_of(config_from({"loss_fn": {"name": "torch.nn.functional:mse_loss", "args": {"reduction": "sum"}}}))
 

@@ -200,6 +200,14 @@ class ParallelModel:
             return self.gradients()
         return [local(p.grad) for name, p in self.parameters.items() if name in self.counted and p.grad is not None]
 
+    def take_log_lines(self) -> list[str]:
+        """Return the lines that became known since the last call."""
+        if not self.later_log_lines:
+            return self.later_log_lines
+        lines = list(self.later_log_lines)
+        self.later_log_lines.clear()
+        return lines
+
     def clear_gradients(self) -> None:
         """Do what `Optimizer.zero_grad` does, for all parameters, without a record for torch's profiler."""
         for parameter in self.parameters.values():

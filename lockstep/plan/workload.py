@@ -14,7 +14,7 @@ from lockstep.errors import UsageError
 from lockstep.models import build_model
 from lockstep.models.protocol import Objective, blocks_of, objective_of
 from lockstep.torch_compat.pytree import tree_map
-from lockstep.trainer.settings import loss_fn_of
+from lockstep.trainer.setup import loss_fn_of
 
 KEPT_BLOCKS = 5  # of a long run of equal blocks: first, second, one to be repeated, last but one, last
 REPEATED = 2  # its place

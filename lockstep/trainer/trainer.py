@@ -21,6 +21,7 @@ from lockstep.bad_numbers import AnomalyDetector, BadNumbersError
 from lockstep.checkpoint import Snapshot
 from lockstep.config import Config
 from lockstep.data import StepBatches, StepSource, holds_token_ids
+from lockstep.errors import UsageError
 from lockstep.heartbeat import of_this_rank, tell_limits, together
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import blocks_of, objective_of
@@ -34,19 +35,13 @@ from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mod
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.run_lock import RunLock
 from lockstep.step import Step
-from lockstep.trainer import state, updates
-from lockstep.trainer.evaluation import Validation, evaluate, sample_from, validation_source
-from lockstep.trainer.flight import answer_in_background
-from lockstep.trainer.garbage import what_is_there_kept
+from lockstep.trainer import setup, start
+from lockstep.trainer.caller_batches import StepWindow
+from lockstep.trainer.checkpointer import Checkpointer, Rollback, checkpoints_of, find, resume, storage_is_shared
+from lockstep.trainer.evaluator import Evaluator, evaluate, sample_from, validation_source
 from lockstep.trainer.loss_check import LossCheck
-from lockstep.trainer.opening import lock_run_directory, open_monitor
-from lockstep.trainer.optimizing import MakeOptimizer, MakeScheduler, before_data, make_optimizer, user_schedule
-from lockstep.trainer.rollback import Rollback
-from lockstep.trainer.saving import Saving, checkpoints_of, storage_is_shared
-from lockstep.trainer.settings import loss_fn_of, with_settings
-from lockstep.trainer.source import open_source, take_batch_size, worker_deaths_explained
-from lockstep.trainer.updates import AfterUpdate
-from lockstep.trainer.window import Window
+from lockstep.trainer.run_state import RunState, require_same_epoch
+from lockstep.trainer.setup import AfterUpdate, MakeOptimizer, MakeScheduler
 
 
 class Trainer:
@@ -81,47 +76,45 @@ class Trainer:
     ) -> None:  # fmt: skip
         if isinstance(optimizer, str):
             settings, optimizer = {**settings, "optimizer": optimizer}, None
-        self.config = with_settings(config or Config(), settings)
+        self.config = setup.with_settings(config or Config(), settings)
         self.cluster = cluster.setup(self.config.distributed)
         self.device = self.cluster.device
         self.layout = layout_of(self.config.distributed, self.cluster.facts)
         self.mode, self.why_mode = resolve_mode(self.config.precision.mode, self.device)
-        before, _ = canonical_names(model)
+        names, _ = canonical_names(model)
         self.placed: ParallelModel = place(
-            model, self.layout, self.config, objective=objective_of(model, loss_fn or loss_fn_of(self.config)),
+            model, self.layout, self.config, objective=objective_of(model, loss_fn or setup.loss_fn_of(self.config)),
             device=self.device, precision=Precision(self.mode, self.device.type),
         )  # fmt: skip
         training = self.config.training
         self.scales_rate = optimizer is None  # a user's optimizer brings its own learning rate
-        self.optimizer, self.rate_line = make_optimizer(
-            optimizer, before, self.placed, self.config, self.global_batch_size
+        self.optimizer, self.rate_line = setup.make_optimizer(
+            optimizer, names, self.placed, self.config, self.global_batch_size
         )
-        self.user_schedule = user_schedule(scheduler, self.optimizer, training)
-        schedule = self.user_schedule or before_data(training, own_optimizer=not self.scales_rate)
+        self.user_schedule = setup.user_schedule(scheduler, self.optimizer, training)
+        schedule = self.user_schedule or setup.before_data(training, own_optimizer=not self.scales_rate)
         self.step = Step(
             self.placed, self.optimizer, schedule, training.gradient_clip,
             loss_scale_for(self.config.precision, self.mode), anomaly_detector=AnomalyDetector(training.bad_numbers),
+            after_update=setup.after_update_calls(after_update, freeze_until, self.placed),
+            frozen_until=setup.frozen_until(freeze_until or {}, list(names.values())),
         )  # fmt: skip
-        updates.set_up(self, list(before.values()), after_update, freeze_until)
+        self.state = RunState(self.step)
         self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
         self.checkpoints = checkpoints_of(self)
         self.lock = RunLock(self.run_directory.path, _say) if self.run_directory is not None else None
-        self.best: dict[str, float] = {}
-        self.metrics: dict[str, Any] = {}  # the newest, as `checkpoint.keep_best` names them
-        self.source_state: dict[str, Any] = {}
         self.last_record: StepRecord | None = None
         self.reads_tokens = False  # known from the first batch on
-        self.is_placed = False  # resumed, loaded, or told to start afresh
-        self.resumed_from: checkpoint.CheckpointPath | None = None  # until its data are compared with those of this run
-        self.steps_per_epoch: int | None = None
+        self._begins_here = False  # the run was resumed, loaded, or told to start afresh
+        self._resumed_from: checkpoint.CheckpointPath | None = None  # until its data are compared with this run's
         self.heartbeat = of_this_rank()
         hang = self.config.distributed.hang
         tell_limits(hang.factor, hang.seconds, self.config.distributed.timeout_seconds)
-        answer_in_background(self.heartbeat.folder, self.cluster.facts.rank)
-        self.start_lines: list[str] = []  # to be said at start
+        start.answer_in_background(self.heartbeat.folder, self.cluster.facts.rank)
+        self._start_lines: list[str] = []  # to be logged at start
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self.loss_check = LossCheck(self.placed, compiled=training.compile, coarse=self.mode != "fp32")
-        self._window = Window(self)
+        self._window = StepWindow(self)
         self._rollback = Rollback(self)
 
     # ---- the whole run ----
@@ -139,7 +132,7 @@ class Trainer:
         Returns:
             the last step's record, or None if there was nothing left to do.
         """
-        lock_run_directory(self)
+        start.lock_run_directory(self)
         try:
             return self._train_locked(train_data, val_data, epochs)
         finally:
@@ -147,24 +140,30 @@ class Trainer:
                 self.lock.release()
 
     def _train_locked(self, train_data: Any, val_data: Any, epochs: int | None) -> StepRecord | None:
-        self._place(train_data)
-        source, total = open_source(self, train_data, epochs)
+        if self.run_directory is not None and not self._begins_here and self.step.progress.step == 0:
+            self._take_batch_size(train_data)
+            self.resume(self.config.checkpoint.resume)
+        source, total = self._open_source(train_data, epochs)
         if total is not None and self.step.progress.step >= total:
-            self.start_lines.append(self._nothing_left(total))
-        monitor = open_monitor(self, total)
+            self._start_lines.append(self._nothing_left(total))
+        opened = start.open_monitor(self, total, self._start_lines)
+        self._start_lines = []
+        self.step.observe(opened.clock, opened.wants_layer_norms)
+        self.around_step = opened.around_step or self.around_step
+        monitor, evaluator = opened.monitor, Evaluator(self, val_data)
         try:
-            saving = Saving(self, monitor)
+            checkpointer = Checkpointer(self, monitor)
             while True:
                 try:
-                    record = self._train(source, total, val_data, monitor, saving)
+                    record = self._train(source, total, evaluator, monitor, checkpointer)
                     break
                 except BadNumbersError as error:
                     self._rollback.report(monitor, source, error.anomaly)
                     source.close()
-                    self._rollback.go_back(error, monitor, saving)
-                    source, _ = open_source(self, train_data, epochs)
+                    self._rollback.go_back(error, monitor, checkpointer)
+                    source, _ = self._open_source(train_data, epochs)
                 except Exception:
-                    saving.finish_alone()
+                    checkpointer.finish_alone()
                     raise
             monitor.event("stop", step=self.step.progress.step, reason="preempted" if self.step.stopping else "done")
         finally:
@@ -172,53 +171,58 @@ class Trainer:
             monitor.close()
         return record
 
-    def _place(self, train_data: Any) -> None:
-        """Resume a run that stands at its start and has a directory, unless it was told where to begin."""
-        if self.run_directory is not None and not self.is_placed and self.step.progress.step == 0:
-            take_batch_size(self, train_data)
-            self.resume(self.config.checkpoint.resume)
-
     def _nothing_left(self, total: int) -> str:
-        """The line of a finished run that is started again."""
+        """Return the log line of a finished run that is started again."""
         return (
             f"nothing left to do: {self.step.progress.step} steps are done, and the run has {total}. For more of them "
             "raise training.max_steps or num_train_epochs; --resume never starts afresh"
         )
 
     def _train(
-        self, source: StepSource, total: int | None, val_data: Any, monitor: Monitor, saving: Saving
+        self, source: StepSource, total: int | None, evaluator: Evaluator, monitor: Monitor, checkpointer: Checkpointer
     ) -> StepRecord | None:
-        """From where the run stands to its end, or to a step whose numbers are bad."""
+        """Train from where the run stands to its end, or to a step whose numbers are bad."""
         record, last = None, True
-        validation = Validation(self, val_data, monitor)
-        validation.make_up()
+        if evaluator.was_stopped():
+            self._evaluate(evaluator, monitor)
         begun = self.step.progress.step
-        with worker_deaths_explained(source):
+        with start.worker_deaths_explained(source):
             for record, last_of_epoch in () if self.step.stopping else self._run(source, "train"):
                 if self.lock is not None:
                     self.lock.check()
                 if record is not None:
                     monitor.counts_tokens = self.reads_tokens
                     monitor.on_step(record)
-                    monitor.say(*self.placed.later_log_lines)
-                    self.placed.later_log_lines.clear()
-                    self.metrics |= {"loss": record.loss, "grad_norm": record.grad_norm}
+                    monitor.say(*self.placed.take_log_lines())
+                    self.state.record_step(record)
                 if self.step.anomaly is not None:
                     self._rollback.report(monitor, source, self.step.anomaly)
                 last = self.step.progress.step == total or self.step.stopping
-                if not last:
-                    validation.after_step()
+                if not last and evaluator.is_due:
+                    self._evaluate(evaluator, monitor)
                     last = self.step.stopping
-                saving.after_step(last=last, last_of_epoch=last_of_epoch)
+                checkpointer.after_step(last=last, last_of_epoch=last_of_epoch)
                 if self.step.stopping:
                     break
-        self.step.settle()
+        self.step.flush()
         if not last:  # the data ended, which nobody knew beforehand
-            saving.after_step(last=True, last_of_epoch=True)
-        saving.finish(must_succeed=True)
-        if self.step.progress.step > begun and not self.step.stopping:
-            validation.at_end()  # after the save: whoever ends the run now costs it this number alone
+            checkpointer.after_step(last=True, last_of_epoch=True)
+        checkpointer.finish(must_succeed=True)
+        if self.step.progress.step > begun and not self.step.stopping and evaluator.is_due_at_end:
+            self._evaluate(evaluator, monitor)  # after the save: whoever ends the run now costs it this number alone
         return record
+
+    def _evaluate(self, evaluator: Evaluator, monitor: Monitor) -> None:
+        """Evaluate, and record the result; the run ends here if a rank was asked to stop meanwhile."""
+        step = self.step.progress.step
+        with self.step.clock.during("evaluation"), self.heartbeat.call("evaluate"):
+            loss = evaluator.run()
+        if loss is None:
+            self.step.stop()
+            monitor.event("evaluation_stopped", step=step)
+            return
+        self.state.record_evaluation(loss)
+        monitor.on_eval({"step": step, "eval_loss": loss})
 
     def steps(self, train_data: Any, epochs: int | None = None) -> Iterator[StepRecord]:
         """The loop is the caller's: one record a step, and nothing else happens.
@@ -226,7 +230,7 @@ class Trainer:
         Args:
             epochs: in the whole run, those of earlier calls included.
         """
-        source, total = open_source(self, train_data, epochs)
+        source, total = self._open_source(train_data, epochs)
         if total is not None and self.step.progress.step >= total:
             warnings.warn(
                 f"no step is left to take: {self.step.progress.step} are done, and the run has {total}. Epochs and "
@@ -234,7 +238,7 @@ class Trainer:
                 stacklevel=2,
             )
         try:
-            with worker_deaths_explained(source):
+            with start.worker_deaths_explained(source):
                 for record, _ in self._run(source, "steps"):
                     if record is not None:
                         self.heartbeat.beat(self.step.progress.step, "pause")  # the caller may take its time
@@ -243,7 +247,7 @@ class Trainer:
             source.close()
 
     def _run(self, source: StepSource, name: str) -> Iterator[tuple[StepRecord | None, bool]]:
-        """(record, last of its epoch) of each step; no record where the data are passed over.
+        """Yield (record, last of its epoch) of each step; no record where the data are passed over.
 
         Args:
             name: of the function whose loop this is; each step counts as a call of it, which all ranks make together.
@@ -251,7 +255,7 @@ class Trainer:
         clock, beat, taken = self.step.clock, self.heartbeat.beat, iter(source)
         clock.enter("data")
         beat(self.step.progress.step + 1, "first")
-        with waits_counted(clock), what_is_there_kept():
+        with waits_counted(clock), start.frozen_garbage():
             while True:
                 with self.heartbeat.call(name):
                     batches = next(taken, None)
@@ -264,19 +268,48 @@ class Trainer:
         beat(self.step.progress.step, "done")
 
     def _take(self, batches: StepBatches, source: StepSource) -> StepRecord | None:
-        """One step, or none where its data are passed over."""
-        self.step.anomaly = None
+        """Take one step; return no record where its data are passed over."""
         if batches.step in self.step.avoid:
             self.step.pass_over(batches.samples)
             return None
         self.reads_tokens = self.reads_tokens or holds_token_ids(batches.mine[0].batch)
-        self.step.progress.epoch = batches.epoch
         if self.loss_check.left:
             self.loss_check.before_step(batches.mine, batches.num_micro_batches, batches.step)
         with self.around_step():
-            record = self.step.run(batches.mine, batches.num_micro_batches, batches.samples)
-        self.source_state, self.last_record = source.state_dict(), record
+            record = self.step.run(batches.mine, batches.num_micro_batches, batches.samples, epoch=batches.epoch)
+        self.state.keep_position(source.state_dict())
+        self.last_record = record
         return record
+
+    def _open_source(self, data: Any, epochs: int | None) -> tuple[StepSource, int | None]:
+        """Return the steps that are left to do, and the number of the last one, where it is known."""
+        self.cluster.check()
+        self._take_batch_size(data)
+        source, total = setup.open_source(
+            data, self.config, self.placed, epochs=epochs, global_batch_size=self.global_batch_size,
+            start_step=self.step.progress.step, position=self.state.source,
+        )  # fmt: skip
+        self.state.opened_data(source.steps_per_epoch)
+        if self._resumed_from is not None and not self.config.checkpoint.allow_changes:
+            found, self._resumed_from = self._resumed_from, None
+            require_same_epoch(source, self.global_batch_size, found)
+        own_optimizer = not self.scales_rate
+        schedule = self.user_schedule or setup.schedule_over(self.config.training, total, own_optimizer=own_optimizer)
+        self.step.plan_run(total, schedule)
+        if source.notice:
+            self._start_lines.append(source.notice)
+        return source, total
+
+    def _take_batch_size(self, data: Any) -> None:
+        """Let a DataLoader's own batch size stand, if the settings name none; the learning rate follows its rule."""
+        config = setup.with_batch_size_of(data, self.config)
+        if config is self.config:
+            return
+        self.config = config
+        if self.scales_rate:
+            rate, self.rate_line = setup.scaled_rate(config.training, self.global_batch_size)
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] = rate
 
     # ---- one micro-batch at a time ----
 
@@ -291,12 +324,14 @@ class Trainer:
         Returns:
             its mean loss, 0-dim, detached.
         """
-        return self._window.add(batch)
+        loss, record = self._window.add(batch)
+        self.last_record = record or self.last_record
+        return loss
 
     @together
     def flush(self) -> None:
         """Train on an incomplete window of `training_step`, weighted by what it holds; all ranks call it together."""
-        self._window.flush()
+        self.last_record = self._window.flush() or self.last_record
 
     # ---- evaluation, checkpoints ----
 
@@ -320,15 +355,21 @@ class Trainer:
         Raises:
             BadNumbersError: the last step's numbers are bad; on a GPU they are read only here.
         """
-        self.step.settle()
+        self.step.flush()
         snapshot = self.snapshot(include_optimizer=include_optimizer, metadata=metadata)
         saved = checkpoint.save(Path(path), self.step.progress.step, snapshot, config_yaml=self.config.to_yaml())
         assert isinstance(saved, Path)
         return saved
 
     def snapshot(self, *, include_optimizer: bool = True, metadata: dict[str, Any] | None = None) -> Snapshot:
-        """What a checkpoint holds of the run as it stands; tensors are the live ones."""
-        return state.snapshot(self, include_optimizer=include_optimizer, metadata=metadata or {})
+        """Return what a checkpoint holds of the run as it stands; tensors are the live ones."""
+        facts = {
+            "seed": self.config.training.seed,
+            "layout": str(self.layout),
+            "global_batch_size": self.global_batch_size,
+            "workers": self.layout.workers,
+        }
+        return self.state.snapshot(facts, metadata or {}, include_optimizer=include_optimizer)
 
     @together
     def load_checkpoint(self, path: str | Path) -> tuple[int, dict[str, Any]]:
@@ -340,7 +381,15 @@ class Trainer:
         Returns:
             its step, and the metadata that it was saved with.
         """
-        return state.load(self, Path(path))
+        found = find(self, str(path))
+        if found is None:
+            raise UsageError(
+                f"there is no checkpoint in {path}", fix="give a checkpoint, a run directory or its folder checkpoints/"
+            )
+        self._begins_here = True
+        loaded = self.state.load(found)
+        self._start_lines += loaded.log_lines
+        return loaded.step, loaded.metadata
 
     @together
     def resume(self, how: str) -> checkpoint.CheckpointPath | None:
@@ -349,8 +398,16 @@ class Trainer:
         Returns:
             where it goes on from; None for a fresh start.
         """
-        lock_run_directory(self)
-        return state.resume(self, how)
+        start.lock_run_directory(self)
+        resumed = resume(self, how)
+        self._begins_here, self._resumed_from = True, resumed.checkpoint
+        self._start_lines += resumed.log_lines
+        return resumed.checkpoint
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The newest metrics, as `checkpoint.keep_best` names them."""
+        return self.state.metrics
 
     @cached_property
     def storage_is_shared(self) -> bool:

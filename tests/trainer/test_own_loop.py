@@ -229,7 +229,7 @@ def test_a_frozen_normalisation_stays_frozen_over_an_evaluation() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "diloco"}, "strategy diloco can't be had in a loop of one's own"),
+        ({"strategy": "diloco"}, "strategy diloco is not supported by lockstep.place()"),
         ({"reproducible": True}, "distributed.reproducible can't be had"),
         ({"precision": "fp16"}, r"precision fp16 can't be had(.|\n)*or write bf16"),
         ({"learning_rate": 0.1}, "training.learning_rate means nothing to lockstep.place"),

@@ -9,7 +9,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.checkpoint import Ranks
 from lockstep.data import MicroBatch, StepBatches, StepSource, adopt
-from lockstep.monitor import Monitor
 from lockstep.parallel.numbers import Number, at_least
 from lockstep.parallel.parallel_model import ParallelModel
 
@@ -20,75 +19,63 @@ WINDOW = 16  # micro-batches whose losses travel in one all-reduce; fixed, so th
 
 
 class EvaluationStoppedError(Exception):
-    """A rank was asked to stop, and all ranks have ended the evaluation after the same micro-batches."""
+    """Raised on all ranks, after the same micro-batches, where one of them was asked to stop."""
 
 
-class Validation:
-    """The evaluations of a run; every rank has one, and calls it at the same steps.
+class Evaluator:
+    """Evaluates a run's model; every rank has one, and calls it at the same steps.
 
     An evaluation ends early where a rank is asked to stop: the run is saved at once, and makes up for the evaluation
     when it goes on.
 
     Args:
-        trainer: whose model is evaluated.
-        data: on which; None: on nothing.
-        monitor: is told what came out.
+        trainer: whose model is evaluated; it is only read.
+        data: what it is evaluated on; None: nothing.
     """
 
-    def __init__(self, trainer: "Trainer", data: Any, monitor: Monitor) -> None:
-        self._trainer, self._data, self._monitor = trainer, data, monitor
+    def __init__(self, trainer: "Trainer", data: Any) -> None:
+        self._trainer, self._data = trainer, data
 
-    def after_step(self) -> None:
-        """Evaluate if it is time."""
-        if self._is_time():
-            self._evaluate()
+    @property
+    def is_due(self) -> bool:
+        """Whether the step at which the run stands is one to evaluate after."""
+        step, every = self._trainer.step.progress.step, self._trainer.config.training.eval_steps
+        return self._data is not None and every is not None and step > 0 and step % every == 0
 
-    def at_end(self) -> None:
-        """Evaluate after the last step."""
-        self._evaluate()
+    @property
+    def is_due_at_end(self) -> bool:
+        """Whether there is anything to evaluate on after the last step."""
+        return self._data is not None
 
-    def make_up(self) -> None:
-        """Evaluate the step at which the run stands, if its evaluation was stopped; before the first step.
+    def was_stopped(self) -> bool:
+        """Return whether the evaluation of the step at which the run stands was stopped; all ranks call it.
 
         Rank 0 finds that out: this run directory's run has saved the step and has not written its evaluation down.
         """
         trainer = self._trainer
         step, directory = trainer.step.progress.step, trainer.run_directory
-        if self._data is None or directory is None or not (self._is_time() or step == trainer.step.total):
-            return
+        if self._data is None or directory is None or not (self.is_due or step == trainer.step.total):
+            return False
 
         def stopped() -> bool:
             saved = any(event["kind"] == "save" and event["step"] == step for event in directory.read_events())
             return saved and not any("eval_loss" in row for row in directory.read_metrics() if row["step"] == step)
 
-        if Ranks().broadcast("the metrics of the run could not be read", stopped):
-            self._evaluate()
+        return Ranks().broadcast("the metrics of the run could not be read", stopped)
 
-    def _is_time(self) -> bool:
-        step, every = self._trainer.step.progress.step, self._trainer.config.training.eval_steps
-        return every is not None and step > 0 and step % every == 0
-
-    def _evaluate(self) -> None:
-        if self._data is None:
-            return
+    def run(self) -> float | None:
+        """Return the mean loss over the data; None where a rank was asked to stop meanwhile."""
         trainer = self._trainer
-        step = trainer.step.progress.step
         source = validation_source(trainer, self._data)
         limit = trainer.config.training.eval_batches
-        with trainer.step.clock.during("evaluation"), trainer.heartbeat.call("evaluate"):
-            try:
-                loss = evaluate(trainer.placed, source, limit=limit, asked=lambda: trainer.step.stop_asked)
-            except EvaluationStoppedError:
-                trainer.step.stopping = True
-                self._monitor.event("evaluation_stopped", step=step)
-                return
-        trainer.metrics["eval_loss"] = loss
-        trainer.best["eval_loss"] = min(loss, trainer.best.get("eval_loss", loss))
-        self._monitor.on_eval({"step": step, "eval_loss": loss})
+        try:
+            return evaluate(trainer.placed, source, limit=limit, asked=lambda: trainer.step.stop_asked)
+        except EvaluationStoppedError:
+            return None
 
 
 def validation_source(trainer: "Trainer", data: Any) -> StepSource:
-    """One epoch of `data`, in its own order, as `evaluate` takes it; a DataLoader's own batch size stands.
+    """Return one epoch of `data`, in its own order, as `evaluate` takes it; a DataLoader's own batch size stands.
 
     With `training.eval_batches` it ends with the window that holds the last of them.
     """
@@ -105,7 +92,7 @@ def validation_source(trainer: "Trainer", data: Any) -> StepSource:
 
 @contextmanager
 def evaluating(placed: ParallelModel) -> Iterator[None]:
-    """Inside, the parts are in evaluation mode; then they are as they were.
+    """Put the model into evaluation mode for the length of the block.
 
     Parameters that FSDP2 has gathered for a forward pass are let go of again: an update, or a checkpoint that is taken
     up, writes to the shards, and the next forward pass has to gather what was written.
@@ -162,7 +149,7 @@ def _counted(micro_batch: MicroBatch, batches: StepBatches, limit: int | None) -
 
 
 def sample_from(placed: ParallelModel) -> Callable[[torch.Tensor], Any]:
-    """The placed model as a function of its inputs, in evaluation mode; all ranks call it together."""
+    """Return the placed model as a function of its inputs, in evaluation mode; all ranks call it together."""
 
     def forward(*inputs: torch.Tensor) -> Any:
         with evaluating(placed), placed.random_state.running("sample", 0):

@@ -1,16 +1,21 @@
-"""When a run is saved, what is kept, and what happens when the storage refuses."""
+"""When a run is saved, what is kept, from where it is resumed, and to where it goes back."""
 
 import logging
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import checkpoint
+from lockstep import checkpoint, collectives
+from lockstep.bad_numbers import Anomaly, BadNumbersError
+from lockstep.data import StepSource
 from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat import together
 from lockstep.monitor import Monitor
 from lockstep.records import RunDirectory
+from lockstep.trainer.run_state import Loaded, compare, keep_what_was_changed
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -20,11 +25,11 @@ METRICS = ("eval_loss", "loss", "grad_norm")  # what `checkpoint.keep_best` may 
 _log = logging.getLogger("lockstep")
 
 
-class Saving:
-    """The checkpoints of one run; every rank has one, and calls each method at the same steps.
+class Checkpointer:
+    """Saves one run; every rank has one, and calls each method at the same steps.
 
     Args:
-        trainer: whose state is saved.
+        trainer: whose state is saved; it is only read.
         monitor: is told what was saved, how long training stood still for it, and what failed.
 
     Raises:
@@ -80,7 +85,7 @@ class Saving:
             return
         started = time.perf_counter()
         with self._trainer.step.clock.during("checkpoint"):
-            self._trainer.step.settle()  # host waits for the device: what is saved must hold no bad numbers
+            self._trainer.step.flush()  # host waits for the device: what is saved must hold no bad numbers
             self._monitor.flush()  # a run that goes on from here finds its records up to here
             # The one before is waited for: one at a time is under way.
             self.finish(must_succeed=False)
@@ -146,6 +151,130 @@ class Saving:
         _log.warning("warning: a save failed and is tried again in %g s: %s", seconds, error)
 
 
+class Rollback:
+    """Reports anomalies and takes a run back; every rank has one, and calls each method at the same steps.
+
+    Args:
+        trainer: whose run goes back.
+    """
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer = trainer
+        self._times: dict[int, int] = {}  # step → rollbacks to it
+
+    def report(self, monitor: Monitor, source: StepSource, anomaly: Anomaly) -> None:
+        """Report an anomaly and its samples: dataset indices by micro-batch, where the data have any."""
+        order = getattr(source, "order", None)
+        window = order.window(anomaly.step - 1) if order is not None else None
+        monitor.event(
+            "bad_numbers", step=anomaly.step, what=anomaly.what, loss=anomaly.loss, grad_norm=anomaly.grad_norm,
+            action=self._trainer.config.training.bad_numbers.action, samples=window and window.micro_batches,
+            epoch=window.epoch if window else self._trainer.step.progress.epoch,
+        )  # fmt: skip
+        monitor.say(f"warning: {anomaly.what}")
+
+    def go_back(self, error: BadNumbersError, monitor: Monitor, checkpointer: Checkpointer) -> None:
+        """Go back to the newest checkpoint, from where the bad step's data will be passed over.
+
+        Raises:
+            BadNumbersError: the config says to stop, there is nothing to go back to, or it has been done too often.
+        """
+        trainer = self._trainer
+        checkpointer.finish(must_succeed=False)
+        if not error.goes_back or trainer.checkpoints is None:
+            raise error
+        trainer.optimizer.zero_grad(set_to_none=True)
+        if not checkpoint.list_checkpoints(trainer.checkpoints):
+            monitor.say("there is no checkpoint yet to go back to")
+            raise error
+        found = find(trainer, "auto")
+        loaded = go_to(trainer, found)
+        assert found is not None and loaded is not None, "there is one"  # noqa: PT018
+        step = loaded.step
+        # Each step is gone back to so often at most: else a run could go round for ever.
+        self._times = {step: self._times.get(step, 0) + 1}
+        if self._times[step] > trainer.config.training.bad_numbers.patience:
+            raise error
+        trainer.step.avoid_data_of(error.anomaly.step)
+        checkpointer.went_back()
+        monitor.event("rollback", step=step, checkpoint=found.name, passed_over=error.anomaly.step)
+        monitor.say(f"goes back to step {step}, {found.name}, and passes over the data of step {error.anomaly.step}")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on from.
+
+    Attributes:
+        checkpoint: None for a fresh start.
+        log_lines: what is to be logged about it.
+    """
+
+    checkpoint: checkpoint.CheckpointPath | None
+    log_lines: list[str]
+
+
+def resume(trainer: "Trainer", how: str) -> Resumed:
+    """Take the run's state, and its run directory, to where it goes on; all ranks call it. See `Trainer.resume`."""
+    started = time.perf_counter()
+    found = find(trainer, how)
+    changed = []
+    if found is not None:
+        changed = compare(trainer.config, trainer.global_batch_size, found, is_main=trainer.is_main_process)
+    fresh = [dict(group) for group in trainer.optimizer.param_groups]
+    loaded = go_to(trainer, found)
+    if found is None or loaded is None:
+        return Resumed(None, [])
+    if trainer.scales_rate:  # the config's own optimizer; a user's brings its options
+        keep_what_was_changed(trainer.optimizer.param_groups, fresh, changed)
+    log_lines = [*loaded.log_lines, f"goes on after step {loaded.step}, from {found}"]
+    if changed:
+        log_lines.append(f"changed since that step: {', '.join(map(str, changed))}")
+    if trainer.run_directory is not None and trainer.is_main_process:
+        seconds = time.perf_counter() - started
+        trainer.run_directory.append_event("resume", step=loaded.step, checkpoint=str(found), seconds=seconds)
+    return Resumed(found, log_lines)
+
+
+def go_to(trainer: "Trainer", found: checkpoint.CheckpointPath | None) -> Loaded | None:
+    """Take the run's state, and its run directory, to a checkpoint, or to the start; every rank calls it.
+
+    Metrics of later steps are dropped, and later checkpoints set aside: these steps will be written anew.
+    """
+    loaded = trainer.state.load(found) if found is not None else None
+    step = loaded.step if loaded is not None else 0
+    directory = trainer.run_directory
+    if directory is not None and trainer.is_main_process:
+        directory.forget_after(step)
+        for path in checkpoint.set_aside(trainer.checkpoints or directory.checkpoints, after=step):
+            directory.append_event("set_aside", step=step, checkpoint=path.name)
+    if trainer.layout.world_size > 1:
+        collectives.barrier()  # nobody looks into the folder before it is in order
+    return loaded
+
+
+def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
+    """Return where to resume from: the newest whole checkpoint (`auto`), nowhere (`never`), or the path that is given.
+
+    Raises:
+        UsageError: the path is no checkpoint.
+        RunError: there are checkpoints, and none is whole: starting afresh is for a person to decide.
+    """
+    if how == "never":
+        return None
+    if how == "auto":
+        folder = trainer.checkpoints
+        if folder is None:
+            return None
+        if trainer.storage_is_shared:
+            return checkpoint.resume_point(folder)
+        here = checkpoint.newest(folder, thorough=True) if trainer.is_main_process else None
+        return checkpoint.hand_out(here)
+    if isinstance(trainer.checkpoints, checkpoint.Storage) and trainer.checkpoints.exists(how):
+        return trainer.checkpoints.path(how)
+    return _named(Path(how), how)
+
+
 def checkpoints_of(trainer: "Trainer") -> checkpoint.Directory | None:
     """Return where a run keeps its checkpoints: in its run directory, or in the storage that its config names."""
     directory, storage = trainer.run_directory, trainer.config.checkpoint.storage
@@ -197,3 +326,20 @@ def best_of(
         if math.isfinite(value):
             known.append((value, path))
     return [min(reversed(known), key=lambda pair: pair[0])[1]] if known else []
+
+
+def _named(path: Path, how: str) -> checkpoint.CheckpointPath:
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    if path.is_dir() and not (path / checkpoint.MANIFEST).exists():
+        found = checkpoint.resume_point(path)
+        if found is not None:
+            return found
+    if not (path / checkpoint.MANIFEST).exists():
+        raise UsageError(
+            f"{how} is no checkpoint",
+            where="--resume",
+            why=f"there is no {checkpoint.MANIFEST} in it" if path.is_dir() else "there is no such folder",
+            fix="give a folder checkpoints/step-…, a run directory, auto or never",
+        )
+    return path

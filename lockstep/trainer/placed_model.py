@@ -1,4 +1,4 @@
-"""`lockstep.place`: a model under any strategy, for a training loop of one's own.
+"""`lockstep.place`: a model under any strategy, for a training loop of the user's own.
 
     placed = lockstep.place(model, strategy="fsdp", loss_fn=nn.MSELoss())
     optimizer = torch.optim.AdamW(placed.parameters())
@@ -35,11 +35,10 @@ from lockstep.parallel.place import place as place_over
 from lockstep.precision import Precision, resolve_mode
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat import foreach
-from lockstep.trainer import own_checkpoint
-from lockstep.trainer.dealing import MicroBatchAssigner
-from lockstep.trainer.evaluation import WINDOW, evaluate, evaluating
+from lockstep.trainer.caller_batches import MicroBatchAssigner
+from lockstep.trainer.evaluator import WINDOW, evaluate, evaluating
 from lockstep.trainer.loss_check import LossCheck
-from lockstep.trainer.settings import loss_fn_of
+from lockstep.trainer.setup import loss_fn_of
 
 _SECTIONS = ("distributed", "precision")
 _OF_TRAINING = ("seed", "compile", "gradient_checkpointing", "gradient_checkpointing_every")
@@ -50,7 +49,7 @@ def place(
     model: nn.Module, strategy: str | None = None, loss_fn: Callable[..., Tensor] | None = None, *,
     config: Config | None = None, **settings: Any,
 ) -> "PlacedModel":  # fmt: skip
-    """Lay a model over the ranks, to be trained in a loop of one's own; all ranks call it. Joins the ranks if need be.
+    """Place a model on the ranks, to be trained in a loop of the user's own; all ranks call it, and join if need be.
 
     Args:
         model: any `nn.Module`, not wrapped. On `meta` if it has `init_weights()`.
@@ -75,7 +74,7 @@ def place(
 
 
 class PlacedModel:
-    """A model as `lockstep.place` lays it over the ranks.
+    """A model as `lockstep.place` has placed it on the ranks.
 
     Every rank makes the same calls in the same order; printing and writing files is for one of them.
 
@@ -97,30 +96,30 @@ class PlacedModel:
 
     @property
     def device(self) -> torch.device:
-        """Of this rank. Micro-batches are brought there."""
+        """The device of this rank, to which micro-batches are moved."""
         return self._placed.random_state.device
 
     @property
     def data_parallel_rank(self) -> int:
-        """Whose share of the data this rank runs; the ranks of one pipeline run the same."""
+        """This rank's part of the data; the ranks of one pipeline run the same."""
         return self._assigner.dp_rank
 
     @property
     def data_parallel_size(self) -> int:
-        """Among how many the data are shared out."""
+        """The number of parts that the data are divided into."""
         return self._assigner.dp_size
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """For optimizers: this rank's, sharded ones as DTensors."""
+        """Return this rank's parameters for optimizers, sharded ones as DTensors."""
         return iter(self._placed.parameters.values())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same with the names that they have in the model."""
+        """Return the same with the names that they have in the model."""
         return iter(self._placed.parameters.items())
 
     @together
     def backward(self, *batches: Any) -> Tensor:
-        """Forward and backward of one step; `.grad` is then the gradient of its mean loss, on all ranks.
+        """Run forward and backward of one step; `.grad` is then the gradient of its mean loss, on all ranks.
 
         Args:
             batches: this rank's micro-batches. Their number may differ between ranks; one without any calls
@@ -178,7 +177,7 @@ class PlacedModel:
 
     @together
     def evaluate(self, micro_batches: Iterable[Any]) -> float:
-        """The mean loss over all valid targets of all ranks' micro-batches, in evaluation mode.
+        """Return the mean loss over all valid targets of all ranks' micro-batches, in evaluation mode.
 
         Args:
             micro_batches: this rank's, a DataLoader for instance.
@@ -187,14 +186,14 @@ class PlacedModel:
 
     @together
     def __call__(self, *inputs: Any, **more: Any) -> Any:
-        """The model's outputs, in evaluation mode and without a graph; the same arguments on all ranks."""
+        """Return the model's outputs, in evaluation mode and without a graph; the same arguments on all ranks."""
         with evaluating(self._placed), self._placed.random_state.running("sample", self.step):
             self._placed.random_state.at(0)
             return self._placed.forward(*inputs, **more)
 
     @together
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers, whole, on the CPU, for the plain model's `load_state_dict`.
+        """Return parameters and persistent buffers, whole, on the CPU, for the plain model's `load_state_dict`.
 
         Returns:
             all of them on rank 0; on other ranks nothing, for they would fill the host's memory.
@@ -231,9 +230,7 @@ class PlacedModel:
             the checkpoint, `path/step-00000100`.
         """
         config_yaml = self._config.to_yaml()
-        return own_checkpoint.save(
-            self._placed, Path(path), self.step, optimizers or {}, metadata or {}, config_yaml=config_yaml
-        )
+        return _save(self._placed, Path(path), self.step, optimizers or {}, metadata or {}, config_yaml=config_yaml)
 
     @together
     def load_checkpoint(
@@ -249,7 +246,7 @@ class PlacedModel:
             its metadata.
         """
         with evaluating(self._placed):
-            self.step, metadata = own_checkpoint.load(self._placed, Path(path), optimizers or {})
+            self.step, metadata = _load(self._placed, Path(path), optimizers or {})
         return metadata
 
     def _aliases(self) -> dict[str, tuple[str, ...]]:
@@ -292,4 +289,53 @@ def _refuse(config: Config, strategy: str, mode: str) -> None:
     for what, (asked, why) in whys.items():
         if asked:
             fix = "let lockstep.Trainer run the step" + (", or write bf16" if mode == "fp16" else "")
-            raise UsageError(f"{what} can't be had in a loop of one's own", where="lockstep.place", why=why, fix=fix)
+            raise UsageError(f"{what} is not supported by lockstep.place()", where="lockstep.place", why=why, fix=fix)
+
+
+def _save(
+    placed: ParallelModel, path: Path, step: int, optimizers: Mapping[str, Optimizer], metadata: dict[str, Any], *,
+    config_yaml: str,
+) -> Path:  # fmt: skip
+    """Write a checkpoint; every rank calls it. Whole when this returns, or not there."""
+    snapshot = _snapshot(placed)
+    names = {id(parameter): name for name, parameter in placed.parameters.items()}
+    for name, optimizer in optimizers.items():
+        snapshot.optimizers[name], snapshot.groups[name] = checkpoint.optimizer_state(optimizer, names)
+    snapshot.state = {"step": step, "metadata": metadata}
+    saved = checkpoint.save(path, step, snapshot, config_yaml=config_yaml)
+    assert isinstance(saved, Path)
+    return saved
+
+
+def _load(placed: ParallelModel, path: Path, optimizers: Mapping[str, Optimizer]) -> tuple[int, dict[str, Any]]:
+    """Take up a checkpoint, whatever layout wrote it; every rank calls it.
+
+    Returns:
+        its step and its metadata.
+
+    Raises:
+        UsageError: there is none; it is of another model, or lacks an optimizer.
+    """
+    found: checkpoint.CheckpointPath | None = path
+    if not (path / checkpoint.MANIFEST).exists():
+        found = checkpoint.resume_point(path)
+    if found is None:
+        raise UsageError(f"there is no checkpoint in {path}", fix="give a checkpoint, or the folder that was saved to")
+    names = {id(parameter): name for name, parameter in placed.parameters.items()}
+    target = _snapshot(placed)
+    for name, optimizer in optimizers.items():
+        if not checkpoint.has_optimizer(found, name):
+            raise UsageError(f"{found} holds no optimizer {name!r}", fix="name the optimizers as they were saved")
+        own = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names}
+        target.optimizers[name] = checkpoint.optimizer_targets(found, name, own)
+    parts = ["model", *(f"optimizer/{name}" for name in optimizers), *(f"extra/{name}" for name in target.extra)]
+    with torch.no_grad():
+        state = checkpoint.load(found, target, only=parts)
+    for name, optimizer in optimizers.items():
+        checkpoint.restore_optimizer(optimizer, names, target.optimizers[name], state["optimizer_groups"][name])
+    return int(state["step"]), state["metadata"]
+
+
+def _snapshot(placed: ParallelModel) -> checkpoint.Snapshot:
+    aliases = {name: tuple(others) for name, others in placed.aliases.items() if name in placed.parameters}
+    return checkpoint.Snapshot(model=placed.kept(), extra=dict(placed.state), aliases=aliases)

@@ -1,0 +1,280 @@
+"""Micro-batches that the caller brings to each rank: `Trainer.training_step` and the loops over `lockstep.place`.
+
+Micro-batch j of data-parallel rank r is number j × ranks + r of the step, under every strategy: what it draws at
+random, and the order in which losses are summed, follow from that number.
+"""
+
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep import collectives
+from lockstep.config import require_equation
+from lockstep.data import batch_length, move
+from lockstep.data.batches import MicroBatch
+from lockstep.errors import RunError, UsageError
+from lockstep.groups import object_device
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.records import StepRecord
+from lockstep.step import nominal_count
+from lockstep.strategy import strategy_named
+from lockstep.torch_compat.pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from lockstep.trainer.trainer import Trainer
+
+
+class StepWindow:
+    """Collects the micro-batches of one step, which the caller brings one at a time.
+
+    Args:
+        trainer: whose step it is; it is only read.
+    """
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer = trainer
+        self._accumulator: LossAccumulator | None = None
+        self._calls = self._samples = 0
+        self._wanted: int | None = None  # calls that make a step
+        self._last: Any = None
+
+    def add(self, batch: Any) -> tuple[Tensor, StepRecord | None]:
+        """Run forward and backward of this rank's next micro-batch; the last of a step updates.
+
+        Returns:
+            its mean loss, 0-dim, detached; the record of the step, if it was the last one.
+
+        Raises:
+            UsageError: under a pipeline; `global_batch_size` is no whole number of calls on all ranks.
+        """
+        trainer = self._trainer
+        if trainer.placed.micro_step is None:
+            splits_model = strategy_named(trainer.layout.strategy).splits_model
+            what = "under a pipeline" if splits_model else "where workers share a rank"
+            raise UsageError(f"{what} micro-batches can't be run one at a time", fix="use Trainer.steps(data)")
+        batch = move(batch, trainer.device)
+        if self._wanted is None:
+            trainer.cluster.check()
+            _warn_of_equal_batches(trainer, batch)
+        self._wanted = self._wanted or _calls_in_a_step(trainer, batch)
+        if trainer.step.nominal is None:
+            trainer.step.learn_nominal(batch, self._micro_batches_per_step)
+        if self._accumulator is None:
+            trainer.loss_check.before_step(
+                [MicroBatch(0, batch)], self._micro_batches_per_step, trainer.step.progress.step
+            )
+            self._accumulator, self._calls, self._samples = trainer.step.open(self._micro_batches_per_step), 0, 0
+        if trainer.step.stop_asked:
+            self._accumulator.vote_to_stop()
+        self._samples, self._last = self._samples + batch_length(batch), batch
+        last = self._calls + 1 == self._wanted
+        loss = self._run(batch, real=True, last=last)
+        self._calls += 1
+        record = self._update() if last else None
+        return loss.summed() / torch.as_tensor(loss.targets).clamp(min=1), record
+
+    def flush(self) -> StepRecord | None:
+        """Update with what the window holds, and return the record; None where it holds nothing."""
+        if self._accumulator is None:
+            return None
+        # Nothing of it was reduced over ranks yet: one dummy, of weight zero, does it.
+        self._run(self._last, real=False, last=True)
+        return self._update()
+
+    @property
+    def _micro_batches_per_step(self) -> int:
+        assert self._wanted is not None
+        return self._wanted * self._trainer.layout.data_parallel_size
+
+    def _run(self, batch: Any, *, real: bool, last: bool) -> Loss:
+        placed, step = self._trainer.placed, self._trainer.step
+        assert placed.micro_step is not None
+        assert self._accumulator is not None
+        index, _ = placed.assign(self._micro_batches_per_step)[self._calls]
+        with placed.random_state.running("train", step.progress.step):
+            return placed.micro_step(MicroBatch(index, batch, real), self._accumulator, step.factor, last)
+
+    def _update(self) -> StepRecord:
+        trainer, accumulator, samples = self._trainer, self._accumulator, self._samples
+        assert accumulator is not None
+        self._accumulator = None
+        if trainer.layout.world_size > 1:
+            samples = int(collectives.all_reduce(samples, op="sum"))
+        return trainer.step.update(accumulator, samples)
+
+
+def _calls_in_a_step(trainer: "Trainer", first: Any) -> int:
+    """Return how many micro-batches each rank brings to a step.
+
+    Args:
+        first: the first of them; its size stands where the settings name none.
+    """
+    training, ranks = trainer.config.training, trainer.layout.data_parallel_size
+    if training.global_batch_size is None:
+        return training.accumulation
+    size = training.batch_size if "batch_size" in training.model_fields_set else batch_length(first)
+    require_equation(training, ranks, size)
+    calls, rest = divmod(training.global_batch_size, size * ranks)
+    if rest:
+        raise UsageError(
+            f"a step of {training.global_batch_size} samples is no whole number of micro-batches of {size} on each of "
+            f"{ranks} rank{'s' * (ranks != 1)}",
+            where="training.global_batch_size",
+            fix=f"set it to a multiple of {size * ranks}, or use Trainer.steps(data), which shares out any number",
+        )
+    return calls
+
+
+def _warn_of_equal_batches(trainer: "Trainer", batch: Any) -> None:
+    """Warn where two ranks bring the same first micro-batch: a loader without a sampler reads the same on all ranks."""
+    ranks = trainer.layout.data_parallel_size
+    if ranks == 1:
+        return
+    digests: list[int] = [0] * trainer.layout.world_size
+    dist.all_gather_object(digests, _digest(batch))
+    if trainer.is_main_process and len(set(digests)) < ranks:
+        warnings.warn(
+            "several ranks bring the same samples to training_step: they are trained on several times. Share them out:"
+            " DataLoader(dataset, sampler=lockstep.DistributedSampler(dataset), …)",
+            stacklevel=4,
+        )
+
+
+def _digest(batch: Any) -> int:
+    """Return a checksum of the batch's tensors; where it has none, a number that no other rank returns."""
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+    found = 0 if tensors else -1 - dist.get_rank()
+    for tensor in tensors:
+        found = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), found)
+    return found
+
+
+_CALLS = ("backward", "evaluate")
+
+
+@dataclass
+class _Row:
+    """What one rank reports."""
+
+    step: int  # where it is
+    call: int  # of `_CALLS`
+    dp_rank: int  # its data-parallel rank
+    held: int  # micro-batches that it brings
+    able: bool  # it has something to run a weightless copy of
+    count: float  # rank 0: valid targets of the first one
+
+    @classmethod
+    def read(cls, numbers: Sequence[float]) -> "_Row":
+        step, call, dp_rank, held, able, count = numbers
+        return cls(int(step), int(call), int(dp_rank), int(held), bool(able), count)
+
+    def written(self) -> list[float]:
+        return [self.step, self.call, self.dp_rank, self.held, self.able, self.count]
+
+
+@dataclass
+class MicroBatchAssigner:
+    """Numbers the micro-batches that each rank brings, as all ranks agree before anything runs.
+
+    A rank that is short of one runs a weightless copy of a micro-batch that it has had.
+
+    Attributes:
+        placed: the model that they are for.
+        nominal: what backward divides by, as `lockstep.step` has it; from the first micro-batch of all.
+        dp_rank: this rank's data-parallel rank; the ranks of one pipeline share it.
+    """
+
+    placed: ParallelModel
+    nominal: float = 0.0
+    dp_rank: int = field(init=False)
+    _last: list[Any] = field(default_factory=list)  # the newest micro-batch, once there is one
+
+    def __post_init__(self) -> None:
+        self.dp_rank = self.placed.assign(self.dp_size)[0][0]
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.placed.layout.data_parallel_size
+
+    def assign(self, batches: Sequence[Any], step: int, call: str) -> tuple[list[MicroBatch], int]:
+        """Number this rank's micro-batches; every rank calls it.
+
+        Args:
+            batches: this rank's.
+            step: of the loop.
+            call: backward or evaluate.
+
+        Returns:
+            this rank's micro-batches, and their number over all ranks; none and 0 where no rank brings any.
+
+        Raises:
+            UsageError: the ranks of a pipeline bring different numbers of micro-batches, or a rank never had one.
+            RunError: ranks are in different places of the loop.
+        """
+        batches = [move(batch, self.placed.random_state.device) for batch in batches]
+        self._last = batches[-1:] or self._last
+        first = bool(batches) and self.nominal == 0 and self.placed.wants_data
+        count = float(self.placed.objective.estimate(batches[0])) if first else 0.0  # host waits for the device, once
+        mine = _Row(step, _CALLS.index(call), self.dp_rank, len(batches), bool(self._last), count)
+        rows = _reported(mine, self.placed)
+        _require_agreement(rows)
+        rounds = max(row.held for row in rows)
+        if rounds == 0:
+            return [], 0
+        _require_able(rows)
+        micro_batches_per_step = rounds * self.dp_size
+        self.nominal = self.nominal or nominal_count(rows[0].count, micro_batches_per_step)
+        runs = [*batches, *self._last * (rounds - len(batches))]
+        micro_batches = [
+            MicroBatch(j * self.dp_size + self.dp_rank, batch, j < len(batches)) for j, batch in enumerate(runs)
+        ]
+        return micro_batches, micro_batches_per_step
+
+
+def _reported(mine: _Row, placed: ParallelModel) -> list[_Row]:
+    """Return what all ranks report, by rank; the host waits for no device where the CPU has a process group."""
+    if placed.layout.world_size == 1:
+        return [mine]
+    numbers = mine.written()
+    table = torch.zeros(placed.layout.world_size, len(numbers), dtype=torch.float64)
+    table[dist.get_rank()] = torch.tensor(numbers, dtype=torch.float64)
+    table = table.to(object_device(placed.random_state.device))
+    dist.all_reduce(table)
+    return [_Row.read(numbers) for numbers in table.tolist()]
+
+
+def _require_agreement(rows: Sequence[_Row]) -> None:
+    places = [f"{_CALLS[row.call]} after step {row.step}" for row in rows]
+    other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
+    if other is not None:
+        raise RunError(
+            f"rank 0 is in {places[0]}, rank {other} in {places[other]}",
+            why="every rank goes through the same calls, or they wait for each other for ever",
+            fix="make the same number of calls on all ranks; one that has no samples left calls backward()",
+        )
+    for rank, row in enumerate(rows):
+        first = next(other for other, its in enumerate(rows) if its.dp_rank == row.dp_rank)
+        if rows[first].held != row.held:
+            raise UsageError(
+                f"ranks {first} and {rank} are one pipeline, and bring {rows[first].held} and {row.held} micro-batches",
+                fix="bring the same micro-batches to all ranks of a pipeline: those of placed.data_parallel_rank",
+            )
+
+
+def _require_able(rows: Sequence[_Row]) -> None:
+    unable = next((rank for rank, row in enumerate(rows) if not row.able), None)
+    if unable is not None:
+        raise UsageError(
+            f"rank {unable} brings no micro-batch, and has had none before",
+            why="every rank takes part in each step, if only with a weightless copy of a micro-batch",
+            fix="give each rank at least one micro-batch in its first step",
+        )

@@ -1,0 +1,327 @@
+"""What a run goes on from: what a checkpoint holds of it, how it is taken up, and what may have changed meanwhile.
+
+A checkpoint holds the config that it was saved under. Samples, their order, random numbers and the model follow from
+it and the step number alone, so a run that goes on under another seed, other data, another global batch or another
+model is not the training that began; a learning rate or a number of steps may be changed on purpose.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep import checkpoint
+from lockstep.config import Config
+from lockstep.config.tree import Origin, parse
+from lockstep.data import StepSource
+from lockstep.errors import UsageError, listed
+from lockstep.monitor.over_ranks import gather_objects
+from lockstep.records import StepRecord, plain
+from lockstep.step import Step
+
+OPTIMIZER = "main"
+WORKERS = "workers"  # the tensors of models that train by themselves
+_UNKNOWN_TO_A_LOOP = {  # of the user's own (`lockstep.place`), which saves its step and metadata alone
+    "skipped": [], "epoch": 0, "samples": 0, "nominal": None, "loss_scale": None, "source": {}, "best": {},
+}  # fmt: skip
+_COMPARED = ("model.", "loss_fn", "data.", "training.", "precision.", "distributed.reproducible")
+_HOW_DATA_ARE_READ = ("data.num_workers", "data.prefetch_factor", "data.pin_memory", "data.persistent_workers")
+_ANOTHER_TRAINING = ("model.", "data.", "training.seed")
+_SIZES = ("training.batch_size", "training.gradient_accumulation_steps", "training.global_batch_size")
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint says besides the state that was taken up.
+
+    Attributes:
+        step: after which the run goes on.
+        metadata: what it was saved with.
+        log_lines: what is to be logged about it.
+    """
+
+    step: int
+    metadata: dict[str, Any]
+    log_lines: list[str]
+
+
+@dataclass
+class RunState:
+    """The state of a run: model, optimizer, schedule and progress (in `step`), position in the data, and results.
+
+    Attributes:
+        step: one optimizer update; it holds the model, the optimizer, the schedule and the progress.
+        source: the position in the data.
+        best: metric → its best value.
+        metrics: the newest, as `checkpoint.keep_best` names them.
+        steps_per_epoch: of the data, where it is known.
+    """
+
+    step: Step
+    source: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    steps_per_epoch: int | None = None
+
+    def opened_data(self, steps_per_epoch: int | None) -> None:
+        """Keep the length of the data that the run goes on with."""
+        self.steps_per_epoch = steps_per_epoch
+
+    def keep_position(self, source: dict[str, Any]) -> None:
+        """Keep the position in the data after a step."""
+        self.source = source
+
+    def record_step(self, record: StepRecord) -> None:
+        """Keep the metrics of a step."""
+        self.metrics |= {"loss": record.loss, "grad_norm": record.grad_norm}
+
+    def record_evaluation(self, loss: float) -> None:
+        """Keep the result of an evaluation."""
+        self.metrics["eval_loss"] = loss
+        self.best["eval_loss"] = min(loss, self.best.get("eval_loss", loss))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state that is no tensor."""
+        return {
+            **self.step.state_dict(),
+            "steps_per_epoch": self.steps_per_epoch,
+            "source": self.source,
+            "best": self.best,
+            "metrics": {name: plain(value) for name, value in self.metrics.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        self.step.load_state_dict(state)
+        self.source, self.best = state["source"], state["best"]
+        self.metrics = dict(state.get("metrics", {}))
+
+    def snapshot(
+        self, facts: Mapping[str, Any], metadata: dict[str, Any], *, include_optimizer: bool = True
+    ) -> checkpoint.Snapshot:
+        """Return what a checkpoint holds of the run as it stands; tensors are the live ones.
+
+        Args:
+            facts: about the run, besides its state.
+            metadata: the caller's.
+        """
+        placed = self.step.placed
+        optimizers: dict[str, dict[str, Tensor]] = {}
+        groups: dict[str, dict[str, Any]] = {}
+        if include_optimizer:
+            optimizers[OPTIMIZER], groups[OPTIMIZER] = self._optimizer_state()
+        local = placed.local_training
+        return checkpoint.Snapshot(
+            model=placed.kept(),
+            optimizers=optimizers,
+            groups=groups,
+            state={**self.state_dict(), **facts, "metadata": metadata},
+            extra=placed.state if local is None else {**placed.state, WORKERS: local.state()},
+            aliases={name: tuple(others) for name, others in placed.aliases.items() if name in placed.parameters},
+        )
+
+    def load(self, path: checkpoint.Checkpoint) -> Loaded:
+        """Take up a checkpoint of any topology.
+
+        Raises:
+            UsageError: it holds another model; what differs is named.
+        """
+        state, log_lines = self._fill(path), []
+        if "updates" not in state:
+            state = {**_UNKNOWN_TO_A_LOOP, "updates": state["step"], **state}
+            log_lines.append(
+                f"{path} is of a loop over lockstep.place: data go on as after {state['step']} steps of this trainer"
+            )
+        self.load_state_dict(state)
+        return Loaded(self.step.progress.step, state["metadata"], log_lines)
+
+    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the optimizer's state, or that of each model that trains by itself, under names of its own."""
+        tensors: dict[str, Tensor] = {}
+        groups: dict[str, Any] = {}
+        for prefix in self._prefixes():
+            names = {id(p): prefix + name for name, p in self.step.placed.parameters.items()}
+            some, own = checkpoint.optimizer_state(self.step.optimizer, names)
+            tensors |= some
+            if not groups:
+                groups = own
+            else:
+                groups["values"] |= own["values"]
+                for group, more in zip(groups["groups"], own["groups"], strict=True):
+                    group["params"] += more["params"]
+        return tensors, groups
+
+    def _prefixes(self) -> Iterable[str]:
+        local = self.step.placed.local_training
+        return [""] if local is None else local.each(self.step.optimizer)
+
+    def _fill(self, path: checkpoint.Checkpoint) -> dict[str, Any]:
+        """Fill the tensors of the model, the strategy and the optimizer; return the state that is no tensor."""
+        placed, local = self.step.placed, self.step.placed.local_training
+        target = self.snapshot({}, {}, include_optimizer=False)
+        # Workers may begin where a run without workers ended: each takes over its model and its optimizer state.
+        begins = local is not None and not checkpoint.has_extra(path, WORKERS)
+        if begins:
+            del target.extra[WORKERS]
+        elif local is not None:
+            _require_as_many(path, local.total)
+        optimizer = _optimizer_in(path)
+        named = {
+            prefix: {("" if begins else prefix) + name: p for name, p in placed.parameters.items()}
+            for prefix in self._prefixes()
+        }
+        if optimizer is not None:
+            wanted = {name: p for names in named.values() for name, p in names.items()}
+            target.optimizers[optimizer] = checkpoint.optimizer_targets(path, optimizer, wanted)
+        with torch.no_grad():
+            state = checkpoint.load(path, target)
+        if local is not None and begins:
+            local.begin_from_common()
+        if optimizer is None:
+            return state
+        for prefix in self._prefixes():
+            names = {id(p): name for name, p in named[prefix].items()}
+            tensors = target.optimizers[optimizer]
+            if begins:
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            checkpoint.restore_optimizer(self.step.optimizer, names, tensors, state["optimizer_groups"][optimizer])
+        return state
+
+
+def _optimizer_in(path: checkpoint.Checkpoint) -> str | None:
+    """Return the name of the one optimizer in a checkpoint; a loop of the user's own names it as it likes."""
+    names = checkpoint.optimizers_in(path)
+    if len(names) > 1:
+        raise UsageError(
+            f"{path} holds the optimizers {listed(names)}, and a Trainer has one",
+            why="a loop over lockstep.place wrote it",
+            fix="go on with lockstep.place(…).load_checkpoint(path, optimizers); or take the weights alone: "
+            "model.load_state_dict(lockstep.checkpoint.weights(path)) before the Trainer is made",
+        )
+    return names[0] if names else None
+
+
+def _require_as_many(path: checkpoint.Checkpoint, workers: int) -> None:
+    stored = checkpoint.read_state(path).get("workers")
+    if stored != workers:
+        raise UsageError(
+            f"{path} holds {stored} workers, and this run has {workers}",
+            why="each worker goes on from its own parameters and its own optimizer state",
+            fix=f"set distributed.diloco.workers: {stored}, on a number of ranks that divides it",
+        )
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key that differs."""
+
+    key: str
+    before: Any
+    now: Any
+    another_training: bool
+
+    def __str__(self) -> str:
+        return f"{self.key} {_shown(self.before)} → {_shown(self.now)}"
+
+
+def compare(
+    config: Config, global_batch_size: int, found: checkpoint.CheckpointPath, *, is_main: bool
+) -> list[Change]:  # fmt: skip
+    """Return the keys whose values differ from those of a checkpoint; all ranks call it.
+
+    Rank 0 reads them: it may be the only one that sees the checkpoint.
+
+    Raises:
+        UsageError: the run would go on as another training, and the config does not allow it.
+    """
+    mine = list(_changes(config, global_batch_size, found)) if is_main else []
+    changes: list[Change] = gather_objects(mine)[0]
+    broken = [change for change in changes if change.another_training]
+    if broken and not config.checkpoint.allow_changes:
+        raise another_training(", ".join(map(str, broken)), found)
+    return changes
+
+
+def require_same_epoch(source: StepSource, global_batch_size: int, found: checkpoint.CheckpointPath) -> None:
+    """Refuse data of another length than those of the checkpoint's run: their order is another one too."""
+    saved, now = checkpoint.read_state(found), source.steps_per_epoch
+    before = saved.get("steps_per_epoch")
+    if before is None or now is None or saved.get("global_batch_size") != global_batch_size:
+        return
+    if before != now:
+        source.close()
+        raise another_training(f"an epoch of the data had {before} steps, and has {now} now", found)
+
+
+def another_training(what: str, found: checkpoint.CheckpointPath) -> UsageError:
+    """Return the refusal to go on from a checkpoint of another training."""
+    return UsageError(
+        f"the run would not go on as it began: {what}",
+        where=f"resuming from {found}",
+        why="samples, their order, random numbers and the model follow from the config and the step number, so this "
+        "would be another training from here on",
+        fix="give the former value back; or start afresh with --resume never (in Python: resume='never'); or go on "
+        "all the same with --allow-changes (in Python: allow_changes=True)",
+    )
+
+
+def _changes(config: Config, global_batch_size: int, found: checkpoint.CheckpointPath) -> Iterator[Change]:
+    before = _flat(parse(checkpoint.config_text(found), lambda line: Origin(str(found), line + 1)).plain())
+    now = _flat(config.to_dict())
+    training = config.training
+    whole = checkpoint.read_state(found).get("global_batch_size")
+    open_yet = config.model.name is None and "batch_size" not in training.model_fields_set
+    sizes_differ = any(_differs(before, now, key) for key in _SIZES) and not open_yet
+    grows = whole is not None and whole != global_batch_size and not open_yet
+    # Objects that are handed over in Python can not be compared by name.
+    objects = [part for part in ("model", "data") if None in (before.get(f"{part}.name"), now.get(f"{part}.name"))]
+    handed_over = tuple(f"{part}.{key}" for part in objects for key in ("name", "args"))
+    for key in sorted({*before, *now}):
+        if _differs(before, now, key) and not (open_yet and key in _SIZES) and not key.startswith(handed_over):
+            another = key.startswith(_ANOTHER_TRAINING) or (key in _SIZES and grows)
+            yield Change(key, before.get(key), now.get(key), another)
+    if grows and not sizes_differ:  # nobody changed a key: other ranks are here, as after the loss of a machine
+        yield Change("the global batch (it follows the ranks: set global_batch_size)", whole,
+                     global_batch_size, another_training=False)  # fmt: skip
+
+
+def _differs(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
+    """Return whether a key that counts has another value; one that the saving version lacks has not changed."""
+    if not key.startswith(_COMPARED) or key in _HOW_DATA_ARE_READ:
+        return False
+    free = key.startswith(("model.args.", "data.args.", "training.optimizer_args.", "loss_fn"))
+    if not free and (key not in before or key not in now):
+        return False
+    return bool(before.get(key, _ABSENT) != now.get(key, _ABSENT))
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return dotted keys → values; empty containers have none."""
+    if not isinstance(tree, dict):
+        return {prefix: tree} if prefix else {}
+    return {k: v for key, child in tree.items() for k, v in _flat(child, f"{prefix}.{key}" if prefix else key).items()}
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def keep_what_was_changed(groups: list[dict[str, Any]], fresh: list[dict[str, Any]], changes: list[Change]) -> None:
+    """Give the options of an optimizer that the config makes their new values, over those of the checkpoint.
+
+    Args:
+        groups: as the checkpoint filled them.
+        fresh: as the config made them.
+    """
+    keys = {change.key for change in changes}
+    names = [key.removeprefix("training.optimizer_args.") for key in keys if key.startswith("training.optimizer_args.")]
+    if keys & {"training.learning_rate", "training.lr_scaling", "training.base_batch_size"}:
+        names += ["lr", "initial_lr"]
+    if "training.weight_decay" in keys:
+        names.append("weight_decay")
+    for group, new in zip(groups, fresh, strict=True):
+        group.update({name: new[name] for name in names if name in new})

@@ -1,0 +1,281 @@
+"""Makes what a trainer is made of from what the user gave and what the config says.
+
+The settings, the loss, the optimizer, its learning rate and schedule, and what comes around an update.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from lockstep.config import Config, ObjectSpec, TrainingConfig, build_object, config_from, require_equation
+from lockstep.config.flags import apply_flags
+from lockstep.config.objects import check_object
+from lockstep.data import StepSource, adopt
+from lockstep.errors import UsageError, did_you_mean
+from lockstep.optim import (
+    CallersRate,
+    Schedule,
+    TorchSchedule,
+    build_optimizer,
+    check_shardable,
+    rebind,
+    refuse_closures,
+    scaled_learning_rate,
+)
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.registry import load_object
+
+MakeOptimizer = Callable[[Any], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+
+def make_optimizer(
+    given: Optimizer | MakeOptimizer | None, before: dict[int, str], placed: ParallelModel, config: Config,
+    global_batch_size: int,
+) -> tuple[Optimizer, str]:  # fmt: skip
+    """Return an optimizer over the placed parameters, and the log line of its learning rate.
+
+    Args:
+        given: an optimizer over the unplaced model, or a function that makes one; None: as the config says.
+        before: id of each unplaced parameter → its name.
+        global_batch_size: by which the config's learning rate is scaled; a given optimizer brings its own.
+
+    Raises:
+        UsageError: it can't work on shards, or the scaling rule lacks its base.
+    """
+    training = config.training
+    rate, line = scaled_rate(training, global_batch_size)
+    if given is None:
+        optimizer = build_optimizer(
+            training.optimizer, placed.parameters.values(), learning_rate=rate, weight_decay=training.weight_decay,
+            args=training.optimizer_args, device=placed.random_state.device,
+            reproducible=config.distributed.reproducible,
+        )  # fmt: skip
+    elif isinstance(given, Optimizer):
+        rebind(optimizer := given, before, placed.parameters)
+    else:
+        optimizer = given(list(placed.parameters.values()))
+    refuse_closures(optimizer)
+    if given is not None:
+        line = f"learning rate {optimizer.param_groups[0]['lr']:g}, as {type(optimizer).__name__} says"
+    if placed.layout.shard > 1:
+        check_shardable(optimizer)
+    return optimizer, line
+
+
+def scaled_rate(training: TrainingConfig, global_batch_size: int) -> tuple[float, str]:
+    """Return the learning rate for this global batch, and its log line."""
+    return scaled_learning_rate(
+        training.learning_rate, training.lr_scaling, global_batch_size, training.base_batch_size
+    )  # fmt: skip
+
+
+def with_batch_size_of(data: Any, config: Config) -> Config:
+    """Return the config with a DataLoader's own batch size, where the settings name none.
+
+    Raises:
+        UsageError: `global_batch_size` is no multiple of it.
+    """
+    own = getattr(data, "batch_size", None) if isinstance(data, DataLoader) else None
+    if own is None or own == config.training.batch_size or "batch_size" in config.training.model_fields_set:
+        return config
+    whole = config.training.global_batch_size
+    if whole is not None and whole % own:
+        raise UsageError(
+            f"global_batch_size {whole} is not a multiple of the DataLoader's batch_size {own}: "
+            f"{whole} = {whole // own} × {own} + {whole % own}",
+            where="the training data",
+            why="a step is made of whole micro-batches of batch_size samples",
+            fix=f"give the DataLoader a batch_size that divides {whole}, or the trainer global_batch_size="
+            f"{(whole // own + 1) * own}",
+        )
+    return config.replaced({"training.batch_size": own})
+
+
+def user_schedule(
+    given: LRScheduler | MakeScheduler | None, optimizer: Optimizer, training: TrainingConfig
+) -> TorchSchedule | None:
+    """Return the scheduler that the user gave, if any.
+
+    Raises:
+        UsageError: it is another optimizer's, it follows a metric, or the config names a schedule too.
+    """
+    if given is None:
+        return None
+    scheduler = given if isinstance(given, LRScheduler) else given(optimizer)
+    if scheduler.optimizer is not optimizer:
+        raise UsageError(
+            f"the {type(scheduler).__name__} is over another optimizer than the trainer's",
+            where="Trainer(scheduler=…)",
+            fix="pass its optimizer to the trainer too, or a function `optimizer -> scheduler`",
+        )
+    asked = {"lr_schedule": training.lr_schedule != "constant", "warmup_steps": training.warmup_steps > 0}
+    if both := next((key for key, is_asked in asked.items() if is_asked), None):
+        raise UsageError(
+            f"the learning rate follows {type(scheduler).__name__} or training.{both}, not both",
+            where="Trainer(scheduler=…)",
+            fix=f"write {both}=None",
+        )
+    return TorchSchedule(scheduler)
+
+
+def before_data(training: TrainingConfig, *, own_optimizer: bool) -> Schedule | CallersRate:
+    """Return the schedule for as long as the number of steps is not known: the warm-up alone.
+
+    Args:
+        own_optimizer: the user made the optimizer; without a warm-up its learning rate is left alone.
+    """
+    if own_optimizer and training.warmup_steps == 0:
+        return CallersRate()
+    return Schedule("constant", 0, training.warmup_steps)
+
+
+def schedule_over(training: TrainingConfig, total: int | None, *, own_optimizer: bool) -> Schedule | CallersRate:
+    """Return the config's schedule.
+
+    Args:
+        total: steps of the run; None: nobody knows.
+        own_optimizer: see `before_data`.
+
+    Raises:
+        UsageError: the schedule needs their number.
+    """
+    if total is None and training.lr_schedule != "constant":
+        raise UsageError(
+            f"lr_schedule {training.lr_schedule} needs the number of steps, and the data do not say their length",
+            where="training.max_steps",
+            fix="set training.max_steps, or lr_schedule: constant",
+        )
+    if training.lr_schedule == "constant":
+        return before_data(training, own_optimizer=own_optimizer)
+    return Schedule(
+        training.lr_schedule, total or 0, training.warmup_steps, training.min_lr_ratio, training.wsd_decay_ratio
+    )
+
+
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return `config` with some keys replaced.
+
+    Args:
+        settings: short name (`batch_size`, as `--batch-size`) → value.
+
+    Raises:
+        UsageError: an unknown name (the nearest is named), a wrong value, a contradiction.
+    """
+    return config_from(apply_flags(settings), config) if settings else config
+
+
+def loss_fn_of(config: Config) -> Callable[..., Any] | None:
+    """Return the loss that the config names; None: the model's own.
+
+    Raises:
+        UsageError: it can't be imported, or does not take its arguments.
+    """
+    spec = config.loss_fn
+    if spec is None:
+        return None
+    found: Callable[..., Any] = check_loss_fn(spec)
+    return build_object(spec, "loss_fn") if isinstance(found, type) else found
+
+
+def check_loss_fn(spec: ObjectSpec) -> Any:
+    """Return what the spec of a loss names, once it is known to take its arguments; nothing is made.
+
+    Raises:
+        UsageError: as `loss_fn_of` would.
+    """
+    found = load_object(spec.name, "loss_fn")
+    if isinstance(found, type):
+        return check_object(spec, "loss_fn")
+    if spec.args or spec.positional:
+        raise UsageError(
+            f"{spec.name} is no class, and its arguments are outputs and targets",
+            where="loss_fn.args",
+            fix="leave args out, or name a class that takes them, whose objects are called with outputs and targets",
+        )
+    return found
+
+
+AfterUpdate = Callable[[int], None]
+"""(updates made so far): called on every rank after each update that is not skipped."""
+
+
+def frozen_until(asked: Mapping[str, int], names: list[str]) -> dict[str, int]:
+    """Return the name of each parameter that is frozen at first → the number of the first step that trains it.
+
+    Args:
+        asked: the name of a module or a parameter → that number, counted from 0.
+        names: of all parameters, before placement.
+
+    Raises:
+        UsageError: there is no such module or parameter.
+    """
+    found: dict[str, int] = {}
+    for prefix, step in asked.items():
+        inside = [name for name in names if name == prefix or name.startswith(f"{prefix.rstrip('.')}.")]
+        if not inside:
+            modules = {name.rpartition(".")[0] for name in names}
+            raise UsageError(
+                f"no parameter is named {prefix}, or lies in a module of that name{did_you_mean(prefix, modules)}",
+                where="Trainer(freeze_until=…)",
+                fix="write names as model.named_modules() has them",
+            )
+        found |= {name: max(step, found.get(name, 0)) for name in inside}
+    return found
+
+
+def after_update_calls(
+    given: AfterUpdate | list[AfterUpdate] | None, freeze_until: Mapping[str, int] | None, placed: ParallelModel
+) -> list[AfterUpdate]:
+    """Return what is called after each update, attached to the placed model.
+
+    Raises:
+        UsageError: models train by themselves.
+    """
+    calls = given if isinstance(given, list) else [given] if given is not None else []
+    if placed.local_training is not None and (calls or freeze_until):
+        raise UsageError(
+            f"{'after_update' if calls else 'freeze_until'} is not supported under diloco",
+            where="Trainer",
+            why="each worker makes updates of its own, on parameters of its own",
+            fix="use ddp or fsdp",
+        )
+    for call in calls:
+        if attach := getattr(call, "attach", None):
+            attach(placed)
+    return calls
+
+
+def total_steps(max_steps: int | None, per_epoch: int | None, epochs: int | None) -> int | None:
+    """Return the steps of the whole run, whichever bound comes first; None where it is known only when data end."""
+    by_epochs = per_epoch * epochs if per_epoch and epochs else None
+    return min((bound for bound in (max_steps, by_epochs) if bound is not None), default=None)
+
+
+def open_source(
+    data: Any, config: Config, placed: ParallelModel, *, epochs: int | None, global_batch_size: int, start_step: int,
+    position: dict[str, Any],
+) -> tuple[StepSource, int | None]:  # fmt: skip
+    """Return the steps that are left to do, and the number of the last one, where it is known.
+
+    Args:
+        data: a dataset, a DataLoader, or an iterable of batches.
+        epochs: in the whole run; unset: as the config says.
+        start_step: steps that are done.
+        position: in the data, where that is not known from the steps.
+
+    Raises:
+        UsageError: it can't be trained on, or sizes contradict each other.
+    """
+    training = config.training
+    require_equation(training, placed.layout.batch_shares)
+    epochs = epochs or (None if training.max_steps else training.num_train_epochs or 1)
+    source = adopt(
+        data, config.data, batch_size=training.batch_size, global_batch_size=global_batch_size, assign=placed.assign,
+        start_step=start_step, stop_step=training.max_steps, epochs=epochs, seed=training.seed,
+        device=placed.random_state.device, wanted=placed.wants_data, state=position,
+    )  # fmt: skip
+    return source, total_steps(training.max_steps, source.steps_per_epoch, epochs)

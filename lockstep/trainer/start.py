@@ -1,0 +1,215 @@
+"""What happens before the first step: the run directory, the monitor, what ranks measure, and what is logged."""
+
+import atexit
+import gc
+import os
+import platform
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.checkpoint import Ranks
+from lockstep.cluster import Cluster
+from lockstep.data import StepSource
+from lockstep.heartbeat import DUMP
+from lockstep.monitor import Figures, Monitor, PhaseClock
+from lockstep.monitor.flops import FirstStep, peak_flops
+from lockstep.monitor.over_ranks import gather_objects
+from lockstep.strategy import strategy_named
+from lockstep.torch_compat import flight_recorder
+
+if TYPE_CHECKING:
+    from lockstep.trainer.trainer import Trainer
+
+
+def lock_run_directory(trainer: "Trainer") -> None:
+    """Let rank 0 take the run directory's lock, which it has until `train` ends; all ranks call it.
+
+    Raises:
+        UsageError: another run has it; on every rank.
+    """
+    if trainer.lock is not None:
+        Ranks().broadcast("the run directory could not be locked", trainer.lock.acquire)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What watches a run.
+
+    Attributes:
+        monitor: records it.
+        clock: is told which phase of a step begins.
+        wants_layer_norms: whether a step's record is to hold them; None: no step's.
+        around_step: a context for each step, if there is one; it counts the operations of the first.
+    """
+
+    monitor: Monitor
+    clock: PhaseClock
+    wants_layer_norms: Callable[[int], bool] | None
+    around_step: Callable[[], AbstractContextManager[None]] | None
+
+
+def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]) -> Opened:
+    """Open what watches a run that is about to start, and log how it starts; all ranks call it.
+
+    Args:
+        total: the last step's number, where it is known.
+        log_lines: what is to be logged besides.
+    """
+    directory, config, training = trainer.run_directory, trainer.config.monitor, trainer.config.training
+    if directory is not None and trainer.is_main_process:
+        directory.create()
+        directory.config.write_text(trainer.config.to_yaml())
+    clock = PhaseClock(on_cuda=trainer.device.type == "cuda")
+    figures, around_step = Figures(clock), None
+    in_threads = strategy_named(trainer.layout.strategy).uses_threads
+    if not training.compile and not in_threads:  # counted as it runs, in this thread, in eager mode
+        around_step = FirstStep(figures)
+        figures.recomputes = training.gradient_checkpointing != "none"
+    if trainer.is_main_process:
+        figures.peak, figures.peak_source = peak_flops(trainer.device, trainer.mode)
+    ranks = gather_objects(describe(trainer.cluster))
+    start = trainer.step.progress.step
+    monitor = Monitor(
+        config, directory, is_main=trainer.is_main_process, total_steps=total, start_step=start, figures=figures,
+        hosts=[rank["host"] for rank in ranks],
+    )  # fmt: skip
+    lines = [*_lines(trainer, total), *log_lines]
+    monitor.say(*lines)
+    monitor.event(
+        "start", layout=str(trainer.layout), world_size=trainer.layout.world_size, lines=lines, ranks=ranks,
+        step=start, total_steps=total, parameters=trainer.placed.num_parameters, peak_flops=figures.peak,
+        peak_source=figures.peak_source, versions=versions(),
+    )  # fmt: skip
+    return Opened(monitor, clock, monitor.logs if config.gradient_norms else None, around_step)
+
+
+def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
+    """Return what is logged at start: the strategy first, always by name."""
+    training, ranks = trainer.config.training, trainer.layout.data_parallel_size
+    total = trainer.global_batch_size
+    micro_batches = total // training.batch_size
+    precision = f"{trainer.mode} ({trainer.why_mode})" if trainer.why_mode else trainer.mode
+    return [
+        f"strategy {trainer.layout} on {trainer.cluster.facts.world_size} × {trainer.device.type}, {precision}, "
+        f"{trainer.placed.num_parameters:,} parameters",
+        f"global batch {total} = {micro_batches} micro-batches × {training.batch_size}, over {ranks} "
+        f"data-parallel rank{'s' * (ranks != 1)}; {trainer.rate_line}",
+        *_idle(micro_batches, ranks, training.batch_size),
+        *_never_warm(training.warmup_steps, last_step),
+        *([trainer.layout.notice] if trainer.layout.notice else []),
+        *trainer.placed.log_lines,
+    ]
+
+
+def _never_warm(warmup: int, last_step: int | None) -> list[str]:
+    """Warn where the learning rate never reaches its peak, as in the first steps of a long run's config."""
+    if last_step is None or warmup <= last_step:
+        return []
+    return [f"warning: the run ends after {last_step} steps, in the warm-up of {warmup}: training.warmup_steps"]
+
+
+def _idle(micro_batches: int, ranks: int, batch_size: int) -> list[str]:
+    """Warn where a step has fewer micro-batches than there are ranks to share them."""
+    idle = ranks - micro_batches
+    if idle <= 0:
+        return []
+    return [
+        f"warning: a step has {micro_batches} micro-batch{'es' * (micro_batches != 1)} for {ranks} data-parallel "
+        f"ranks: {idle} of them compute{'s' * (idle == 1)} nothing that counts. Use {micro_batches} "
+        f"rank{'s' * (micro_batches != 1)}, a smaller batch_size, or global_batch_size={ranks * batch_size}"
+    ]
+
+
+def describe(cluster: Cluster) -> dict[str, Any]:
+    """Describe this rank: where it runs and on what."""
+    if cluster.device.type == "cuda":
+        device = torch.cuda.get_device_name(cluster.device)
+    else:
+        device = f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
+    return {"rank": cluster.facts.rank, "host": socket.gethostname(), "device": device, "process": os.getpid()}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that can affect results."""
+    found = {"lockstep": version("lockstep-train"), "torch": torch.__version__, "python": platform.python_version()}
+    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+
+
+_LOOK_SECONDS = 0.5
+
+_answering: set[Path] = set()
+
+
+def answer_in_background(folder: Path | None, rank: int) -> None:
+    """Write `flight-RANK.json` into the folder whenever the file `dump` is new, in a thread that ends with the process.
+
+    A rank that hangs sits in a collective and runs no Python of its own; a thread beside it does. The last collectives
+    come from torch's flight recorder, under nccl and gloo alike; where it keeps nothing, nothing is written.
+
+    Args:
+        folder: the launcher's; None: nobody asks. One thread answers there, however often this is called.
+    """
+    read = flight_recorder.read
+    if folder is None or read is None or folder in _answering:
+        return
+    _answering.add(folder)
+    ends = threading.Event()
+
+    def watch() -> None:
+        answered = 0.0
+        while not ends.wait(_LOOK_SECONDS) and folder.is_dir():
+            asked = _modified(folder / DUMP)
+            if asked > answered:
+                beside = folder / f".flight-{rank}"
+                beside.write_bytes(read())
+                beside.rename(folder / f"flight-{rank}.json")
+                answered = asked
+
+    thread = threading.Thread(target=watch, name="flight", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ends.set()
+        thread.join()
+
+    atexit.register(end)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+@contextmanager
+def frozen_garbage() -> Iterator[None]:
+    """Freeze the garbage collector's view of existing objects (the model, all of torch) for the length of the block."""
+    already = gc.get_freeze_count() > 0  # by the caller's own hand, or by another run around this one
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not already:
+            gc.unfreeze()
+
+
+@contextmanager
+def worker_deaths_explained(source: StepSource) -> Iterator[None]:
+    """Add the samples being read to the error that torch raises when a data worker dies."""
+    try:
+        yield
+    except RuntimeError as error:
+        explain = getattr(source, "explain", None)
+        explained = explain(error) if explain is not None else None
+        if explained is None:
+            raise
+        raise explained from None
