@@ -190,9 +190,14 @@ def over_gloo(model: nn.Module, layout: Layout, *, reproducible: bool = False) -
 
 def shard_stage(
     mesh: DeviceMesh, config: Config, root: nn.Module, units: Sequence[tuple[str, nn.Module]],
-    foreign: set[nn.Parameter], frees: bool,
+    foreign: set[nn.Parameter], frees: bool, device_type: str | None = None,
 ) -> list[str]:  # fmt: skip
-    """FSDP2 over a pipeline's stage, or over what stages share; units were chosen before the model was cut."""
+    """Shard a pipeline's stage, or what stages share; units were chosen before the model was cut.
+
+    Args:
+        device_type: on which it will run; unset: the mesh's.
+    """
+    device_type = device_type or mesh.device_type
     if scalars := scalars_of(root):
         raise UsageError(
             f"the parameter {listed(list(scalars))} has no dim, so FSDP can't cut it",
@@ -202,8 +207,9 @@ def shard_stage(
     log_lines = apply_fsdp(
         root, mesh, config.distributed.fsdp.model_copy(update={"auto_wrap_policy": "transformer"}), units,
         param_dtype=config.precision.param_dtype, reshard_after_forward=frees, foreign=foreign,
+        device_type=device_type,
     )  # fmt: skip
-    if mesh.device_type == "cpu":
+    if device_type == "cpu":
         GlooMessages(root)
     return log_lines
 

@@ -75,21 +75,24 @@ class Candidate:
 
 
 def candidates(
-    work: Workload, config: Config, cluster: GpuCluster, *, low: bool = True, pipelines: bool = True, says: bool = True
+    work: Workload, config: Config, cluster: GpuCluster, *, low: bool = True, pipelines: bool = True, says: bool = True,
+    first: Callable[[Candidate], None] = lambda _candidate: None,
 ) -> list[Candidate]:  # fmt: skip
-    """All layouts that are worth a look, judged; the best first.
+    """Judge all layouts that are worth a look, and return them, the best first.
 
     Args:
         low: weights in bf16, too, which changes results.
         pipelines: pipelines, too.
         says: how far it is, where it takes long.
+        first: called with the first layout whose memory is known, long before all are.
     """
     facts = facts_of(work, config)
     layouts, modes = list(_layouts(facts, config, cluster, low, pipelines)), _modes(facts, config)
     found: list[Candidate] = []
     with progress_of("planning", len(layouts) * len(modes), unit="layouts", shows=says) as advance:
         for layout in layouts:
-            found += _over_modes(work, config, cluster, facts, layout, modes, advance)
+            known = any(candidate.memory is not None for candidate in found)
+            found += _over_modes(work, config, cluster, facts, layout, modes, advance, first if not known else None)
     if not any(candidate.fits for candidate in found) and cluster.num_gpus > 1:
         offloaded = [strategy.layout_with_offload() for strategy in known_strategies(config.distributed.strategy)]
         for layout in filter(None, offloaded if facts.blocks else []):
@@ -99,9 +102,9 @@ def candidates(
 
 def _over_modes(
     work: Workload, config: Config, cluster: GpuCluster, facts: ModelSize, layout: dict[str, Any], modes: list[str],
-    advance: Advance,
+    advance: Advance, first: Callable[[Candidate], None] | None = None,
 ) -> list[Candidate]:  # fmt: skip
-    """One layout with each mode of checkpointing, the one that needs least memory first."""
+    """Judge one layout with each mode of checkpointing, the one that needs least memory first."""
     found: list[Candidate] = []
     most = None
     for mode in modes:
@@ -110,6 +113,8 @@ def _over_modes(
             found.append(Candidate(most.layout, changes, least=most.needed, limit=most.limit, samples=most.samples))
         else:
             judged = judge(work, config, cluster, changes, facts)
+            if most is None and first is not None and judged.memory is not None:
+                first(judged)
             most = most or judged
             if not judged.refused:
                 found.append(judged)
@@ -211,8 +216,7 @@ def _judge_data_parallel(
     candidate: Candidate, work: Workload, config: Config, cluster: GpuCluster, count: int, facts: ModelSize
 ) -> None:
     layout = candidate.layout
-    device_type = "cpu" if cluster.gpu.name == "CPU" else "cuda"
-    rehearsal = rehearse(work, config, layout, micro_batches=count, device_type=device_type)
+    rehearsal = rehearse(work, config, layout, micro_batches=count, device_type=_device_type(cluster))
     memory = dict(rehearsal.peak.parts)
     if config.distributed.fsdp.cpu_offload:
         moved = [memory.pop(kind) for kind in ("parameters", "optimizer", "gradients")]
@@ -226,6 +230,10 @@ def _judge_data_parallel(
     candidate.model_flops = 3.0 * rehearsal.work.forward.flops * count * layout.data_parallel_size
 
 
+def _device_type(cluster: GpuCluster) -> str:
+    return "cpu" if cluster.gpu.name == "CPU" else "cuda"
+
+
 def _judge_pipeline(
     candidate: Candidate, work: Workload, config: Config, cluster: GpuCluster, count: int, facts: ModelSize
 ) -> None:
@@ -234,7 +242,10 @@ def _judge_pipeline(
 
     layout = candidate.layout
     looked_at = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
-    found = {rank: rehearse_rank(work, config, layout, rank, micro_batches=count) for rank in looked_at}
+    found = {
+        rank: rehearse_rank(work, config, layout, rank, micro_batches=count, device_type=_device_type(cluster))
+        for rank in looked_at
+    }
     fullest = max(found.values(), key=lambda rehearsal: rehearsal.peak.total)
     candidate.memory = dict(fullest.peak.parts)
     stages: list[StageTime] = []

@@ -1,6 +1,7 @@
 """`lockstep plan`: from a config, or from a model's size alone, to a table of layouts."""
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def plan(config: Config, asked: Asked) -> str:
     if config.precision.fp8 != "none":
         said.append(f"precision.fp8 {config.precision.fp8} is not counted: memory and time are those of fp8: none")
     work = workload_of(config)
-    found = candidates(work, config, cluster)
+    found = candidates(work, config, cluster, first=tell_first)
     best = found[0] if found else None
     batch = None
     if asked.find_batch_size and best is not None:
@@ -63,6 +64,12 @@ def plan(config: Config, asked: Asked) -> str:
     tokens = work.tokens_per_sample()
     text = report.as_text(found, cluster, tokens_per_sample=tokens, steps=config.training.max_steps, price=asked.price)
     return "\n".join([text, *said])
+
+
+def tell_first(candidate: Candidate) -> None:
+    """Print the memory of the first layout on stderr, while the others are still to be rehearsed."""
+    needs = f"{candidate.needed / GIB:.1f} of {candidate.limit / GIB:.1f} GiB a GPU"
+    print(f"lockstep: first answer: {candidate.name()} needs {needs}", file=sys.stderr, flush=True)
 
 
 def cluster_for(asked: Asked) -> tuple[GpuCluster, list[str]]:

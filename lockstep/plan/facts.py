@@ -12,7 +12,7 @@ _OPTIMIZER_BYTES = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0}
 
 def facts_of(work: Workload, config: Config) -> ModelSize:
     """Those of the model that a config trains."""
-    model = work.model()
+    model = work.description
     blocks = blocks_of(model)
     units = fsdp.units_of(model, config.distributed.fsdp, blocks)
     held = sum(p.numel() for _, unit in units for p in unit.parameters())

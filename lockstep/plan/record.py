@@ -91,3 +91,13 @@ def repeated(regions: Sequence[Region], labels: Iterable[str], times: int) -> li
     for region in regions:
         found += [region] * (1 + (times if region.label in wanted else 0))
     return found
+
+
+def joined(label: str, regions: Iterable[Region]) -> Region:
+    """Return regions that follow on one another as one."""
+    changes: list[Change] = []
+    cost = Cost()
+    for region in regions:
+        changes += region.changes
+        cost = cost.plus(region.cost)
+    return Region(label, changes, cost)

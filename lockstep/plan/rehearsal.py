@@ -35,14 +35,15 @@ from lockstep.parallel.micro_step import AroundMicroBatch, MicroStep, micro_step
 from lockstep.parallel.parallel_model import local
 from lockstep.plan.hooks import Reducer, mark_blocks, on_backward, tag_gradients
 from lockstep.plan.record import KINDS, Peak, Region, play, repeated
-from lockstep.plan.tracker import Tracker
-from lockstep.plan.workload import REPEATED, Workload, shortened
+from lockstep.plan.tracker import EqualPieces, Tracker
+from lockstep.plan.workload import REPEATED, Workload, kept_blocks
 from lockstep.precision import Precision, resolve_mode
 from lockstep.randomness import RandomState
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat.fake_tensors import FakeTensorMode
 
 CPU = torch.device("cpu")
+GROUPED = ("every_n", "sequential")  # modes of checkpointing under which equal blocks do not do the same
 _KIND = {kind: index for index, kind in enumerate(KINDS)}
 
 
@@ -91,12 +92,12 @@ def rehearse(
     assert not strategy.splits_model
     # Further replicas and micro-batches change nothing that the second did not.
     layout = replace(layout, replicate=min(layout.replicate, 2))
-    model, left_out = work.model(), 0
-    if config.training.gradient_checkpointing not in ("every_n", "sequential"):
-        model, left_out = shortened(model)
+    alike = config.training.gradient_checkpointing not in GROUPED
+    model, left_out = work.shortened(kept_blocks(device_type)) if alike else (work.model(), 0)
     with pretended_ranks(layout.world_size), ExitStack() as modes:
         mesh = device_mesh(layout, "cpu") if layout.world_size > 1 else None
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        modes.enter_context(EqualPieces())
         tracker = modes.enter_context(Tracker())
         parts = _lay(tracker, model, work, config, layout, mesh, device_type)
         optimizer = optimizer_of(config, list(model.parameters()))
@@ -106,7 +107,10 @@ def rehearse(
         tracker.restart()
         _step(tracker, parts, optimizer, batch, min(micro_batches, 2), layout)
         regions = repeated(tracker.record.regions(), (f"F{REPEATED}", f"B{REPEATED}"), left_out)
-        start = _with_left_out(tracker.record.start, model, optimizer, layout, left_out)
+        start = tracker.record.start
+        if left_out:
+            reduces = strategy.reduces_by_ddp and layout.replicate > 1
+            start = with_left_out(start, blocks_of(model)[REPEATED][1], optimizer, left_out, buckets=reduces)
     return Rehearsal(
         play(start, regions),
         dict(zip(KINDS, start, strict=True)),
@@ -253,20 +257,23 @@ def _tag_persistent(tracker: Tracker, model: nn.Module, optimizer: torch.optim.O
     tracker.tag([t for state in states for t in state.values() if isinstance(t, Tensor)], "optimizer")
 
 
-def _with_left_out(
-    start: tuple[int, ...], model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout, left_out: int
+def with_left_out(
+    start: tuple[int, ...], block: nn.Module, optimizer: torch.optim.Optimizer, left_out: int, *, buckets: bool = False
 ) -> tuple[int, ...]:
-    """What is live before the step, with the share of the blocks that were left out."""
-    if not left_out:
-        return start
+    """Add to what is live before a step what blocks that were left out would hold.
+
+    Args:
+        start: bytes by kind.
+        block: one that is like them.
+        buckets: gradients have buckets of their own.
+    """
     whole = list(start)
-    for parameter in blocks_of(model)[REPEATED][1].parameters():
+    for parameter in block.parameters():
         size = local(parameter).untyped_storage().nbytes()
         states = optimizer.state[parameter].values()
         whole[_KIND["parameters"]] += left_out * size
         whole[_KIND["optimizer"]] += left_out * sum(
             local(t).untyped_storage().nbytes() for t in states if isinstance(t, Tensor)
         )
-        if strategy_named(layout.strategy).reduces_by_ddp and layout.replicate > 1:
-            whole[_KIND["buckets"]] += left_out * size
+        whole[_KIND["buckets"]] += left_out * size * buckets
     return tuple(whole)

@@ -5,6 +5,7 @@ micro-batches. What a forward or backward pass changes is written down; the firs
 gradients, all later ones are alike. The schedule's list of actions then says which micro-batches are in flight.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -27,15 +28,16 @@ from lockstep.parallel import fsdp
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.blocks import key_model
 from lockstep.parallel.pipeline.build import part_of, shard_parts
-from lockstep.parallel.pipeline.holding import Holding, holding_of, release
+from lockstep.parallel.pipeline.holding import Holding, holding_of, release, survey
 from lockstep.parallel.pipeline.part import CurrentMicroBatch as Io
 from lockstep.parallel.pipeline.plan import PipelinePlan, frees_after_forward, plan_of
 from lockstep.parallel.pipeline.torch_schedule import Action, actions
 from lockstep.parallel.pipeline.torch_stage import Meta, Metas, Stage, reduce_gradients
-from lockstep.plan.hooks import tag_gradients
-from lockstep.plan.record import KINDS, Record, Region, play
+from lockstep.plan.hooks import mark_blocks, tag_gradients
+from lockstep.plan.record import KINDS, Record, Region, joined, play, repeated
 from lockstep.plan.rehearsal import (
     CPU,
+    GROUPED,
     Rehearsal,
     Work,
     fill_state,
@@ -43,9 +45,10 @@ from lockstep.plan.rehearsal import (
     precision_of,
     pretended_ranks,
     update,
+    with_left_out,
 )
-from lockstep.plan.tracker import Tracker
-from lockstep.plan.workload import Workload, looks
+from lockstep.plan.tracker import EqualPieces, Tracker
+from lockstep.plan.workload import REPEATED, Workload, kept_blocks, looks
 from lockstep.randomness import RandomState
 from lockstep.torch_compat.fake_tensors import FakeTensorMode
 
@@ -53,30 +56,35 @@ Changes = dict[tuple[str, int, bool], Region]
 """(kind of action, stage, first of its kind on this rank) → what it changes and costs."""
 
 
-def rehearse_rank(work: Workload, config: Config, layout: Layout, rank: int, *, micro_batches: int) -> Rehearsal:
-    """Memory of one pipeline rank.
+def rehearse_rank(
+    work: Workload, config: Config, layout: Layout, rank: int, *, micro_batches: int, device_type: str = "cuda"
+) -> Rehearsal:
+    """Rehearse a step of one pipeline rank.
 
     Args:
         rank: along the pipeline.
         micro_batches: of a data-parallel rank in a step.
+        device_type: that the run will have, `cuda` or `cpu`.
     """
     layout = replace(layout, replicate=min(layout.replicate, 2))
-    model = work.model()
-    plan = plan_of(model, layout.pipeline, config)
+    cut = _shortened(work, config, layout, rank, kept_blocks(device_type))
+    model, plan = cut.model, cut.plan
     objective = work.objective(model)
     pipeline = config.distributed.pipeline
     count = plan.facts.padded(pipeline.n_microbatches or micro_batches, layout.pipeline, len(plan.parts.stages))
     order = actions(pipeline.schedule, layout.pipeline, pipeline.stages_per_rank, count)[rank]
     low = config.precision.param_dtype == "bf16" and layout.data_parallel_size > 1
-    metas = _metas(work, config, plan, low)
+    metas = _metas(copy.deepcopy(model), work, config, plan, low)
     with pretended_ranks(layout.world_size, rank * layout.data_parallel_size), ExitStack() as modes:
         mesh = device_mesh(layout, "cpu")
         group = mesh["pipeline"].get_group()
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        modes.enter_context(EqualPieces())
         tracker = modes.enter_context(Tracker())
-        holder = _Rank(tracker, model, work, config, layout, plan, objective, metas, group, rank, mesh)
+        holder = _Rank(tracker, cut, work, config, layout, objective, metas, group, rank, mesh, device_type)
         changes = holder.step()
-        start = tracker.record.start
+        start = holder.start()
+        grown = sum(start) / max(1, sum(tracker.record.start))
     persistent = dict(zip(KINDS, start, strict=True))
     stages = {
         stage: Work(changes["F", stage, False].cost, changes["B", stage, False].cost, Cost())
@@ -85,9 +93,52 @@ def rehearse_rank(work: Workload, config: Config, layout: Layout, rank: int, *, 
     whole = Cost(), Cost()
     for work_of_stage in stages.values():
         whole = whole[0].plus(work_of_stage.forward), whole[1].plus(work_of_stage.backward)
-    in_all = Work(*whole, changes["update", 0, True].cost)
+    update_cost = changes["update", 0, True].cost
+    in_all = Work(*whole, update_cost._replace(moved=round(update_cost.moved * grown)))
     sent = [sum(_bytes(meta) for meta in metas[stage]) for stage in range(len(metas))]
     return Rehearsal(play(start, _played(order, changes)), persistent, in_all, stages, sent)
+
+
+@dataclass(frozen=True)
+class _Shortened:
+    """A model on meta, cut into the stages of the whole one, in which stages have fewer of its equal blocks.
+
+    Attributes:
+        repeated: stage → the place, among the copy's blocks, of the one that stands for those left out.
+        left_out: stage → how many were left out.
+    """
+
+    model: nn.Module
+    plan: PipelinePlan
+    repeated: dict[int, int]
+    left_out: dict[int, int]
+
+
+def _shortened(work: Workload, config: Config, layout: Layout, rank: int, most: int) -> _Shortened:
+    """Leave blocks out of each stage: this rank's, which compute, keep `most` each, and the others one."""
+    plan = plan_of(work.description, layout.pipeline, config)
+    place_of = {name: place for place, name in enumerate(work.equal_blocks)}
+    kept: list[int] = []
+    spans: list[range] = []
+    repeated: dict[int, int] = {}
+    left_out: dict[int, int] = {}
+    for stage, span in enumerate(plan.parts.stages):
+        names = [plan.segments[index][0] for index in span]
+        blocks = [place_of[name] for name in names if name in place_of]
+        keeps = most if plan.parts.ranks[stage] == rank else 1
+        if len(blocks) > keeps + 1:
+            repeated[stage], left_out[stage] = len(kept) + REPEATED, len(blocks) - keeps
+            blocks = blocks[:keeps]
+        kept += blocks
+        begin = spans[-1].stop if spans else 0
+        spans.append(range(begin, begin + len(names) - left_out.get(stage, 0)))
+    alike = config.training.gradient_checkpointing not in GROUPED
+    short = work.with_blocks(kept) if alike and left_out else None
+    if short is None or len(segments := require_segments(short)) != spans[-1].stop:
+        model = work.model()
+        return _Shortened(model, plan_of(model, layout.pipeline, config), {}, {})
+    parts = replace(plan.parts, stages=tuple(spans))
+    return _Shortened(short, PipelinePlan(survey(short, segments), segments, plan.facts, parts), repeated, left_out)
 
 
 def _bytes(meta: Meta) -> int:
@@ -107,20 +158,20 @@ def _played(order: Sequence[Action], changes: Changes) -> list[Region]:
     return [*regions, changes["update", 0, True]]
 
 
-def _metas(work: Workload, config: Config, plan: PipelinePlan, low: bool) -> list[Metas]:
-    """What each stage sends on: one forward pass through the chain, in which equal segments run once.
+def _metas(model: nn.Module, work: Workload, config: Config, plan: PipelinePlan, low: bool) -> list[Metas]:
+    """Return what each stage sends on: one forward pass through the chain, in which equal segments run once.
 
     Args:
+        model: on meta; it is changed.
         low: FSDP2 gathers parameters in bf16.
     """
-    model = work.model()
+    if low:
+        model.to(torch.bfloat16)
     objective = work.objective(model)
     found: list[Metas] = []
     known: dict[tuple[str, Metas], Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), precision_of(config).autocast():
         model.to_empty(device=CPU)
-        if low:
-            model.to(torch.bfloat16)
         segments, shared = require_segments(model), shared_parameters_of(model)
         inputs = values, keywords = objective.inputs(work.batch(config.training.batch_size))
         for stage in plan.parts.stages:
@@ -138,30 +189,31 @@ class _Rank:
     """The stages of a rank, built on fake tensors."""
 
     tracker: Tracker
-    model: nn.Module
+    cut: _Shortened
     work: Workload
     config: Config
     layout: Layout
-    plan: PipelinePlan
     objective: Objective
     metas: list[Metas]
     group: dist.ProcessGroup
     rank: int
     mesh: Any
+    device_type: str
 
     def __post_init__(self) -> None:
-        config, plan = self.config, self.plan
+        config, plan, model = self.config, self.cut.plan, self.cut.model
         self.batch = self.work.batch(config.training.batch_size)
         random_state = RandomState(config.training.seed, CPU)
-        blocks = blocks_of(self.model)
-        key_model(self.model, random_state, blocks, cut=True)
+        blocks = blocks_of(model)
+        mark_blocks(self.tracker, blocks)
+        key_model(model, random_state, blocks, cut=True)
         apply_activation_checkpointing(
             blocks,
             config.training.gradient_checkpointing,
             random_state,
             every=config.training.gradient_checkpointing_every,
         )
-        units = fsdp.units_of(self.model, config.distributed.fsdp, blocks)
+        units = fsdp.units_of(model, config.distributed.fsdp, blocks)
         self.frees = frees_after_forward(self.layout, config)
         holding = holding_of(self.rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
         self.io = Io(lambda: self.objective.inputs(self.batch), lambda out: self.objective.summed(out, self.batch))
@@ -171,10 +223,10 @@ class _Rank:
         _materialise(holding)
         self.unit: nn.Module | None = None
         if self.layout.data_parallel_size > 1:
-            shard = partial(fsdp.shard_stage, self.mesh, config)
+            shard = partial(fsdp.shard_stage, self.mesh, config, device_type=self.device_type)
             self.unit, _ = shard_parts(self.parts, holding, units, shard, self.frees)
         self.parameters = list(holding.named_parameters().values())
-        self.holding = holding
+        self.holding, self.blocks = holding, blocks
         tag_gradients(self.tracker, self.parameters)
         self.optimizer = optimizer_of(config, self.parameters)
         self.stages = [
@@ -193,8 +245,10 @@ class _Rank:
         tracker.restart()
 
         def cut(kind: str, stage: int, first: bool) -> None:
-            region = Record(tracker.record.items).regions()[0]
-            changes[kind, stage, first] = region._replace(label=f"{kind}{stage}")
+            place, times = self.cut.repeated.get(stage, 0), self.cut.left_out.get(stage, 0)
+            labels = (f"{kind}{place}",) if kind in ("F", "B") else ()
+            regions = repeated(Record(tracker.record.items).regions(), labels, times)
+            changes[kind, stage, first] = joined(f"{kind}{stage}", regions)
             tracker.record.items = []
 
         if self.unit is not None:
@@ -230,6 +284,15 @@ class _Rank:
         update(self.optimizer)
         cut("update", 0, True)
         return changes
+
+    def start(self) -> tuple[int, ...]:
+        """Return live bytes by kind before the step, with the blocks that were left out."""
+        found = self.tracker.record.start
+        for stage in self.cut.plan.parts.of_rank(self.rank):
+            if stage in self.cut.left_out:
+                block = self.blocks[self.cut.repeated[stage]][1]
+                found = with_left_out(found, block, self.optimizer, self.cut.left_out[stage])
+        return found
 
 
 def _materialise(holding: Holding) -> None:

@@ -11,12 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from lockstep.costs.hardware import Cost
 from lockstep.plan.record import KINDS, Change, Mark, Record
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
+from lockstep.torch_compat.fake_tensors import FakeTensor
 from lockstep.torch_compat.local_tensor import local_tensor
 from lockstep.torch_compat.operators import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, UNSAFE_VIEW
 from lockstep.torch_compat.pytree import tree_leaves
@@ -49,6 +51,30 @@ _FORMULAS = {
 }
 # Without traffic.
 _FREE = {"empty", "empty_like", "empty_strided", "detach", "alias", UNSAFE_VIEW.__name__, "lift_fresh", "set_"}
+_DEVICE = torch.ops.prim.device.default
+
+
+class EqualPieces(TorchFunctionMode):
+    """Cuts a tensor into many chunks by cutting off two: one stands for all of the same size.
+
+    FSDP2 cuts each parameter into as many chunks as there are shards and keeps one. What chunks hold is not there on
+    fake tensors, and making hundreds of them for each parameter took most of the time of a plan for many GPUs.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.chunk and (isinstance(args[0], nn.Parameter) or not torch.is_grad_enabled()):
+            return _chunks(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _chunks(whole: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
+    length = whole.shape[dim]
+    size = -(-length // chunks)
+    if not size:
+        return torch.chunk(whole, chunks, dim)
+    even, rest = divmod(length, size)
+    last = [whole.narrow(dim, length - rest, rest)] if rest else []
+    return (*([whole.narrow(dim, 0, size)] * even if even else []), *last)
 
 
 class Tracker(TorchDispatchMode):
@@ -87,6 +113,10 @@ class Tracker(TorchDispatchMode):
                 self._retag(id(storage), _KIND[kind])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked thousands of times in a step, and slow to answer below
+        if func.namespace == "prim":  # a question, not an operation
+            return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and not leaf.is_meta:
@@ -105,7 +135,7 @@ class Tracker(TorchDispatchMode):
             flops = int(formula(*args, **kwargs, out_val=out))
             first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
             self.record.items.append(Cost(full=flops) if first.dtype == torch.float32 else Cost(low=flops))
-        elif not func.is_view and operator.__name__ not in _FREE and func.namespace != "prim":  # not questions
+        elif not func.is_view and operator.__name__ not in _FREE:
             touched = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
             moved = sum(local_tensor(t).numel() * t.element_size() for t in touched.values())
             if moved:

@@ -1,12 +1,17 @@
-"""What is to be planned: a model that can be built again and again without memory, and a sample of its data."""
+"""The model and the data of a plan: a model that can be built again and again without memory, and a sample of its data.
+
+A plan needs no more than a few of a long chain of equal blocks: what one of them does is repeated for those left out.
+"""
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lockstep.config import Config
 from lockstep.data import build_data
@@ -18,6 +23,20 @@ from lockstep.trainer.setup import loss_fn_of
 
 KEPT_BLOCKS = 5  # of a long run of equal blocks: first, second, one to be repeated, last but one, last
 REPEATED = 2  # its place
+
+
+def kept_blocks(device_type: str) -> int:
+    """Return how many blocks show what any number of them do; on CPUs FSDP gathers one more ahead."""
+    return KEPT_BLOCKS + (device_type == "cpu")
+
+
+class NoFirstValues(TorchFunctionMode):
+    """Skips `torch.nn.init`: on meta there is nothing to fill, and it takes most of the time of building a model."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -35,9 +54,52 @@ class Workload:
     loss_fn: Any = None
 
     def model(self) -> nn.Module:
-        """A fresh one on meta."""
-        with torch.device("meta"):
+        """Build a new model on meta, without values."""
+        with torch.device("meta"), NoFirstValues():
             return self.make()
+
+    @cached_property
+    def description(self) -> nn.Module:
+        """The model on meta, to be read and not changed."""
+        return self.model()
+
+    @cached_property
+    def equal_blocks(self) -> list[str]:
+        """Names of the model's blocks, if they are all equal and make up one ModuleList; otherwise empty."""
+        blocks = blocks_of(self.description)
+        if _list_of(self.description, [name for name, _ in blocks]) is None:
+            return []
+        return [name for name, _ in blocks] if len({looks(block) for _, block in blocks}) == 1 else []
+
+    def with_blocks(self, kept: Sequence[int]) -> nn.Module | None:
+        """Copy the model on meta with only some of its equal blocks.
+
+        Args:
+            kept: their places in `equal_blocks`.
+
+        Returns:
+            None where the model does not tell its blocks without the others.
+        """
+        names, model = self.equal_blocks, self.description
+        left_out = [place for place in range(len(names)) if place not in set(kept)]
+        blocks = [model.get_submodule(names[place]) for place in left_out]
+        short = copy.deepcopy(model, {id(block): block for block in blocks})  # those are not copied
+        members = _list_of(short, names)
+        assert members is not None
+        for place in reversed(left_out):
+            del members[place]
+        return short if len(blocks_of(short)) == len(kept) else None
+
+    def shortened(self, most: int) -> tuple[nn.Module, int]:
+        """Copy the model on meta with `most` of its blocks; the block REPEATED stands for those left out.
+
+        Returns:
+            the copy, and how many blocks were left out: none of a model with few blocks, or with blocks that differ.
+        """
+        number = len(self.equal_blocks)
+        if number > most + 1 and (short := self.with_blocks(range(most))) is not None:
+            return short, number - most
+        return self.model(), 0
 
     def objective(self, model: nn.Module) -> Objective:
         return objective_of(model, self.loss_fn)
@@ -74,34 +136,24 @@ def workload_of(config: Config, loss_fn: Any = None) -> Workload:
     def make() -> nn.Module:
         return build_model(config.model, facts)
 
+    work = Workload(make, sample, loss_fn_of(config) if loss_fn is None else loss_fn)
     if sample is None:
-        with torch.device("meta"):
-            length = getattr(make(), "block_size", None)
+        length = getattr(work.description, "block_size", None)
         if length is None:
             raise UsageError("nothing says what a sample looks like", where="data.name", fix="set data.name")
         ids = torch.zeros(length, dtype=torch.int64)
-        sample = {"input_ids": ids, "targets": ids}
-    return Workload(make, sample, loss_fn_of(config) if loss_fn is None else loss_fn)
+        described, work = work.description, replace(work, sample={"input_ids": ids, "targets": ids})
+        vars(work)["description"] = described  # it is the same model: no need to build it twice
+    return work
 
 
-def shortened(model: nn.Module) -> tuple[nn.Module, int]:
-    """A copy of a long chain of equal blocks with KEPT_BLOCKS of them, and how many were left out.
-
-    The block REPEATED of the copy stands for those left out. A model whose blocks differ, or that would not run
-    without some of them, comes back whole.
-    """
-    blocks = blocks_of(model)
-    if len(blocks) <= KEPT_BLOCKS + 1 or len({looks(block) for _, block in blocks}) > 1:
-        return model, 0
-    short = copy.deepcopy(model)
-    wanted = [name for name, _ in blocks]
-    for name, module in short.named_modules():
+def _list_of(model: nn.Module, names: Sequence[str]) -> nn.ModuleList | None:
+    """Return the ModuleList whose members have these names."""
+    for name, module in model.named_modules():
         inside = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
-        if isinstance(module, nn.ModuleList) and inside == wanted:
-            del module[KEPT_BLOCKS:]
-            if len(blocks_of(short)) == KEPT_BLOCKS:
-                return short, len(blocks) - KEPT_BLOCKS
-    return model, 0
+        if isinstance(module, nn.ModuleList) and inside and inside == list(names):
+            return module
+    return None
 
 
 def looks(block: nn.Module) -> str:

@@ -5,6 +5,6 @@ Seen to work: torch 2.13.0.
 When gone: importing this file raises ImportError: no `lockstep plan`.
 """
 
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["FakeTensorMode"]
+__all__ = ["FakeTensor", "FakeTensorMode"]

@@ -110,8 +110,10 @@ def predict(case: Case, ranks: int) -> list[int]:
     layout: Layout = resolve(config.distributed, ranks)
     if layout.strategy == "pipeline":
         return [
-            rehearse_rank(work, config, layout, rank // layout.data_parallel_size, micro_batches=case.accumulation)
-            .peak.total
+            rehearse_rank(
+                work, config, layout, rank // layout.data_parallel_size, micro_batches=case.accumulation,
+                device_type="cpu",
+            ).peak.total
             for rank in range(ranks)
         ]  # fmt: skip
     return [rehearse(work, config, layout, micro_batches=case.accumulation, device_type="cpu").peak.total] * ranks

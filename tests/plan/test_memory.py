@@ -9,6 +9,7 @@ from lockstep.layout import Layout
 from lockstep.models import get_model
 from lockstep.plan import workload
 from lockstep.plan.rehearsal import rehearse
+from lockstep.plan.stages import rehearse_rank
 from lockstep.plan.workload import Workload
 from tests.plan.measured import Case, measure, predict
 from tests.ranks import run_ranks
@@ -59,3 +60,30 @@ def test_a_long_chain_of_equal_blocks_is_planned_from_five_of_them(monkeypatch) 
     assert short.persistent == whole.persistent
     assert (short.work.forward, short.work.backward) == (whole.work.forward, whole.work.backward)
     assert short.work.update.moved == pytest.approx(whole.work.update.moved, rel=0.02)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_long_stage_is_planned_from_some_of_its_blocks(monkeypatch, checkpointing: str) -> None:  # type: ignore[no-untyped-def]
+    ids = torch.zeros(16, dtype=torch.int64)
+    work = Workload(
+        lambda: get_model("transformer")(n_layer=20, n_embd=32, n_head=2, vocab_size=64),
+        {"input_ids": ids, "targets": ids},
+    )
+    settings = {"distributed.strategy": "pipeline", "distributed.fsdp.sharding_strategy": "shard_grad_op"}
+    config = config_from(
+        {
+            **settings,
+            "precision.mode": "fp32",
+            "training.batch_size": 2,
+            "training.gradient_checkpointing": checkpointing,
+        }
+    )
+    layout = Layout("pipeline", 2, 1, 2)
+    short = [rehearse_rank(work, config, layout, rank, micro_batches=4) for rank in (0, 1)]
+    monkeypatch.setattr(workload, "KEPT_BLOCKS", 100)
+    whole = [rehearse_rank(work, config, layout, rank, micro_batches=4) for rank in (0, 1)]
+    for few, all_of_them in zip(short, whole, strict=True):
+        assert few.peak == all_of_them.peak
+        assert few.persistent == all_of_them.persistent
+        assert (few.stages, few.sent) == (all_of_them.stages, all_of_them.sent)
+        assert few.work.update.moved == pytest.approx(all_of_them.work.update.moved, rel=0.05)
