@@ -13,11 +13,15 @@ export OMP_NUM_THREADS ?= 1
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
+# Files of tests run side by side: most tests wait for processes that they start more than they compute.
+WORKERS ?= 2
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile
+
 test: check system
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 test-full: $(READY)
-	$(BIN)/python -m pytest -m "full or not full"
+	$(BIN)/python -m pytest -m "full or not full" $(SIDE_BY_SIDE)
 
 check: $(READY)
 	$(BIN)/ruff check .
