@@ -111,7 +111,7 @@ def one(case: Case, seconds: float, repeats: int) -> list[float]:
     )
     device = torch.device("cpu")
     placed = place(
-        Sleepers(case.ranks * case.stages_per_rank, seconds), resolve(config.distributed, case.ranks), config,
+        Sleepers(case.ranks * case.stages_per_rank, seconds), resolve(config.distributed, case.ranks), config.step,
         objective=Objective(lambda batch: ((batch,), {}), lambda loss, _batch: loss, lambda batch: len(batch)),
         device=device, precision=Precision("fp32", "cpu"),
     )  # fmt: skip

@@ -80,7 +80,7 @@ def tokens_per_second(size: str, batch: int, checkpointing: str, gpus: int, gpu:
     work, config, layout, rehearsal = _rehearsed(size, batch, checkpointing, gpus)
     cluster = cluster_of(gpus, gpu, between)
     pieces = pieces_of(facts_of(work, config), rehearsal, cluster.seconds)
-    step = strategy_named(layout.strategy).step_time(pieces, config, layout, cluster, 1)
+    step = strategy_named(layout.strategy).step_time(pieces, config.step, layout, cluster, 1)
     return batch * work.tokens_per_sample() / step.seconds
 
 

@@ -68,7 +68,7 @@ def sharded(run: Sharded, gpus: int) -> float:
         run.model, run.batch, run.checkpointing, run.sharding, layout(min(gpus, REHEARSED))
     )
     step = strategy_named(layout(gpus).strategy).step_time(
-        pieces_of(facts, rehearsal, cluster.seconds), config, layout(gpus), cluster, 1
+        pieces_of(facts, rehearsal, cluster.seconds), config.step, layout(gpus), cluster, 1
     )
     return 3 * rehearsal.work.forward.flops / (step.seconds * cluster.gpu.half * 1e12)
 
@@ -100,7 +100,7 @@ def cut(run: Cut, gpus: int, samples: int | None = None) -> float:
     )
     update = group.seconds(rehearsal.work.update) / run.tensor / run.pipeline / replicas
     layout = Layout("pipeline", run.pipeline, 1, replicas)
-    step = pipeline_step([stage] * parts, schedule, layout, groups, micro_batches, update)
+    step = pipeline_step([stage] * parts, schedule.step, layout, groups, micro_batches, update)
     flops = 3 * rehearsal.work.forward.flops * (samples or run.samples)
     return flops / (step.seconds * gpus * gpu.half * 1e12)
 

@@ -21,7 +21,7 @@ from lockstep.rules import Contradiction
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.config import Config, DistributedConfig
+    from lockstep.config import DistributedConfig, StepConfig
     from lockstep.costs.hardware import GpuCluster
     from lockstep.costs.steps import ModelSize, Pieces, StepTime
     from lockstep.parallel.parallel_model import ParallelModel
@@ -84,7 +84,7 @@ class Strategy:
         return f"{self.name}:{layout.world_size}"
 
     def contradictions(
-        self, config: "Config", layout: Layout | None = None, device_type: str | None = None
+        self, config: "StepConfig", layout: Layout | None = None, device_type: str | None = None
     ) -> Iterator[Contradiction]:
         """Yield what in the config contradicts this strategy.
 
@@ -127,13 +127,15 @@ class Strategy:
         """Return over how many ranks whole gradients are summed."""
         return layout.data_parallel_size
 
-    def message_type(self, config: "Config") -> str | None:
+    def message_type(self, config: "StepConfig") -> str | None:
         """Return the type that gradients have on the link (`bf16`), None where nothing is rounded."""
         return config.distributed.ddp.compression.kind if self.reduces_by_ddp else None
 
     # ---- what it costs ----
 
-    def layouts_to_plan(self, model: "ModelSize", config: "Config", cluster: "GpuCluster") -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(
+        self, model: "ModelSize", config: "StepConfig", cluster: "GpuCluster"
+    ) -> Iterator[dict[str, Any]]:
         """Yield the layouts that `lockstep plan` looks at on this cluster, as keys of the config.
 
         Args:
@@ -147,7 +149,7 @@ class Strategy:
         return {}
 
     def step_time(
-        self, pieces: "Pieces", config: "Config", layout: Layout, cluster: "GpuCluster", micro_batches: int
+        self, pieces: "Pieces", config: "StepConfig", layout: Layout, cluster: "GpuCluster", micro_batches: int
     ) -> "StepTime":
         """Return how long a step takes; replicas all-reduce fp32 gradients after the last backward pass.
 
@@ -158,13 +160,13 @@ class Strategy:
         whole = pieces.parameter_bytes
         return replicated_step(pieces, layout, cluster, micro_batches, sent=whole, bucket_bytes=whole)
 
-    def further_state(self, config: "Config", parameters: int) -> float:
+    def further_state(self, config: "StepConfig", parameters: int) -> float:
         """Return bytes on each rank that outlive a step, besides parameters, gradients and optimizer state."""
         return 0.0
 
     # ---- what it promises ----
 
-    def topologies_to_verify(self, config: "Config") -> list[str]:
+    def topologies_to_verify(self, config: "StepConfig") -> list[str]:
         """Return what `lockstep verify` compares, besides replicas and shards, when nothing is said."""
         return []
 

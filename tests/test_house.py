@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 
 import pytest
 
@@ -98,3 +99,30 @@ def test_names_of_classes_are_unique() -> None:
 def _code(text: str) -> str:
     """The text without docstrings, whose lines stay, empty."""
     return re.sub(r'"""(.*?)"""', lambda match: "\n" * match[1].count("\n"), text, flags=re.DOTALL)
+
+
+def test_no_component_below_the_trainer_is_given_the_whole_config() -> None:
+    """It gets a section, a plain value, or `StepConfig`, on which a step depends. `config/` itself is left out."""
+    contract = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    rooms = {room.strip(" ()") for layer in contract["layers"] for room in re.split(r"[|:]", layer)}
+    first = contract["layers"].index("trainer")
+    above = {room.strip(" ()") for layer in contract["layers"][: first + 1] for room in re.split(r"[|:]", layer)}
+    below = rooms - above - {"config"}
+    assert {"parallel", "checkpoint", "strategy", "data", "monitor"} <= below
+    found = [
+        f"{files()[module].relative_to(REPOSITORY)}:{node.lineno}"
+        for module in files()
+        if module.split(".")[1:2] and module.split(".")[1] in below
+        for node in ast.walk(tree(module))
+        for annotation in _annotations(node)
+        if re.search(r"\bConfig\b", ast.unparse(annotation))
+    ]
+    assert not found, "\n".join(found)
+
+
+def _annotations(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return [node.returns] if node.returns is not None else []
+    if isinstance(node, ast.arg | ast.AnnAssign):
+        return [node.annotation] if node.annotation is not None else []
+    return []

@@ -84,7 +84,7 @@ def config(argv: list[str]) -> int:
         from lockstep.parallel.pipeline.picture import picture_of
 
         assert path is not None
-        print(picture_of(load_config(path, overrides), given.ranks))
+        print(picture_of(load_config(path, overrides).step, given.ranks))
         return EXIT_DONE
 
     from lockstep.config import commands

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lockstep.config.flags import FLAGS, apply_flags, as_overrides
     from lockstep.config.loading import config_from, load_config
     from lockstep.config.objects import build_object
-    from lockstep.config.schema import Config
+    from lockstep.config.schema import Config, StepConfig
     from lockstep.config.schema_distributed import (
         AccelerateConfig,
         CompressionConfig,
@@ -47,7 +47,7 @@ _HOMES = {
     "flags": ("FLAGS", "apply_flags", "as_overrides"),
     "loading": ("config_from", "load_config"),
     "objects": ("build_object",),
-    "schema": ("Config",),
+    "schema": ("Config", "StepConfig"),
     "schema_distributed": (
         "AccelerateConfig",
         "CompressionConfig",
@@ -100,6 +100,7 @@ __all__ = [
     "PrecisionConfig",
     "ProfileConfig",
     "PrometheusConfig",
+    "StepConfig",
     "StragglerConfig",
     "TrainingConfig",
     "apply_flags",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lockstep.config.schema import Config
+from lockstep.config.schema import Config, StepConfig
 from lockstep.config.schema_training import TrainingConfig
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
@@ -42,12 +42,25 @@ def require_runnable(config: Config) -> None:
 def contradictions(
     config: Config, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
-    """Yield all of them: the general ones, and those of the strategy that the config names.
+    """Yield all of them: those between sections, and those of the step.
 
     Args:
         layout, device_type: where the model is placed; None while a config is loaded.
     """
-    for part in (_sizes, _schedule, _loader, _precision, _compression, _reproducible, _accelerate, _rest):
+    for part in (_sizes, _schedule, _loader, _saving):
+        yield from part(config)
+    yield from step_contradictions(config.step, layout, device_type)
+
+
+def step_contradictions(
+    config: StepConfig, layout: Layout | None = None, device_type: str | None = None
+) -> Iterator[Contradiction]:
+    """Yield those of the step: the general ones, and those of the strategy that the config names.
+
+    Args:
+        layout, device_type: where the model is placed; None while a config is loaded.
+    """
+    for part in (_precision, _compression, _reproducible, _accelerate, _backend):
         yield from part(config)
     device_type = device_type or config.distributed.device
     if config.distributed.fsdp.cpu_offload and device_type == "cpu":
@@ -62,7 +75,7 @@ def contradictions(
 
 
 def _of_strategy(
-    strategy: Strategy, config: Config, layout: Layout | None, device_type: str
+    strategy: Strategy, config: StepConfig, layout: Layout | None, device_type: str
 ) -> Iterator[Contradiction]:
     compression, dtype = config.distributed.ddp.compression.kind, config.precision.param_dtype
     instead = None if compression in ("none", "auto") else strategy.instead_of_compression(compression)
@@ -178,7 +191,16 @@ def _loader(config: Config) -> Iterator[Contradiction]:
         )
 
 
-def _precision(config: Config) -> Iterator[Contradiction]:
+def _saving(config: Config) -> Iterator[Contradiction]:
+    if config.checkpoint.keep_best is not None and config.checkpoint.save_strategy == "none":
+        yield Contradiction(
+            ("checkpoint.keep_best", "checkpoint.save_strategy"),
+            "no checkpoint is saved, so the best can't be kept",
+            "write save_strategy: steps, or leave keep_best out",
+        )
+
+
+def _precision(config: StepConfig) -> Iterator[Contradiction]:
     precision, scale = config.precision, config.precision.loss_scale
     if precision.mode == "fp16" and precision.param_dtype == "bf16":
         yield Contradiction(
@@ -202,7 +224,7 @@ def _precision(config: Config) -> Iterator[Contradiction]:
         )
 
 
-def _compression(config: Config) -> Iterator[Contradiction]:
+def _compression(config: StepConfig) -> Iterator[Contradiction]:
     compression = config.distributed.ddp.compression
     feedback = compression.error_feedback or compression.warm_start
     if compression.kind == "powersgd" and feedback and compression.start_step < 2:
@@ -214,7 +236,7 @@ def _compression(config: Config) -> Iterator[Contradiction]:
         )
 
 
-def _reproducible(config: Config) -> Iterator[Contradiction]:
+def _reproducible(config: StepConfig) -> Iterator[Contradiction]:
     distributed = config.distributed
     if not distributed.reproducible:
         return
@@ -253,7 +275,7 @@ _REFUSED_OF_ACCELERATE = {
 }
 
 
-def _accelerate(config: Config) -> Iterator[Contradiction]:
+def _accelerate(config: StepConfig) -> Iterator[Contradiction]:
     accelerate = config.distributed.accelerate
     for name, fix in _REFUSED_OF_ACCELERATE.items():
         if getattr(accelerate, name) is not None:
@@ -274,17 +296,11 @@ def _accelerate(config: Config) -> Iterator[Contradiction]:
         )
 
 
-def _rest(config: Config) -> Iterator[Contradiction]:
+def _backend(config: StepConfig) -> Iterator[Contradiction]:
     distributed = config.distributed
     if distributed.backend == "nccl" and distributed.device == "cpu":
         yield Contradiction(
             ("distributed.backend", "distributed.device"),
             "nccl is for GPUs, and the device is the CPU",
             "write backend: gloo",
-        )
-    if config.checkpoint.keep_best is not None and config.checkpoint.save_strategy == "none":
-        yield Contradiction(
-            ("checkpoint.keep_best", "checkpoint.save_strategy"),
-            "no checkpoint is saved, so the best can't be kept",
-            "write save_strategy: steps, or leave keep_best out",
         )

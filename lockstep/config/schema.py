@@ -1,10 +1,12 @@
 """The whole config: eight sections, typed and strict. Nothing here imports torch.
 
-Components never see a `Config`: builders unpack it. A `Config()` of defaults alone is valid (for use from Python, where
+Below the trainer no component is given a `Config`: each gets its section, and what places a model and runs its step
+gets `Config.step`, a `StepConfig`. A `Config()` of defaults alone is valid (for use from Python, where
 the model and the data are handed over); the command line also asks for `model.name` and `data.name`.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,21 @@ from lockstep.config.schema_training import (
     TrainingConfig,
 )
 from lockstep.registry import LOSSES
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """The sections of a config on which a step and the placement of its model depend.
+
+    Attributes:
+        training: the step and the optimizer.
+        precision: numbers.
+        distributed: ranks.
+    """
+
+    training: TrainingConfig
+    precision: PrecisionConfig
+    distributed: DistributedConfig
 
 
 class Config(Section):
@@ -59,6 +76,11 @@ class Config(Section):
         if accelerate.cpu and self.distributed.device == "auto":
             self.distributed.device = "cpu"
         return self
+
+    @property
+    def step(self) -> StepConfig:
+        """The sections on which a step and the placement of its model depend."""
+        return StepConfig(self.training, self.precision, self.distributed)
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Config":

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.config import Config
+from lockstep.config import StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import Pieces, StepTime
 from lockstep.errors import UsageError
@@ -47,7 +47,7 @@ class Accelerate(Strategy):
     equal_bits = False
 
     def contradictions(
-        self, config: Config, layout: Layout | None = None, device_type: str | None = None
+        self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
     ) -> Iterator[Contradiction]:
         yield from torch_contradictions(layout)
         if config.distributed.ddp.compression.kind == "powersgd":
@@ -58,11 +58,11 @@ class Accelerate(Strategy):
             )
 
     def step_time(
-        self, pieces: Pieces, config: Config, layout: Layout, cluster: GpuCluster, micro_batches: int
+        self, pieces: Pieces, config: StepConfig, layout: Layout, cluster: GpuCluster, micro_batches: int
     ) -> StepTime:
         return bucketed_step_time(pieces, config, layout, cluster, micro_batches)
 
-    def topologies_to_verify(self, config: Config) -> list[str]:
+    def topologies_to_verify(self, config: StepConfig) -> list[str]:
         return ["accelerate:2"]
 
     def place(self, placement: PlacementContext) -> ParallelModel:
@@ -105,7 +105,7 @@ class AcceleratedModel(AroundMicroBatch):
         self._open.close()
 
 
-def prepare(model: nn.Module, config: Config, device: torch.device, hook: Any = None) -> AcceleratedModel:
+def prepare(model: nn.Module, config: StepConfig, device: torch.device, hook: Any = None) -> AcceleratedModel:
     """Hand a model over to Accelerate, on several ranks.
 
     Args:

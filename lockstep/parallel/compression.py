@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs lack it
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.config import Config
+from lockstep.config import StepConfig
 from lockstep.parallel.powersgd import PowerSGD, matrix_of
 from lockstep.parallel.trial import TURNS, WARM, Hook, Trial
 
@@ -63,7 +63,7 @@ class Compression:
             self.trial.settle()
 
 
-def compress(model: nn.Module, replicas: DeviceMesh, config: Config, *, undoable: bool) -> Compression:
+def compress(model: nn.Module, replicas: DeviceMesh, config: StepConfig, *, undoable: bool) -> Compression:
     """The compression that the config asks for; every rank calls it.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import Config, DistributedConfig
+from lockstep.config import DistributedConfig, StepConfig
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
@@ -43,7 +43,7 @@ class DP(Strategy):
         return self.name
 
     def contradictions(
-        self, config: Config, layout: Layout | None = None, device_type: str | None = None
+        self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
     ) -> Iterator[Contradiction]:
         if config.precision.fp8 != "none":
             yield Contradiction(
@@ -78,7 +78,7 @@ def num_gpus(device: torch.device) -> int:
     return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
 
 
-def apply_dp(model: nn.Module, config: Config, random_state: RandomState, log_lines: list[str]) -> nn.Module:
+def apply_dp(model: nn.Module, config: StepConfig, random_state: RandomState, log_lines: list[str]) -> nn.Module:
     """Wrap a model that lies on the first GPU; on the CPU or one GPU the model itself is returned, and it is said.
 
     Args:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.config import Config, DDPConfig
+from lockstep.config import DDPConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, replicated_step
 from lockstep.errors import RunError, listed
@@ -45,16 +45,16 @@ class DDP(Strategy):
     reduces_by_ddp = True
 
     def contradictions(
-        self, config: Config, layout: Layout | None = None, device_type: str | None = None
+        self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
     ) -> Iterator[Contradiction]:
         yield from torch_contradictions(layout)
 
-    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(self, model: ModelSize, config: StepConfig, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
         if cluster.num_gpus > 1:
             yield {STRATEGIES.where: self.name}
 
     def step_time(
-        self, pieces: Pieces, config: Config, layout: Layout, cluster: GpuCluster, micro_batches: int
+        self, pieces: Pieces, config: StepConfig, layout: Layout, cluster: GpuCluster, micro_batches: int
     ) -> StepTime:
         return bucketed_step_time(pieces, config, layout, cluster, micro_batches)
 
@@ -76,7 +76,7 @@ class DDP(Strategy):
 
 
 def bucketed_step_time(
-    pieces: Pieces, config: Config, layout: Layout, cluster: GpuCluster, micro_batches: int
+    pieces: Pieces, config: StepConfig, layout: Layout, cluster: GpuCluster, micro_batches: int
 ) -> StepTime:
     """Return the time of a step in which DDP reduces gradients in buckets, compressed if the config says so."""
     whole, ddp = pieces.parameter_bytes, config.distributed.ddp

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.config import Config, DiLoCoConfig, DistributedConfig
+from lockstep.config import DiLoCoConfig, DistributedConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, rarely_exchanged_step
 from lockstep.data.batches import MicroBatch
@@ -74,7 +74,7 @@ class DiLoCo(Strategy):
         return f"{self.name}:{layout.replicate}{more}"
 
     def contradictions(
-        self, config: Config, layout: Layout | None = None, device_type: str | None = None
+        self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
     ) -> Iterator[Contradiction]:
         diloco, training = config.distributed.diloco, config.training
         if diloco.fragments > diloco.inner_steps:
@@ -95,19 +95,19 @@ class DiLoCo(Strategy):
     def instead_of_compression(self, kind: str) -> str | None:
         return "write distributed.diloco.send_as in its place, or strategy: ddp"
 
-    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(self, model: ModelSize, config: StepConfig, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
         # Only where it is asked for: it is other training.
         if config.distributed.diloco.workers in (None, cluster.num_gpus):
             yield from super().layouts_to_plan(model, config, cluster)
 
     def step_time(
-        self, pieces: Pieces, config: Config, layout: Layout, cluster: GpuCluster, micro_batches: int
+        self, pieces: Pieces, config: StepConfig, layout: Layout, cluster: GpuCluster, micro_batches: int
     ) -> StepTime:
         options = config.distributed.diloco
         sent = pieces.parameter_bytes / 4 * bytes_each(options.send_as) / options.inner_steps
         return rarely_exchanged_step(pieces, layout, cluster, micro_batches, sent=sent)
 
-    def further_state(self, config: Config, parameters: int) -> float:
+    def further_state(self, config: StepConfig, parameters: int) -> float:
         options = config.distributed.diloco  # the common parameters, their momentum, and what is rounded away
         return 4.0 * parameters * (3 if options.send_as in LARGEST and options.error_feedback else 2)
 

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.config import Config
+from lockstep.config import StepConfig
 from lockstep.errors import RunError, listed
 from lockstep.parallel.parallel_model import ParallelModel, local
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def guard_replicas(placed: ParallelModel, config: Config, mesh: DeviceMesh | None) -> None:
+def guard_replicas(placed: ParallelModel, config: StepConfig, mesh: DeviceMesh | None) -> None:
     """Add a check to the placed model where there are replicas to compare and the config wants it."""
     every = config.distributed.divergence_check_steps
     if mesh is not None and mesh["replicate"].size() > 1 and every is not None:

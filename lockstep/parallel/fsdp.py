@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from lockstep.config import Config, DistributedConfig, FSDPConfig
+from lockstep.config import DistributedConfig, FSDPConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, sharded_step
 from lockstep.errors import UsageError, listed
@@ -73,7 +73,7 @@ class FSDP(Strategy):
         return describe_shards(layout)
 
     def contradictions(
-        self, config: Config, layout: Layout | None = None, device_type: str | None = None
+        self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
     ) -> Iterator[Contradiction]:
         distributed = config.distributed
         if distributed.reproducible and distributed.fsdp.accumulate != "sharded":
@@ -96,10 +96,10 @@ class FSDP(Strategy):
     def replicas(self, layout: Layout) -> int:
         return layout.replicate
 
-    def message_type(self, config: Config) -> str | None:
+    def message_type(self, config: StepConfig) -> str | None:
         return config.distributed.fsdp.reduce_dtype
 
-    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(self, model: ModelSize, config: StepConfig, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
         if cluster.num_gpus == 1:
             return
         for kind in ("full_shard", "shard_grad_op"):
@@ -117,7 +117,7 @@ class FSDP(Strategy):
         }  # fmt: skip
 
     def step_time(
-        self, pieces: Pieces, config: Config, layout: Layout, cluster: GpuCluster, micro_batches: int
+        self, pieces: Pieces, config: StepConfig, layout: Layout, cluster: GpuCluster, micro_batches: int
     ) -> StepTime:
         options = config.distributed.fsdp
         if layout.world_size == 1:
@@ -129,7 +129,7 @@ class FSDP(Strategy):
             reduces_each=options.accumulate == "sharded",
         )  # fmt: skip
 
-    def topologies_to_verify(self, config: Config) -> list[str]:
+    def topologies_to_verify(self, config: StepConfig) -> list[str]:
         return ["hybrid:2x2"] if config.distributed.fsdp.sharding_strategy == "hybrid_shard" else []
 
     def place(self, placement: PlacementContext) -> ParallelModel:
@@ -189,7 +189,7 @@ def over_gloo(model: nn.Module, layout: Layout, *, reproducible: bool = False) -
 
 
 def shard_stage(
-    mesh: DeviceMesh, config: Config, root: nn.Module, units: Sequence[tuple[str, nn.Module]],
+    mesh: DeviceMesh, config: StepConfig, root: nn.Module, units: Sequence[tuple[str, nn.Module]],
     foreign: set[nn.Parameter], frees: bool, device_type: str | None = None,
 ) -> list[str]:  # fmt: skip
     """Shard a pipeline's stage, or what stages share; units were chosen before the model was cut.

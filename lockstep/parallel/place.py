@@ -6,8 +6,8 @@ checks → names → keyed randomness → float8 → activation checkpointing �
 import torch
 from torch import nn
 
-from lockstep.config import Config
-from lockstep.config.checks import contradictions
+from lockstep.config import StepConfig
+from lockstep.config.checks import step_contradictions
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
 from lockstep.models.protocol import Objective, blocks_of
@@ -31,7 +31,7 @@ from lockstep.strategy import Strategy, strategy_named
 def place(
     model: nn.Module,
     layout: Layout,
-    config: Config,
+    config: StepConfig,
     *,
     objective: Objective,
     device: torch.device,
@@ -42,6 +42,7 @@ def place(
     Args:
         model: unwrapped; real, or on meta with `init_weights()`.
         layout: from `lockstep.strategy.resolve`; its size is the world size.
+        config: the sections that say how: `Config.step`.
         objective: how a batch becomes a loss.
         device: of this rank.
 
@@ -50,7 +51,7 @@ def place(
     """
     strategy = strategy_named(layout.strategy)
     refuse_wrapped(model)
-    refuse(contradictions(config, layout, device.type))
+    refuse(step_contradictions(config, layout, device.type))
     refuse_parameters(model, sharded=strategy.cuts_parameters(layout), reproducible=config.distributed.reproducible)
     switch_tf32(config.precision.tf32)
     strategy = strategy.on(layout)
@@ -69,8 +70,8 @@ def place(
 
 
 def _prepared(
-    model: nn.Module, strategy: Strategy, layout: Layout, config: Config, objective: Objective, device: torch.device,
-    precision: Precision,
+    model: nn.Module, strategy: Strategy, layout: Layout, config: StepConfig, objective: Objective,
+    device: torch.device, precision: Precision,
 ) -> PlacementContext:  # fmt: skip
     """The model keyed and transformed, the same on all ranks, with all that strategies need to know."""
     shared = layout.world_size > 1

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.config import Config
+from lockstep.config import StepConfig
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.compression import Compression, compress
@@ -29,7 +29,7 @@ class PlacementContext:
     Attributes:
         model: keyed and transformed; strategies change it in place.
         layout: where ranks stand.
-        config: of the run.
+        config: the sections that say how a step is made.
         mesh: the ranks; None on one.
         objective: how a batch becomes a loss.
         device: of this rank.
@@ -42,7 +42,7 @@ class PlacementContext:
 
     model: nn.Module
     layout: Layout
-    config: Config
+    config: StepConfig
     mesh: DeviceMesh | None
     objective: Objective
     device: torch.device

@@ -12,7 +12,7 @@ import re
 
 import torch
 
-from lockstep.config import Config
+from lockstep.config import StepConfig
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.micro_step import AroundMicroBatch
@@ -35,7 +35,7 @@ def switch_on(device: torch.device) -> list[str]:
     return ["reproducible: deterministic kernels, one thread a rank"]
 
 
-def extra_traffic(config: Config, layout: Layout) -> list[str]:
+def extra_traffic(config: StepConfig, layout: Layout) -> list[str]:
     """A line to be said at start where the tree sends more than a plain reduction would: not on 2ⁿ replicas."""
     replicas = strategy_named(layout.strategy).replicas(layout)
     training = config.training

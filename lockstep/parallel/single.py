@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.config import Config, DistributedConfig
+from lockstep.config import DistributedConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize
 from lockstep.layout import Layout
@@ -30,7 +30,7 @@ class Single(Strategy):
     def instead_of_compression(self, kind: str) -> str | None:
         return None  # nothing is sent
 
-    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(self, model: ModelSize, config: StepConfig, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
         if cluster.num_gpus == 1:
             yield {STRATEGIES.where: self.name}
 

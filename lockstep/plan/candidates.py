@@ -140,7 +140,7 @@ def _layouts(
     for strategy in known_strategies(config.distributed.strategy):
         if strategy.splits_model and not pipelines:
             continue
-        for layout in strategy.layouts_to_plan(facts, config, cluster):
+        for layout in strategy.layouts_to_plan(facts, config.step, cluster):
             if not strategy.cuts_parameters(_layout(config, cluster, layout)):
                 yield layout
             for width in widths[-1:] if strategy.splits_model else widths:
@@ -222,10 +222,10 @@ def _judge_data_parallel(
         moved = [memory.pop(kind) for kind in ("parameters", "optimizer", "gradients")]
         candidate.notes.append(f"{sum(moved) / GIB:.1f} GiB a rank in host memory")
     strategy = strategy_named(layout.strategy)
-    memory["parameters"] += round(strategy.further_state(config, facts.parameters))
+    memory["parameters"] += round(strategy.further_state(config.step, facts.parameters))
     candidate.memory = memory
     pieces = pieces_of(facts, rehearsal, cluster.seconds)
-    candidate.step = strategy.step_time(pieces, config, layout, cluster, count)
+    candidate.step = strategy.step_time(pieces, config.step, layout, cluster, count)
     candidate.notes += advice(pieces, config, layout, cluster, count)
     candidate.model_flops = 3.0 * rehearsal.work.forward.flops * count * layout.data_parallel_size
 
@@ -263,7 +263,7 @@ def _judge_pipeline(
             )
         )  # fmt: skip
     update = max(cluster.seconds(rehearsal.work.update) for rehearsal in found.values())
-    candidate.step = pipeline_step(stages, config, layout, cluster, count, update)
+    candidate.step = pipeline_step(stages, config.step, layout, cluster, count, update)
     candidate.model_flops = 3.0 * flops * count * layout.data_parallel_size
 
 

@@ -23,7 +23,7 @@ def advice(pieces: Pieces, config: Config, layout: Layout, cluster: GpuCluster, 
         return []
     asked = config.distributed.ddp.compression.kind
     seconds = {
-        kind: strategy.step_time(pieces, config.replaced({KEY: kind}), layout, cluster, micro_batches).seconds
+        kind: strategy.step_time(pieces, config.replaced({KEY: kind}).step, layout, cluster, micro_batches).seconds
         for kind in ("none", "bf16")
     }
     seconds["bf16"] += _MOVED * pieces.parameter_bytes / (cluster.gpu.bandwidth * 1e9 * cluster.efficiency.memory)

@@ -116,7 +116,7 @@ class _Shortened:
 
 def _shortened(work: Workload, config: Config, layout: Layout, rank: int, most: int) -> _Shortened:
     """Leave blocks out of each stage: this rank's, which compute, keep `most` each, and the others one."""
-    plan = plan_of(work.description, layout.pipeline, config)
+    plan = plan_of(work.description, layout.pipeline, config.step)
     place_of = {name: place for place, name in enumerate(work.equal_blocks)}
     kept: list[int] = []
     spans: list[range] = []
@@ -136,7 +136,7 @@ def _shortened(work: Workload, config: Config, layout: Layout, rank: int, most: 
     short = work.with_blocks(kept) if alike and left_out else None
     if short is None or len(segments := require_segments(short)) != spans[-1].stop:
         model = work.model()
-        return _Shortened(model, plan_of(model, layout.pipeline, config), {}, {})
+        return _Shortened(model, plan_of(model, layout.pipeline, config.step), {}, {})
     parts = replace(plan.parts, stages=tuple(spans))
     return _Shortened(short, PipelinePlan(survey(short, segments), segments, plan.facts, parts), repeated, left_out)
 
@@ -214,7 +214,7 @@ class _Rank:
             every=config.training.gradient_checkpointing_every,
         )
         units = fsdp.units_of(model, config.distributed.fsdp, blocks)
-        self.frees = frees_after_forward(self.layout, config)
+        self.frees = frees_after_forward(self.layout, config.step)
         holding = holding_of(self.rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
         self.io = Io(lambda: self.objective.inputs(self.batch), lambda out: self.objective.summed(out, self.batch))
         stages = plan.parts.of_rank(self.rank)
@@ -223,7 +223,7 @@ class _Rank:
         _materialise(holding)
         self.unit: nn.Module | None = None
         if self.layout.data_parallel_size > 1:
-            shard = partial(fsdp.shard_stage, self.mesh, config, device_type=self.device_type)
+            shard = partial(fsdp.shard_stage, self.mesh, config.step, device_type=self.device_type)
             self.unit, _ = shard_parts(self.parts, holding, units, shard, self.frees)
         self.parameters = list(holding.named_parameters().values())
         self.holding, self.blocks = holding, blocks

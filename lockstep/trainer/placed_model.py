@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lockstep import checkpoint, cluster
 from lockstep.cluster import Cluster
-from lockstep.config import Config, apply_flags, config_from
+from lockstep.config import Config, apply_flags, check, config_from
 from lockstep.data import StepBatches
 from lockstep.errors import UsageError
 from lockstep.heartbeat import together
@@ -69,7 +69,7 @@ def place(
     _refuse(config, layout.strategy, mode)
     precision = Precision(mode, here.device.type)
     objective = objective_of(model, loss_fn or loss_fn_of(config))
-    placed = place_over(model, layout, config, objective=objective, device=here.device, precision=precision)
+    placed = place_over(model, layout, config.step, objective=objective, device=here.device, precision=precision)
     return PlacedModel(placed, mode, config, here)
 
 
@@ -139,8 +139,8 @@ class PlacedModel:
                 why="one call is one step: its mean is over all that it is given, and does not add up over calls",
                 fix="pass all micro-batches of a step to one backward(…), and zero_grad() after the update",
             )
-        for check in placed.checks:
-            check(self.step)
+        for look in placed.checks:
+            look(self.step)
         micro_batches, micro_batches_per_step = self._assigner.assign(batches, self.step, "backward")
         if not micro_batches:
             raise UsageError("no rank brings a micro-batch", fix="end the loop when all ranks have run out of data")
@@ -276,7 +276,10 @@ def _configured(config: Config, settings: dict[str, Any]) -> Config:
                 why="data, optimizers, schedules, clipping and checkpoints are the loop's own",
                 fix="leave it out, or let lockstep.Trainer run the step",
             )
-    return config_from(dotted, config) if dotted else config
+    if dotted:
+        return config_from(dotted, config)
+    check(config)
+    return config
 
 
 def _refuse(config: Config, strategy: str, mode: str) -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lockstep.config import Config, ObjectSpec, TrainingConfig, build_object, config_from, require_equation
+from lockstep.config import Config, ObjectSpec, TrainingConfig, build_object, check, config_from, require_equation
 from lockstep.config.flags import apply_flags
 from lockstep.config.objects import check_object
 from lockstep.data import StepSource, adopt
@@ -165,7 +165,10 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
     Raises:
         UsageError: an unknown name (the nearest is named), a wrong value, a contradiction.
     """
-    return config_from(apply_flags(settings), config) if settings else config
+    if settings:
+        return config_from(apply_flags(settings), config)
+    check(config)
+    return config
 
 
 def loss_fn_of(config: Config) -> Callable[..., Any] | None:

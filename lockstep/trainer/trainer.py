@@ -83,8 +83,8 @@ class Trainer:
         self.mode, self.why_mode = resolve_mode(self.config.precision.mode, self.device)
         names, _ = canonical_names(model)
         self.placed: ParallelModel = place(
-            model, self.layout, self.config, objective=objective_of(model, loss_fn or setup.loss_fn_of(self.config)),
-            device=self.device, precision=Precision(self.mode, self.device.type),
+            model, self.layout, self.config.step, device=self.device, precision=Precision(self.mode, self.device.type),
+            objective=objective_of(model, loss_fn or setup.loss_fn_of(self.config)),
         )  # fmt: skip
         training = self.config.training
         self.scales_rate = optimizer is None  # a user's optimizer brings its own learning rate

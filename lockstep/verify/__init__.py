@@ -132,7 +132,11 @@ def verify(
 def default_against(config: Config) -> list[str]:
     """ddp:2, fsdp:2, and what the config itself would train on, on as few ranks as show it."""
     strategy = config.distributed.strategy
-    return ["ddp:2", "fsdp:2", *([] if strategy == AUTO else strategy_named(strategy).topologies_to_verify(config))]
+    return [
+        "ddp:2",
+        "fsdp:2",
+        *([] if strategy == AUTO else strategy_named(strategy).topologies_to_verify(config.step)),
+    ]
 
 
 def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int) -> tuple[Spec, list[str]]:

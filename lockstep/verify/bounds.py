@@ -29,7 +29,7 @@ class Wire:
 def wire_of(trainer: Trainer) -> Wire:
     """That of a trainer's strategy."""
     kinds = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    name = strategy_named(trainer.layout.strategy).message_type(trainer.config)
+    name = strategy_named(trainer.layout.strategy).message_type(trainer.config.step)
     if name not in kinds:
         return Wire()
     info = torch.finfo(kinds[name])

@@ -21,7 +21,7 @@ def wrapped(monkeypatch: pytest.MonkeyPatch, **settings: object) -> tuple[nn.Mod
     """As on a machine with two GPUs; the model stays on the CPU."""
     monkeypatch.setattr(data_parallel, "num_gpus", lambda _device: 2)
     log_lines: list[str] = []
-    config = config_from({"distributed.strategy": "dp", **settings})
+    config = config_from({"distributed.strategy": "dp", **settings}).step
     return data_parallel.apply_dp(nn.Linear(2, 2), config, RandomState(1, torch.device("cpu")), log_lines), log_lines
 
 

@@ -178,7 +178,7 @@ def test_odd_numbers_of_replicas_say_what_they_send_more() -> None:
     assert [traffic(8, ranks) for ranks in (1, 2, 4, 8)] == [1.0] * 4
     assert traffic(8, 3) == 1.5
     config = config_from({"training.batch_size": 2, "training.global_batch_size": 16})
-    [line] = extra_traffic(config, Layout("ddp", 1, 3))
+    [line] = extra_traffic(config.step, Layout("ddp", 1, 3))
     assert "on 3 replicas gradients take 50% more traffic" in line
-    assert not extra_traffic(config, Layout("ddp", 1, 4))
-    assert not extra_traffic(config, Layout("fsdp", 1, 1, 3))
+    assert not extra_traffic(config.step, Layout("ddp", 1, 4))
+    assert not extra_traffic(config.step, Layout("fsdp", 1, 1, 3))

@@ -123,7 +123,7 @@ def predict(case: Case, ranks: int, megabits: float) -> StepTime:
         each = BLOCKS / (ranks * per_rank)
         sent = 4.0 * WIDTH * case.samples
         stages = [StageTime(each * FORWARD, each * BACKWARD, sent, each * block) for _ in range(ranks * per_rank)]
-        return pipeline_step(stages, config, layout, cluster, case.micro_batches)
+        return pipeline_step(stages, config.step, layout, cluster, case.micro_batches)
     low_rank = 4.0 * BLOCKS * 2 * WIDTH  # which only PowerSGD's cases send
     pieces = Pieces(BLOCKS, block, 0.0, BLOCKS * FORWARD, BLOCKS * BACKWARD, low_rank_bytes=low_rank)
-    return strategy_named(layout.strategy).step_time(pieces, config, layout, cluster, case.micro_batches)
+    return strategy_named(layout.strategy).step_time(pieces, config.step, layout, cluster, case.micro_batches)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lockstep.config import Config
+from lockstep.config import StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.network import group_of, send
 from lockstep.costs.steps import StepTime, agreements
@@ -25,7 +25,7 @@ class StageTime:
 
 def pipeline_step(
     stages: list[StageTime],
-    config: Config,
+    config: StepConfig,
     layout: Layout,
     cluster: GpuCluster,
     micro_batches: int,

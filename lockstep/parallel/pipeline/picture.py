@@ -9,7 +9,7 @@ and looped schedules (p-1)/(V·m+p-1). What 1F1B saves is memory.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.config import Config, require_equation
+from lockstep.config import StepConfig, require_equation
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.partition import rank_of
 from lockstep.parallel.pipeline.schedules import ScheduleFacts, facts_of
@@ -116,7 +116,7 @@ def _ready(action: Action, stages: int, done: Mapping[Action, float]) -> float |
     return done.get(whole, done.get(half))
 
 
-def picture_of(config: Config, ranks: int | None = None) -> str:
+def picture_of(config: StepConfig, ranks: int | None = None) -> str:
     """The schedule that a config runs, as `picture` draws it: micro-batches of one run, on one of its pipelines.
 
     Args:

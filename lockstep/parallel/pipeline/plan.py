@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lockstep.config import Config
+from lockstep.config import StepConfig
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import require_segments
@@ -55,7 +55,7 @@ class PipelinePlan:
         return table(self.parts, names, self.model.costs(names))
 
 
-def plan_of(model: nn.Module, ranks: int, config: Config) -> PipelinePlan:
+def plan_of(model: nn.Module, ranks: int, config: StepConfig) -> PipelinePlan:
     """Decide on the stages of an unsplit model.
 
     Raises:
@@ -87,12 +87,12 @@ def _refuse_empty(plan: PipelinePlan) -> None:
             )
 
 
-def frees_after_forward(layout: Layout, config: Config) -> bool:
+def frees_after_forward(layout: Layout, config: StepConfig) -> bool:
     """Return whether FSDP2 frees gathered parameters after each forward pass."""
     return layout.shard > 1 and config.distributed.fsdp.sharding_strategy in ("full_shard", "hybrid_shard")
 
 
-def splits_backward(plan: PipelinePlan, uses: Uses, config: Config) -> tuple[bool, list[str]]:
+def splits_backward(plan: PipelinePlan, uses: Uses, config: StepConfig) -> tuple[bool, list[str]]:
     """Whether gradients of weights are computed apart from those of inputs, and what is to be said about it.
 
     Where they can't be, they come together with the first; the schedule is right all the same, and waits more.

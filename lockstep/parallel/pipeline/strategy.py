@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config import Config, DistributedConfig
+from lockstep.config import DistributedConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize
 from lockstep.layout import Layout, multiplied
@@ -43,7 +43,7 @@ class Pipeline(Strategy):
         return f"{whole}*" + (f"ddp:{layout.replicate}" if layout.shard == 1 else describe_shards(layout))
 
     def contradictions(
-        self, config: Config, layout: Layout | None = None, device_type: str | None = None
+        self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
     ) -> Iterator[Contradiction]:
         distributed, pipeline = config.distributed, config.distributed.pipeline
         facts, sharding = SCHEDULES[pipeline.schedule], distributed.fsdp.sharding_strategy
@@ -72,7 +72,7 @@ class Pipeline(Strategy):
     def casts_parameters(self, layout: Layout) -> bool:
         return True
 
-    def layouts_to_plan(self, model: ModelSize, config: Config, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(self, model: ModelSize, config: StepConfig, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
         gpus, most = cluster.num_gpus, min(model.blocks, model.segments)
         sizes = [ranks for ranks in (2, 4, 8, 16, 32, 64) if gpus % ranks == 0 and ranks <= most]
         # The fewest whose stages' parameters and gradients fit whole.
@@ -83,7 +83,7 @@ class Pipeline(Strategy):
                 "distributed.fsdp.sharding_strategy": "shard_grad_op",
             }  # fmt: skip
 
-    def topologies_to_verify(self, config: Config) -> list[str]:
+    def topologies_to_verify(self, config: StepConfig) -> list[str]:
         pipeline = config.distributed.pipeline
         stages = len(pipeline.split_spec) + 1
         ranks = stages // pipeline.stages_per_rank if stages > 1 else config.distributed.pipeline_size or 2
