@@ -1,16 +1,16 @@
-"""Checkpoints: what is committed is whole, what is not whole is invisible.
+"""Save, load and look after checkpoints: a committed one is whole, and one that is not whole is invisible.
 
 A save takes four stops, a file each, from a state dict to disk:
 
-    snapshot   named tensors and JSON of this rank            → pieces: blocks of whole tensors
-    plan       what every rank holds, merged on rank 0        → each rank's share, one of three formats
+    snapshot   named tensors and JSON of this rank            → blocks of whole tensors
+    plan       descriptions from every rank, merged on rank 0 → each rank's share, in one of three formats
     write      each rank its files, into an invisible draft   → sizes and checksums
     commit     state, config and, last, the manifest          → the checkpoint exists
 
-`storage` is what the last two write to: a folder (`posix`), or whatever offers the same few operations. `restore` goes
-the other way: `manifest` proves the files, `read` and `metadata` read the tensors of any format into any layout.
-`keep` chooses, rotates and sets aside; `convert` and `importing` take weights out and in; `commands` is the command
-line. `ranks` is how ranks agree.
+`storage` defines where the last two write to: a folder (`posix`), or a class with the same few operations. `restore`
+goes the other way: `manifest` verifies the files, `read` and `metadata` read the tensors of any format into any layout.
+`keep` chooses, rotates and sets aside; `convert` exports and imports weights; `commands` is the command line. `ranks`
+lets ranks exchange values and errors.
 
     checkpoints/step-00000100/
       manifest.json        format version, files {size, crc32}, parameters {shape, dtype, aliases}; last its checksum
@@ -20,14 +20,20 @@ line. `ranks` is how ranks agree.
       state.json           everything that is not a tensor
       config.yaml          the resolved config of the run
 
-`save` and `load` are for all ranks of a run at once; the rest looks at files, and needs no process group. A folder of
+Every rank of a run calls `save` and `load`; the rest looks at files, and needs no process group. A folder of
 checkpoints may be given as a path or a `Storage`, a checkpoint as a path or a `Location`.
 """
 
 from lockstep.checkpoint.commit import AsyncSaver, SaveOptions, is_shared, save, save_as
-from lockstep.checkpoint.convert import digest, digest_tensors, export_safetensors, export_torch, weights
-from lockstep.checkpoint.importing import import_weights
-from lockstep.checkpoint.keep import hand_out, inspect, list_checkpoints, newest, resume_point, rotate, set_aside
+from lockstep.checkpoint.convert import (
+    digest,
+    digest_tensors,
+    export_safetensors,
+    export_torch,
+    import_weights,
+    weights,
+)
+from lockstep.checkpoint.keep import copy_to_hosts, inspect, list_checkpoints, newest, resume_point, rotate, set_aside
 from lockstep.checkpoint.manifest import DamagedError, config_text, read_manifest, read_state, verify
 from lockstep.checkpoint.posix import PosixStorage
 from lockstep.checkpoint.ranks import Ranks, gather, scatter
@@ -68,12 +74,12 @@ __all__ = [
     "Storage",
     "build_storage",
     "config_text",
+    "copy_to_hosts",
     "digest",
     "digest_tensors",
     "export_safetensors",
     "export_torch",
     "gather",
-    "hand_out",
     "has_extra",
     "has_optimizer",
     "import_weights",

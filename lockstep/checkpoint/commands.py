@@ -1,4 +1,4 @@
-"""`lockstep checkpoint list|inspect|verify|digest|export|convert|import PATH`: text out, errors raised."""
+"""Run `lockstep checkpoint list|inspect|verify|digest|export|convert|import PATH`, and return the text to print."""
 
 import json
 from collections.abc import Callable
@@ -6,8 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.convert import digest, export_safetensors, export_torch, rewrite_full
-from lockstep.checkpoint.importing import import_weights
+from lockstep.checkpoint.convert import digest, export_safetensors, export_torch, import_weights, rewrite_full
 from lockstep.checkpoint.keep import inspect, list_checkpoints, newest
 from lockstep.checkpoint.manifest import DamagedError, read_manifest, verify
 from lockstep.checkpoint.posix import locate
@@ -26,21 +25,18 @@ _BY_RANKS = {
 
 
 def run(verb: str, path: str | Path, **options: Any) -> str:
-    """Do one of the verbs.
+    """Run one verb and return the text to print.
 
     Args:
         verb: one of VERBS.
         path: a run directory, a folder of checkpoints, one checkpoint, or another storage, `package.module:Name`;
-            where one checkpoint is needed, the newest whole one.
+            verbs for one checkpoint take the newest whole one.
         options: `output` (export, convert, import): the file or folder to write; `to` (convert): one of FORMATS;
-            `prefix` (import): what to take off the names.
-
-    Returns:
-        what to print.
+            `prefix` (import): the prefix to remove from names.
 
     Raises:
         UsageError: there is no such verb, option or checkpoint.
-        DamagedError: `verify` found damage; every damaged checkpoint is named.
+        DamagedError: `verify` found damage; the message lists every damaged checkpoint.
     """
     if verb not in VERBS:
         raise UsageError(f"there is no `lockstep checkpoint {verb}`", fix="one of: " + ", ".join(VERBS))
@@ -76,9 +72,9 @@ def _inspect(path: Path) -> str:
     lines += [f"state: {json.dumps(found.state, sort_keys=True)}"]
     lines += [f"model: {len(manifest.parameters)} tensors, {found.num_elements:,} elements"]
     rows = []
-    for name, facts in manifest.parameters.items():
-        tied = f"tied: {', '.join(facts.aliases)}" if facts.aliases else ""
-        rows.append((f"  {name}", facts.dtype, str(list(facts.shape)), tied))
+    for name, info in manifest.parameters.items():
+        tied = f"tied: {', '.join(info.aliases)}" if info.aliases else ""
+        rows.append((f"  {name}", info.dtype, str(list(info.shape)), tied))
     return "\n".join([*lines, _table(rows)]) if rows else "\n".join(lines)
 
 
@@ -154,7 +150,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 def checkpoints_at(path: Path) -> list[CheckpointPath]:
-    """Return the checkpoints that a path means: itself, or those of a folder of them or of a run, oldest first.
+    """Return the checkpoint at a path, or those of a folder or of a run, oldest first.
 
     Raises:
         UsageError: there are none.
@@ -174,7 +170,7 @@ def checkpoints_at(path: Path) -> list[CheckpointPath]:
 
 
 def newest_at(path: Path) -> CheckpointPath:
-    """Return the checkpoint that a path means: itself, or the newest whole one of a folder or of a run."""
+    """Return the checkpoint at a path, or the newest whole one of a folder or of a run."""
     found = checkpoints_at(path)
     if found == [path]:
         return path

@@ -1,9 +1,8 @@
-"""Fourth stop, commit: the whole way of a save, and the moment at which the checkpoint exists.
+"""Save a checkpoint, through all four stops; the last one, the commit, makes it visible.
 
-`save` takes a snapshot through all stops: staged, planned by rank 0, written by all ranks into a draft, which no reader
-sees; then rank 0 adds the state, the config and, last, the manifest, in one commit. Before it there is no new
-checkpoint, after it a whole one; whatever happens meanwhile, older ones are untouched. `AsyncSaver` does the same while
-training goes on.
+The snapshot is staged, rank 0 plans, and all ranks write into a draft, which no reader sees. Then rank 0 adds the
+state, the config and, last, the manifest, in one commit. Before the commit there is no new checkpoint, after it a whole
+one. Older checkpoints are never touched. `AsyncSaver` does the same while training goes on.
 """
 
 import platform
@@ -38,12 +37,12 @@ from lockstep.errors import RunError, UsageError
 from lockstep.groups import once
 
 _FIRST_PAUSE = 0.5  # seconds before the second try; doubled for each further one
-_LOOKS, _SECONDS_BETWEEN_LOOKS = 5, 0.2  # a network file system may show a new folder a moment later
+_ATTEMPTS, _SECONDS_BETWEEN_ATTEMPTS = 5, 0.2  # a network file system may show a new folder a moment later
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How checkpoints of a run are written.
+    """The format of checkpoints, and the retries of a save.
 
     Attributes:
         format: `sharded`: each rank writes a file of its own blocks; `full`: one file of whole tensors a part, which
@@ -67,11 +66,11 @@ def save(
     options: SaveOptions | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> CheckpointPath:
-    """Write a checkpoint; every rank of the group calls it. When it returns, the checkpoint is stored, whole.
+    """Write a checkpoint, and return once it is committed; every rank of the group calls it.
 
     Args:
-        directory: the folder of checkpoints, made if it is not there, or another storage. All ranks share it, but for
-            `full`.
+        directory: the folder of checkpoints, created if missing, or another storage. All ranks share it, except in
+            the format `full`.
         step: the step after which the snapshot was taken.
         config_yaml: the resolved config of the run, kept beside the state.
         options: unset: sharded, tried once.
@@ -82,8 +81,8 @@ def save(
 
     Raises:
         UsageError: the snapshot can't be stored, or a checkpoint of this step exists already and is whole.
-        RunError: the storage refused; nothing of the attempt stays behind, older checkpoints are untouched.
-            The same error on every rank.
+        RunError: the storage failed; the same error on every rank. The draft is deleted, and older checkpoints are
+            untouched.
     """
     target = Location(storage_at(directory), step_name(step))
     return save_as(target, step, snapshot, config_yaml=config_yaml, options=options, group=group)
@@ -98,7 +97,7 @@ def save_as(
     options: SaveOptions | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> CheckpointPath:
-    """Write a checkpoint as `save` does, under a name of the caller's; it must not exist yet."""
+    """Write a checkpoint as `save` does, under a name that the caller chooses and that does not exist yet."""
     ranks = Ranks(group)
     staged = ranks.run(_failure(step), lambda: stage(snapshot))
     return write_staged(locate(checkpoint), step, staged, config_yaml, options or SaveOptions(), ranks).path
@@ -107,7 +106,7 @@ def save_as(
 def write_staged(
     target: Location, step: int, staged: Staged, config_yaml: str, options: SaveOptions, ranks: Ranks
 ) -> Location:
-    """Write a snapshot that is staged already; every rank meets the same errors, and tries again alike."""
+    """Write a staged snapshot, with retries; every rank raises the same errors."""
     pause = _FIRST_PAUSE
     for left in reversed(range(options.retries + 1)):
         try:
@@ -124,22 +123,22 @@ def write_staged(
 
 
 def write_once(target: Location, step: int, staged: Staged, config_yaml: str, format: Format, ranks: Ranks) -> None:
-    """Plan, write and commit, once; every rank calls it.
+    """Plan, write and commit without retries; every rank calls it.
 
     Raises:
-        UsageError: there is something of this name already (a damaged checkpoint is moved aside), or ranks disagree.
-        RunError: the storage refused; the same error on every rank, and nothing of the attempt stays.
+        UsageError: the name is taken (a damaged checkpoint is moved aside), or ranks disagree.
+        RunError: the storage failed; the same error on every rank. The draft is deleted.
     """
-    doing = _failure(step)
-    writer = writer_of(format, staged, ranks, doing)
+    failure = _failure(step)
+    writer = writer_of(format, staged, ranks, failure)
     decided: list[tuple[CheckpointPlan, Location]] = []  # on rank 0
     with ExitStack() as stack:
 
         def plan(described: list[Description]) -> list[tuple[str, object]]:
             plan = merge(described)
             shares = writer.plan(plan, described)
-            _make_way(target, step)
-            draft = stack.enter_context(unfinished(target.storage, target.name))
+            _free_name(target, step)
+            draft = stack.enter_context(new_draft(target.storage, target.name))
             decided.append((plan, draft))
             return [(draft.name, share) for share in shares]
 
@@ -147,36 +146,36 @@ def write_once(target: Location, step: int, staged: Staged, config_yaml: str, fo
             plan, draft = decided[0]
             files = writer.finish(draft, written)
             state = Staged({}, staged.state, plan.groups).state_json()
-            files[STATE] = draft.put(STATE, _bounded(STATE, state))
+            files[STATE] = draft.put(STATE, _within_limit(STATE, state))
             files[CONFIG] = draft.put(CONFIG, config_yaml.encode())
             versions = {"torch": torch.__version__, "python": platform.python_version()}
             manifest = Manifest(step, files, plan.parameters, tuple(plan.parts), versions, writer.raw_ranks)
-            target.storage.commit(draft.name, target.name, _bounded("manifest.json", manifest.to_bytes()))
+            target.storage.commit(draft.name, target.name, _within_limit("manifest.json", manifest.to_bytes()))
 
-        draft, share = ranks.exchange(doing, lambda: describe(staged, writer.describe()), plan)
-        ranks.all_reduce(doing, lambda: writer.write(target.beside(draft), share), finish)
+        draft, share = ranks.exchange(failure, lambda: describe(staged, writer.describe()), plan)
+        ranks.all_reduce(failure, lambda: writer.write(target.beside(draft), share), finish)
 
 
 def is_shared(directory: Directory, group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether all ranks see the storage that rank 0 sees; every rank calls it, all get the same answer.
+    """Return whether all ranks see the storage that rank 0 sees; every rank calls it, and gets the same answer.
 
     Raises:
-        RunError: the folder can't be made or written to.
+        RunError: the folder can't be created or written to.
     """
     ranks, storage = Ranks(group), storage_at(directory)
-    doing = f"the folder {storage} could not be tried out"
+    failure = f"the folder {storage} could not be tested"
 
     def appears(draft: str) -> bool:
-        for _ in range(_LOOKS):
+        for _ in range(_ATTEMPTS):
             if storage.sees(draft):
                 return True
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
         return False
 
     draft: str | None = None
     try:
-        draft = ranks.broadcast(doing, lambda: storage.begin(SHARED_MARK))
-        return ranks.all_reduce(doing, partial(appears, draft), all)
+        draft = ranks.broadcast(failure, lambda: storage.begin(SHARED_MARK))
+        return ranks.all_reduce(failure, partial(appears, draft), all)
     finally:
         if draft is not None and ranks.is_main:
             storage.delete(draft)
@@ -187,18 +186,19 @@ def _failure(step: int) -> str:
 
 
 @contextmanager
-def unfinished(storage: Storage, name: str) -> Iterator[Location]:
-    """Begin a draft; after a failure, nothing of it stays."""
+def new_draft(storage: Storage, name: str) -> Iterator[Location]:
+    """Begin a draft, and delete it after a failure."""
     draft = storage.begin(name)
     try:
         yield Location(storage, draft)
     except BaseException:
-        with suppress(Exception):  # a storage that fails at this too has the rest swept later
+        with suppress(Exception):  # if this fails too, the rest is swept later
             storage.delete(draft)
         raise
 
 
-def _make_way(target: Location, step: int) -> None:
+def _free_name(target: Location, step: int) -> None:
+    """Refuse a name that a whole checkpoint has; move a damaged one aside."""
     if not target.storage.exists(target.name):
         return
     if step_of(target.name) is None or not verify(target):
@@ -206,11 +206,11 @@ def _make_way(target: Location, step: int) -> None:
             f"{target} exists already, and a checkpoint is never overwritten",
             fix="resume from it, or move it away",
         )
-    target.storage.move(target.name, aside_name(step))  # damaged: kept, but no longer in the way
+    target.storage.move(target.name, aside_name(step))
 
 
-def _bounded(file: str, data: bytes) -> bytes:
-    """Return data that a reader will take; UsageError for more."""
+def _within_limit(file: str, data: bytes) -> bytes:
+    """Return the data, or raise a UsageError if it is more than a reader accepts."""
     if len(data) > JSON_LIMIT:
         raise UsageError(
             f"{file} of the checkpoint would have {len(data) >> 20} MiB, and {JSON_LIMIT >> 20} MiB are read at most",
@@ -223,20 +223,20 @@ def _bounded(file: str, data: bytes) -> bytes:
 
 
 class AsyncSaver:
-    """Writes checkpoints in the background; every rank makes one, and calls each of its methods at the same points.
+    """Writes checkpoints in the background; every rank has one, and calls its methods at the same points.
 
     `save` copies the state and returns; a thread writes the copy and commits it, with process groups of its own, so
-    that its collectives never meet those of training. One save is in flight at a time; the next waits for it. An error
-    in the background is raised on every rank by the same later call: `poll`, `wait` or `save`. Call `wait` before
-    another saver is made, and before the process group is destroyed: savers share groups, which go with it.
+    that its collectives never mix with those of training. One save is in flight at a time; the next waits for it. An
+    error in the background is raised on every rank by the same later call: `poll`, `wait` or `save`. Call `wait` before
+    another saver is created, because savers share groups, and before the process group is destroyed.
 
     Args:
-        then: called on rank 0, in the background, after each commit (`rotate`); its error counts as the save's.
+        then: called on rank 0, in the background, after each commit; its error counts as an error of the save.
     """
 
     def __init__(self, then: Callable[[CheckpointPath], object] | None = None) -> None:
         connected = dist.is_available() and dist.is_initialized()
-        # Two groups: `poll` may run beside the thread's own collectives. Gloo: they send objects, not tensors on a GPU.
+        # Two groups, because `poll` may run beside the thread's collectives; Gloo, because they send Python objects.
         self._control = Ranks(_gloo("control") if connected else None)
         self._writing = Ranks(_gloo("writing") if connected else None)
         self._then = then
@@ -245,7 +245,7 @@ class AsyncSaver:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save was started whose result no call has returned yet; the same on every rank."""
+        """Whether a save was started and its result not yet returned; the same on every rank."""
         return self._save is not None
 
     def save(
@@ -257,7 +257,7 @@ class AsyncSaver:
         config_yaml: str,
         options: SaveOptions | None = None,
     ) -> CheckpointPath | None:
-        """Start a save; the snapshot's tensors may be changed as soon as this returns. Waits for the one before.
+        """Start a save, after the previous one; the snapshot's tensors may be changed as soon as this returns.
 
         On CUDA the copy runs on the current stream into pinned memory, and the host does not wait for it.
 
@@ -265,34 +265,34 @@ class AsyncSaver:
             options: unset: sharded, tried once.
 
         Returns:
-            the checkpoint of the save before, if that had not been returned yet.
+            the checkpoint of the previous save, if no call has returned it yet.
 
         Raises:
-            UsageError: the snapshot can't be stored; as in `save`.
-            RunError: the save before failed.
+            UsageError: the snapshot can't be stored, as in `save`.
+            RunError: the previous save failed.
         """
-        before = self.wait()
+        previous = self.wait()
         staged, copied = self._control.run(_failure(step), lambda: self._copy(stage(snapshot)))
         target = Location(storage_at(directory), step_name(step))
 
         def work() -> None:
             if copied is not None:
-                torch.cuda.set_device(copied[0])  # a new thread stands on device 0, whichever this rank's is
+                torch.cuda.set_device(copied[0])  # a new thread begins with device 0
                 copied[1].synchronize()
             write_staged(target, step, staged, config_yaml, options or SaveOptions(), self._writing)
             if self._then is not None and self._writing.is_main:
                 self._then(target.path)
 
         self._save = _BackgroundSave(target, step, work)
-        return before
+        return previous
 
     def poll(self) -> CheckpointPath | None:
         """Return the checkpoint of the save in flight once it is done; None while it runs, or if there is none.
 
-        Costs one small exchange between hosts while a save is in flight, and nothing otherwise.
+        It costs one small exchange between hosts while a save is in flight, and nothing otherwise.
 
         Raises:
-            RunError: it failed; the same error on every rank.
+            RunError: the save failed; the same error on every rank.
         """
         if self._save is None:
             return None
@@ -305,7 +305,7 @@ class AsyncSaver:
         """Wait for the save in flight, and return its checkpoint; None if there is none.
 
         Raises:
-            RunError: it failed; the same error on every rank.
+            RunError: the save failed; the same error on every rank.
         """
         if self._save is None:
             return None
@@ -314,20 +314,20 @@ class AsyncSaver:
         return save.target.path
 
     def finish_alone(self) -> None:
-        """Wait for the save in flight without asking other ranks: this one is about to end for an error.
+        """Wait for the save in flight without a collective, on a rank that is about to end with an error.
 
-        Its process may leave at once, and would take the thread along. The others wait in training for this rank, and
-        their threads write on; where they are gone, the thread's own collectives fail.
+        If the process left at once, its thread would end too. Meanwhile the threads of other ranks write on; if those
+        ranks have ended, the thread's own collectives fail.
         """
         if self._save is not None:
             self._save.join()
 
     def _copy(self, staged: Staged) -> tuple[Staged, tuple[torch.device, torch.cuda.Event] | None]:
         parts = {
-            part: Part({name: self._copy_piece(part, name, piece) for name, piece in p.pieces.items()}, p.aliases)
+            part: Part({name: self._copy_block(part, name, block) for name, block in p.blocks.items()}, p.aliases)
             for part, p in staged.parts.items()
         }
-        devices = {piece.tensor.device for p in staged.parts.values() for piece in p.pieces.values()}
+        devices = {block.tensor.device for p in staged.parts.values() for block in p.blocks.values()}
         cuda = next((device for device in devices if device.type == "cuda"), None)
         copied = None
         if cuda is not None:
@@ -336,14 +336,14 @@ class AsyncSaver:
             copied = (cuda, event)
         return Staged(parts, staged.state, staged.groups), copied
 
-    def _copy_piece(self, part: str, name: str, piece: TensorBlock) -> TensorBlock:
-        source, key = piece.tensor, (part, name)
+    def _copy_block(self, part: str, name: str, block: TensorBlock) -> TensorBlock:
+        source, key = block.tensor, (part, name)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
             buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            self._buffers[key] = buffer  # kept for the next save: to pin memory anew each time is slow
+            self._buffers[key] = buffer  # kept for the next save, because pinning memory is slow
         buffer.copy_(source, non_blocking=True)
-        return piece.with_tensor(buffer)
+        return block.with_tensor(buffer)
 
 
 def _gloo(use: str) -> dist.ProcessGroup | None:
@@ -352,7 +352,7 @@ def _gloo(use: str) -> dist.ProcessGroup | None:
 
 
 class _BackgroundSave:
-    """One save at work in a thread. A run that ends or fails lets it finish what it was given."""
+    """A save that runs in a thread, which is not a daemon: a run that ends or fails lets it finish."""
 
     def __init__(self, target: Location, step: int, work: Callable[[], None]) -> None:
         self.target, self.step = target, step
@@ -376,5 +376,5 @@ class _BackgroundSave:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # carried to the rank's own thread, and raised there
+        except BaseException as error:  # `result` raises it in the rank's own thread
             self._error = error

@@ -1,35 +1,71 @@
-"""A checkpoint taken elsewhere: its digest, its weights as safetensors or for `torch.load`, the whole of it rewritten.
+"""Export the weights of a checkpoint, compute their digest, rewrite a checkpoint, and import weights of other trainers.
 
 The digest is one line for the same training, whatever the topology and the dtype of storage: SHA-256 over the tensors
 of the model in the order of their canonical names (by code points). For each: a line of JSON, `["name", "dtype",
 [shape]]`, and the elements of the whole tensor, row by row, little-endian, as stored. Tied names count once, under the
-canonical one.
+canonical one. Whole tensors pass through memory one at a time, except in the torch format, whose writer needs them all
+at once. Source of the safetensors format: huggingface/safetensors (8 bytes of header length, a JSON header, the
+tensors' bytes).
 
-Whole tensors pass through memory one at a time, save for the torch format, whose writer needs them all at once.
-Source of the format: huggingface/safetensors (8 bytes of header length, a JSON header, the tensors' bytes).
+Weights that can be imported:
+
+    FOLDER/model.safetensors, or parts with model.safetensors.index.json    Accelerate, Hugging Face
+    FOLDER/pytorch_model.bin                                                 older ones of both
+    FILE.safetensors                                                         `lockstep checkpoint export` too
+    FILE.ckpt | .pt | .pth | .bin: {"state_dict": …}, {"model": …} or the weights themselves    Lightning, torch.save
+
+Only weights are imported: each trainer stores optimizers, schedules and random states in its own way, by position. A
+run that continues from an import therefore begins at step 0. Pickles are read by torch's restricted unpickler.
 """
 
 import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from lockstep.checkpoint.commit import write_once
-from lockstep.checkpoint.manifest import MODEL, Manifest, config_text, proved_manifest, read_manifest, read_state
+from lockstep.checkpoint.commit import save_as, write_once
+from lockstep.checkpoint.manifest import (
+    JSON_LIMIT,
+    MODEL,
+    Manifest,
+    config_text,
+    parse_json,
+    read_manifest,
+    read_state,
+    text_of,
+    verified_manifest,
+)
 from lockstep.checkpoint.posix import locate, sync_folder
 from lockstep.checkpoint.ranks import Ranks
-from lockstep.checkpoint.read import PartReader, open_part
-from lockstep.checkpoint.snapshot import GROUPS_KEY, Part, Staged, TensorBlock, dtype_name, dtype_of, tensor_bytes
+from lockstep.checkpoint.read import PartReader, check_block, open_part
+from lockstep.checkpoint.snapshot import (
+    GROUPS_KEY,
+    Part,
+    Snapshot,
+    Staged,
+    TensorBlock,
+    dtype_name,
+    dtype_of,
+    tensor_bytes,
+)
 from lockstep.checkpoint.storage import Checkpoint, CheckpointPath, Location
 from lockstep.errors import UsageError
 from lockstep.progress import Advance, progress_of
+from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
 
+Weights = dict[str, Tensor]  # by name
+
+_DDP_PREFIX = "module."
+_INDEX = "model.safetensors.index.json"
+_IN_FOLDERS = (_INDEX, "model.safetensors", "pytorch_model.bin")
+_WEIGHT_KEYS = ("state_dict", "model")  # keys of a checkpoint under which weights may be
 _SAFETENSORS_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool":
@@ -42,14 +78,14 @@ def digest(path: Checkpoint) -> str:
 
     Raises:
         UsageError: there is no checkpoint at `path`.
-        DamagedError: something that the digest depends on is not what was written.
+        DamagedError: a file that the digest depends on is not what was written.
     """
     checkpoint = locate(path)
-    return digest_tensors(_whole_tensors(checkpoint, proved_manifest(checkpoint, MODEL)))
+    return digest_tensors(_whole_tensors(checkpoint, verified_manifest(checkpoint, MODEL)))
 
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the digest of whole tensors, given by name in the order of the names."""
+    """Return the digest of whole tensors, which come in the order of their names."""
     sha = hashlib.sha256()
     for name, tensor in tensors:
         sha.update(json.dumps([name, dtype_name(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
@@ -58,14 +94,14 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def weights(path: Checkpoint) -> dict[str, Tensor]:
-    """Return the model's tensors, whole, on the CPU, for `model.load_state_dict`; tied names appear and share memory.
+    """Return the whole tensors of the model on the CPU, for `model.load_state_dict`; tied names share memory.
 
     Raises:
-        UsageError: there is no checkpoint here.
-        DamagedError: the checkpoint is not what was written; every byte of the model was compared.
+        UsageError: there is no checkpoint at `path`.
+        DamagedError: a file of the model is not what was written; every byte is compared.
     """
     checkpoint = locate(path)
-    manifest = proved_manifest(checkpoint, MODEL)
+    manifest = verified_manifest(checkpoint, MODEL)
     model: dict[str, Tensor] = {}
     for name, tensor in _whole_tensors(checkpoint, manifest):
         model |= dict.fromkeys((name, *manifest.parameters[name].aliases), tensor)
@@ -73,14 +109,14 @@ def weights(path: Checkpoint) -> dict[str, Tensor]:
 
 
 def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
-    """Write the model's tensors, whole, to one safetensors file, by canonical name; its metadata lists tied names.
+    """Write the whole tensors of the model to one safetensors file, by canonical name; its metadata lists tied names.
 
     Raises:
-        UsageError: `output` exists already, or a dtype has no place in the format.
-        DamagedError: the checkpoint is not what was written; every byte that is exported was compared.
+        UsageError: `output` exists already, or the format lacks a dtype.
+        DamagedError: a file of the model is not what was written; every byte is compared.
     """
     checkpoint = locate(path)
-    manifest = proved_manifest(checkpoint, MODEL)
+    manifest = verified_manifest(checkpoint, MODEL)
     header = _safetensors_header(manifest)
     expected = sorted(manifest.parameters)
 
@@ -102,18 +138,18 @@ def export_torch(path: Checkpoint, output: str | Path) -> Path:
 
 
 def rewrite_full(path: Checkpoint, output: Checkpoint, advance: Advance = lambda _bytes: None) -> CheckpointPath:
-    """Write the same checkpoint with one file of whole tensors a part, committed like any other.
+    """Write the same checkpoint with one file of whole tensors per part, and commit it like any other.
 
     Args:
-        advance: called with the bytes that were read to be written.
+        advance: called with the bytes copied.
 
     Raises:
         UsageError: `output` exists already.
-        DamagedError: the checkpoint is not what was written.
+        DamagedError: a file of the checkpoint is not what was written.
     """
     checkpoint, target = locate(path), locate(output)
-    manifest = proved_manifest(checkpoint)
-    aliases = {name: facts.aliases for name, facts in manifest.parameters.items() if facts.aliases}
+    manifest = verified_manifest(checkpoint)
+    aliases = {name: info.aliases for name, info in manifest.parameters.items() if info.aliases}
     parts = {
         part: _unread_part(open_part(checkpoint, manifest, part), aliases if part == MODEL else {}, advance)
         for part in manifest.parts
@@ -125,7 +161,7 @@ def rewrite_full(path: Checkpoint, output: Checkpoint, advance: Advance = lambda
 
 
 def _whole_tensors(checkpoint: Location, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of the model, whole, on CPU, in the order of the names; one at a time."""
+    """Yield the whole tensors of the model on CPU, one at a time, in the order of the names."""
     reader = open_part(checkpoint, manifest, MODEL)
     total = sum(t.size.numel() * t.properties.dtype.itemsize for t in reader.stored.tensors.values())
     with progress_of(f"reading {checkpoint.name}", total) as advance:
@@ -137,39 +173,39 @@ def _whole_tensors(checkpoint: Location, manifest: Manifest) -> Iterator[tuple[s
 
 
 def _unread_part(reader: PartReader, aliases: dict[str, tuple[str, ...]], advance: Advance) -> Part:
-    """Return a part of whole tensors that are read when they are written."""
-    pieces = {
+    """Return a part of whole tensors, each of which is read just before it is written."""
+    blocks = {
         name: TensorBlock.whole(torch.empty(stored.size, dtype=stored.properties.dtype, device="meta"))
         for name, stored in sorted(reader.stored.tensors.items())
     }
 
     def read(name: str) -> Tensor:
-        whole = torch.empty_like(pieces[name].tensor, device="cpu")
-        reader.read_into({name: pieces[name].with_tensor(whole)})
+        whole = torch.empty_like(blocks[name].tensor, device="cpu")
+        reader.read_into({name: blocks[name].with_tensor(whole)})
         advance(whole.nbytes)
         return whole
 
-    return Part(pieces, aliases, read)
+    return Part(blocks, aliases, read)
 
 
 def _safetensors_header(manifest: Manifest) -> bytes:
     header: dict[str, object] = {}
     metadata = {"format": "pt", "step": str(manifest.step)}
     position = 0
-    for name, facts in sorted(manifest.parameters.items()):
-        if facts.dtype not in _SAFETENSORS_DTYPES:
+    for name, info in sorted(manifest.parameters.items()):
+        if info.dtype not in _SAFETENSORS_DTYPES:
             raise UsageError(
-                f"{name} is {facts.dtype}, which safetensors can't hold",
+                f"{name} is {info.dtype}, which safetensors can't hold",
                 fix="lockstep checkpoint convert --to torch, or change its dtype before saving",
             )
-        size = torch.Size(facts.shape).numel() * dtype_of(facts.dtype).itemsize
+        size = torch.Size(info.shape).numel() * dtype_of(info.dtype).itemsize
         header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[facts.dtype],
-            "shape": list(facts.shape),
+            "dtype": _SAFETENSORS_DTYPES[info.dtype],
+            "shape": list(info.shape),
             "data_offsets": [position, position + size],
         }
         position += size
-    aliases = {name: list(facts.aliases) for name, facts in manifest.parameters.items() if facts.aliases}
+    aliases = {name: list(info.aliases) for name, info in manifest.parameters.items() if info.aliases}
     if aliases:
         metadata["aliases"] = json.dumps(aliases)
     text = json.dumps({"__metadata__": metadata, **header}).encode()
@@ -177,7 +213,7 @@ def _safetensors_header(manifest: Manifest) -> bytes:
 
 
 def _write_whole(target: Path, write: Callable[[BinaryIO], object]) -> Path:
-    """Write a file that is there when it is whole, and not before; an existing one is left alone."""
+    """Write a file under a temporary name, then rename it; an existing file is never overwritten."""
     if target.exists():
         raise UsageError(f"{target} exists already", fix="name another file, or move it away")
     beside = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
@@ -191,3 +227,188 @@ def _write_whole(target: Path, write: Callable[[BinaryIO], object]) -> Path:
         beside.unlink(missing_ok=True)
     sync_folder(target.absolute().parent)
     return target
+
+
+# ---- weights of other trainers ----
+
+
+def import_weights(
+    source: str | Path, output: Checkpoint, *, prefix: str = ""
+) -> tuple[CheckpointPath, int, int]:  # fmt: skip
+    """Write the weights of another trainer as a checkpoint of step 0.
+
+    Args:
+        source: a file or a folder; the module docstring lists the kinds.
+        output: the folder of the new checkpoint; must not exist.
+        prefix: the prefix to remove from names, such as `model.` of a LightningModule; names without it are left out.
+
+    Returns:
+        (the checkpoint, its number of tensors, the number of those left out).
+
+    Raises:
+        UsageError: there are no weights at `source`, or none with that prefix, or they can't be read safely.
+    """
+    found, aliases = read_weights(Path(source))
+    _check(found, source)
+    ddp = _DDP_PREFIX if all(canonical(name).startswith(_DDP_PREFIX) for name in found) else ""
+    named = {canonical(name).removeprefix(ddp): tensor for name, tensor in found.items()}
+    kept = {name.removeprefix(prefix): _full_precision(t) for name, t in named.items() if name.startswith(prefix)}
+    if not kept:
+        names = ", ".join(list(named)[:3])
+        raise UsageError(f"no name in {source} begins with {prefix!r}", where="--prefix", why=f"it holds {names} …")
+    ties = {_stripped(alias, ddp + prefix): _stripped(name, ddp + prefix) for alias, name in aliases.items()}
+    declared: dict[str, tuple[str, ...]] = {}
+    for alias, name in ties.items():
+        if name in kept and alias not in kept:
+            declared[name] = (*declared.get(name, ()), alias)
+    state = {
+        "step": 0, "updates": 0, "skipped": [], "epoch": 0, "samples": 0, "nominal": None, "loss_scale": None,
+        "source": {}, "best": {}, "metadata": {"imported_from": str(source)},
+    }  # fmt: skip
+    snapshot = Snapshot(_with_ties(named, kept, prefix), state=state, aliases=declared)
+    path = save_as(output, 0, snapshot, config_yaml=f"# weights imported from {source}\n")
+    return path, len(kept), len(named) - len(kept)
+
+
+def read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
+    """Return (name → tensor, alias → the name of its tensor).
+
+    Raises:
+        UsageError: there are no weights, or they can't be read safely.
+    """
+    file = _file_of(source)
+    if file.name == _INDEX:
+        try:
+            index = parse_json(locate(file.absolute().parent).read(file.name, JSON_LIMIT))
+            parts = sorted({text_of(part) for part in index["weight_map"].values()})
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UsageError(f"{file} is not an index of weights", why=_first_line(error)) from None
+        if any(Path(part).name != part or part in ("", "..") or "\0" in part for part in parts):
+            raise UsageError(
+                f"{file} names files outside of its folder",
+                why="an index that reaches elsewhere is not one that a trainer wrote",
+            )
+        read = [_safetensors(file.with_name(part)) for part in parts]
+        weights = {name: tensor for found, _ in read for name, tensor in found.items()}
+        return weights, {alias: name for _, ties in read for alias, name in ties.items()}
+    return _safetensors(file) if file.suffix == ".safetensors" else (_pickled(file), {})
+
+
+def canonical(name: str) -> str:
+    """Return a name without the parts that FSDP, torch.compile and activation checkpointing add to it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)
+
+
+def _stripped(name: str, prefix: str) -> str:
+    return canonical(name).removeprefix(prefix)
+
+
+def _file_of(source: Path) -> Path:
+    if source.is_file():
+        return source
+    for name in _IN_FOLDERS:
+        if (source / name).is_file():
+            return source / name
+    if not source.exists():
+        raise UsageError(
+            f"there is no file or folder {str(source)!r}",
+            fix="give the file with the weights, or the folder that the other trainer wrote",
+        )
+    raise UsageError(
+        f"there are no weights in {source}",
+        why=f"none of {', '.join(_IN_FOLDERS)} is there",
+        fix="give the file with the weights; shards of Accelerate's FSDP become one by `accelerate merge-weights`",
+    )
+
+
+def _safetensors(file: Path) -> tuple[Weights, dict[str, str]]:
+    try:
+        with safe_open(file, "pt") as opened:
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            metadata: dict[str, str] = opened.metadata() or {}
+    except Exception as error:  # its own errors, and others: a dtype that this torch lacks, a lack of memory …
+        raise UsageError(f"{file} is not a safetensors file", why=_first_line(error)) from None
+    ties = {alias: name for alias, name in metadata.items() if name in weights and alias not in weights}
+    try:
+        ours = parse_json(metadata.get("aliases", "{}").encode())  # of `export_safetensors`
+        for name, others in ours.items():
+            ties |= dict.fromkeys((text_of(other) for other in others), name)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{file} does not say which names are tied", why=_first_line(error)) from None
+    return weights, ties
+
+
+def _pickled(file: Path) -> Weights:
+    try:
+        with file.open("rb") as opened:
+            check_block(opened, 0, file.stat().st_size)
+        found: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a broken pickle can raise nearly any error: IndexError, UnicodeDecodeError, KeyError …
+        raise UsageError(
+            f"{file} can't be read as weights",
+            why=_first_line(error),
+            fix="save the weights alone, torch.save(model.state_dict(), FILE), or as safetensors; objects of other "
+            "classes in a pickle could run code",
+        ) from None
+    for key in _WEIGHT_KEYS:
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping) or not found:
+        raise UsageError(
+            f"{file} holds a {type(found).__name__}, where weights by name are needed",
+            fix="save the weights alone: torch.save(model.state_dict(), FILE)",
+        )
+    if strange := [n for n, value in found.items() if not (isinstance(n, str) and isinstance(value, Tensor))]:
+        raise UsageError(
+            f"{file} holds {strange[0]!r}, which is not a tensor, among {len(found)} entries"
+            if isinstance(strange[0], str)
+            else f"{file} holds an entry by the name {strange[0]!r}, where names are texts",
+            fix="save the weights alone: torch.save(model.state_dict(), FILE)",
+        )
+    return dict(found)
+
+
+def _check(weights: Weights, source: str | Path) -> None:
+    """Refuse tensors that can't be stored, or that would be larger in memory than in the file.
+
+    Raises:
+        UsageError: there is such a tensor, or two names differ only in wrappers.
+    """
+    for name, tensor in weights.items():
+        dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
+        if not dense:
+            raise UsageError(
+                f"{name} in {source} can't be imported",
+                why="only dense tensors with values are stored",
+                fix="convert it (Tensor.dequantize, Tensor.to_dense) and save the weights again",
+            )
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise UsageError(
+                f"{name} in {source} has {tensor.numel()} elements, and only some of them are stored",
+                why="it is an expanded view, which would grow in memory",
+                fix="save the weights again with Tensor.contiguous()",
+            )
+    if len({canonical(name) for name in weights}) < len(weights):
+        raise UsageError(
+            f"two names in {source} differ only in what wrappers add to them ({', '.join(WRAPPER_NAMES)})",
+            fix="save the weights of the model alone: torch.save(model.state_dict(), FILE)",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:200] or type(error).__name__
+
+
+def _full_precision(tensor: Tensor) -> Tensor:
+    """Return floating-point tensors as float32, in which parameters are kept; autocast computes in less."""
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _with_ties(named: Weights, kept: Weights, prefix: str) -> Weights:
+    """Return the converted weights with those tied that shared memory before the conversion."""
+    first: dict[tuple[object, ...], str] = {}
+    for name in kept:
+        t = named[prefix + name]
+        if t.numel():
+            kept[name] = kept[first.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype), name)]
+    return kept

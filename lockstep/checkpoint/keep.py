@@ -1,4 +1,4 @@
-"""Which checkpoints there are to trust, and which may go."""
+"""Choose the checkpoint to resume from, delete old ones, and look into one."""
 
 import logging
 import math
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.checkpoint.commit import unfinished
+from lockstep.checkpoint.commit import new_draft
 from lockstep.checkpoint.manifest import DamagedError, Manifest, problems_of_files, read_manifest, read_state
 from lockstep.checkpoint.posix import locate, storage_at
 from lockstep.checkpoint.ranks import Ranks
-from lockstep.checkpoint.restore import prove
+from lockstep.checkpoint.restore import verify_together
 from lockstep.checkpoint.storage import (
     MANIFEST,
     Checkpoint,
@@ -37,10 +37,7 @@ def _warn(path: CheckpointPath, reason: str) -> None:
 
 
 def list_checkpoints(directory: Directory) -> list[CheckpointPath]:
-    """Return the checkpoints of a folder, by step, oldest first; whole or not (`verify` tells).
-
-    A folder that is not there has none.
-    """
+    """Return the checkpoints of a folder by step, oldest first, damaged ones too; none if there is no such folder."""
     return [checkpoint.path for checkpoint in _checkpoints(directory)]
 
 
@@ -51,14 +48,14 @@ def _checkpoints(directory: Directory) -> list[Location]:
 
 
 def newest(directory: Directory, *, thorough: bool = False, on_damaged: OnDamaged = _warn) -> CheckpointPath | None:
-    """Return the newest checkpoint that is whole; None if there is none at all. Local: no rank waits for another.
+    """Return the newest whole checkpoint, or None if there are no checkpoints; without collectives.
 
     Args:
-        thorough: compare the checksums of all files; else the manifest's own, and all sizes (`load` compares the rest).
-        on_damaged: called with each newer checkpoint that is passed over, and why.
+        thorough: compare the checksums of all files; else that of the manifest, and all sizes.
+        on_damaged: called with each newer checkpoint that is passed over, and the reason.
 
     Raises:
-        RunError: there are checkpoints, but none is whole. To start afresh then is for a person to decide.
+        RunError: there are checkpoints, but none is whole. Only a person may decide to start afresh then.
     """
     found = _choose(directory, lambda checkpoint: _damage(checkpoint, thorough=thorough), on_damaged)
     return None if found is None else found.path
@@ -67,9 +64,9 @@ def newest(directory: Directory, *, thorough: bool = False, on_damaged: OnDamage
 def resume_point(
     directory: Directory, *, on_damaged: OnDamaged = _warn, group: dist.ProcessGroup | None = None
 ) -> CheckpointPath | None:
-    """Return the newest checkpoint whose every checksum is right; every rank calls it, and they share the reading.
+    """Return the newest checkpoint with correct checksums; every rank calls it, and reads a share of the files.
 
-    Rank 0 alone calls `on_damaged`. What is returned may be loaded with `proved=True`.
+    Rank 0 alone calls `on_damaged`.
     """
     ranks, storage = Ranks(group), storage_at(directory)
     damaged: dict[str, str] = {}
@@ -87,7 +84,7 @@ def resume_point(
     while (name := ranks.broadcast(f"no checkpoint in {storage} could be chosen", choose)) is not None:
         checkpoint = Location(storage, name)
         try:
-            prove(checkpoint, ranks)
+            verify_together(checkpoint, ranks)
             return checkpoint.path
         except DamagedError as error:
             damaged[name] = error.why or error.what
@@ -114,7 +111,7 @@ def _choose(
 
 
 def _damage(checkpoint: Location, *, thorough: bool) -> str | None:
-    """Return why a checkpoint can't be trusted; None if it can. One of a later format is an error, not damage."""
+    """Return why a checkpoint is not whole; None if it is. A later format raises an error, because it is not damage."""
     try:
         problems = problems_of_files(checkpoint, read_manifest(checkpoint), thorough=thorough)
     except DamagedError as error:
@@ -125,18 +122,18 @@ def _damage(checkpoint: Location, *, thorough: bool) -> str | None:
 def rotate(
     directory: Directory, keep: int | None, protect: Iterable[Checkpoint] = (), *, on_damaged: OnDamaged = _warn
 ) -> list[CheckpointPath]:
-    """Delete whole checkpoints beyond the newest `keep`, once the newest is proved; sweep what dead writers left.
+    """Delete all but the newest `keep` whole checkpoints, once the newest is verified, and drafts of dead writers.
 
-    One process of a run calls it (rank 0, after a save). A damaged checkpoint counts for nothing and is left for
-    whoever wants to look. A kill half-way leaves no half checkpoint.
+    One process of a run calls it (rank 0, after a save). A damaged checkpoint neither counts nor is deleted. A kill
+    half-way leaves no half checkpoint.
 
     Args:
         keep: how many to keep, at least 1; None: all of them.
-        protect: checkpoints that stay in any case (the best one).
-        on_damaged: called with the newest checkpoint, and why it does not prove whole: then nothing is deleted.
+        protect: checkpoints that stay in any case, such as the best one.
+        on_damaged: called with the newest checkpoint and the reason if it is damaged: then nothing is deleted.
 
     Returns:
-        the deleted checkpoints; none if the newest does not prove whole.
+        the deleted checkpoints; none if the newest is damaged.
     """
     assert keep is None or keep >= 1, "the only checkpoint is never deleted"
     storage = storage_at(directory)
@@ -157,13 +154,12 @@ def rotate(
 
 
 def set_aside(directory: Directory, after: int) -> list[CheckpointPath]:
-    """Rename the checkpoints of steps later than `after`: the run goes back there, and will write these steps anew.
+    """Rename the checkpoints of steps later than `after`, to which a run goes back to write these steps again.
 
-    They are kept under names that no run resumes from. One process calls it, when it resumes from other than the
-    newest.
+    They are kept under names that no run resumes from. One process calls it.
     """
     later = [checkpoint for checkpoint in _checkpoints(directory) if (step_of(checkpoint.name) or 0) > after]
-    for checkpoint in reversed(later):  # the newest first: whatever stops this, no gap is left behind
+    for checkpoint in reversed(later):  # the newest first: an interruption leaves no gap
         checkpoint.storage.move(checkpoint.name, aside_name(step_of(checkpoint.name) or 0))
     return [checkpoint.path for checkpoint in later]
 
@@ -171,40 +167,38 @@ def set_aside(directory: Directory, after: int) -> list[CheckpointPath]:
 # ---- hosts that share no folder ----
 
 
-def hand_out(path: Checkpoint | None, group: dist.ProcessGroup | None = None) -> CheckpointPath | None:
-    """Give each host that lacks it a copy of the checkpoint that rank 0 has; every rank calls it.
-
-    It is for folders that hosts do not share; then all ranks load as from one that they do.
+def copy_to_hosts(path: Checkpoint | None, group: dist.ProcessGroup | None = None) -> CheckpointPath | None:
+    """Copy the checkpoint of rank 0 to each host that lacks it, where hosts share no folder; every rank calls it.
 
     Args:
-        path: rank 0's choice counts.
+        path: the checkpoint; the value of rank 0 counts.
 
     Returns:
-        rank 0's path, by which every rank finds the checkpoint now.
+        the path of rank 0, at which every rank finds the checkpoint now.
     """
     ranks = Ranks(group)
     path = ranks.broadcast("no checkpoint was chosen", lambda: path)
     if path is None:
         return None
     checkpoint = locate(path)
-    storage, doing = checkpoint.storage, f"the checkpoint {checkpoint} could not be handed out"
-    files = ranks.broadcast(doing, lambda: [*read_manifest(checkpoint).files])
+    storage, failure = checkpoint.storage, f"the checkpoint {checkpoint} could not be copied to other hosts"
+    files = ranks.broadcast(failure, lambda: [*read_manifest(checkpoint).files])
     place = (socket.gethostname(), os.path.abspath(str(storage)))
-    receives = ranks.rank in ranks.all_reduce(doing, lambda: (*place, storage.exists(checkpoint.name)), _receivers)
+    receives = ranks.rank in ranks.all_reduce(failure, lambda: (*place, storage.exists(checkpoint.name)), _receivers)
     with ExitStack() as stack:
         draft = ranks.run(
-            doing, lambda: stack.enter_context(unfinished(storage, checkpoint.name)) if receives else checkpoint
+            failure, lambda: stack.enter_context(new_draft(storage, checkpoint.name)) if receives else checkpoint
         )
         for file in files:
-            data = ranks.broadcast(doing, lambda file=file: _content(checkpoint, file))  # type: ignore[misc]
-            ranks.run(doing, lambda file=file, data=data: draft.put(file, data) if receives else None)  # type: ignore[misc]
-        manifest = ranks.broadcast(doing, lambda: _content(checkpoint, MANIFEST))
-        ranks.run(doing, lambda: storage.commit(draft.name, checkpoint.name, manifest) if receives else None)
+            data = ranks.broadcast(failure, lambda file=file: _content(checkpoint, file))  # type: ignore[misc]
+            ranks.run(failure, lambda file=file, data=data: draft.put(file, data) if receives else None)  # type: ignore[misc]
+        manifest = ranks.broadcast(failure, lambda: _content(checkpoint, MANIFEST))
+        ranks.run(failure, lambda: storage.commit(draft.name, checkpoint.name, manifest) if receives else None)
     return checkpoint.path
 
 
 def _receivers(ranks: list[tuple[str, str, bool]]) -> list[int]:
-    """Return the first rank of each folder that has no copy."""
+    """Return the first rank of each folder without a copy."""
     first: dict[tuple[str, str], int] = {}
     for rank, (host, folder, there) in enumerate(ranks):
         if not there:
@@ -222,11 +216,11 @@ def _content(checkpoint: Location, file: str) -> bytes:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect` finds.
+    """The manifest and the state of a checkpoint, and its sizes.
 
     Args:
-        part_bytes: `model`, `optimizer/NAME`, `extra/NAME` → bytes of its files.
-        num_elements: elements of the model, tied ones counted once.
+        part_bytes: `model`, `optimizer/NAME`, `extra/NAME` → size of its files in bytes.
+        num_elements: the number of elements of the model; tied ones count once.
     """
 
     path: CheckpointPath
@@ -246,5 +240,5 @@ def inspect(path: Checkpoint) -> Inspection:
     checkpoint = locate(path)
     manifest = read_manifest(checkpoint)
     sizes = {part: sum(manifest.files[file].size for file in manifest.files_of(part)) for part in manifest.parts}
-    elements = sum(math.prod(facts.shape) for facts in manifest.parameters.values())
+    elements = sum(math.prod(info.shape) for info in manifest.parameters.values())
     return Inspection(checkpoint.path, manifest, read_state(checkpoint), sizes, elements)

@@ -1,9 +1,9 @@
-"""The files of a checkpoint that describe the others, and what proves them: `manifest.json`, `state.json`, the config.
+"""Read and verify the files of a checkpoint that describe it: `manifest.json`, `state.json` and the config.
 
 The manifest is written last. It is JSON, one entry a line; its last line is the CRC-32 of all lines before it, so that
-a flipped byte is noticed in the manifest as in any other file. CRC-32 finds damage; it is not a signature. Whatever is
-read here may come from a stranger: it is of bounded size and depth, names no file outside, and claims no more bytes
-than there are.
+a flipped byte is noticed in the manifest as in any other file. CRC-32 finds damage; it is not a signature. A file may
+come from an untrusted source, so its size and depth are limited, and it can neither name a file outside of the
+checkpoint nor claim more bytes than there are.
 """
 
 import json
@@ -15,14 +15,14 @@ from math import prod
 from typing import Any, NoReturn
 
 from lockstep.checkpoint.posix import locate
-from lockstep.checkpoint.storage import MANIFEST, Checkpoint, FileFacts, Location, step_of
+from lockstep.checkpoint.storage import MANIFEST, Checkpoint, FileInfo, Location, step_of
 from lockstep.errors import RunError, UsageError
 from lockstep.progress import Advance, progress_of
 
 FORMAT_VERSION = 1
 STATE = "state.json"
 CONFIG = "config.yaml"
-METADATA = ".metadata"  # in each part: what lies where in its tensor files
+METADATA = ".metadata"  # in each part: where each block lies in its tensor files
 MODEL = "model"
 JSON_LIMIT = 256 << 20  # bytes: about two million parameters in a manifest
 METADATA_LIMIT = 1 << 30  # bytes of DCP's `.metadata`, which names every block of every tensor
@@ -32,11 +32,11 @@ _TENSOR_FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp|rank-[0-9]{5,}\.r
 
 
 class DamagedError(RunError):
-    """A checkpoint, or a file of it, is not what was written."""
+    """Raised when a checkpoint, or a file of it, is not what was written."""
 
 
 def unreadable_error(where: str, why: object) -> DamagedError:
-    """Return the error for a file that is there, and is not what was written."""
+    """Return the error for a file that exists but is not what was written."""
     return DamagedError("a checkpoint can't be read", where=where, why=str(why))
 
 
@@ -44,7 +44,7 @@ def unreadable_error(where: str, why: object) -> DamagedError:
 
 
 def raw_file(part: str, rank: int) -> str:
-    """Return the file that one rank writes of a part under `format: local`."""
+    """Return the file of one rank in a part, under `format: local`."""
     return f"{part}/rank-{rank:05d}.raw"
 
 
@@ -73,22 +73,22 @@ def _checked_part(part: str) -> str:
 
 
 def _may_be_listed(file: str) -> bool:
-    """Return whether a manifest may list a file: the two at the top, and tensor files. Nothing can climb out."""
+    """Return whether a manifest may list a file: state, config or a tensor file inside the checkpoint."""
     part, _, name = file.rpartition("/")
     return file in (STATE, CONFIG) or (is_part(part) and _TENSOR_FILE.fullmatch(name) is not None)
 
 
-# ---- JSON from a stranger ----
+# ---- JSON that is not trusted ----
 
 
 def parse_json(data: bytes, *, finite: bool = True) -> dict[str, Any]:
     """Parse a JSON object.
 
     Args:
-        finite: refuse NaN and Infinity, which Python writes and reads although JSON has none.
+        finite: refuse NaN and Infinity, which JSON does not have, though Python writes and reads them.
 
     Raises:
-        ValueError: it is not an object, or is nested deeper than Python can follow.
+        ValueError: it is not an object, or is nested too deeply for Python.
     """
     try:
         found = json.loads(data, parse_constant=_refuse_constant if finite else None)
@@ -121,15 +121,15 @@ def text_of(value: Any) -> str:
 
 
 def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"it holds {constant}, which is no number")
+    raise ValueError(f"it holds {constant}, which is not a number")
 
 
 # ---- the manifest ----
 
 
 @dataclass(frozen=True)
-class ParameterFacts:
-    """One tensor of the model, whole: its shape, its dtype without `torch.`, and further names that share it."""
+class ParameterInfo:
+    """The shape of a whole tensor of the model, its dtype without `torch.`, and its further names."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -138,27 +138,27 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Args:
         step: the step after which the state was taken.
         files: path inside the checkpoint, with `/`, → size and checksum.
-        parameters: canonical name → facts, in the order of the names.
+        parameters: canonical name → shape, dtype and aliases, in the order of the names.
         parts: the folders of tensors: `model`, `optimizer/NAME`, `extra/NAME`.
         written_by: program → its version.
-        ranks: the number of ranks whose raw shards it holds (`format: local`); None: the parts are DCP's.
+        ranks: the number of ranks whose raw shards it holds (`format: local`); None for DCP's files.
     """
 
     step: int
-    files: Mapping[str, FileFacts]
-    parameters: Mapping[str, ParameterFacts]
+    files: Mapping[str, FileInfo]
+    parameters: Mapping[str, ParameterInfo]
     parts: tuple[str, ...] = (MODEL,)
     written_by: Mapping[str, str] = field(default_factory=dict)
     ranks: int | None = None
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all files that it lists."""
+        """The size of all listed files in bytes."""
         return sum(f.size for f in self.files.values())
 
     def files_of(self, part: str) -> list[str]:
@@ -166,7 +166,7 @@ class Manifest:
         return [file for file in self.files if file.startswith(f"{part}/")]
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file, its checksum included."""
+        """Return the content of the file, with its checksum."""
         files = {path: {"size": f.size, "crc32": f"{f.crc32:08x}"} for path, f in sorted(self.files.items())}
         parameters = {
             name: {"shape": list(p.shape), "dtype": p.dtype, "aliases": list(p.aliases)}
@@ -181,11 +181,11 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
-        """Read what `to_bytes` wrote.
+        """Parse the result of `to_bytes`.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError: it is anything else.
-            UsageError: it has a later format.
+            ValueError, KeyError, TypeError, AttributeError: the data are something else.
+            UsageError: the checkpoint has a later format.
         """
         body, newline, _ = data[:-1].rpartition(b"\n")
         body += newline
@@ -201,8 +201,8 @@ class Manifest:
         ranks = content.get("ranks")
         manifest = cls(
             step=count_of(content["step"]),
-            files={path: _facts(facts) for path, facts in content["files"].items()},
-            parameters={name: _parameter(facts) for name, facts in content["parameters"].items()},
+            files={path: _file_info(info) for path, info in content["files"].items()},
+            parameters={name: _parameter(info) for name, info in content["parameters"].items()},
             parts=tuple(text_of(part) for part in content["parts"]),
             written_by={text_of(name): text_of(version) for name, version in content["written_by"].items()},
             ranks=None if ranks is None else count_of(ranks),
@@ -219,7 +219,7 @@ class Manifest:
         needed = [STATE, CONFIG]
         if self.ranks is None:
             needed += [f"{part}/{METADATA}" for part in self.parts]
-        elif self.ranks > len(self.files):  # a billion names need not be made to see that they are not there
+        elif self.ranks > len(self.files):  # no need to make a billion names to find that they are missing
             raise ValueError(f"it is of {self.ranks} ranks, and lists {len(self.files)} files")
         else:
             needed += [raw_file(MODEL, rank) for rank in range(self.ranks)]  # every rank writes one
@@ -229,9 +229,9 @@ class Manifest:
             raise ValueError("it lists no part for the model")
 
     def _check_sizes(self) -> None:
-        """Refuse a manifest for which a reader would allocate more for the model than its files have."""
+        """Refuse a manifest that claims more elements for the model than its files have bytes."""
         there = sum(self.files[file].size for file in self.files_of(MODEL))
-        claimed = sum(prod(facts.shape) for facts in self.parameters.values())
+        claimed = sum(prod(info.shape) for info in self.parameters.values())
         if claimed > there:  # an element has a byte at least
             raise ValueError(f"it claims {claimed} elements for the model, whose files have {there} bytes")
 
@@ -241,24 +241,24 @@ def _entries(name: str, entries: Mapping[str, Any]) -> list[str]:
     return [f'"{name}": {{', *(row + "," for row in rows[:-1]), *rows[-1:], "},"]
 
 
-def _parameter(content: Mapping[str, Any]) -> ParameterFacts:
+def _parameter(content: Mapping[str, Any]) -> ParameterInfo:
     aliases = tuple(text_of(alias) for alias in content["aliases"])
-    return ParameterFacts(counts_of(content["shape"]), text_of(content["dtype"]), aliases)
+    return ParameterInfo(counts_of(content["shape"]), text_of(content["dtype"]), aliases)
 
 
-def _facts(content: Mapping[str, Any]) -> FileFacts:
-    return FileFacts(count_of(content["size"]), int(text_of(content["crc32"]), 16))
+def _file_info(content: Mapping[str, Any]) -> FileInfo:
+    return FileInfo(count_of(content["size"]), int(text_of(content["crc32"]), 16))
 
 
 def _checksum_line(body: bytes) -> bytes:
     return f'"crc32": "{zlib.crc32(body):08x}"}}\n'.encode()
 
 
-# ---- reading and proving ----
+# ---- reading and verifying ----
 
 
 def read_manifest(path: Checkpoint) -> Manifest:
-    """Read the manifest of one checkpoint and prove its checksum; the files that it lists are not looked at.
+    """Read the manifest of one checkpoint and verify its checksum; the listed files are not looked at.
 
     Raises:
         UsageError: there is no checkpoint at `path`, or it was written by a later format.
@@ -290,12 +290,12 @@ def problems_of_files(
     checkpoint: Location, manifest: Manifest, files: Iterable[str] | None = None, *, thorough: bool,
     advance: Advance = lambda _bytes: None,
 ) -> list[str]:  # fmt: skip
-    """Return what is wrong with the files of a checkpoint, a line each; none if all is well.
+    """Return a line for each problem with the files of a checkpoint.
 
     Args:
-        files: the ones to look at; all that the manifest lists if None.
+        files: the files to look at; all that the manifest lists if None.
         thorough: read every byte and compare checksums; else sizes only.
-        advance: called with the bytes that were read.
+        advance: called with the bytes read.
     """
     problems = []
     for file in manifest.files if files is None else files:
@@ -304,7 +304,7 @@ def problems_of_files(
             size = checkpoint.size(file)
             if size != expected.size:
                 problems.append(f"{file}: {size} bytes, where {expected.size} were written")
-            elif thorough and checkpoint.facts(file, advance).crc32 != expected.crc32:
+            elif thorough and checkpoint.checksum(file, advance).crc32 != expected.crc32:
                 problems.append(f"{file}: its checksum is not that of what was written")
         except FileNotFoundError:
             problems.append(f"{file}: missing")
@@ -313,8 +313,8 @@ def problems_of_files(
     return problems
 
 
-def proved_manifest(checkpoint: Location, part: str | None = None) -> Manifest:
-    """Return the manifest once every byte of a part (of all parts if None) was compared with its checksum.
+def verified_manifest(checkpoint: Location, part: str | None = None) -> Manifest:
+    """Verify the checksums of one part (of all parts if None), and return the manifest.
 
     Raises:
         UsageError: there is no such checkpoint.
@@ -330,7 +330,7 @@ def proved_manifest(checkpoint: Location, part: str | None = None) -> Manifest:
 
 
 def verify(path: Checkpoint, *, thorough: bool = True) -> list[str]:
-    """Return what is wrong with a checkpoint, a line each; an empty list means that it is whole.
+    """Return a line for each problem with a checkpoint; an empty list means that it is whole.
 
     Args:
         thorough: read every byte and compare checksums (about 2 GB/s); else the manifest's checksum and all sizes.
@@ -345,10 +345,10 @@ def verify(path: Checkpoint, *, thorough: bool = True) -> list[str]:
 
 
 def read_state(path: Checkpoint) -> dict[str, Any]:
-    """Return `state.json`; comparing its checksum is up to the caller.
+    """Return `state.json`, without comparing its checksum.
 
     Raises:
-        DamagedError: it is not what was written.
+        DamagedError: the file is not what was written.
     """
     checkpoint = locate(path)
     try:
@@ -358,10 +358,10 @@ def read_state(path: Checkpoint) -> dict[str, Any]:
 
 
 def config_text(path: Checkpoint) -> str:
-    """Return the resolved config of the run that saved; of imported weights, a comment.
+    """Return the resolved config of the run that saved; for imported weights, a comment.
 
     Raises:
-        DamagedError: it is not what was written.
+        DamagedError: the file is not what was written.
     """
     checkpoint = locate(path)
     try:

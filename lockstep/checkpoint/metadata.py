@@ -1,10 +1,10 @@
-"""DCP's `.metadata`, read without trusting it.
+"""Read `.metadata` of torch.distributed.checkpoint (DCP) without trusting it.
 
-The file is a pickle, and a pickle is a program. Here it can build nothing but plain records: every class that DCP's
-metadata names is replaced by an inert stand-in, every other name is refused, and what comes out is checked field by
-field before it becomes the real thing. So a hostile file can name no function, run nothing, and point at no file but
-the tensor files beside it. Nor can it make a reader take more memory than the files have bytes: what it claims about
-sizes is compared with what is there before anything is allocated.
+The file is a pickle, and a pickle is a program. Here it can only build plain records: every class that DCP's metadata
+names is replaced by an inert record, every other name is refused, and each field of a record is checked before DCP's
+class is made of it. So a hostile file can call no function and point at no file but the tensor files beside it. Nor can
+it make a reader take more memory than the files have bytes: the claimed sizes are compared with those of the files
+before anything is allocated.
 """
 
 import io
@@ -32,7 +32,7 @@ _TENSOR_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 
 @dataclass(frozen=True)
 class StoredAt:
-    """Where a stored block lies: a file beside `.metadata`, and bytes in it. The reader of DCP knows these names."""
+    """The file beside `.metadata` and the bytes in it where a block is stored. DCP's reader uses these field names."""
 
     relative_path: str
     offset: int
@@ -42,16 +42,16 @@ class StoredAt:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """One folder of tensors, as its metadata describes it."""
+    """The content of one folder of tensors, from its metadata."""
 
     tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
     places: dict[MetadataIndex, StoredAt] = field(default_factory=dict)
 
 
 class _Record:
-    """Stands in for one of DCP's records; keeps what the pickle gives it.
+    """Stands in for one of DCP's records, and keeps the values that the pickle gives it.
 
-    A pickle's BUILD may be aimed at the class itself; it then finds `__setstate__` here, which a class can't serve.
+    If a pickle applies BUILD to the class itself, `__setstate__` below raises, because it needs an instance.
     """
 
     arguments: tuple[object, ...] = ()
@@ -66,7 +66,7 @@ class _Record:
 
 
 class _Layout(_Record):
-    """Stands in for the call that looks a layout up by name."""
+    """Stands in for the function that returns a layout by its name."""
 
 
 class _Size(tuple[int, ...]):
@@ -81,7 +81,7 @@ class _Size(tuple[int, ...]):
 class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
-        # Fresh for every file: nothing that one file does can reach the next.
+        # New classes for every file, so that one file can't change what the next one uses.
         self._records = {name: type(name, (_Record,), {}) for name in (*METADATA_RECORDS, STORAGE_INFO[1])}
 
     def find_class(self, module: str, name: str) -> object:
@@ -103,7 +103,7 @@ def parse_metadata(data: bytes) -> StoredPart:
     """Return the content of a `.metadata` file.
 
     Raises:
-        ValueError: it is not what DCP writes for a flat dictionary of dense tensors, or it points elsewhere.
+        ValueError: it is not metadata of a flat dictionary of dense tensors, or it points at other files.
     """
     try:
         top = _Unpickler(data).load()
@@ -111,7 +111,7 @@ def parse_metadata(data: bytes) -> StoredPart:
         places = {_index(k): _place(v) for k, v in _typed(_field(top, "storage_data"), dict).items()}
     except ValueError:
         raise
-    except Exception as error:  # a broken pickle raises nearly anything: IndexError, EOFError, UnicodeDecodeError …
+    except Exception as error:  # a broken pickle can raise nearly any error: IndexError, EOFError, UnicodeDecodeError …
         raise ValueError(f"{type(error).__name__}: {error}") from None
     for name, tensor in tensors.items():
         _check_cover(name, tensor)
@@ -124,13 +124,13 @@ def parse_metadata(data: bytes) -> StoredPart:
 def check_sizes(stored: StoredPart, sizes: Mapping[str, int]) -> None:
     """Compare what the metadata of a part claims with the bytes of its files.
 
-    A tensor has no more bytes than were stored for it, and blocks do not share bytes.
+    A tensor may have no more bytes than were stored for it, and blocks may not share bytes.
 
     Args:
-        sizes: file of the part → its bytes.
+        sizes: file of the part → its size in bytes.
 
     Raises:
-        ValueError: it claims more than there is.
+        ValueError: the metadata claim more than there is.
     """
     used: Counter[str] = Counter()
     for place in stored.places.values():
@@ -170,7 +170,7 @@ def _place(record: Any) -> StoredAt:
 
 
 def _check_cover(name: str, tensor: TensorStorageMetadata) -> None:
-    """Refuse blocks that lie outside the tensor or leave a part of it out; overlaps were refused in writing."""
+    """Refuse blocks that lie outside the tensor or leave a part of it out; the writer refuses overlaps."""
     elements = 0
     for chunk in tensor.chunks:
         bounds = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)

@@ -1,8 +1,8 @@
-"""Second stop, plan: rank 0 learns what every rank holds, and decides what the checkpoint will be.
+"""Plan a checkpoint, the second stop of a save: rank 0 merges the descriptions of all ranks.
 
-Each rank sends a `Description`: names, shapes, dtypes, no values. Rank 0 merges them into one `CheckpointPlan`, or
-refuses them with one error for all ranks. Which rank writes which bytes is decided by the format
-(`write.FormatWriter.plan`); for DCP's files the functions at the end do it.
+Each rank sends a `Description`: names, shapes and dtypes, but no values. Rank 0 merges them into one `CheckpointPlan`,
+or raises one error on all ranks. The format decides which rank writes which bytes (`write.FormatWriter.plan`); for
+DCP's files the functions at the end do it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,26 +21,26 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from lockstep.checkpoint.manifest import MODEL, ParameterFacts
+from lockstep.checkpoint.manifest import MODEL, ParameterInfo
 from lockstep.checkpoint.snapshot import Part, Staged, TensorBlock, dtype_name
 from lockstep.errors import UsageError
 
 _Aliases = Mapping[str, tuple[str, ...]]
-TensorFacts = tuple[tuple[int, ...], str]  # shape of the whole tensor, dtype without `torch.`
+TensorInfo = tuple[tuple[int, ...], str]  # shape of the whole tensor, dtype without `torch.`
 
 
 @dataclass(frozen=True)
 class Description:
-    """What one rank holds.
+    """The tensors and optimizer groups of one rank, without values.
 
     Args:
-        tensors: part → name → shape of the whole and dtype.
+        tensors: part → name → shape of the whole tensor, and dtype.
         aliases: further names of the model's tensors.
         groups: name of an optimizer → its parameter groups.
-        blocks: what the format needs besides (`FormatWriter.describe`).
+        blocks: further information for the format (`FormatWriter.describe`).
     """
 
-    tensors: dict[str, dict[str, TensorFacts]]
+    tensors: dict[str, dict[str, TensorInfo]]
     aliases: _Aliases
     groups: dict[str, dict[str, Any]]
     blocks: Any
@@ -48,56 +48,56 @@ class Description:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """What the checkpoint will hold.
+    """The content of the checkpoint to be written.
 
     Args:
         parts: the folders of tensors, the model's first.
-        parameters: what the manifest holds of the model's tensors.
-        groups: the parameter groups of each optimizer, those of all ranks merged.
+        parameters: the tensors of the model, for the manifest.
+        groups: the parameter groups of each optimizer, merged over all ranks.
     """
 
     parts: list[str]
-    parameters: dict[str, ParameterFacts]
+    parameters: dict[str, ParameterInfo]
     groups: dict[str, dict[str, Any]]
 
 
 def describe(staged: Staged, blocks: Any) -> Description:
-    """Return what this rank holds; `blocks` is what the format adds."""
+    """Return the description of this rank; `blocks` comes from the format."""
     tensors = {
-        part: {name: (piece.shape, dtype_name(piece.tensor.dtype)) for name, piece in content.pieces.items()}
+        part: {name: (block.shape, dtype_name(block.tensor.dtype)) for name, block in content.blocks.items()}
         for part, content in staged.parts.items()
     }
     return Description(tensors, staged.parts[MODEL].aliases, staged.groups, blocks)
 
 
 def merge(ranks: Sequence[Description]) -> CheckpointPlan:
-    """Return the plan of a checkpoint of what all ranks hold.
+    """Return the plan of the checkpoint of all ranks.
 
     Raises:
         UsageError: ranks disagree about a tensor, an alias, or the options of an optimizer.
     """
     parts = sorted({part for rank in ranks for part in rank.tensors}, key=lambda part: (part != MODEL, part))
-    whole: dict[str, dict[str, TensorFacts]] = {part: {} for part in parts}
+    whole: dict[str, dict[str, TensorInfo]] = {part: {} for part in parts}
     for rank in ranks:
         for part, tensors in rank.tensors.items():
-            for name, facts in tensors.items():
-                first = whole[part].setdefault(name, facts)
-                if first != facts:
+            for name, info in tensors.items():
+                first = whole[part].setdefault(name, info)
+                if first != info:
                     raise UsageError(
-                        f"ranks disagree about {name}: {_shown(first)} on one, {_shown(facts)} on another",
+                        f"ranks disagree about {name}: {_shown(first)} on one, {_shown(info)} on another",
                         why="a name means one tensor, whichever ranks hold it",
                     )
     aliases = _merged_aliases([rank.aliases for rank in ranks], whole[MODEL])
-    parameters = {name: ParameterFacts(*facts, aliases.get(name, ())) for name, facts in whole[MODEL].items()}
+    parameters = {name: ParameterInfo(*info, aliases.get(name, ())) for name, info in whole[MODEL].items()}
     return CheckpointPlan(parts, parameters, _merged_groups([rank.groups for rank in ranks]))
 
 
-def _shown(facts: TensorFacts) -> str:
-    return f"{facts[1]}{list(facts[0])}"
+def _shown(info: TensorInfo) -> str:
+    return f"{info[1]}{list(info[0])}"
 
 
 def _merged_aliases(ranks: Sequence[_Aliases], names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return the further names of each tensor over all ranks; `names` are the canonical ones."""
+    """Return the further names of each tensor on all ranks; `names` are the canonical ones."""
     merged: dict[str, tuple[str, ...]] = {}
     for aliases in ranks:
         for name, others in aliases.items():
@@ -135,12 +135,12 @@ def _merged_groups(ranks: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict
 
 
 def local_plan(part: Part) -> SavePlan:
-    """Return what this rank could write of a part."""
-    return SavePlan([_write_item(name, piece) for name, piece in part.pieces.items() if not piece.is_empty])
+    """Return the plan to write all blocks of a part that this rank has."""
+    return SavePlan([_write_item(name, block) for name, block in part.blocks.items() if not block.is_empty])
 
 
 def global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Share out each block once, so that replicas write about the same number of bytes; also return the metadata.
+    """Assign each block to one rank, with about as many bytes for each replica; also return the metadata.
 
     Raises:
         ValueError: the ranks' blocks of some tensor overlap, or leave a part of it out.
@@ -150,8 +150,8 @@ def global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     return FileSystemWriter(Path()).prepare_global_plan(shared), metadata  # names each rank's file
 
 
-def _write_item(name: str, piece: TensorBlock) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(piece.offset), piece.tensor.size())
-    data = TensorWriteData(chunk, TensorProperties(piece.tensor.dtype), torch.Size(piece.shape))
-    # SHARD for whole tensors too: then any rank that holds a block may be the one that writes it.
-    return WriteItem(MetadataIndex(name, piece.offset), WriteItemType.SHARD, tensor_data=data)
+def _write_item(name: str, block: TensorBlock) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(block.offset), block.tensor.size())
+    data = TensorWriteData(chunk, TensorProperties(block.tensor.dtype), torch.Size(block.shape))
+    # SHARD for whole tensors too, so that any rank that has a block may be assigned to write it.
+    return WriteItem(MetadataIndex(name, block.offset), WriteItemType.SHARD, tensor_data=data)

@@ -1,11 +1,11 @@
-"""Checkpoints in a folder of a file system, which survive a kill and a power cut.
+"""Keep checkpoints in a folder of a file system, where they survive a kill and a power cut.
 
-    step-00000100/                          a checkpoint: it has its name because everything in it was on disk
-    step-00000100.tmp-HOST-PID-RANDOM/      a draft, or left behind by a writer that died; never read
-    .shared.tmp-HOST-PID-RANDOM/            made for a moment, to see whether all ranks see it; swept like a draft
+    step-00000100/                          a checkpoint: everything in it was on disk before it got this name
+    step-00000100.tmp-HOST-PID-RANDOM/      a draft, perhaps of a writer that died; never read
+    .shared.tmp-HOST-PID-RANDOM/            made for a moment, to find out whether all ranks see it; swept like a draft
     step-00000100.aside-RANDOM/             moved out of the way; never read, never deleted
 
-A file is on disk once its bytes and the folder that names it are synced. A commit syncs every file and folder of the
+A file is on disk once its bytes and the folder that lists it are synced. A commit syncs every file and folder of the
 draft, renames it, and syncs the folder above. Before the rename there is no new checkpoint, after it a whole one.
 Source: POSIX fsync and rename; Pillai et al. 2014, "All File Systems Are Not Created Equal".
 """
@@ -32,10 +32,10 @@ from lockstep.checkpoint.storage import MANIFEST, Checkpoint, Directory, Locatio
 
 _BUFFER = 4 << 20  # bytes written at a time
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
-_ABANDONED_SECONDS = 3600.0  # a writer on another host that has not touched its draft for so long is dead
+_ABANDONED_SECONDS = 3600.0  # a writer on another host that has not touched its draft for this long is dead
 _DRAFT = re.compile(r"(?:step-[0-9]{8,}|\.shared)\.tmp-([A-Za-z0-9._-]+)-([0-9]+)-([0-9a-f]{8})")
 
-_in_flight: set[str] = set()  # the drafts of this process; sweeping spares them
+_in_flight: set[str] = set()  # the drafts of this process, which `sweep` leaves alone
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,16 @@ class DraftOwner:
 
     @classmethod
     def of(cls, draft: str) -> "DraftOwner | None":
-        """Return the owner of a draft, by its name; None for every other name."""
+        """Return the owner in the name of a draft; None for every other name."""
         match = _DRAFT.fullmatch(draft)
         return cls(match[1], int(match[2]), match[3]) if match else None
 
     def draft_of(self, name: str) -> str:
-        """Return the name of the draft of what will be called `name`."""
+        """Return the name of the draft of a checkpoint."""
         return f"{name}.tmp-{self.host}-{self.pid}-{self.token}"
 
     def is_dead(self, folder: Path) -> bool:
-        """Return whether the process is gone; of one on another host, whether the draft lay still for an hour."""
+        """Return whether the process has ended; on another host, whether nothing touched the draft for an hour."""
         here = DraftOwner.new()
         if self.host == here.host:
             return self.pid == here.pid or not _is_running(self.pid)
@@ -78,7 +78,7 @@ class PosixStorage(Storage):
     """Keeps checkpoints in a folder.
 
     Args:
-        root: the folder; made by the first checkpoint if it is not there.
+        root: the folder; the first checkpoint creates it.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -169,7 +169,7 @@ class PosixStorage(Storage):
             _in_flight.discard(name)
             shutil.rmtree(self.root / name, ignore_errors=True)  # the rest is swept later
             return
-        doomed = DraftOwner.new().draft_of(name)  # it loses its name first: a kill leaves no half checkpoint
+        doomed = DraftOwner.new().draft_of(name)  # renamed first, so that a kill leaves no half checkpoint
         self.move(name, doomed)
         shutil.rmtree(self.root / doomed)
 
@@ -179,12 +179,12 @@ class PosixStorage(Storage):
             owner = DraftOwner.of(name)
             if owner is not None and name not in _in_flight and owner.is_dead(self.root / name):
                 dead.append(name)
-                shutil.rmtree(self.root / name, ignore_errors=True)  # another sweeper may be at it
+                shutil.rmtree(self.root / name, ignore_errors=True)  # another process may be deleting it
         return dead
 
 
 def storage_at(directory: Directory) -> Storage:
-    """Return the storage that a folder of checkpoints is; a storage is returned as it is."""
+    """Return the storage of a folder of checkpoints; return a storage unchanged."""
     return directory if isinstance(directory, Storage) else PosixStorage(directory)
 
 
@@ -209,7 +209,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _make_folders(path: Path) -> None:
-    """Make a folder, and those above it that are not there, each durably named in the one above."""
+    """Create a folder and its missing parents, and sync each parent."""
     if path.is_dir():
         return
     _make_folders(path.parent)
@@ -218,7 +218,7 @@ def _make_folders(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """Sync a folder, so that the names in it are durable."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -227,22 +227,22 @@ def sync_folder(path: Path) -> None:
 
 
 class UncachedFile(io.RawIOBase):
-    """A new file, written from start to end, past the page cache where the file system can do that.
+    """A new file, written from start to end, without the page cache where the file system supports direct writes.
 
     A checkpoint is not read again soon; in the cache it would push out the data, and each page costs time. While a
-    thread writes one buffer, the next is filled. All bytes have been handed to the system when `fileno` is called, to
-    sync them, or when the file is closed; not at `flush`, which torch calls after each tensor.
+    thread writes one buffer, the caller fills the next. `fileno`, which `fsync` needs, and `close` hand all bytes to
+    the system; `flush`, which torch calls after each tensor, does not.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        # "Exclusive": nothing on disk is ever overwritten.
+        # O_EXCL: no file is ever overwritten.
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._buffer, self._other = _page_aligned_buffer(), _page_aligned_buffer()
         self._thread = ThreadPoolExecutor(1)  # starts with the first full buffer
         self._under_way: Future[None] | None = None
         self._held = 0  # bytes in the buffer
-        self._at_page = True  # what is in the file ends with a page, as direct writes ask for
+        self._at_page = True  # the file ends at a page boundary, which direct writes need
 
     def writable(self) -> bool:
         return True
@@ -256,7 +256,7 @@ class UncachedFile(io.RawIOBase):
             self._held += len(more)
             done += len(more)
             if self._held == _BUFFER:
-                self._pass_on()
+                self._swap_buffers()
         return len(view)
 
     def fileno(self) -> int:
@@ -273,15 +273,15 @@ class UncachedFile(io.RawIOBase):
             self._thread.shutdown()
             os.close(self._handle)
 
-    def _pass_on(self) -> None:
-        """Have the thread write the full buffer, and fill the other one."""
-        self._held = 0  # after a failure, closing the file tries nothing again
+    def _swap_buffers(self) -> None:
+        """Give the full buffer to the thread, and go on with the other one."""
+        self._held = 0  # after a failure, `close` does not write it again
         self._wait()
         self._under_way = self._thread.submit(self._write_out, self._buffer, _BUFFER, direct=True)
         self._buffer, self._other = self._other, self._buffer
 
     def _finish(self) -> None:
-        """Hand all that is held to the system."""
+        """Hand all bytes to the system."""
         held, self._held = self._held, 0
         self._wait()
         self._write_out(self._buffer, held, direct=False)
@@ -293,7 +293,7 @@ class UncachedFile(io.RawIOBase):
 
     def _write_out(self, buffer: mmap.mmap, held: int, *, direct: bool) -> None:
         done = 0
-        while done < held:  # a raw write may be short: just before the disk is full
+        while done < held:  # a write may be short, just before the disk is full
             self._at_page = self._at_page and (held - done) % mmap.PAGESIZE == 0
             _set_direct(self._handle, direct and self._at_page)
             with memoryview(buffer) as whole, whole[done:held] as left:
@@ -302,7 +302,7 @@ class UncachedFile(io.RawIOBase):
                 except OSError as error:
                     if error.errno != errno.EINVAL or not (direct and self._at_page):
                         raise
-                    self._at_page = False  # the file system can't write directly after all: as usual from here on
+                    self._at_page = False  # the file system refuses direct writes: through the page cache from here on
 
 
 def _page_aligned_buffer() -> mmap.mmap:
@@ -310,7 +310,7 @@ def _page_aligned_buffer() -> mmap.mmap:
 
 
 def _set_direct(handle: int, direct: bool) -> None:
-    """Have writes go past the page cache or not; a file system that can't goes on as it is."""
+    """Switch direct writes on or off; a file system without them is left as it is."""
     flags = fcntl.fcntl(handle, fcntl.F_GETFL)
     wanted = flags | _DIRECT if direct else flags & ~_DIRECT
     if wanted != flags:

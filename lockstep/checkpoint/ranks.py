@@ -1,7 +1,7 @@
-"""What ranks do together: an error on one is the same error on all, and nobody waits for ever.
+"""Exchange values between ranks so that an error on one is raised on all, and no rank waits for ever.
 
-Every rank enters every exchange. A rank whose work failed sends its error instead of a value; then rank 0 decides
-nothing, and all ranks raise that error. Without a process group there is one rank, and nothing is sent.
+Every rank enters every exchange. A rank whose work failed sends its error instead of a value; rank 0 then returns that
+error to all ranks, which raise it. Without a process group there is one rank, and nothing is sent.
 """
 
 import errno
@@ -32,61 +32,61 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> "Ranks":
-        """Return this process by itself, whatever groups it is in: nothing is sent."""
+        """Return this process as the only rank, whatever groups it is in."""
         ranks = cls.__new__(cls)
         ranks.group, ranks.connected, ranks.rank, ranks.size = None, False, 0, 1
         return ranks
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that decides."""
+        """Whether this is rank 0, which decides."""
         return self.rank == 0
 
-    def exchange(self, doing: str, local: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:
-        """Run `local()` on every rank, then `decide(all values, by rank)` on rank 0: a result for each rank.
+    def exchange(self, failure: str, local: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:
+        """Run `local()` on every rank, then `decide(values, by rank)` on rank 0, which returns a result for each rank.
 
         Args:
-            doing: what fails if this fails: "the checkpoint of step 100 was not written".
+            failure: the error message in case of failure, such as "the checkpoint of step 100 was not written".
 
         Raises:
             LockstepError: `local` failed on some rank, or `decide` on rank 0; the same error on every rank.
         """
-        value, cause = self._attempt(doing, local)
+        value, cause = self._attempt(failure, local)
         values = self._gather(value)
         answers: list[Any] = []
         if self.is_main:
             failed = [v for v in values if isinstance(v, LockstepError)]
             answer: Any = failed[0] if failed else None
             if not failed:
-                answer, cause = self._attempt(doing, lambda: list(decide(cast(list[T], values))))
+                answer, cause = self._attempt(failure, lambda: list(decide(cast(list[T], values))))
             answers = [answer] * self.size if isinstance(answer, LockstepError) else answer
         mine = self._scatter(answers)
         if isinstance(mine, LockstepError):
             raise mine from cause
         return cast(R, mine)
 
-    def run(self, doing: str, local: Callable[[], T]) -> T:
-        """Run `local()` on every rank, each of which keeps its own value, or raise one error on all."""
+    def run(self, failure: str, local: Callable[[], T]) -> T:
+        """Run `local()` on every rank, and return its own value on each; or raise one error on all."""
         kept: list[T] = []
-        self.exchange(doing, lambda: kept.append(local()), lambda values: values)
+        self.exchange(failure, lambda: kept.append(local()), lambda values: values)
         return kept[0]
 
-    def all_reduce(self, doing: str, local: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
+    def all_reduce(self, failure: str, local: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
         """Run `local()` on every rank, then `combine(all values, by rank)` on rank 0; return its result on all."""
-        return self.exchange(doing, local, lambda values: [combine(values)] * self.size)
+        return self.exchange(failure, local, lambda values: [combine(values)] * self.size)
 
-    def broadcast(self, doing: str, decide: Callable[[], R]) -> R:
+    def broadcast(self, failure: str, decide: Callable[[], R]) -> R:
         """Run `decide()` on rank 0; return its result on all."""
-        return self.all_reduce(doing, lambda: None, lambda _: decide())
+        return self.all_reduce(failure, lambda: None, lambda _: decide())
 
-    def _attempt(self, doing: str, work: Callable[[], T]) -> tuple[T | LockstepError, Exception | None]:
+    def _attempt(self, failure: str, work: Callable[[], T]) -> tuple[T | LockstepError, Exception | None]:
         try:
             return work(), None
         except LockstepError as error:
             return error, error.__cause__ if isinstance(error.__cause__, Exception) else None
         except Exception as error:
             where = f"rank {self.rank}" if self.size > 1 else None
-            return _explain(doing, error, where), error
+            return _explain(failure, error, where), error
 
     def _gather(self, value: object) -> list[object]:
         if not self.connected:
@@ -115,29 +115,29 @@ _ADVICE = {
 }
 
 
-def _explain(doing: str, error: Exception, where: str | None) -> LockstepError:
+def _explain(failure: str, error: Exception, where: str | None) -> LockstepError:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):  # torch wraps what the file system said
         cause = cause.__cause__ or cause.__context__
     if isinstance(cause, OSError) and cause.errno is not None:
         place = f"{where}, {cause.filename}" if where and cause.filename else where or cause.filename
         fix = _ADVICE.get(cause.errno)
-        return RunError(doing, where=place, why=os.strerror(cause.errno), fix=fix)
-    return RunError(doing, where=where, why=f"{type(error).__name__}: {error}")
+        return RunError(failure, where=place, why=os.strerror(cause.errno), fix=fix)
+    return RunError(failure, where=where, why=f"{type(error).__name__}: {error}")
 
 
 # ---- tensors ----
 
 _Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset in the whole tensor, shape
-BlockFacts = tuple[tuple[int, ...], torch.dtype, _Block | None]  # shape of the whole, its dtype, this rank's block
+BlockInfo = tuple[tuple[int, ...], torch.dtype, _Block | None]  # shape of the whole, its dtype, this rank's block
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Where a whole tensor comes from.
+    """A whole tensor, and the ranks that have its blocks.
 
     Args:
-        senders: block → the first rank that holds it.
+        senders: block → the first rank that has it.
     """
 
     shape: tuple[int, ...]
@@ -145,16 +145,16 @@ class TensorSource:
     senders: dict[_Block, int] = field(default_factory=dict)
 
 
-def blocks_of(part: Part) -> dict[str, BlockFacts]:
-    """Return what this rank holds of each tensor of a part."""
+def held_blocks(part: Part) -> dict[str, BlockInfo]:
+    """Return shape, dtype and this rank's block of each tensor of a part."""
     return {
-        name: (piece.shape, piece.tensor.dtype, None if piece.is_empty else (piece.offset, tuple(piece.tensor.shape)))
-        for name, piece in part.pieces.items()
+        name: (block.shape, block.tensor.dtype, None if block.is_empty else (block.offset, tuple(block.tensor.shape)))
+        for name, block in part.blocks.items()
     }
 
 
-def sources_of(held: Sequence[Mapping[str, BlockFacts]]) -> dict[str, TensorSource]:
-    """Return where each tensor comes from, by name, given `blocks_of` of each rank."""
+def sources_of(held: Sequence[Mapping[str, BlockInfo]]) -> dict[str, TensorSource]:
+    """Return the source of each tensor by name, from `held_blocks` of each rank."""
     found: dict[str, TensorSource] = {}
     for rank, blocks in enumerate(held):
         for name, (shape, dtype, block) in blocks.items():
@@ -164,43 +164,43 @@ def sources_of(held: Sequence[Mapping[str, BlockFacts]]) -> dict[str, TensorSour
     return dict(sorted(found.items()))
 
 
-def gather_tensor(source: TensorSource, piece: TensorBlock | None, doing: str, ranks: Ranks) -> Tensor | None:
-    """Put one tensor together on the CPU of rank 0 (None on the others); every rank calls it.
+def gather_tensor(source: TensorSource, block: TensorBlock | None, failure: str, ranks: Ranks) -> Tensor | None:
+    """Assemble one tensor on the CPU of rank 0 (None on the others); every rank calls it.
 
     Args:
-        piece: what this rank holds of it.
-        doing: what fails if this fails.
+        block: this rank's block of it.
+        failure: the error message in case of failure.
     """
     assembled: list[Tensor] = []
 
     def send() -> Tensor | None:
         sends = ranks.rank in source.senders.values() and not ranks.is_main
-        return piece.tensor.detach().cpu() if sends and piece is not None else None
+        return block.tensor.detach().cpu() if sends and block is not None else None
 
     def assemble(sent: list[Tensor | None]) -> None:
         whole = torch.zeros(source.shape, dtype=source.dtype)
         for (offset, shape), rank in source.senders.items():
-            values = sent[rank] if rank or piece is None else piece.tensor
+            values = sent[rank] if rank or block is None else block.tensor
             assert values is not None
             _narrow(whole, offset, shape).copy_(values)
         assembled.append(whole)
 
-    ranks.all_reduce(doing, send, assemble)
+    ranks.all_reduce(failure, send, assemble)
     return assembled[0] if assembled else None
 
 
 def gather(tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-    """Return a model's tensors, whole, on the CPU of rank 0; nothing on other ranks. Every rank calls it.
+    """Return the whole tensors of a model on the CPU of rank 0, and {} on other ranks; every rank calls it.
 
     Args:
-        tensors: canonical name → what this rank holds of it.
-        aliases: canonical name → further names of the same tensor; they appear, and share memory.
+        tensors: canonical name → tensor or DTensor of this rank.
+        aliases: canonical name → further names of the same tensor; they are in the result, and share memory.
     """
-    ranks, doing, part = Ranks(), "the model was not gathered", part_of(tensors, aliases)
-    held = ranks.all_reduce(doing, lambda: (blocks_of(part), part.aliases), lambda shares: shares)
+    ranks, failure, part = Ranks(), "the model was not gathered", part_of(tensors, aliases)
+    held = ranks.all_reduce(failure, lambda: (held_blocks(part), part.aliases), lambda shares: shares)
     model: dict[str, Tensor] = {}
     for name, source in sources_of([blocks for blocks, _ in held]).items():
-        whole = gather_tensor(source, part.pieces.get(name), doing, ranks)
+        whole = gather_tensor(source, part.blocks.get(name), failure, ranks)
         if whole is not None:
             model |= dict.fromkeys((name, *(alias for _, ties in held for alias in ties.get(name, ()))), whole)
     return model
@@ -209,15 +209,15 @@ def gather(tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) 
 def scatter(
     whole: Mapping[str, Tensor], tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]
 ) -> None:  # fmt: skip
-    """Write whole tensors, of which rank 0's count, into what each rank holds of them. Every rank calls it.
+    """Copy whole tensors of rank 0 into the tensors of each rank; every rank calls it.
 
-    Values are cast to the type of what they are written to, as `load_state_dict` of a plain module does.
+    Values are cast to the dtype of the target, as by `load_state_dict` of a plain module.
 
     Raises:
-        UsageError: on every rank, before anything is written; `whole` holds other names or shapes.
+        UsageError: `whole` has other names or shapes; raised on every rank, before anything is written.
     """
-    ranks, doing, mine = Ranks(), "the model was not loaded", part_of(tensors, aliases)
-    shapes = {name: piece.shape for name, piece in mine.pieces.items()}
+    ranks, failure, mine = Ranks(), "the model was not loaded", part_of(tensors, aliases)
+    shapes = {name: block.shape for name, block in mine.blocks.items()}
 
     def check(held: list[tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, ...]]]]) -> list[str]:
         wanted = {name: shape for here, _ in held for name, shape in here.items()}
@@ -225,11 +225,11 @@ def scatter(
         _require_same(wanted, others, whole)
         return sorted(wanted)
 
-    for name in ranks.all_reduce(doing, lambda: (shapes, mine.aliases), check):
-        values = ranks.broadcast(doing, lambda name=name: whole[name].detach().cpu())  # type: ignore[misc]
-        if name in mine.pieces:
-            piece = mine.pieces[name]
-            piece.tensor.copy_(_narrow(values, piece.offset, piece.tensor.shape))
+    for name in ranks.all_reduce(failure, lambda: (shapes, mine.aliases), check):
+        values = ranks.broadcast(failure, lambda name=name: whole[name].detach().cpu())  # type: ignore[misc]
+        if name in mine.blocks:
+            block = mine.blocks[name]
+            block.tensor.copy_(_narrow(values, block.offset, block.tensor.shape))
 
 
 def _require_same(wanted: Mapping[str, tuple[int, ...]], aliases: set[str], given: Mapping[str, Tensor]) -> None:

@@ -1,8 +1,8 @@
-"""Reading the tensors of a checkpoint, whatever format it has, into pieces of any layout.
+"""Read the tensors of a checkpoint of any format into blocks of any layout.
 
-Nothing that is read is trusted: what describes a part is proved by its checksum, checked field by field, and compared
-with the manifest and with the sizes of the files before anything is allocated. Names, shapes and dtypes are the
-caller's to compare before `read_into`.
+Nothing that is read is trusted: the description of a part is verified by its checksum, checked field by field, and
+compared with the manifest and with the sizes of the files before anything is allocated. Callers compare names, shapes
+and dtypes before `read_into`.
 """
 
 import io
@@ -49,15 +49,15 @@ class PartReader(Protocol):
 
     stored: StoredPart
 
-    def read_into(self, pieces: dict[str, TensorBlock]) -> None:
-        """Fill the pieces, in place, from whatever blocks were stored."""
+    def read_into(self, blocks: dict[str, TensorBlock]) -> None:
+        """Fill these blocks, in place, from the blocks that were stored, however they were cut."""
 
 
 def open_part(checkpoint: Location, manifest: Manifest, part: str) -> PartReader:
     """Return a reader for one part.
 
     Raises:
-        DamagedError: what describes the part is not what was written, or a file of it has another size.
+        DamagedError: the description of the part is not what was written, or a file of it has another size.
     """
     if problems := problems_of_files(checkpoint, manifest, manifest.files_of(part), thorough=False):
         raise unreadable_error(f"{checkpoint}/{part}", problems[0])
@@ -66,7 +66,7 @@ def open_part(checkpoint: Location, manifest: Manifest, part: str) -> PartReader
 
 def _compare_with_manifest(stored: StoredPart, manifest: Manifest) -> None:
     found = {name: (tuple(t.size), dtype_name(t.properties.dtype)) for name, t in stored.tensors.items()}
-    listed = {name: (facts.shape, facts.dtype) for name, facts in manifest.parameters.items()}
+    listed = {name: (info.shape, info.dtype) for name, info in manifest.parameters.items()}
     if found != listed:
         name = min({*found, *listed}, key=lambda n: (found.get(n) == listed.get(n), n))
         raise ValueError(f"it disagrees with the manifest about {name}")
@@ -79,7 +79,7 @@ class ShardedReader(FileSystemReader):
     """Reads blocks of one part of DCP's files.
 
     Raises:
-        DamagedError: `.metadata` is not the file that was written, or holds what it must not.
+        DamagedError: `.metadata` is not the file that was written, or has content that is refused.
     """
 
     def __init__(self, checkpoint: Location, manifest: Manifest, part: str) -> None:
@@ -89,16 +89,16 @@ class ShardedReader(FileSystemReader):
         self.stored = read_stored_part(checkpoint, manifest, part)
         self.storage_data = dict(self.stored.places)
 
-    def read_into(self, pieces: dict[str, TensorBlock]) -> None:
-        """Fill the pieces, in place, from whatever blocks were stored."""
+    def read_into(self, blocks: dict[str, TensorBlock]) -> None:
+        """Fill these blocks, in place, from the blocks that were stored, however they were cut."""
         items: list[ReadItem] = []
-        for name, piece in pieces.items():
-            if piece.tensor.numel():
-                block = ChunkStorageMetadata(torch.Size(piece.offset), piece.tensor.size())
-                items += read_items(name, self.stored.tensors[name], block)
+        for name, block in blocks.items():
+            if block.tensor.numel():
+                chunk = ChunkStorageMetadata(torch.Size(block.offset), block.tensor.size())
+                items += read_items(name, self.stored.tensors[name], chunk)
         self._check_blocks(items)
         with torch.no_grad():
-            self.read_data(LoadPlan(items), _PieceLoadPlanner(pieces)).wait()
+            self.read_data(LoadPlan(items), _BlockLoadPlanner(blocks)).wait()
 
     def _check_blocks(self, items: list[ReadItem]) -> None:
         for place in {self.stored.places[item.storage_index] for item in items}:
@@ -114,7 +114,7 @@ class ShardedReader(FileSystemReader):
 
 
 class _CheckpointFiles(FileSystem):
-    """Opens the files that DCP reads, only inside the checkpoint."""
+    """Opens files for DCP, only inside the checkpoint."""
 
     def __init__(self, checkpoint: Location) -> None:
         self._checkpoint = checkpoint
@@ -126,25 +126,25 @@ class _CheckpointFiles(FileSystem):
             yield cast(io.IOBase, stream)
 
 
-class _PieceLoadPlanner(DefaultLoadPlanner):
-    """Gives DCP the places in memory that are to be filled."""
+class _BlockLoadPlanner(DefaultLoadPlanner):
+    """Gives DCP the tensors to fill."""
 
-    def __init__(self, pieces: dict[str, TensorBlock]) -> None:
+    def __init__(self, blocks: dict[str, TensorBlock]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.pieces = pieces
+        self.blocks = blocks
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        block = self.pieces[read_item.dest_index.fqn].tensor
+        target = self.blocks[read_item.dest_index.fqn].tensor
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            block = block.narrow(dim, offset, length)
-        return block
+            target = target.narrow(dim, offset, length)
+        return target
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
         raise AssertionError("objects are never stored with tensors, and never unpickled")
 
 
 def read_stored_part(checkpoint: Location, manifest: Manifest, part: str) -> StoredPart:
-    """Return what one part holds, from its `.metadata`, whose checksum is compared before it is parsed."""
+    """Return the content of one part from its `.metadata`, whose checksum is compared before it is parsed."""
     file = f"{part}/{METADATA}"
     problems = problems_of_files(checkpoint, manifest, [file], thorough=True)
     try:
@@ -163,18 +163,18 @@ def read_stored_part(checkpoint: Location, manifest: Manifest, part: str) -> Sto
 
 
 def check_block(stream: BinaryIO, offset: int, length: int) -> None:
-    """Look at the table of a stored block, which is a zip archive of torch's, without reading the block.
+    """Check the directory of a stored block, which is a zip archive as torch writes it, without reading the block.
 
-    Torch's archives may be compressed when a stranger makes them; a megabyte of them can stand for a gigabyte.
+    A hostile archive may be compressed, so that a megabyte unpacks to a gigabyte.
 
     Raises:
-        ValueError: it would unpack to more than it is.
+        ValueError: the block would unpack to more bytes than it has.
     """
     try:
         with zipfile.ZipFile(_FileSlice(stream, offset, length)) as archive:
             entries = archive.infolist()
     except zipfile.BadZipFile:
-        return  # torch's reader says what else it may be, and reads only plain tensors
+        return  # torch's reader raises for other data, and reads only plain tensors
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise ValueError("a block is compressed, as torch never writes it")
     if sum(entry.file_size for entry in entries) > length:
@@ -182,7 +182,7 @@ def check_block(stream: BinaryIO, offset: int, length: int) -> None:
 
 
 class _FileSlice(io.RawIOBase):
-    """Some bytes of a file, as a file."""
+    """A range of bytes of a file, as a file."""
 
     def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
         self._stream, self._offset, self._length, self._at = stream, offset, length, 0
@@ -225,12 +225,12 @@ class RawBlock:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the block."""
+        """The size of the block in bytes."""
         return prod(self.block) * self.dtype.itemsize
 
 
 class LocalReader:
-    """Reads blocks of one part from the raw files of all ranks; of replicas, the first rank's."""
+    """Reads blocks of one part from the raw files of all ranks; of replicas, that of the first rank."""
 
     def __init__(self, checkpoint: Location, manifest: Manifest, part: str) -> None:
         self._checkpoint = checkpoint
@@ -240,15 +240,15 @@ class LocalReader:
                 file = raw_file(part, rank)
                 listed = manifest.files.get(file)
                 self.by_rank.append({} if listed is None else _read_header(checkpoint, file, listed.size))
-            self._blocks = self._each_once()
-            self.stored = StoredPart({name: _described(blocks) for name, blocks in self._blocks.items()})
+            self._raw_blocks = self._without_replicas()
+            self.stored = StoredPart({name: _described(blocks) for name, blocks in self._raw_blocks.items()})
             if part == MODEL:
                 _compare_with_manifest(self.stored, manifest)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise unreadable_error(f"{checkpoint}/{part}", error) from None
 
-    def _each_once(self) -> dict[str, list[RawBlock]]:
-        """Return the blocks that make up each tensor, replicas left out."""
+    def _without_replicas(self) -> dict[str, list[RawBlock]]:
+        """Return the blocks that make up each tensor, without replicas."""
         found: dict[str, dict[tuple[int, ...], RawBlock]] = {}
         for blocks in self.by_rank:
             for name, block in blocks.items():
@@ -263,25 +263,25 @@ class LocalReader:
                 raise ValueError(f"the blocks of {name} do not make up the whole of it")
         return {name: list(mine.values()) for name, mine in found.items()}
 
-    def read_into(self, pieces: dict[str, TensorBlock]) -> None:
-        """Fill the pieces, in place, one block in memory at a time."""
+    def read_into(self, blocks: dict[str, TensorBlock]) -> None:
+        """Fill these blocks, in place, with one stored block in memory at a time."""
         with torch.no_grad():
-            for name, piece in pieces.items():
-                for block in self._blocks[name] if piece.tensor.numel() else ():
-                    _copy_overlap(self._checkpoint, block, piece)
+            for name, block in blocks.items():
+                for raw in self._raw_blocks[name] if block.tensor.numel() else ():
+                    _copy_overlap(self._checkpoint, raw, block)
 
 
 def check_topology(
-    checkpoint: Location, manifest: Manifest, reader: PartReader, pieces: Mapping[str, TensorBlock],
+    checkpoint: Location, manifest: Manifest, reader: PartReader, blocks: Mapping[str, TensorBlock],
     owner: Mapping[str, str], ranks: Ranks,
 ) -> None:  # fmt: skip
-    """Refuse raw shards of other ranks than those that load them.
+    """Refuse raw shards (`format: local`) unless each rank loads exactly the blocks that it saved.
 
     Args:
         owner: alias → canonical name, as stored.
 
     Raises:
-        UsageError: this rank holds other blocks.
+        UsageError: the number of ranks or the blocks of this rank differ.
     """
     if not isinstance(reader, LocalReader):
         return
@@ -293,11 +293,11 @@ def check_topology(
             f"{ranks.size}", fix=fix,
         )  # fmt: skip
     mine = reader.by_rank[ranks.rank]
-    for name, piece in pieces.items():
-        block = mine.get(owner.get(name, name))
-        if block is not None and block.shape != piece.shape:
-            continue  # another model: the comparison of all names and shapes says so
-        if block is None or (block.offset, block.block) != (piece.offset, tuple(piece.tensor.shape)):
+    for name, block in blocks.items():
+        raw = mine.get(owner.get(name, name))
+        if raw is not None and raw.shape != block.shape:
+            continue  # another model: the comparison of all names and shapes raises a better error
+        if raw is None or (raw.offset, raw.block) != (block.offset, tuple(block.tensor.shape)):
             raise UsageError(
                 f"{checkpoint} holds raw shards (checkpoint.format: local) of a run that laid {name} over its ranks "
                 "otherwise than this one", fix=fix,
@@ -305,10 +305,10 @@ def check_topology(
 
 
 def _read_header(checkpoint: Location, file: str, size: int) -> dict[str, RawBlock]:
-    """Return the blocks of one raw file, each inside of it.
+    """Return the blocks of one raw file, each of which lies inside the file.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is not what `write` wrote.
+        ValueError, KeyError, TypeError, AttributeError: the file is not what `write` wrote.
     """
     with checkpoint.open(file) as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -316,10 +316,10 @@ def _read_header(checkpoint: Location, file: str, size: int) -> dict[str, RawBlo
             raise ValueError(f"the header of {file} claims {length} bytes")
         header = parse_json(stream.read(length))
     blocks = {}
-    for name, facts in header.items():
-        shape, offset, block = (counts_of(facts[key]) for key in ("shape", "offset", "block"))
-        start = 8 + length + count_of(facts["at"])
-        found = RawBlock(file, dtype_of(text_of(facts["dtype"])), shape, offset, block, start)
+    for name, info in header.items():
+        shape, offset, block = (counts_of(info[key]) for key in ("shape", "offset", "block"))
+        start = 8 + length + count_of(info["at"])
+        found = RawBlock(file, dtype_of(text_of(info["dtype"])), shape, offset, block, start)
         if found.start + found.num_bytes > size:
             raise ValueError(f"{file} claims more bytes for {name} than it has")
         if any(o + b > s for o, b, s in zip(offset, block, shape, strict=True)):
@@ -334,19 +334,19 @@ def _described(blocks: list[RawBlock]) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(first.dtype), torch.Size(first.shape), chunks)
 
 
-def _copy_overlap(checkpoint: Location, block: RawBlock, piece: TensorBlock) -> None:
-    """Copy what the block and the piece have in common."""
-    low = [max(a, b) for a, b in zip(block.offset, piece.offset, strict=True)]
-    ends = zip(block.offset, block.block, piece.offset, piece.tensor.shape, strict=True)
+def _copy_overlap(checkpoint: Location, raw: RawBlock, block: TensorBlock) -> None:
+    """Copy the elements that the stored block and the block in memory have in common."""
+    low = [max(a, b) for a, b in zip(raw.offset, block.offset, strict=True)]
+    ends = zip(raw.offset, raw.block, block.offset, block.tensor.shape, strict=True)
     high = [min(a + n, b + m) for a, n, b, m in ends]
     if any(end <= start for start, end in zip(low, high, strict=True)):
         return
-    with checkpoint.open(block.file) as stream:
-        stream.seek(block.start)
-        data = bytearray(stream.read(block.num_bytes))
-    source = torch.frombuffer(data, dtype=block.dtype).reshape(block.block)
-    target = piece.tensor
+    with checkpoint.open(raw.file) as stream:
+        stream.seek(raw.start)
+        data = bytearray(stream.read(raw.num_bytes))
+    source = torch.frombuffer(data, dtype=raw.dtype).reshape(raw.block)
+    target = block.tensor
     for dim, (start, end) in enumerate(zip(low, high, strict=True)):
-        source = source.narrow(dim, start - block.offset[dim], end - start)
-        target = target.narrow(dim, start - piece.offset[dim], end - start)
+        source = source.narrow(dim, start - raw.offset[dim], end - start)
+        target = target.narrow(dim, start - block.offset[dim], end - start)
     target.copy_(source)

@@ -1,8 +1,8 @@
-"""Taking a checkpoint up again: proved first, compared strictly, then filled in place, for any layout of ranks.
+"""Load a checkpoint in any layout of ranks: verify it, compare it strictly, then fill the tensors in place.
 
-An optimizer's state goes by canonical parameter names, through torch.optim's public attributes. A tensor of it is named
-`"<parameter>//<key>"`, as in `layers.0.weight//exp_avg`. What is not a tensor (the options of the groups, plain numbers
-of the state) is JSON. Nothing depends on the order of parameters or on their number per rank.
+The state of an optimizer is stored by canonical parameter names, through torch.optim's public attributes. A tensor of
+it is named `"<parameter>//<key>"`, as in `layers.0.weight//exp_avg`. Options of the groups and plain numbers of the
+state are JSON. Nothing depends on the order of parameters or on their number per rank.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -25,21 +25,21 @@ from lockstep.checkpoint.manifest import (
     read_manifest,
     read_state,
 )
-from lockstep.checkpoint.plan import TensorFacts
+from lockstep.checkpoint.plan import TensorInfo
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.read import PartReader, check_topology, open_part
-from lockstep.checkpoint.snapshot import Snapshot, TensorBlock, as_json, dtype_name, pieces_of
+from lockstep.checkpoint.snapshot import Snapshot, TensorBlock, as_json, blocks_of, dtype_name
 from lockstep.checkpoint.storage import Checkpoint, Location
 from lockstep.errors import UsageError, listed
 
 SEPARATOR = "//"
-_STEP = "step"  # torch's optimizers keep it on CPU, unless their kernels read it on the device
-_ON_DEVICE = ("capturable", "fused")
+_STEP = "step"  # torch's optimizers keep it on CPU, unless one of these options is on
+_STEP_ON_DEVICE = ("capturable", "fused")
 
-# Which kernels compute the update, not what it is: there is no fused SGD for the shards that may go on from whole
-# parameters, and a run on a CPU may go on from one on a GPU. So the running optimizer keeps its own.
-_KERNELS = ("foreach", "fused", "capturable")
+# These options choose kernels and do not change the update. The running optimizer keeps its own, because the stored
+# ones may not be available: shards have no fused SGD, and a run on a CPU may continue one on a GPU.
+_KERNEL_OPTIONS = ("foreach", "fused", "capturable")
 
 
 def load(
@@ -47,55 +47,53 @@ def load(
     snapshot: Snapshot,
     *,
     only: Collection[str] | None = None,
-    proved: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Fill the snapshot's tensors, in place, from a checkpoint; every rank of the group calls it.
 
-    The ranks, the mesh and the placements may be other than those that saved. Nothing is touched before every checksum
-    has been compared (the files are shared out among the ranks) and every name, shape and dtype agrees.
+    The ranks, the mesh and the placements may differ from those that saved. Nothing is changed before every checksum
+    was compared (each rank reads a share of the files) and every name, shape and dtype agrees.
 
     Args:
-        only: parts to load, such as `["model"]`; all of them, on both sides, if None.
-        proved: `resume_point` has just compared the checksums; they are not compared again.
+        only: parts to load, such as `["model"]`; if None, all parts, and both sides must have the same ones.
 
     Returns:
         the checkpoint's `state`, with the optimizers' groups under "optimizer_groups"; the same on every rank.
 
     Raises:
-        UsageError: the checkpoint is not there, or holds other names, shapes, dtypes or ties than the snapshot.
-        DamagedError: something on disk is not what was written.
+        UsageError: there is no checkpoint, or it has other names, shapes, dtypes or ties than the snapshot.
+        DamagedError: a file is not what was written.
     """
     ranks, checkpoint = Ranks(group), locate(path)
-    doing = _failure(checkpoint)
-    manifest = ranks.run(doing, lambda: read_manifest(checkpoint)) if proved else prove(checkpoint, ranks)
+    failure = _failure(checkpoint)
+    manifest = verify_together(checkpoint, ranks)
     targets: dict[str, _Target] = {}
 
-    def describe() -> dict[str, _Facts]:
+    def describe() -> dict[str, _Infos]:
         targets.update(_targets(checkpoint, manifest, snapshot, only))
         for target in targets.values():
-            check_topology(checkpoint, manifest, target.reader, target.pieces, target.owner, ranks)
-        return {part: target.facts() for part, target in targets.items()}
+            check_topology(checkpoint, manifest, target.reader, target.blocks, target.owner, ranks)
+        return {part: target.info() for part, target in targets.items()}
 
-    def compare(described: list[dict[str, _Facts]]) -> None:
-        _compare(checkpoint, {part: target.stored_facts() for part, target in targets.items()}, described)
+    def compare(described: list[dict[str, _Infos]]) -> None:
+        _compare(checkpoint, {part: target.stored_info() for part, target in targets.items()}, described)
 
-    ranks.all_reduce(doing, describe, compare)
-    return ranks.run(doing, lambda: _fill(checkpoint, targets))
+    ranks.all_reduce(failure, describe, compare)
+    return ranks.run(failure, lambda: _fill(checkpoint, targets))
 
 
-def prove(checkpoint: Location, ranks: Ranks) -> Manifest:
-    """Compare every checksum of a checkpoint, each rank its share of the bytes; the same verdict on every rank.
+def verify_together(checkpoint: Location, ranks: Ranks) -> Manifest:
+    """Compare every checksum of a checkpoint, with a share of the files on each rank; every rank raises the same error.
 
     Raises:
-        DamagedError: with the files that are not what was written.
-        UsageError: there is no checkpoint at this address, or of a later format.
+        DamagedError: files are not what was written.
+        UsageError: there is no checkpoint at this address, or it has a later format.
     """
-    doing = _failure(checkpoint)
-    manifest = ranks.run(doing, lambda: read_manifest(checkpoint))
+    failure = _failure(checkpoint)
+    manifest = ranks.run(failure, lambda: read_manifest(checkpoint))
     by_size = sorted(manifest.files, key=lambda path: (manifest.files[path].size, path))
     problems = ranks.all_reduce(
-        doing,
+        failure,
         lambda: problems_of_files(checkpoint, manifest, by_size[ranks.rank :: ranks.size], thorough=True),
         lambda shares: sorted(problem for share in shares for problem in share),
     )
@@ -112,30 +110,30 @@ def _failure(checkpoint: Location) -> str:
     return f"the checkpoint {checkpoint} could not be loaded"
 
 
-_Facts = dict[str, TensorFacts]  # by name
+_Infos = dict[str, TensorInfo]  # by name
 
 
 @dataclass
 class _Target:
-    """One part of the snapshot, beside what is stored of it.
+    """One part of the snapshot, with the reader of its stored tensors.
 
     Args:
-        pieces: name in the snapshot → this rank's piece.
+        blocks: name in the snapshot → this rank's block.
         owner: alias → canonical name, as stored.
     """
 
     reader: PartReader
-    pieces: dict[str, TensorBlock]
+    blocks: dict[str, TensorBlock]
     owner: dict[str, str] = field(default_factory=dict)
 
-    def stored_facts(self) -> _Facts:
+    def stored_info(self) -> _Infos:
         stored = self.reader.stored.tensors.items()
         return {name: (tuple(t.size), dtype_name(t.properties.dtype)) for name, t in stored}
 
-    def facts(self) -> _Facts:
+    def info(self) -> _Infos:
         return {
-            self.owner.get(name, name): (piece.shape, dtype_name(piece.tensor.dtype))
-            for name, piece in self.pieces.items()
+            self.owner.get(name, name): (block.shape, dtype_name(block.tensor.dtype))
+            for name, block in self.blocks.items()
         }
 
 
@@ -149,39 +147,39 @@ def _targets(
     if stray:
         raise UsageError(f"{checkpoint} holds other parts than were to be loaded", why=listed(stray))
     targets = {
-        part: _Target(open_part(checkpoint, manifest, part), pieces_of(tensors[part])) for part in sorted(wanted)
+        part: _Target(open_part(checkpoint, manifest, part), blocks_of(tensors[part])) for part in sorted(wanted)
     }
     if MODEL in targets:
-        ties = {alias: name for name, facts in manifest.parameters.items() for alias in facts.aliases}
+        ties = {alias: name for name, info in manifest.parameters.items() for alias in info.aliases}
         targets[MODEL].owner = ties
         _check_ties(checkpoint, targets[MODEL], {a for others in snapshot.aliases.values() for a in others})
     return targets
 
 
 def _check_ties(checkpoint: Location, model: _Target, declared: Collection[str]) -> None:
-    """Refuse tensors that are one in the checkpoint and two in the model, or the other way round."""
+    """Refuse tensors that are tied in the checkpoint and not in the model, or the other way round."""
     in_memory: dict[tuple[object, ...], str] = {}
     stored: dict[str, str] = {}
-    for name, piece in model.pieces.items():
-        if not piece.tensor.numel():
+    for name, block in model.blocks.items():
+        if not block.tensor.numel():
             continue
         kept = model.owner.get(name, name)
-        first = in_memory.setdefault(piece.memory, name)
+        first = in_memory.setdefault(block.memory, name)
         if model.owner.get(first, first) != kept:
             raise UsageError(
                 f"{first} and {name} are tied in the model, but two parameters in {checkpoint}",
                 fix="untie them before loading, or build the model as it was built for the run that saved",
             )
         other = stored.setdefault(kept, name)
-        if model.pieces[other].memory != piece.memory and not {name, other} & set(declared):
+        if model.blocks[other].memory != block.memory and not {name, other} & set(declared):
             raise UsageError(
                 f"{other} and {name} are two parameters in the model, but tied in {checkpoint}",
                 fix="tie them before loading: training would pull them apart",
             )
 
 
-def _compare(checkpoint: Location, stored: dict[str, _Facts], ranks: list[dict[str, _Facts]]) -> None:
-    """Refuse names that are only stored or only wanted, and names with another shape or dtype; on rank 0."""
+def _compare(checkpoint: Location, stored: dict[str, _Infos], ranks: list[dict[str, _Infos]]) -> None:
+    """Refuse names that only one side has, or that have another shape or dtype; on rank 0."""
     missing: set[str] = set()
     unexpected: set[str] = set()
     shapes: set[str] = set()
@@ -214,8 +212,8 @@ def _compare(checkpoint: Location, stored: dict[str, _Facts], ranks: list[dict[s
 
 def _fill(checkpoint: Location, targets: Mapping[str, _Target]) -> dict[str, Any]:
     for target in targets.values():
-        rest = dict(target.pieces)
-        while rest:  # a name is read once a pass; a parameter that lies here twice takes two
+        rest = dict(target.blocks)
+        while rest:  # each pass reads a stored name once; a parameter that is here twice takes two passes
             now = {target.owner.get(name, name): name for name in reversed(rest)}
             target.reader.read_into({kept: rest.pop(name) for kept, name in now.items()})
     return read_state(checkpoint)
@@ -227,9 +225,9 @@ def has_extra(path: Checkpoint, name: str) -> bool:
 
 
 def unreadable(path: Checkpoint) -> str | None:
-    """Return why a checkpoint whose files are as they were written can't be read nevertheless; None if it can.
+    """Return the reason why a checkpoint with correct checksums can't be read all the same; None if it can.
 
-    What describes its parts and its state is read; tensors are not.
+    The descriptions of its parts and its state are read, but no tensors.
     """
     checkpoint = locate(path)
     try:
@@ -249,7 +247,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dic
     """Return the state of an optimizer, for a `Snapshot`.
 
     Args:
-        names: id of a parameter → its canonical name; every parameter of the optimizer has one.
+        names: id of a parameter → its canonical name, for every parameter of the optimizer.
 
     Returns:
         (the tensors, `"<parameter>//<key>"` → tensor, sharing the optimizer's memory; the rest as JSON:
@@ -275,7 +273,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dic
 
 
 def optimizers_in(path: Checkpoint) -> list[str]:
-    """Return the names of the optimizers whose states a checkpoint holds."""
+    """Return the names of the optimizers with a state in a checkpoint."""
     parts = (part.partition("/") for part in read_manifest(path).parts)
     return sorted(name for kind, _, name in parts if kind == "optimizer")
 
@@ -286,13 +284,13 @@ def has_optimizer(path: Checkpoint, name: str) -> bool:
 
 
 def optimizer_targets(path: Checkpoint, name: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return empty tensors for the stored state of one optimizer, of the parameters that this rank holds.
+    """Return empty tensors for the stored state of one optimizer, for the parameters of this rank.
 
-    A fresh optimizer has no state to load into. What was stored in a parameter's shape is laid out like the parameter
-    (device, mesh, placements); everything else (`step`) is a plain tensor on CPU. The dtype is the stored one.
+    A new optimizer has no state to load into. A state tensor with the shape of its parameter gets the device, mesh and
+    placements of the parameter; any other (`step`) is a plain tensor on CPU. The dtype is the stored one.
 
     Args:
-        parameters: canonical name → parameter, of this rank.
+        parameters: canonical name → parameter of this rank.
     """
     checkpoint = locate(path)
     stored = open_part(checkpoint, read_manifest(checkpoint), optimizer_part(name)).stored
@@ -307,12 +305,12 @@ def optimizer_targets(path: Checkpoint, name: str, parameters: Mapping[str, Tens
 def restore_optimizer(
     optimizer: Optimizer, names: Mapping[int, str], tensors: Mapping[str, Tensor], groups: Mapping[str, Any]
 ) -> None:
-    """Give an optimizer the state that `optimizer_state` took and `load` filled.
+    """Give an optimizer the state that `load` has read.
 
     Args:
         names: id of a parameter of this rank → its canonical name.
-        tensors: the filled targets; they become the optimizer's own.
-        groups: the JSON part; it may list parameters of other ranks too.
+        tensors: the filled tensors of `optimizer_targets`; the optimizer takes them over.
+        groups: the stored groups and values; they may list parameters of other ranks too.
 
     Raises:
         UsageError: the optimizer has other groups than the stored one.
@@ -320,7 +318,7 @@ def restore_optimizer(
     matched = list(_match_groups(optimizer, names, groups["groups"]))
     for group, stored in matched:
         for key, value in stored.items():
-            if key not in _KERNELS:
+            if key not in _KERNEL_OPTIONS:
                 group[key] = _like(group.get(key), value)
     values: Mapping[str, Mapping[str, Any]] = groups["values"]
     by_parameter: dict[str, dict[str, Tensor]] = {}
@@ -328,7 +326,7 @@ def restore_optimizer(
         parameter, _, key = full.rpartition(SEPARATOR)
         by_parameter.setdefault(parameter, {})[key] = tensor
     for group, _ in matched:
-        on_device = any(group.get(option) for option in _ON_DEVICE)
+        on_device = any(group.get(option) for option in _STEP_ON_DEVICE)
         for parameter in group["params"]:
             name = _name(parameter, names)
             state: dict[str, Any] = {**values.get(name, {})}
@@ -342,7 +340,7 @@ def restore_optimizer(
 def _match_groups(
     optimizer: Optimizer, names: Mapping[int, str], stored: list[dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield each group of the optimizer with the options of the stored group that has its parameters."""
+    """Yield each group of the optimizer with the options of the stored group that has the same parameters."""
     home = {name: i for i, group in enumerate(stored) for name in group["params"]}
     if len(stored) != len(optimizer.param_groups):
         raise UsageError(
@@ -378,12 +376,12 @@ def _target(key: str, stored: TensorStorageMetadata, parameter: Tensor) -> Tenso
 
 
 def _plain(value: Any) -> Any:
-    """Return an option as JSON has it: a learning rate kept in a tensor is its number."""
+    """Return an option for JSON: a learning rate in a tensor becomes a number."""
     return value.item() if isinstance(value, Tensor) else value
 
 
 def _like(current: Any, stored: Any) -> Any:
-    """Return a stored option in the form that the optimizer keeps it in."""
+    """Return a stored option in the type of the current one."""
     if isinstance(current, Tensor):
         return current.fill_(stored)
     return tuple(stored) if isinstance(current, tuple) else stored

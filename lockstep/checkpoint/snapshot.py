@@ -1,8 +1,8 @@
-"""First stop, snapshot: what a checkpoint holds, taken from the run.
+"""Take a snapshot of a run, the first stop of a save.
 
-The caller's `Snapshot` holds named tensors and JSON. Staged, a plain tensor is one piece, the whole; a DTensor is the
-block that this rank holds, with its offset in the whole. A rank that holds nothing of a tensor (dimension 0 shorter
-than the mesh) has an empty piece, and still knows its shape.
+The caller's `Snapshot` has named tensors and JSON. `stage` turns each tensor into a block: a plain tensor is one block,
+the whole; a DTensor becomes the block of this rank, with its offset in the whole. A rank without elements of a tensor
+(dimension 0 is shorter than the mesh) has an empty block, and still knows the shape of the whole.
 """
 
 import json
@@ -19,7 +19,7 @@ from lockstep.checkpoint.manifest import MODEL, extra_part, optimizer_part
 from lockstep.errors import UsageError
 from lockstep.torch_compat.checkpoint_format import chunks_of
 
-GROUPS_KEY = "optimizer_groups"  # under which state.json keeps the parameter groups of the optimizers
+GROUPS_KEY = "optimizer_groups"  # the key of state.json for the parameter groups of the optimizers
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TensorBlock:
     """A block of a whole tensor, on this rank.
 
     Args:
-        tensor: the block itself; it shares memory with what it was made from.
+        tensor: the block itself; it shares memory with the tensor that it was taken from.
         shape: the shape of the whole tensor.
         offset: the index, in the whole, of the block's first element.
     """
@@ -38,58 +38,58 @@ class TensorBlock:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "TensorBlock":
-        """Return a tensor as the one piece of itself."""
+        """Return the block that is the whole tensor."""
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds nothing of a tensor that does have elements: not worth a place in a file."""
+        """Whether it has no elements though the whole tensor has some; it is then not written."""
         return self.tensor.numel() == 0 and 0 not in self.shape
 
     @property
     def memory(self) -> tuple[object, ...]:
-        """Equal for two pieces exactly if they are the same elements in memory (and there are any)."""
+        """A key that is equal for two blocks exactly if they are the same elements in memory (and there are any)."""
         t = self.tensor
         return (t.device, t.data_ptr(), t.shape, t.stride(), t.dtype, self.shape, self.offset)
 
     def with_tensor(self, tensor: Tensor) -> "TensorBlock":
-        """Return the same block of the same whole, with its elements elsewhere."""
+        """Return the same block with its elements in another tensor."""
         return TensorBlock(tensor, self.shape, self.offset)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One flat dictionary of tensors, as this rank holds it: the model, or the state of one optimizer.
+    """This rank's blocks of one flat dictionary of tensors, such as the model or the state of an optimizer.
 
     Args:
-        pieces: canonical name → piece.
+        blocks: canonical name → block.
         aliases: canonical name → the other names of the same tensor.
-        read: returns a block when it is written; the pieces then hold no values.
+        read: returns the values of a block when it is written; `blocks` then has none.
     """
 
-    pieces: dict[str, TensorBlock] = field(default_factory=dict)
+    blocks: dict[str, TensorBlock] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     read: Callable[[str], Tensor] | None = None
 
-    def block(self, name: str) -> Tensor:
-        """Return the block of a name, as it is to be written."""
-        return self.pieces[name].tensor if self.read is None else self.read(name)
+    def tensor(self, name: str) -> Tensor:
+        """Return the values of a block, to be written."""
+        return self.blocks[name].tensor if self.read is None else self.read(name)
 
 
 @dataclass
 class Snapshot:
-    """The whole state of a training run on this rank, or the tensors that a checkpoint is to be loaded into.
+    """The state of a training run on this rank, or the tensors to load a checkpoint into.
 
-    Tensors are DTensors (this rank's block counts) or plain (the same on every rank that holds the name). Ranks may
-    hold different names. A tensor of the model under two names is stored once.
+    A tensor is a DTensor (this rank's shard is saved), or plain and the same on every rank that has its name. Ranks may
+    have different names. A tensor of the model under two names is stored once.
 
     Args:
         model: canonical name → parameter or buffer.
         optimizers: name of an optimizer → flat state, `"<canonical parameter name>//<state key>"` → tensor.
-        state: everything that is not a tensor; JSON; rank 0's is written.
-        extra: name → flat dictionary of tensors: EMA, compression state, the user's own.
-        groups: name of an optimizer → its parameter groups, from `optimizer_state`; the ranks' are merged.
-        aliases: canonical name → further names of the same parameter, where those live on different ranks.
+        state: everything that is not a tensor, as JSON; that of rank 0 is written.
+        extra: name → flat dictionary of tensors, such as EMA, compression state, or the user's own.
+        groups: name of an optimizer → its parameter groups, from `optimizer_state`; merged over ranks.
+        aliases: canonical name → further names of the same parameter, if those are on different ranks.
     """
 
     model: dict[str, Tensor]
@@ -100,7 +100,7 @@ class Snapshot:
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return its tensors by folder: `model`, `optimizer/NAME`, `extra/NAME`."""
+        """Return the tensors by folder: `model`, `optimizer/NAME`, `extra/NAME`."""
         tensors = {MODEL: self.model}
         tensors |= {optimizer_part(name): flat for name, flat in self.optimizers.items()}
         return tensors | {extra_part(name): flat for name, flat in self.extra.items()}
@@ -108,62 +108,62 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Staged:
-    """A snapshot ready to be written: it depends on nothing that training changes, if its pieces were copied."""
+    """A snapshot ready to be written; once its blocks are copied, training can go on and change the originals."""
 
     parts: dict[str, Part]
     state: dict[str, Any]
     groups: dict[str, dict[str, Any]]
 
     def state_json(self) -> bytes:
-        """Return `state.json`. Floats come back to the bit; NaN and infinity are written as Python writes them."""
+        """Return `state.json`, with floats exact to the bit, and NaN and Infinity in Python's notation."""
         return (json.dumps({**self.state, GROUPS_KEY: self.groups}, indent=1, sort_keys=True) + "\n").encode()
 
 
 def stage(snapshot: Snapshot) -> Staged:
-    """Return pieces that share memory with the snapshot's tensors, and a copy of its JSON.
+    """Return the blocks of a snapshot, which share its memory, and a copy of its JSON.
 
     Raises:
-        UsageError: something is not a tensor where tensors are needed, or is not JSON in `state` or `groups`.
+        UsageError: a value is not a tensor where tensors are needed, or is not JSON in `state` or `groups`.
     """
     if GROUPS_KEY in snapshot.state:
         raise UsageError(f"state[{GROUPS_KEY!r}] is where the optimizers' groups are kept", fix="choose another key")
-    parts = {part: Part(pieces_of(tensors)) for part, tensors in snapshot.tensors().items()}
+    parts = {part: Part(blocks_of(tensors)) for part, tensors in snapshot.tensors().items()}
     parts[MODEL] = part_of(snapshot.model, snapshot.aliases)
     return Staged(parts, as_json(snapshot.state, "state"), as_json(snapshot.groups, "groups"))
 
 
-def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
-    """Return the piece of each tensor that this rank holds.
+def blocks_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
+    """Return this rank's block of each tensor.
 
     Raises:
         UsageError: a value is not a tensor, or has no memory to save (meta, sparse, quantized, pending reduction).
     """
-    return {name: _piece(name, tensor) for name, tensor in tensors.items()}
+    return {name: _block(name, tensor) for name, tensor in tensors.items()}
 
 
 def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, Sequence[str]]) -> Part:
-    """Return the pieces of a model, each tensor once: names of the same memory become one name with aliases.
+    """Return the blocks of a model, each tensor once: names with the same memory become one name with aliases.
 
     The canonical name is the first in the dictionary's order, as in `named_parameters`.
 
     Args:
-        declared: canonical name → aliases known beforehand; needed where the names live on different ranks.
+        declared: canonical name → aliases known beforehand; needed if the names are on different ranks.
     """
     owner = {alias: name for name, aliases in declared.items() for alias in aliases}
     aliases = {name: tuple(others) for name, others in declared.items()}
-    pieces: dict[str, TensorBlock] = {}
+    blocks: dict[str, TensorBlock] = {}
     seen: dict[tuple[object, ...], str] = {}
-    for given, piece in pieces_of(tensors).items():
+    for given, block in blocks_of(tensors).items():
         name = owner.get(given, given)
-        if piece.tensor.numel():
-            name = seen.setdefault(piece.memory, name)
+        if block.tensor.numel():
+            name = seen.setdefault(block.memory, name)
         if name != given and given not in aliases.get(name, ()):
             aliases[name] = (*aliases.get(name, ()), given)
-        pieces.setdefault(name, piece)
-    return Part(pieces, aliases)
+        blocks.setdefault(name, block)
+    return Part(blocks, aliases)
 
 
-def _piece(name: str, tensor: Tensor) -> TensorBlock:
+def _block(name: str, tensor: Tensor) -> TensorBlock:
     if not isinstance(tensor, Tensor):
         raise UsageError(
             f"{name} is a {type(tensor).__name__}, where a checkpoint holds tensors", fix="put it in `state`"
@@ -181,10 +181,10 @@ def _piece(name: str, tensor: Tensor) -> TensorBlock:
 
 
 def as_json(value: Any, place: str) -> Any:
-    """Return a copy made of what JSON can hold; tuples become lists.
+    """Return a copy in the types of JSON; tuples become lists.
 
     Raises:
-        UsageError: something can't be held, or would come back as something else (a key that is not a string).
+        UsageError: JSON has no such type, or would return another one (a key that is not a string).
     """
     if isinstance(value, Mapping):
         if stray := [key for key in value if type(key) is not str]:
@@ -209,7 +209,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return torch.bfloat16 for `bfloat16`; ValueError for a name that is not a dtype's."""
+    """Return torch.bfloat16 for `bfloat16`; raise a ValueError for a name that is not a dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or dtype_name(dtype) != name:
         raise ValueError(f"{name!r} is not a dtype")

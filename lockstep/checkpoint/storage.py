@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: what a storage offers, and the address of one checkpoint in it.
+"""Define the interface of a storage, which keeps checkpoints, and the address of one checkpoint in it.
 
 A storage holds checkpoints by name (`step-00000100`); a checkpoint is a set of files (`model/__0_0.distcp`) and its
 manifest. It is written as a *draft*, which no reader sees, and becomes visible whole, by one commit:
@@ -6,8 +6,8 @@ manifest. It is written as a *draft*, which no reader sees, and becomes visible 
     begin → write, write, … (every rank its files) → commit
 
 A folder of a file system commits by renaming the draft (`posix.PosixStorage`). An object store, which can't rename,
-writes the files where they will stay and the manifest last, on the condition that there is none yet; what has no
-manifest is not a checkpoint. Everything else in this package works through this interface.
+writes the files where they will stay and the manifest last, on the condition that there is none yet; files without a
+manifest are not a checkpoint. Everything else in this package works through this interface.
 """
 
 import io
@@ -27,30 +27,30 @@ from lockstep.config.objects import build_object
 from lockstep.errors import UsageError
 from lockstep.progress import Advance
 
-MANIFEST = "manifest.json"  # the file whose presence makes a checkpoint
-SHARED_MARK = ".shared"  # the name of a draft by which ranks find out whether they see one storage
+MANIFEST = "manifest.json"  # files with a manifest are a checkpoint
+SHARED_MARK = ".shared"  # the name of the draft that `is_shared` makes, to find out whether ranks see one storage
 _STEP = re.compile(r"step-([0-9]{8,})")
 _CHUNK = 4 << 20  # bytes read at a time for a checksum
 
 
 class ByteSink(Protocol):
-    """Takes the bytes of a new file, from start to end."""
+    """A new file that is written from start to end."""
 
     def write(self, data: Any, /) -> object:
-        """Take all of a bytes-like object."""
+        """Append all of a bytes-like object."""
 
 
 class Storage(ABC):
     """A place that holds checkpoints. Subclass it to keep them elsewhere; CONTRIBUTING.md shows how.
 
-    What a storage refuses it raises as an OSError. Whatever it raises, the save fails on all ranks with that reason and
-    is tried again (`checkpoint.retries`). Every rank has an object of its own; rank 0 alone calls `begin`, `commit`,
+    A storage raises an OSError when it can't do something. On any error the save fails on all ranks with that reason
+    and is tried again (`checkpoint.retries`). Every rank has its own object; rank 0 alone calls `begin`, `commit`,
     `move`, `delete` and `sweep`.
     """
 
     @abstractmethod
     def names(self) -> Sequence[str]:
-        """Return the names of all committed checkpoints. Names that are not a checkpoint's are passed over."""
+        """Return the names of all committed checkpoints. The caller passes over names of other things."""
 
     @abstractmethod
     def open(self, name: str, file: str) -> AbstractContextManager[BinaryIO]:
@@ -64,15 +64,15 @@ class Storage(ABC):
     def begin(self, name: str) -> str:
         """Start a new checkpoint, and return the name of its draft, which the other ranks write to.
 
-        What a dead writer left under the name, and did not commit, is removed or avoided.
+        A draft of the same name that a dead writer left is removed or avoided.
         """
 
     @abstractmethod
     def write(self, draft: str, file: str) -> AbstractContextManager[ByteSink]:
-        """Create a file of a draft. It is durable when the block ends without an error.
+        """Create a file of a draft, durable when the `with` block ends without an error.
 
         Raises:
-            FileExistsError: it is there already; no file is ever overwritten.
+            FileExistsError: the file is there already; no file is ever overwritten.
         """
 
     @abstractmethod
@@ -89,18 +89,18 @@ class Storage(ABC):
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Delete a checkpoint or a draft. Whenever this is interrupted, a checkpoint is whole or invisible."""
+        """Delete a checkpoint or a draft. A checkpoint is whole or invisible even if this is interrupted."""
 
     def exists(self, name: str) -> bool:
         """Return whether there is a checkpoint, or anything else, of this name."""
         return name in self.names()
 
     def sees(self, draft: str) -> bool:
-        """Return whether this process sees a draft that another one began; always, in a storage that hosts share."""
+        """Return whether this process sees a draft that another one began; True for a storage that hosts share."""
         return True
 
     def sweep(self) -> list[str]:
-        """Delete what dead writers left, and return the names of it."""
+        """Delete the drafts that dead writers left, and return their names."""
         return []
 
     def committed_at(self, name: str) -> float | None:
@@ -108,13 +108,13 @@ class Storage(ABC):
         return None
 
     def path(self, name: str) -> "CheckpointPath":
-        """Return what callers know a checkpoint by: a `Path` where there is one, else its `Location`."""
+        """Return the address of a checkpoint for callers: a `Path` where there is one, else a `Location`."""
         return Location(self, name)
 
 
 @dataclass(frozen=True)
-class FileFacts:
-    """What the manifest holds of a file: its size in bytes and the CRC-32 of its content."""
+class FileInfo:
+    """The size of a file in bytes and the CRC-32 of its content, as in the manifest."""
 
     size: int
     crc32: int
@@ -132,7 +132,7 @@ class Location:
 
     @property
     def path(self) -> "CheckpointPath":
-        """The same address as callers know it."""
+        """The same address in the form that callers get."""
         return self.storage.path(self.name)
 
     def beside(self, name: str) -> "Location":
@@ -144,10 +144,10 @@ class Location:
         return self.storage.open(self.name, file)
 
     def read(self, file: str, limit: int) -> bytes:
-        """Return the whole of a file that describes others.
+        """Return the content of a file that describes others.
 
         Raises:
-            ValueError: it has more than `limit` bytes, as no such file has.
+            ValueError: it has more than `limit` bytes.
             OSError: the storage can't read it.
         """
         with self.open(file) as stream:
@@ -161,40 +161,40 @@ class Location:
         with self.open(file) as stream:
             return stream.seek(0, io.SEEK_END)
 
-    def facts(self, file: str, advance: Advance = lambda _bytes: None) -> FileFacts:
-        """Read a file and return its size and checksum; `advance` is called with the bytes of each piece."""
+    def checksum(self, file: str, advance: Advance = lambda _bytes: None) -> FileInfo:
+        """Read a file and return its size and checksum; call `advance` with the bytes of each chunk."""
         size, crc = 0, 0
         with self.open(file) as stream:
             while chunk := stream.read(_CHUNK):
                 size += len(chunk)
                 crc = zlib.crc32(chunk, crc)
                 advance(len(chunk))
-        return FileFacts(size, crc)
+        return FileInfo(size, crc)
 
     @contextmanager
     def create(self, file: str) -> Generator["ChecksumStream", None, None]:
-        """Create a file of a draft; durable when the block ends."""
+        """Create a file of a draft, durable when the `with` block ends."""
         with self.storage.write(self.name, file) as target:
             yield ChecksumStream(target)
 
-    def put(self, file: str, data: bytes) -> FileFacts:
+    def put(self, file: str, data: bytes) -> FileInfo:
         """Create a file of a draft with this content."""
         with self.create(file) as stream:
             stream.write(data)
-        return stream.facts
+        return stream.info
 
 
 class ChecksumStream(io.RawIOBase):
-    """Passes bytes on to a new file and computes their checksum. It can't seek; closing it leaves the file open."""
+    """Writes bytes to a new file and computes their checksum. It can't seek; closing it leaves the file open."""
 
     def __init__(self, target: ByteSink) -> None:
         super().__init__()
         self._target, self._size, self._crc = target, 0, 0
 
     @property
-    def facts(self) -> FileFacts:
-        """Size and checksum of what was written so far."""
-        return FileFacts(self._size, self._crc)
+    def info(self) -> FileInfo:
+        """The size and checksum of the bytes written so far."""
+        return FileInfo(self._size, self._crc)
 
     def writable(self) -> bool:
         return True
@@ -210,7 +210,7 @@ class ChecksumStream(io.RawIOBase):
         return self._size
 
 
-# What the public functions take and return: paths, or addresses in another storage.
+# The public functions take and return paths, or addresses in another storage.
 Directory = str | os.PathLike[str] | Storage  # a folder of checkpoints
 Checkpoint = str | os.PathLike[str] | Location  # one checkpoint
 CheckpointPath = Path | Location  # one checkpoint, as it is returned
@@ -223,7 +223,7 @@ def build_storage(spec: ObjectSpec, where: str = "checkpoint.storage") -> Storag
         where: the config key, for messages.
 
     Raises:
-        UsageError: it can't be imported, does not take its arguments, or is not a storage.
+        UsageError: the class can't be imported, does not take its arguments, or is not a storage.
     """
     made = build_object(spec, where)
     if not isinstance(made, Storage):

@@ -1,6 +1,6 @@
-"""Third stop, write: every rank writes its share of the tensors into the draft, in one of three formats.
+"""Write tensors into the draft, the third stop of a save: every rank its share, in one of three formats.
 
-    sharded   PART/__RANK_0.distcp   each rank its own blocks, replicas shared out; any number of ranks loads them
+    sharded   PART/__RANK_0.distcp   each rank its own blocks, each replica once; any number of ranks loads them
     full      PART/__0_0.distcp      whole tensors, which rank 0 gathers one at a time
     local     PART/rank-00000.raw    each rank's blocks as they lie in its memory, replicas too; for the same ranks
 
@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lockstep.checkpoint.manifest import METADATA, raw_file
 from lockstep.checkpoint.plan import CheckpointPlan, Description, global_plan, local_plan
-from lockstep.checkpoint.ranks import Ranks, TensorSource, blocks_of, gather_tensor, sources_of
+from lockstep.checkpoint.ranks import Ranks, TensorSource, gather_tensor, held_blocks, sources_of
 from lockstep.checkpoint.snapshot import Part, Staged, TensorBlock, dtype_name, tensor_bytes
-from lockstep.checkpoint.storage import ChecksumStream, FileFacts, Location
+from lockstep.checkpoint.storage import ChecksumStream, FileInfo, Location
 from lockstep.errors import RunError
 
 Format = Literal["sharded", "full", "local"]
@@ -39,9 +39,9 @@ Format = Literal["sharded", "full", "local"]
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """What one rank wrote: its files (path inside the checkpoint), and what `finish` needs besides."""
+    """The files that one rank wrote, by path inside the checkpoint, and further results for `finish`."""
 
-    files: dict[str, FileFacts]
+    files: dict[str, FileInfo]
     results: Any = None
 
 
@@ -49,37 +49,37 @@ class FormatWriter(ABC):
     """Writes the tensors of one checkpoint in one format; every rank has one.
 
     Args:
-        staged: what this rank holds.
+        staged: the snapshot of this rank.
         ranks: the ranks that save together.
-        doing: what fails if this fails, for messages.
+        failure: the error message in case of failure.
     """
 
     raw_ranks: int | None = None  # `Manifest.ranks`
 
-    def __init__(self, staged: Staged, ranks: Ranks, doing: str) -> None:
-        self.staged, self.ranks, self.doing = staged, ranks, doing
+    def __init__(self, staged: Staged, ranks: Ranks, failure: str) -> None:
+        self.staged, self.ranks, self.failure = staged, ranks, failure
 
     @abstractmethod
     def describe(self) -> Any:
-        """Return what rank 0 must know of this rank's blocks; no values."""
+        """Return the description of this rank's blocks for `plan`, without values."""
 
     @abstractmethod
     def plan(self, plan: CheckpointPlan, ranks: Sequence[Description]) -> list[Any]:
-        """Return the share of each rank; on rank 0."""
+        """Return the share that each rank is to write; on rank 0."""
 
     @abstractmethod
     def write(self, draft: Location, share: Any) -> WrittenFiles:
         """Write this rank's share; on every rank."""
 
-    def finish(self, draft: Location, written: Sequence[WrittenFiles]) -> dict[str, FileFacts]:
-        """Write what comes after all shares, and return the facts of all tensor files; on rank 0."""
-        return {file: facts for rank in written for file, facts in rank.files.items()}
+    def finish(self, draft: Location, written: Sequence[WrittenFiles]) -> dict[str, FileInfo]:
+        """Write the files that come after all shares, and return size and checksum of all tensor files; on rank 0."""
+        return {file: info for rank in written for file, info in rank.files.items()}
 
 
-def writer_of(format: Format, staged: Staged, ranks: Ranks, doing: str) -> FormatWriter:
-    """Return the writer of a format. One rank's blocks are whole tensors: all formats are then `sharded`."""
+def writer_of(format: Format, staged: Staged, ranks: Ranks, failure: str) -> FormatWriter:
+    """Return the writer of a format. One rank alone has whole tensors and writes `sharded` in any case."""
     kinds: dict[Format, type[FormatWriter]] = {"sharded": ShardedWriter, "full": FullWriter, "local": LocalWriter}
-    return (kinds[format] if ranks.size > 1 else ShardedWriter)(staged, ranks, doing)
+    return (kinds[format] if ranks.size > 1 else ShardedWriter)(staged, ranks, failure)
 
 
 def _require_seen(draft: Location) -> None:
@@ -97,18 +97,18 @@ def _require_seen(draft: Location) -> None:
 class ShardedWriter(FormatWriter):
     """Writes DCP's files, each block once."""
 
-    def __init__(self, staged: Staged, ranks: Ranks, doing: str) -> None:
-        super().__init__(staged, ranks, doing)
+    def __init__(self, staged: Staged, ranks: Ranks, failure: str) -> None:
+        super().__init__(staged, ranks, failure)
         self.metadata: dict[str, Metadata] = {}
 
     def describe(self) -> dict[str, SavePlan]:
         return {part: local_plan(content) for part, content in self.staged.parts.items()}
 
     def plan(self, plan: CheckpointPlan, ranks: Sequence[Description]) -> list[dict[str, SavePlan]]:
-        return self.share_out(plan.parts, [rank.blocks for rank in ranks])
+        return self.assign(plan.parts, [rank.blocks for rank in ranks])
 
-    def share_out(self, parts: Sequence[str], ranks: Sequence[dict[str, SavePlan]]) -> list[dict[str, SavePlan]]:
-        """Return what each rank is to write of each part, and keep the metadata."""
+    def assign(self, parts: Sequence[str], ranks: Sequence[dict[str, SavePlan]]) -> list[dict[str, SavePlan]]:
+        """Return the plan of each rank for each part, and keep the metadata."""
         shares: list[dict[str, SavePlan]] = [{} for _ in ranks]
         for part in parts:
             plans, self.metadata[part] = global_plan([rank.get(part, SavePlan([])) for rank in ranks])
@@ -121,49 +121,51 @@ class ShardedWriter(FormatWriter):
         return self.write_parts(draft, share, self.staged.parts)
 
     def write_parts(self, draft: Location, share: dict[str, SavePlan], parts: dict[str, Part]) -> WrittenFiles:
-        """Write what the plans give to this rank."""
+        """Write the blocks that the plans assign to this rank."""
         written = WrittenFiles({}, {})
         for part, plan in share.items():
             files = _PartFiles(draft, part)
             written.results[part] = files.write(plan, parts.get(part, Part()))
-            written.files.update(files.facts)
+            written.files.update(files.info)
         return written
 
-    def finish(self, draft: Location, written: Sequence[WrittenFiles]) -> dict[str, FileFacts]:
+    def finish(self, draft: Location, written: Sequence[WrittenFiles]) -> dict[str, FileInfo]:
         files = super().finish(draft, written)
         for part, metadata in self.metadata.items():
             part_files = _PartFiles(draft, part)
             part_files.finish(metadata, [rank.results[part] for rank in written])
-            files |= part_files.facts
+            files |= part_files.info
         return files
 
 
 class _PartFiles(FileSystemWriter):
-    """DCP's writer of one part of a draft; `facts` holds size and checksum of each file written."""
+    """DCP's writer of one part of a draft; `info` holds size and checksum of each file written."""
 
     def __init__(self, draft: Location, part: str) -> None:
-        # The storage makes files durable. No copying ahead: pieces staged on CPU need none, and it would touch the
+        # The storage syncs files. Blocks on the CPU need no copying ahead, and for blocks on a device it would use the
         # current device of a background thread.
         super().__init__(Path(part), per_thread_copy_ahead=0, sync_files=False)
-        self.facts: dict[str, FileFacts] = {}
-        self.fs = _DraftFiles(draft, self.facts)
+        self.info: dict[str, FileInfo] = {}
+        self.fs = _DraftFiles(draft, self.info)
 
     def write(self, plan: SavePlan, part: Part) -> list[WriteResult]:
-        """Write what the plan gives to this rank; no file if that is nothing."""
+        """Write the blocks that the plan assigns to this rank; create no file for none."""
         if not plan.items:
             return []
-        results: list[WriteResult] = self.write_data(plan, _PieceSavePlanner(part)).wait()
+        results: list[WriteResult] = self.write_data(plan, _BlockSavePlanner(part)).wait()
         return results
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # DCP's own holds the absolute path and a random id: the same state would differ in bytes
+        return (
+            StorageMeta()
+        )  # DCP's default has an absolute path and a random id, which would differ for the same state
 
 
 class _DraftFiles(FileSystem):
-    """Creates DCP's files in a draft; `.metadata` at once by its name, for nobody sees a draft."""
+    """Creates DCP's files in a draft; `.metadata` without a temporary name, because nobody sees a draft."""
 
-    def __init__(self, draft: Location, facts: dict[str, FileFacts]) -> None:
-        self._draft, self._facts = draft, facts
+    def __init__(self, draft: Location, info: dict[str, FileInfo]) -> None:
+        self._draft, self._file_info = draft, info
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[ChecksumStream, None, None]:
@@ -171,7 +173,7 @@ class _DraftFiles(FileSystem):
         file = PurePath(path).as_posix().removesuffix(".tmp")
         with self._draft.create(file) as stream:
             yield stream
-        self._facts[file] = stream.facts
+        self._file_info[file] = stream.info
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         return False  # DCP asks whether it must remove an older `.metadata` first
@@ -180,7 +182,7 @@ class _DraftFiles(FileSystem):
         assert (PurePath(path).name, PurePath(new_path).name) == (f"{METADATA}.tmp", METADATA)
 
 
-class _PieceSavePlanner(DefaultSavePlanner):
+class _BlockSavePlanner(DefaultSavePlanner):
     """Gives DCP the blocks of a part."""
 
     def __init__(self, part: Part) -> None:
@@ -188,26 +190,26 @@ class _PieceSavePlanner(DefaultSavePlanner):
         self.part = part
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.part.block(write_item.index.fqn)
+        return self.part.tensor(write_item.index.fqn)
 
 
 # ---- full ----
 
 
 class FullWriter(ShardedWriter):
-    """Has rank 0 write whole tensors; each is gathered when its turn to be written comes."""
+    """Has rank 0 write whole tensors, each of which is gathered just before it is written."""
 
-    def __init__(self, staged: Staged, ranks: Ranks, doing: str) -> None:
-        super().__init__(staged, ranks, doing)
+    def __init__(self, staged: Staged, ranks: Ranks, failure: str) -> None:
+        super().__init__(staged, ranks, failure)
         self._sources: dict[str, dict[str, TensorSource]] = {}
-        self._ended = False  # all ranks have left the gathering
+        self._ended = False  # whether the other ranks have left the loop of `_gather`
 
     def describe(self) -> Any:
-        return {part: blocks_of(content) for part, content in self.staged.parts.items()}
+        return {part: held_blocks(content) for part, content in self.staged.parts.items()}
 
     def plan(self, plan: CheckpointPlan, ranks: Sequence[Description]) -> list[dict[str, SavePlan]]:
         self._sources = {part: sources_of([rank.blocks.get(part, {}) for rank in ranks]) for part in plan.parts}
-        alone = self.share_out(plan.parts, [{part: local_plan(content) for part, content in self._wholes().items()}])
+        alone = self.assign(plan.parts, [{part: local_plan(content) for part, content in self._wholes().items()}])
         return [*alone, *({} for _ in ranks[1:])]
 
     def write(self, draft: Location, share: dict[str, SavePlan]) -> WrittenFiles:
@@ -227,11 +229,11 @@ class FullWriter(ShardedWriter):
             raise failed
         return written
 
-    def finish(self, draft: Location, written: Sequence[WrittenFiles]) -> dict[str, FileFacts]:
+    def finish(self, draft: Location, written: Sequence[WrittenFiles]) -> dict[str, FileInfo]:
         return super().finish(draft, written[:1])
 
     def _wholes(self) -> dict[str, Part]:
-        """Return parts of whole tensors without values, which are gathered when DCP reads them."""
+        """Return parts of whole tensors without values; `_read` gathers the values when DCP asks for them."""
         return {
             part: Part(
                 {
@@ -249,13 +251,13 @@ class FullWriter(ShardedWriter):
         return whole
 
     def _gather(self, wanted: tuple[str, str] | Exception | None) -> list[Tensor | None]:
-        """Gather the tensor that rank 0 wants: its part and its name. Every rank calls it.
+        """Gather the tensor that rank 0 names; every rank calls it.
 
         Args:
-            wanted: rank 0's counts: None: no more of them; an error: it is raised on all ranks.
+            wanted: on rank 0: part and name; None to end the loop; or an error to raise on all ranks.
 
         Returns:
-            the tensor, on other ranks than 0 None; an empty list if rank 0 wants no more.
+            a list of the tensor (None on other ranks than 0); an empty list at the end of the loop.
         """
 
         def ask() -> tuple[str, str, TensorSource] | None:
@@ -264,13 +266,13 @@ class FullWriter(ShardedWriter):
             return None if wanted is None else (*wanted, self._sources[wanted[0]][wanted[1]])
 
         self._ended = True
-        asked = self.ranks.broadcast(self.doing, ask)
+        asked = self.ranks.broadcast(self.failure, ask)
         if asked is None:
             return []
         part, name, source = asked
-        piece = self.staged.parts.get(part, Part()).pieces.get(name)
-        whole = gather_tensor(source, piece, self.doing, self.ranks)
-        self._ended = False  # not reached where an exchange failed: it failed on all ranks
+        block = self.staged.parts.get(part, Part()).blocks.get(name)
+        whole = gather_tensor(source, block, self.failure, self.ranks)
+        self._ended = False  # not reached if an exchange failed, which ends the loop on all ranks
         return [whole]
 
 
@@ -278,10 +280,10 @@ class FullWriter(ShardedWriter):
 
 
 class LocalWriter(FormatWriter):
-    """Writes each rank's blocks as they are: nothing is planned, shared out or moved."""
+    """Writes each rank's blocks as they are, without a plan."""
 
-    def __init__(self, staged: Staged, ranks: Ranks, doing: str) -> None:
-        super().__init__(staged, ranks, doing)
+    def __init__(self, staged: Staged, ranks: Ranks, failure: str) -> None:
+        super().__init__(staged, ranks, failure)
         self.raw_ranks = ranks.size
 
     def describe(self) -> None:
@@ -296,18 +298,18 @@ class LocalWriter(FormatWriter):
         return WrittenFiles({file: _write_raw(draft, file, content) for file, content in files.items()})
 
 
-def _write_raw(draft: Location, file: str, part: Part) -> FileFacts:
+def _write_raw(draft: Location, file: str, part: Part) -> FileInfo:
     header: dict[str, Any] = {}
     position = 0
-    for name, piece in part.pieces.items():
+    for name, block in part.blocks.items():
         header[name] = {
-            "dtype": dtype_name(piece.tensor.dtype), "shape": list(piece.shape), "offset": list(piece.offset),
-            "block": list(piece.tensor.shape), "at": position,
+            "dtype": dtype_name(block.tensor.dtype), "shape": list(block.shape), "offset": list(block.offset),
+            "block": list(block.tensor.shape), "at": position,
         }  # fmt: skip
-        position += piece.tensor.numel() * piece.tensor.element_size()
+        position += block.tensor.numel() * block.tensor.element_size()
     text = json.dumps(header).encode()
     with draft.create(file) as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        for name in part.pieces:
-            stream.write(tensor_bytes(part.block(name)))
-    return stream.facts
+        for name in part.blocks:
+            stream.write(tensor_bytes(part.tensor(name)))
+    return stream.info

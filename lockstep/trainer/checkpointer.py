@@ -269,7 +269,7 @@ def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
         if trainer.storage_is_shared:
             return checkpoint.resume_point(folder)
         here = checkpoint.newest(folder, thorough=True) if trainer.is_main_process else None
-        return checkpoint.hand_out(here)
+        return checkpoint.copy_to_hosts(here)
     if isinstance(trainer.checkpoints, checkpoint.Storage) and trainer.checkpoints.exists(how):
         return trainer.checkpoints.path(how)
     return _named(Path(how), how)

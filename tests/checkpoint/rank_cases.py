@@ -198,9 +198,9 @@ def full_format_is_refused_on_all(directory: Path) -> None:
         if rank == failing == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
         bad = {"w1": snapshot.model["w1"].to("meta")} if rank == failing == 1 else {}
-        pieces = stage(snapshot).parts["model"].pieces
+        blocks = stage(snapshot).parts["model"].blocks
         parts = {
-            "model": Part({name: piece.with_tensor(bad.get(name, piece.tensor)) for name, piece in pieces.items()})
+            "model": Part({name: block.with_tensor(bad.get(name, block.tensor)) for name, block in blocks.items()})
         }
         target = posix.locate(directory / "step-00000001")
         options = SaveOptions("full", retries=1)

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from lockstep import checkpoint
 from lockstep.checkpoint import DamagedError, commands
-from lockstep.checkpoint.manifest import Manifest, ParameterFacts, read_manifest, read_state
+from lockstep.checkpoint.manifest import Manifest, ParameterInfo, read_manifest, read_state
 from lockstep.checkpoint.metadata import parse_metadata
 from lockstep.checkpoint.posix import locate
-from lockstep.checkpoint.storage import FileFacts
+from lockstep.checkpoint.storage import FileInfo
 from lockstep.errors import RunError
 from tests.checkpoint.shared import blank, save, snapshot
 
@@ -28,7 +28,7 @@ from tests.checkpoint.shared import blank, save, snapshot
 def reseal(path: Path, **changes: Any) -> None:
     """Write a manifest that fits whatever is now in the folder: the attacker can compute checksums too."""
     old = read_manifest(path)
-    files = {name: locate(path).facts(name) for name in old.files}
+    files = {name: locate(path).checksum(name) for name in old.files}
     parameters = {**old.parameters, **changes.get("parameters", {})}
     manifest = Manifest(old.step, changes.get("files", files), parameters, old.parts, old.written_by, old.ranks)
     (path / "manifest.json").write_bytes(manifest.to_bytes())
@@ -273,7 +273,7 @@ def test_claims_of_sizes_allocate_nothing(tmp_path: Path) -> None:
         stored.size = stored.chunks[0].sizes = torch.Size(sizes)  # type: ignore[union-attr]
         del stored.chunks[1:]  # type: ignore[union-attr]
         (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
-        reseal(path, parameters={name: ParameterFacts(tuple(sizes), "float32")})
+        reseal(path, parameters={name: ParameterInfo(tuple(sizes), "float32")})
         assert_refused(path, "it claims .* bytes for a block of blocks.0.weight|elements")
         for verb, options in (("export", {}), ("convert", {"to": "full"}), ("convert", {"to": "torch"})):
             with pytest.raises(DamagedError, match=r"it claims|elements"):
@@ -337,14 +337,14 @@ def test_a_manifest_with_impossible_numbers_is_refused(tmp_path: Path) -> None:
     whole = (path / "manifest.json").read_bytes()
     step, parts = '"step": 3,', '"parts":'
     for old, new, said in (
-        (step, '"step": Infinity,', "Infinity, which is no number"),
+        (step, '"step": Infinity,', "Infinity, which is not a number"),
         (step, '"step": 1e999,', "where a count is needed"),
         (step, '"step": -3,', "where a count is needed"),
         (step, '"step": true,', "where a count is needed"),
         (step, f'"step": {10**30},', "where a count is needed"),
         (step, f'"step": {"9" * 5000},', "integer string conversion"),
         (step, step + ' "ranks": 1000000000,', "is of 1000000000 ranks, and lists"),
-        (step, step + ' "ranks": Infinity,', "Infinity, which is no number"),
+        (step, step + ' "ranks": Infinity,', "Infinity, which is not a number"),
         (step, step + ' "ranks": 4,', "does not list model/rank-00000.raw"),
         (step, step + ' "x": ' + "[" * 100_000 + "]" * 100_000 + ",", "nested too deeply"),
         ('"shape": [10, 6]', '"shape": [1099511627776, 6]', "it claims"),
@@ -396,6 +396,6 @@ def test_a_part_whose_file_is_shorter_than_listed_is_not_allocated(tmp_path: Pat
     path = save(tmp_path, 1)
     facts = read_manifest(path).files
     name = "optimizer/main/__0_0.distcp"
-    reseal(path, files={**facts, name: FileFacts(40 << 30, facts[name].crc32)})
+    reseal(path, files={**facts, name: FileInfo(40 << 30, facts[name].crc32)})
     with pytest.raises(DamagedError, match=f"where {40 << 30} were written"):
         checkpoint.optimizer_targets(path, "main", {})

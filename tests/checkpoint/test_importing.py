@@ -117,10 +117,10 @@ class NoWeights:
         (None, "there is no file or folder"),
         ({}, "there are no weights in"),
         ({"w.pt": NoWeights()}, "can't be read as weights"),
-        ({"w.pt": {"state_dict": {"a": torch.ones(1), "lr": 0.1}}}, "'lr', which is no tensor, among 2"),
+        ({"w.pt": {"state_dict": {"a": torch.ones(1), "lr": 0.1}}}, "'lr', which is not a tensor, among 2"),
         ({"w.pt": [torch.ones(1)]}, "holds a list, where weights by name are needed"),
-        ({"w.safetensors": b"no"}, "is no safetensors file"),
-        ({"model.safetensors.index.json": b"[]"}, "is no index of weights"),
+        ({"w.safetensors": b"no"}, "is not a safetensors file"),
+        ({"model.safetensors.index.json": b"[]"}, "is not an index of weights"),
         ({"model.safetensors.index.json": b'{"weight_map": {"a": "../a"}}'}, "outside of its folder"),
     ],
 )

@@ -30,9 +30,9 @@ def test_what_is_written_in_pieces_is_read_back(tmp_path: Path, size: int, piece
             assert stream.write(data[begin : begin + piece]) == len(data[begin : begin + piece])
             assert stream.tell() == min(begin + piece, size)
         os.fsync(file.fileno())
-    facts = stream.facts
+    info = stream.info
     assert (tmp_path / "file").read_bytes() == data
-    assert (facts.size, facts.crc32) == (size, zlib.crc32(data))
+    assert (info.size, info.crc32) == (size, zlib.crc32(data))
 
 
 def test_writing_goes_on_after_a_sync_at_any_place(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lockstep import checkpoint
 from lockstep.checkpoint import Snapshot
-from lockstep.checkpoint.manifest import Manifest, ParameterFacts, _checksum_line
-from lockstep.checkpoint.storage import FileFacts
+from lockstep.checkpoint.manifest import Manifest, ParameterInfo, _checksum_line
+from lockstep.checkpoint.storage import FileInfo
 from lockstep.errors import UsageError
 from tests.checkpoint.shared import CONFIG, assert_same, blank, files_of, known, save, snapshot
 
@@ -201,7 +201,7 @@ def test_floats_come_back_to_the_bit(tmp_path: Path) -> None:
     st.dictionaries(
         st.text(max_size=20),
         st.builds(
-            ParameterFacts,
+            ParameterInfo,
             st.lists(st.integers(0, 99), max_size=3).map(tuple),
             st.just("float32"),
             st.lists(st.text(max_size=5), max_size=2).map(tuple),
@@ -209,8 +209,8 @@ def test_floats_come_back_to_the_bit(tmp_path: Path) -> None:
         max_size=4,
     )
 )
-def test_any_name_survives_the_manifest(parameters: dict[str, ParameterFacts]) -> None:
-    files = dict.fromkeys(("state.json", "config.yaml", "model/.metadata"), FileFacts(1 << 24, 2))
+def test_any_name_survives_the_manifest(parameters: dict[str, ParameterInfo]) -> None:
+    files = dict.fromkeys(("state.json", "config.yaml", "model/.metadata"), FileInfo(1 << 24, 2))
     manifest = Manifest(3, files, parameters, ("model",), {"torch": "x"})
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
 
