@@ -170,7 +170,7 @@ PROVOKED: list[tuple[str, Callable[[], Any]]] = [
     ("not YAML: a tab where spaces should be", config("training:\n\tmax_steps: 1\n")),
     ("not YAML:", config("training: {max_steps: 1\n")),
     ("is written twice, first in line", config("training: {seed: 1}\ntraining: {seed: 2}\n")),
-    ("is not of the type that its tag says", config("training: {max_steps: !!int x}\n")),
+    ("does not have the type of its tag", config("training: {max_steps: !!int x}\n")),
     ("an alias refers to the value that it is part of", config("training: &a {x: *a}\n")),
     ("is neither beside c.yaml nor among the files that ship", config("extends: trainers/none.yaml\n")),
     ("is not a statement of the template language", config("-- blok x\n-- endblock x\ntraining: {seed: 1}\n")),

@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 from lockstep.config.files import SHIPPED, shipped_names
-from lockstep.config.keys import KeyFacts, all_keys
+from lockstep.config.keys import KeyInfo, all_keys
 
 _INTRODUCTION = """# Config
 
@@ -21,27 +21,27 @@ Files are composed with `extends: PARENT` (deep merge); `KEY=VALUE` on the comma
 
 
 def page() -> str:
-    facts = list(all_keys().values())
+    info = list(all_keys().values())
     parts = [_INTRODUCTION]
-    for section in (one for one in facts if one.is_section):
+    for section in (one for one in info if one.is_section):
         parts.append(f"{'##' if '.' not in section.key else '###'} {section.key} {{ #{section.key} }}\n")
         parts.append(section.description + "\n")
-        parts.append(_table([one for one in facts if _is_in(one, section.key)]))
-    parts.insert(1, _table([one for one in facts if "." not in one.key]))
+        parts.append(_table([one for one in info if _is_in(one, section.key)]))
+    parts.insert(1, _table([one for one in info if "." not in one.key]))
     return "\n".join(parts)
 
 
-def _is_in(facts: KeyFacts, section: str) -> bool:
-    return facts.key.rpartition(".")[0] == section
+def _is_in(info: KeyInfo, section: str) -> bool:
+    return info.key.rpartition(".")[0] == section
 
 
-def _table(rows: list[KeyFacts]) -> str:
+def _table(rows: list[KeyInfo]) -> str:
     lines = ["| key | takes | default | meaning |", "|---|---|---|---|"]
-    for facts in rows:
-        takes = "a section" if facts.is_section else cell(facts.takes)
-        name = f"[`{facts.name}`](#{facts.key})" if facts.is_section else f"`{facts.name}`{{ #{facts.key} }}"
-        default = "" if facts.is_section else f"`{_written(facts.default)}`"
-        lines.append(f"| {name} | {takes} | {default} | {cell(facts.description)} |")
+    for info in rows:
+        takes = "a section" if info.is_section else cell(info.takes)
+        name = f"[`{info.name}`](#{info.key})" if info.is_section else f"`{info.name}`{{ #{info.key} }}"
+        default = "" if info.is_section else f"`{_written(info.default)}`"
+        lines.append(f"| {name} | {takes} | {default} | {cell(info.description)} |")
     return "\n".join([*lines, ""])
 
 

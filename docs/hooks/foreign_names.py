@@ -3,7 +3,7 @@
 from config_keys import cell
 
 from lockstep.config.keys import all_keys
-from lockstep.config.names import SOURCES, Foreign, table
+from lockstep.config.names import SOURCES, ForeignName, table
 
 _TITLES = {
     "key": "Config keys",
@@ -39,7 +39,7 @@ def page_of_all() -> str:
     return "\n".join(lines)
 
 
-def _table(rows: list[Foreign], *, with_source: bool = False) -> list[str]:
+def _table(rows: list[ForeignName], *, with_source: bool = False) -> list[str]:
     of, line = (" of |", "---|") if with_source else ("", "")
     lines = [f"| there |{of} here | |", f"|---|{line}---|---|"]
     for row in rows:
@@ -48,13 +48,13 @@ def _table(rows: list[Foreign], *, with_source: bool = False) -> list[str]:
     return [*lines, ""]
 
 
-def _theirs(row: Foreign) -> str:
+def _theirs(row: ForeignName) -> str:
     if row.kind == "value":
         return f"`{cell(row.theirs)}` for [`{row.ours}`]({_link(row.ours)})"
     return f"`{cell(row.theirs)}`"
 
 
-def _ours(row: Foreign) -> str:
+def _ours(row: ForeignName) -> str:
     if row.kind == "value":
         return f"`{cell(row.value)}`"
     if not row.ours:

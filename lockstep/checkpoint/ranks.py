@@ -117,7 +117,7 @@ _ADVICE = {
 
 def _explain(failure: str, error: Exception, where: str | None) -> LockstepError:
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):  # torch wraps what the file system said
+    while cause is not None and not isinstance(cause, OSError):  # torch wraps errors of the file system
         cause = cause.__cause__ or cause.__context__
     if isinstance(cause, OSError) and cause.errno is not None:
         place = f"{where}, {cause.filename}" if where and cause.filename else where or cause.filename

@@ -1,4 +1,4 @@
-"""What a run is told: the typed schema, loading from files, and the templates that ship. Nothing here imports torch.
+"""The config of a run: the typed schema, loading from files, and the templates that ship. Nothing here imports torch.
 
     from lockstep.config import Config, load_config
 
@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     from lockstep.config.flags import FLAGS, apply_flags, as_overrides
     from lockstep.config.loading import config_from, load_config
     from lockstep.config.objects import build_object
-    from lockstep.config.schema import Config, StepConfig
+    from lockstep.config.schema import (
+        CheckpointConfig,
+        Config,
+        MemoryConfig,
+        MonitorConfig,
+        ProfileConfig,
+        PrometheusConfig,
+        StepConfig,
+        StragglerConfig,
+    )
     from lockstep.config.schema_distributed import (
         AccelerateConfig,
         CompressionConfig,
@@ -22,14 +31,6 @@ if TYPE_CHECKING:
         DistributedConfig,
         FSDPConfig,
         PipelineConfig,
-    )
-    from lockstep.config.schema_running import (
-        CheckpointConfig,
-        MemoryConfig,
-        MonitorConfig,
-        ProfileConfig,
-        PrometheusConfig,
-        StragglerConfig,
     )
     from lockstep.config.schema_training import (
         BadNumbersConfig,
@@ -47,7 +48,16 @@ _HOMES = {
     "flags": ("FLAGS", "apply_flags", "as_overrides"),
     "loading": ("config_from", "load_config"),
     "objects": ("build_object",),
-    "schema": ("Config", "StepConfig"),
+    "schema": (
+        "CheckpointConfig",
+        "Config",
+        "MemoryConfig",
+        "MonitorConfig",
+        "ProfileConfig",
+        "PrometheusConfig",
+        "StepConfig",
+        "StragglerConfig",
+    ),
     "schema_distributed": (
         "AccelerateConfig",
         "CompressionConfig",
@@ -56,14 +66,6 @@ _HOMES = {
         "DistributedConfig",
         "FSDPConfig",
         "PipelineConfig",
-    ),
-    "schema_running": (
-        "CheckpointConfig",
-        "MemoryConfig",
-        "MonitorConfig",
-        "ProfileConfig",
-        "PrometheusConfig",
-        "StragglerConfig",
     ),
     "schema_training": (
         "DataConfig",

@@ -1,9 +1,9 @@
-"""`!calc "max(1, 64 // batch_size)"`: arithmetic over config values, worked out when files and overrides are merged.
+"""Evaluate `!calc "max(1, 64 // batch_size)"`, arithmetic over config values, once files and overrides are merged.
 
-Operators + - * / // % **, min and max, numbers, and names. A name is looked up beside the expression, then among the
-variables that the template sets, then as a dotted key, then as the last name of a key (`batch_size` finds
-`training.batch_size`), then in the table of foreign names (`per_device_batch_size` is it, too), then among the schema's
-defaults. The expression is walked as a syntax tree: nothing is executed.
+An expression has operators + - * / // % **, min and max, numbers, and names. A name is looked up among the neighbours
+of the expression, then among the variables that the template sets, then as a dotted key, then as the last name of a key
+(`batch_size` finds `training.batch_size`), then in the table of foreign names (`per_device_batch_size` finds it, too),
+then among the schema's defaults. The expression is evaluated on its syntax tree, without Python's `eval`.
 """
 
 import ast
@@ -33,10 +33,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
 
 
 def evaluate(expression: str, lookup: Callable[[str], Number]) -> Number:
-    """The number that `expression` stands for; `lookup` gives the value of a name.
+    """Return the value of an expression; `lookup` returns the value of a name.
 
     Raises:
-        ValueError: anything but arithmetic, a division by zero, a power out of bounds; says which.
+        ValueError: it is not arithmetic, divides by zero, or has a number that is too large.
     """
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"it is longer than {MAX_LENGTH} characters")
@@ -90,10 +90,10 @@ def _dotted(node: ast.expr) -> str:
 
 
 def resolve(tree: Node) -> Node:
-    """The same tree with every `Calc` worked out.
+    """Return the tree with the value of each `Calc` in its place.
 
     Raises:
-        UsageError: an expression that is not arithmetic, names nothing, or refers to itself.
+        UsageError: an expression is not arithmetic, has an unknown name, or refers to itself.
     """
     return _Resolver(tree).resolved(tree, ())
 
@@ -101,7 +101,7 @@ def resolve(tree: Node) -> Node:
 class _Resolver:
     def __init__(self, tree: Node) -> None:
         self.tree = tree
-        self.busy: list[Path] = []
+        self.busy: list[Path] = []  # the expressions being evaluated, to find those that refer to themselves
 
     def resolved(self, node: Node, path: Path) -> Node:
         if isinstance(node.value, dict):

@@ -1,4 +1,4 @@
-"""What can't be said together in one config, and what a strategy or the ranks can't follow."""
+"""Refuse configs that contradict themselves, or that a strategy or the number of ranks can't follow."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from lockstep.strategy import AUTO, Strategy, strategy_named
 
 
 def check(config: Config) -> None:
-    """Refuse a config that contradicts itself. `strategy: auto` escapes some checks: check again once it is resolved.
+    """Refuse a config that contradicts itself. Some checks skip `strategy: auto`: check again once it is resolved.
 
     Raises:
         UsageError: for the first contradiction.
@@ -20,10 +20,10 @@ def check(config: Config) -> None:
 
 
 def require_runnable(config: Config) -> None:
-    """Refuse a config that names no model or no data: fine in Python, where both are handed over, but not in a file.
+    """Refuse a config without a model or data, which in Python are given as objects.
 
     Raises:
-        UsageError: naming the key that is missing.
+        UsageError: with the missing key.
     """
     if config.model.name is None:
         raise UsageError(
@@ -42,10 +42,10 @@ def require_runnable(config: Config) -> None:
 def contradictions(
     config: Config, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
-    """Yield all of them: those between sections, and those of the step.
+    """Yield all contradictions, between sections and in the step.
 
     Args:
-        layout, device_type: where the model is placed; None while a config is loaded.
+        layout, device_type: those of the run; None while a config is loaded.
     """
     for part in (_sizes, _schedule, _loader, _saving):
         yield from part(config)
@@ -55,10 +55,10 @@ def contradictions(
 def step_contradictions(
     config: StepConfig, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
-    """Yield those of the step: the general ones, and those of the strategy that the config names.
+    """Yield the contradictions in the step: general ones, and those of the config's strategy.
 
     Args:
-        layout, device_type: where the model is placed; None while a config is loaded.
+        layout, device_type: those of the run; None while a config is loaded.
     """
     for part in (_precision, _compression, _reproducible, _accelerate, _backend):
         yield from part(config)
@@ -109,9 +109,9 @@ def _sizes(config: Config) -> Iterator[Contradiction]:
             f"the run can't end both after {t.max_steps} steps and after {t.num_train_epochs} epochs",
             "keep one of the two and write null for the other",
         )
-    # In Python a DataLoader may still bring a batch size of its own; then `lockstep.data.adopt` compares the two.
-    open_yet = config.model.name is None and "batch_size" not in t.model_fields_set
-    if t.global_batch_size is not None and t.global_batch_size % t.batch_size and not open_yet:
+    # In Python the batch size may still come from a DataLoader; `lockstep.data.adopt` then makes this comparison.
+    from_loader = config.model.name is None and "batch_size" not in t.model_fields_set
+    if t.global_batch_size is not None and t.global_batch_size % t.batch_size and not from_loader:
         whole, rest = divmod(t.global_batch_size, t.batch_size)
         below = f"{whole * t.batch_size} or " if whole else ""
         yield Contradiction(
@@ -122,7 +122,7 @@ def _sizes(config: Config) -> Iterator[Contradiction]:
             f"{t.global_batch_size}: {', '.join(map(str, _divisors(t.global_batch_size, t.batch_size)))}",
         )
 
-    elif t.global_batch_size is not None and t.global_batch_size % (t.batch_size * t.accumulation) and not open_yet:
+    elif t.global_batch_size is not None and t.global_batch_size % (t.batch_size * t.accumulation) and not from_loader:
         whole, rest = divmod(t.global_batch_size, t.batch_size * t.accumulation)
         yield Contradiction(
             ("training.gradient_accumulation_steps", "training.global_batch_size"),
@@ -135,11 +135,11 @@ def _sizes(config: Config) -> Iterator[Contradiction]:
 
 
 def require_equation(training: TrainingConfig, ranks: int, batch_size: int | None = None) -> None:
-    """Refuse a `gradient_accumulation_steps` that is not what `global_batch_size` makes it on so many ranks.
+    """Refuse a `gradient_accumulation_steps` that contradicts `global_batch_size` on this number of ranks.
 
     Args:
         ranks: the data-parallel size.
-        batch_size: samples in a micro-batch, where the data decide; unset: as `training` says.
+        batch_size: samples in a micro-batch if the data decide them; None: those of `training`.
 
     Raises:
         UsageError: with the equation.
@@ -160,7 +160,7 @@ def require_equation(training: TrainingConfig, ranks: int, batch_size: int | Non
 
 
 def _divisors(number: int, near: int) -> list[int]:
-    """The three divisors of `number` that are nearest to `near`."""
+    """Return the three divisors of `number` that are nearest to `near`."""
     all_of_them = (d for d in range(1, min(number, 2 * near) + 1) if number % d == 0)
     return sorted(sorted(all_of_them, key=lambda d: abs(d - near))[:3])
 
@@ -240,12 +240,12 @@ def _reproducible(config: StepConfig) -> Iterator[Contradiction]:
     distributed = config.distributed
     if not distributed.reproducible:
         return
-    bends = (
+    rounding = (
         ("precision.param_dtype", config.precision.param_dtype, "fp32"),
         ("distributed.ddp.compression.kind", distributed.ddp.compression.kind, "none"),
         ("distributed.fsdp.reduce_dtype", distributed.fsdp.reduce_dtype, "fp32"),
     )
-    for key, value, needed in bends:
+    for key, value, needed in rounding:
         if value != needed:
             yield Contradiction(
                 ("distributed.reproducible", key),
@@ -266,7 +266,7 @@ def _reproducible(config: StepConfig) -> Iterator[Contradiction]:
         )
 
 
-_REFUSED_OF_ACCELERATE = {
+_REFUSED_ACCELERATE_OPTIONS = {
     "split_batches": "leave it out: training.batch_size is a rank's own",
     "dispatch_batches": "leave it out: each rank reads its own samples, with data.num_workers",
     "even_batches": "leave it out: no sample is repeated to fill a batch; data.drop_last drops the rest",
@@ -277,12 +277,12 @@ _REFUSED_OF_ACCELERATE = {
 
 def _accelerate(config: StepConfig) -> Iterator[Contradiction]:
     accelerate = config.distributed.accelerate
-    for name, fix in _REFUSED_OF_ACCELERATE.items():
+    for name, fix in _REFUSED_ACCELERATE_OPTIONS.items():
         if getattr(accelerate, name) is not None:
             key = f"distributed.accelerate.{name}"
             yield Contradiction((key,), f"{key} is about data or accumulation, which Lockstep's own keys say", fix)
-    said = {"no": "fp32", None: config.precision.mode}.get(accelerate.mixed_precision, accelerate.mixed_precision)
-    if said != config.precision.mode:
+    mode = {"no": "fp32", None: config.precision.mode}.get(accelerate.mixed_precision, accelerate.mixed_precision)
+    if mode != config.precision.mode:
         yield Contradiction(
             ("distributed.accelerate.mixed_precision", "precision.mode"),
             f"mixed_precision: {accelerate.mixed_precision} and precision.mode: {config.precision.mode} disagree",

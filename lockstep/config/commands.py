@@ -1,4 +1,4 @@
-"""`lockstep config show|check|schema|list [CONFIG]`: text for the command line to print."""
+"""Run `lockstep config show|check|schema|list [CONFIG]`, and return the text to print."""
 
 import difflib
 import json
@@ -8,18 +8,19 @@ from typing import Any
 
 from lockstep.config.checks import require_runnable
 from lockstep.config.files import SHIPPED, shipped_names
-from lockstep.config.loading import config_from, load_config
+from lockstep.config.loading import config_from, load_config, with_overrides
 from lockstep.config.schema import Config
+from lockstep.config.tree import Node, Origin
 from lockstep.errors import UsageError
 
 VERBS = ("show", "check", "schema", "list")
 
 
 def run(verb: str, config: str | Path | None, overrides: Sequence[str] = ()) -> str:
-    """What the verb prints, without a last line break. Without a config, `show` shows the defaults.
+    """Run one verb and return the text to print; without a config, `show` shows the defaults.
 
     Raises:
-        UsageError: no such verb, a config is missing or wrong.
+        UsageError: there is no such verb, or the config is missing or wrong.
     """
     if verb == "show":
         return _load(config, overrides).to_yaml().rstrip("\n")
@@ -40,7 +41,7 @@ def run(verb: str, config: str | Path | None, overrides: Sequence[str] = ()) -> 
 
 
 def _schema() -> dict[str, Any]:
-    """Of a file as it is written: with `extends`, and with the short forms that loading spells out."""
+    """Return the JSON schema of a config file, with `extends` and the short forms that loading expands."""
     schema = Config.model_json_schema(by_alias=True)
     text = "A config that this one begins from: a file, by its path from here, or one that ships."
     schema["properties"] = {"extends": {"type": "string", "description": text}, **schema["properties"]}
@@ -59,7 +60,7 @@ def _schema() -> dict[str, Any]:
 
 
 def summary(config: Config) -> str:
-    """One line: model, data, strategy, batch, length, precision."""
+    """Return one line with model, data, strategy, batch, length and precision."""
     t = config.training
     batch = f"micro-batch {t.batch_size}"
     if t.global_batch_size is not None:
@@ -75,13 +76,7 @@ def summary(config: Config) -> str:
 def _load(config: str | Path | None, overrides: Sequence[str]) -> Config:
     if config is not None:
         return load_config(config, overrides)
-    from lockstep.config.loading import apply_override
-    from lockstep.config.tree import Node, Origin
-
-    tree = Node({}, Origin("the defaults"))
-    for override in overrides:
-        tree = apply_override(tree, override)
-    return config_from(tree.plain())
+    return config_from(with_overrides(Node({}, Origin("the defaults")), overrides).plain())
 
 
 def _list() -> str:
@@ -92,7 +87,7 @@ def _list() -> str:
 
 
 def _first_comment(name: str) -> str:
-    """The first sentence of the comment at the head of a file."""
+    """Return the first sentence of the comment at the head of a file."""
     comment: list[str] = []
     for line in (SHIPPED / name).read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):

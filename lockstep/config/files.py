@@ -1,4 +1,4 @@
-"""Finding and reading config files: a path, a name beside the file that mentions it, or one that ships."""
+"""Find and read config files, by path, by name beside the file that extends them, or among those that ship."""
 
 import difflib
 import os
@@ -18,21 +18,21 @@ MAX_BYTES = 10_000_000
 
 @dataclass(frozen=True)
 class ResolvedFile:
-    """A file, and how to call it in messages."""
+    """The path of a file, and its name for messages."""
 
     path: Path
     shown: str
 
 
 def shipped_names() -> list[str]:
-    """The files that ship, `trainers/fsdp.yaml`, `ready/….yaml`, without the aliases."""
+    """Return the names of the files that ship, such as `trainers/fsdp.yaml`, without aliases."""
     return sorted(
         f"{folder}/{path.name}" for folder in ("trainers", "ready") for path in (SHIPPED / folder).glob("*.yaml")
     )
 
 
 def find(path: str | Path) -> ResolvedFile:
-    """The file of that path, or the shipped one of that name; `read` says where there is neither."""
+    """Return the file at a path, or else the shipped one of that name; `read` raises if there is neither."""
     _require_no_null(str(path), None)
     given = Path(path)
     found = ResolvedFile(given.resolve(), str(path))
@@ -40,7 +40,7 @@ def find(path: str | Path) -> ResolvedFile:
 
 
 def parent_file(name: str, child: ResolvedFile, where: str) -> ResolvedFile:
-    """The file that `child` extends: beside it, or shipped.
+    """Return the file that `child` extends: one beside it, or one that ships.
 
     Raises:
         UsageError: there is neither.
@@ -63,10 +63,10 @@ def parent_file(name: str, child: ResolvedFile, where: str) -> ResolvedFile:
 
 
 def read(file: ResolvedFile) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Raises:
-        UsageError: missing, a directory, not readable, not text, empty.
+        UsageError: the file is missing, a directory, too large, not readable or not text.
     """
     name = file.shown
     if os.path.isdir(file.path):
@@ -76,10 +76,10 @@ def read(file: ResolvedFile) -> str:
             fix=f"name a file in it: {', '.join(inside[:5])}" if inside else "name a YAML file",
         )
     try:
-        facts = file.path.stat()
-        if not stat.S_ISREG(facts.st_mode):  # a device or a pipe may never end, and ranks read it once more
+        status = file.path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a device or a pipe may never end, and ranks read the file again
             raise UsageError(f"{name} is not a regular file", fix="write the config to a file, and name that")
-        if facts.st_size > MAX_BYTES:
+        if status.st_size > MAX_BYTES:
             raise UsageError(
                 f"{name} has more than {MAX_BYTES // 10**6} MB: it is not a config",
                 fix="give the YAML file of a config",

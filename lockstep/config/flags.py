@@ -1,11 +1,11 @@
-"""Short names for the keys that people type most: options of the command line and keywords of Python's `Trainer`.
+"""Short names for the most used keys, as options of the command line and keywords of Python's `Trainer`.
 
     --grad-clip 0   is   training.gradient_clip=0   is   Trainer(…, grad_clip=0)      (0: off)
 
-`FLAGS` is the table (importing it loads neither torch nor the schema). The command line turns the options that it met
-into overrides, `as_overrides(apply_flags({"grad_clip": "0"}))`, and hands them to `load_config`. `Trainer` turns its
-keywords into dotted keys and a config, `config_from(apply_flags(settings))`; beside the flags it takes any key by its
-last name, and whole sections as dictionaries.
+`FLAGS` is the table; importing it loads neither torch nor the schema. The command line turns its options into
+overrides for `load_config`, `as_overrides(apply_flags({"grad_clip": "0"}))`. `Trainer` turns its keywords into a
+config, `config_from(apply_flags(settings))`; besides the flags it accepts any key by its last name, and whole sections
+as dictionaries.
 """
 
 import difflib
@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.names import SECTIONS, advice_for, says_to_leave_out
+from lockstep.config.names import SECTIONS, advice_for, advice_to_leave_out
 from lockstep.errors import UsageError
 from lockstep.registry import STRATEGIES
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A short name. `switch`: the option alone means true."""
+    """A short name of a key; with `switch`, the option has no value and means true."""
 
     name: str
     key: str
@@ -52,16 +52,18 @@ BY_NAME: dict[str, Flag] = {flag.name: flag for flag in FLAGS}
 
 
 def apply_flags(settings: Mapping[str, Any], where: str = "the settings") -> dict[str, Any]:
-    """Dotted keys for settings by short name (dashes equal underscores), by the last name of a key, or by dotted name.
+    """Return settings by dotted key, given by short name, by the last name of a key, or by dotted key.
+
+    Dashes in a name equal underscores.
 
     Raises:
-        UsageError: a name that is neither; says the nearest.
+        UsageError: a name is none of these; with the nearest one.
     """
     return {_key(name.replace("-", "_"), where): value for name, value in settings.items()}
 
 
 def as_overrides(dotted: Mapping[str, Any]) -> list[str]:
-    """`["training.batch_size=4"]` for `load_config`. Text is taken as YAML, as if typed."""
+    """Return overrides such as `training.batch_size=4` for `load_config`; text is taken as YAML, as if typed."""
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in dotted.items()]
 
 
@@ -70,12 +72,12 @@ def _key(name: str, where: str) -> str:
         return BY_NAME[name].key
     if name in SECTIONS or "." in name:
         return name  # the schema checks it
-    left_out = says_to_leave_out(name)
+    left_out = advice_to_leave_out(name)
     if left_out is not None:
         raise UsageError(f"unknown setting {name}", where=where, fix=left_out)
     from lockstep.config.keys import all_keys
 
-    keys = shallowest(name, [facts.key for facts in all_keys().values() if facts.key.rpartition(".")[2] == name])
+    keys = shallowest(info.key for info in all_keys().values() if info.name == name)
     if len(keys) == 1:
         return keys[0]
     if keys:
@@ -88,8 +90,8 @@ def _key(name: str, where: str) -> str:
     raise UsageError(f"unknown setting {name}", where=where, fix=fix)
 
 
-def shallowest(name: str, keys: Iterable[str]) -> list[str]:
-    """Of several keys of one name those nearest the root: `strategy` is `distributed.strategy`."""
+def shallowest(keys: Iterable[str]) -> list[str]:
+    """Return the keys nearest to the root, so that `strategy` means `distributed.strategy`."""
     found = list(keys)
     depth = min((key.count(".") for key in found), default=0)
     return [key for key in found if key.count(".") == depth]

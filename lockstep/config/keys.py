@@ -1,27 +1,33 @@
-"""The keys of the schema, as data: what each takes, in words; which key a wrong one was probably meant to be.
+"""The keys of the schema as data, and the error messages for mistakes in a config.
 
-Read by the error messages, the flags, the table of foreign names and the reference page.
+Each key comes with what it accepts, in words. The flags, the table of foreign names and the reference page read them,
+too. A message has the place of a mistake, the key, the problem, and what to write instead.
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from pydantic_core import ErrorDetails, PydanticUndefined
 
-from lockstep.config.named import Named
+from lockstep.config.names import advice_for, advice_for_value
 from lockstep.config.schema import Config
-from lockstep.config.schema_training import GradientClipConfig, ObjectSpec, Section
+from lockstep.config.schema_training import GradientClipConfig, Named, ObjectSpec, Section
+from lockstep.config.tree import Node, Path
+from lockstep.errors import UsageError
+
+# A block of a template → the section of most of its keys.
+_BLOCKS = {"trainer_args": "training", "distributed_env": "distributed"}
 
 
 @dataclass(frozen=True)
-class KeyFacts:
-    """One key: its dotted name, what it takes in words, its default, and what it means."""
+class KeyInfo:
+    """One key, with what it accepts in words, its default and its description."""
 
     key: str
     takes: str
@@ -29,21 +35,22 @@ class KeyFacts:
     description: str
     choices: tuple[str, ...] = ()
     is_section: bool = False
-    free: Literal["", "nested", "flat"] = ""  # a mapping with keys of the user's own; flat: of text only
+    free: Literal["", "nested", "flat"] = ""  # a mapping with the user's own keys; flat: with text as values
 
     @property
     def name(self) -> str:
+        """The last part of the dotted name."""
         return self.key.rsplit(".", 1)[-1]
 
 
 @cache
-def all_keys() -> dict[str, KeyFacts]:
-    """Every key by its dotted name, sections before their keys, in the order of the schema."""
-    return {facts.key: facts for facts in _walk(Config, "")}
+def all_keys() -> dict[str, KeyInfo]:
+    """Return all keys by dotted name, sections before their keys, in the order of the schema."""
+    return {info.key: info for info in _walk(Config, "")}
 
 
 def children(section: str) -> list[str]:
-    """The names of the keys right under a section (`""`: the sections)."""
+    """Return the names of the keys right under a section, or of the sections for `""`."""
     prefix = f"{section}." if section else ""
     return [
         key.removeprefix(prefix) for key in all_keys() if key.startswith(prefix) and "." not in key.removeprefix(prefix)
@@ -51,42 +58,43 @@ def children(section: str) -> list[str]:
 
 
 def keys_named(name: str) -> list[str]:
-    """The dotted keys whose last name is `name`, values only, shallowest first."""
-    found = [facts.key for facts in all_keys().values() if facts.name == name and not facts.is_section]
+    """Return the dotted keys with this last name, without sections, those nearest to the root first."""
+    found = [info.key for info in all_keys().values() if info.name == name and not info.is_section]
     return sorted(found, key=lambda key: key.count("."))
 
 
 def near_keys(name: str, section: str) -> list[str]:
-    """What `name`, written under `section`, was probably meant to be: dotted keys, best first; may be empty."""
+    """Return the dotted keys that `name` under `section` was probably meant to be, best first; perhaps none."""
     elsewhere = keys_named(name)
     if elsewhere:
         return elsewhere
     here = _close(name, children(section), 0.6)
     if here:
         return [f"{section}.{found}" if section else found for found in here[:1]]
-    names = {facts.name for facts in all_keys().values() if not facts.is_section}
+    names = {info.name for info in all_keys().values() if not info.is_section}
     close = _close(name, sorted(names), 0.75)
     return keys_named(close[0])[:1] if close else []
 
 
 def _close(word: str, words: list[str], cutoff: float) -> list[str]:
-    """The known words like `word`, best first; a word that is like the beginning of a longer one counts too."""
+    """Return the known words similar to `word`, best first; the beginning of a longer word may be similar, too."""
     wanted = word.lower().replace("-", "_")
     scored = [
-        (max(_likeness(wanted, known), 0.95 * _likeness(wanted, known[: len(wanted) + 1])), known) for known in words
+        (max(_similarity(wanted, known), 0.95 * _similarity(wanted, known[: len(wanted) + 1])), known)
+        for known in words
     ]
     return [known for score, known in sorted(scored, key=lambda pair: -pair[0]) if score >= cutoff]
 
 
-def _likeness(one: str, other: str) -> float:
+def _similarity(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
 
 
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[KeyFacts]:
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[KeyInfo]:
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         section = _section(field.annotation)
-        yield KeyFacts(
+        yield KeyInfo(
             key=key,
             takes=_takes(field),
             default=_default(field, section),
@@ -186,3 +194,184 @@ def _words(annotation: Any, field: FieldInfo) -> str:
 
 def _plural(words: str) -> str:
     return {"text": "texts", "a whole number": "whole numbers"}.get(words, words)
+
+
+# ---- messages about mistakes ----
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake in a config: the place, the problem, and what to write instead."""
+
+    where: str
+    what: str
+    fix: str | None = None
+
+
+def usage_error(mistakes: Sequence[Mistake], source: str) -> UsageError:
+    """Return one error with all mistakes of a config."""
+    unique = list(dict.fromkeys(mistakes))
+    if len(unique) == 1:
+        return UsageError(unique[0].what, where=unique[0].where, fix=unique[0].fix)
+    lines = [f"  {m.where}: {m.what}" + (f"; {m.fix}" if m.fix else "") for m in unique]
+    return UsageError("\n".join([f"{source} has {len(unique)} mistakes", *lines]))
+
+
+def from_validation(error: ValidationError, tree: Node) -> list[Mistake]:
+    """Return pydantic's errors as mistakes, without its names of classes, unions and URLs."""
+    found: dict[Path, list[Mistake]] = {}
+    for details in error.errors(include_url=False, include_context=False):
+        path = _path_in_file(details["loc"], tree)
+        if path not in found:
+            found[path] = _mistakes(details, path, tree)
+    order = {path: number for number, (path, _) in enumerate(tree.walk())}  # as in the file
+    return [mistake for path in sorted(found, key=lambda path: order.get(path, 0)) for mistake in found[path]]
+
+
+def unknown_key(path: Path, tree: Node) -> list[Mistake]:
+    """Return the mistakes for a key that is not in the schema, with advice from foreign names or the nearest key."""
+    node = tree.find(path)
+    if dotted_name(path) in _BLOCKS and isinstance(node.value, dict) and node.value:
+        return [mistake for name in node.value for mistake in _unknown_in_block((*path, name), tree)]
+    mistakes = [Mistake(str(node.origin), f"unknown key {dotted_name(path)}", _suggestion(path))]
+    foreign = advice_for(dotted_name(path)) is not None
+    if isinstance(node.value, dict) and (foreign or not near_keys(str(path[-1]), dotted_name(path[:-1]))):
+        inside = [
+            Mistake(str(child.origin), f"unknown key {dotted_name(full)}", advice)
+            for below, child in node.walk()
+            if below and (advice := _known_advice(full := (*path, *below))) is not None
+        ]
+        mistakes = inside or mistakes
+    return mistakes
+
+
+def _unknown_in_block(path: Path, tree: Node) -> list[Mistake]:
+    """Return the mistakes for an unknown key in a template's block."""
+    block, name = str(path[0]), str(path[-1])
+    node = tree.find(path)
+    if isinstance(node.value, dict):
+        return unknown_key(path, tree)
+    advice = advice_for(dotted_name(path))
+    if advice is None:
+        near = near_keys(name, _BLOCKS[block])
+        if near:
+            advice = f"write {' or '.join(near)} (in the block {block}: {near[0].rpartition('.')[2]})"
+        else:
+            advice = f"the keys of {_BLOCKS[block]} are {', '.join(children(_BLOCKS[block]))}"
+    return [Mistake(str(node.origin), f"unknown key {dotted_name(path)}", advice)]
+
+
+def _known_advice(path: Path) -> str | None:
+    """Return advice for a key inside an unknown mapping, only from exact names."""
+    advice = advice_for(dotted_name(path))
+    keys = keys_named(str(path[-1])) if advice is None else []
+    return f"write {' or '.join(keys)}" if keys else advice
+
+
+def _suggestion(path: Path) -> str:
+    dotted = dotted_name(path)
+    advice = advice_for(dotted)
+    if advice is not None:
+        return advice
+    section = dotted_name(path[:-1])
+    if section.partition("[")[0] in ("loss_fn", "monitor.callbacks", "checkpoint.storage"):
+        return "an object has a name, and args (keywords) and positional (a list) if it takes any"
+    near = near_keys(str(path[-1]), section)
+    if near:
+        return f"write {' or '.join(near)}"
+    here = section if section in all_keys() or not section else ""
+    title = f"the keys of {here} are" if here else "the sections are"
+    return f"{title} {', '.join(children(here))}"
+
+
+def dotted_name(path: Sequence[str | int]) -> str:
+    """Return the path of a value as text: `monitor.callbacks[0]` for `("monitor", "callbacks", 0)`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def _path_in_file(loc: Sequence[str | int], tree: Node) -> Path:
+    """Return the part of pydantic's location that is in the file, without branches of unions."""
+    path: Path = ()
+    for part in loc:
+        here = tree.find(path)
+        inside = here.value
+        if (isinstance(inside, dict) and part in inside) or (isinstance(inside, list) and isinstance(part, int)):
+            path = (*path, part)
+        else:
+            break
+    return path
+
+
+def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
+    if details["type"] == "extra_forbidden":
+        return unknown_key(path, tree)
+    node = tree.find(path)
+    if details["type"] == "missing":
+        name = dotted_name((*path, str(details["loc"][-1])))
+        return [Mistake(str(node.origin), f"{name} is missing")]
+    key = dotted_name(path)
+    if details["type"] == "value_error":
+        return [Mistake(str(node.origin), f"{key}: {details['msg'].removeprefix('Value error, ')}")]
+    info = all_keys().get(dotted_name(_schema_part(path)))
+    takes = _takes_in_words(
+        details, info.takes if info is not None else None, same=info is not None and info.key == key
+    )
+    value = node.plain()
+    fix = advice_for_value(info.key if info is not None else key, value)
+    if (
+        fix is None and key == "distributed.device" and str(value)[-1:].isdecimal()
+    ):  # as scripts write that place ranks themselves
+        fix = "leave it out: each rank takes the device of its local rank"
+    if fix is None and info is not None and info.choices and isinstance(value, str):
+        fix = _near_choice(value, info.choices)
+    if fix is None and isinstance(value, str) and _reads_as_number(value) and "number" in takes:
+        fix = f"write {value.replace('_', '')} without quotes or underscores"
+    return [Mistake(str(node.origin), f"{key} should be {takes}, but is {_show(value)}", fix)]
+
+
+def _takes_in_words(details: ErrorDetails, takes: str | None, *, same: bool) -> str:
+    if takes is not None and same:
+        return takes
+    if details["type"] == "string_pattern_mismatch":
+        return "package.module:Name"
+    words = {"string_type": "text", "dict_type": "a mapping", "list_type": "a list", "int_type": "a whole number"}
+    return words.get(details["type"]) or takes or str(details["msg"]).lower()
+
+
+def _schema_part(path: Path) -> Path:
+    """Return the longest beginning of `path` that is a key of the schema."""
+    names = all_keys()
+    for end in range(len(path), 0, -1):
+        if dotted_name(path[:end]) in names:
+            return path[:end]
+    return path
+
+
+def _near_choice(value: str, choices: tuple[str, ...]) -> str | None:
+    lowered = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(value.lower(), list(lowered), n=1, cutoff=0.6)
+    return f"write {lowered[close[0]]}" if close else None
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,62 +1,62 @@
-"""From a YAML file, the files that it extends, and overrides to a checked `Config`.
+"""Load a checked `Config` from a YAML file, the files that it extends, and overrides; and write one as YAML.
 
-Order: the parent (`extends`), the file, the overrides; mappings are merged key by key, anything else is replaced.
-`max_steps` replaces a `num_train_epochs` said before, and the reverse: each is the length of the run. A
+The parent (`extends`) comes first, then the file, then the overrides; mappings are merged key by key, anything else is
+replaced. `max_steps` replaces an earlier `num_train_epochs`, and the reverse, because each is the length of the run. A
 file with lines that begin with `-- `, or with the tags of the template language, is a template and is rendered first.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from lockstep.config import calc
 from lockstep.config.checks import contradictions
 from lockstep.config.files import ResolvedFile, find, parent_file, read
-from lockstep.config.mistakes import Mistake, from_validation, unknown_key, usage_error
+from lockstep.config.keys import Mistake, from_validation, unknown_key, usage_error
 from lockstep.config.prepass import is_template
 from lockstep.config.schema import Config
-from lockstep.config.tree import Node, Origin, merge, node_of, parse, parse_value
+from lockstep.config.tree import CoreLoader, Node, Origin, merge, node_of, parse, parse_value
 from lockstep.config.tree import Path as KeyPath
 from lockstep.errors import UsageError
 
-_LENGTHS = ("max_steps", "num_train_epochs")
+_LENGTHS = ("max_steps", "num_train_epochs")  # two keys for the length of a run
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, merge, check.
+    """Return the config of a file and overrides, checked.
 
     Args:
         path: a YAML file, or the name of one that ships (`trainers/fsdp.yaml`).
-        overrides: `section.key=VALUE`, VALUE in YAML; applied last, in order.
+        overrides: `section.key=VALUE` with VALUE in YAML; applied last, in order.
 
     Raises:
-        UsageError: one message for all that is wrong, with file, line, key, and what to write instead.
+        UsageError: with all mistakes: file, line, key, and what to write instead.
     """
     file = find(path)
-    tree = without_rivals(load_tree(file, ()), _overrides_tree(overrides))
-    for override in overrides:
-        tree = apply_override(tree, override)
-    return _config(tree, str(file.shown))
+    later = with_overrides(Node({}, Origin("the overrides")), overrides)
+    tree = without_replaced_length(load_tree(file, ()), later)
+    return _config(with_overrides(tree, overrides), str(file.shown))
 
 
 def config_from(settings: Mapping[str, Any], base: Config | None = None) -> Config:
-    """A config from dotted keys, `{"training.batch_size": 4}`, over `base` (or over the defaults).
+    """Return the config of dotted keys, `{"training.batch_size": 4}`, over `base` or the defaults.
 
     Raises:
-        UsageError: an unknown key, a wrong value, a contradiction.
+        UsageError: a key is unknown, a value is wrong, or they contradict each other.
     """
-    # Only what was set: what follows from other keys when unset must still be unset.
+    # Without defaults: a key that follows from others while it is unset must stay unset.
     given = base.model_dump(by_alias=True, exclude_unset=True) if base is not None else {}
-    tree = without_rivals(node_of(given, Origin("the config")), _settings_tree(settings))
-    for key, value in settings.items():
-        tree = _put(tree, key_path(key, key), node_of(value, Origin(f"the setting {key}")), f"the setting {key}")
-    return _config(tree, "the configuration")
+    later = _with_settings(Node({}, Origin("the settings")), settings)
+    tree = without_replaced_length(node_of(given, Origin("the config")), later)
+    return _config(_with_settings(tree, settings), "the configuration")
 
 
 def load_tree(file: ResolvedFile, chain: tuple[Path, ...]) -> Node:
-    """The merged tree of a file and what it extends; `chain`: the files that led here."""
+    """Return the merged tree of a file and its parents; `chain` has the files that led here."""
     if file.path in chain:
         names = " → ".join(p.name for p in (*chain[chain.index(file.path) :], file.path))
         raise UsageError(
@@ -73,28 +73,20 @@ def load_tree(file: ResolvedFile, chain: tuple[Path, ...]) -> Node:
         )
     parent = parent_file(extends.value, file, str(extends.origin))
     over = Node(rest, tree.origin)
-    return merge(without_rivals(load_tree(parent, (*chain, file.path)), over), over)
+    return merge(without_replaced_length(load_tree(parent, (*chain, file.path)), over), over)
 
 
-def without_rivals(tree: Node, later: Node) -> Node:
-    """`tree` without the length of a run that a later layer says in the other way: the later one replaces it."""
-    for name, rival in (_LENGTHS, _LENGTHS[::-1]):
-        said = later.has(("training", name)) and later.find(("training", name)).value is not None
-        if said and not later.has(("training", rival)) and tree.has(("training", rival)):
-            training = {key: node for key, node in tree.find(("training",)).value.items() if key != rival}
+def without_replaced_length(tree: Node, later: Node) -> Node:
+    """Return `tree` without `max_steps` if `later` sets `num_train_epochs`, and the reverse."""
+    for name, other in (_LENGTHS, _LENGTHS[::-1]):
+        is_set = later.has(("training", name)) and later.find(("training", name)).value is not None
+        if is_set and not later.has(("training", other)) and tree.has(("training", other)):
+            training = {key: node for key, node in tree.find(("training",)).value.items() if key != other}
             tree = Node({**tree.value, "training": Node(training, tree.find(("training",)).origin)}, tree.origin)
     return tree
 
 
-def _overrides_tree(overrides: Sequence[str]) -> Node:
-    tree = Node({}, Origin("the overrides"))
-    for override in overrides:
-        tree = apply_override(tree, override)
-    return tree
-
-
-def _settings_tree(settings: Mapping[str, Any]) -> Node:
-    tree = Node({}, Origin("the settings"))
+def _with_settings(tree: Node, settings: Mapping[str, Any]) -> Node:
     for key, value in settings.items():
         tree = _put(tree, key_path(key, key), node_of(value, Origin(f"the setting {key}")), f"the setting {key}")
     return tree
@@ -122,8 +114,14 @@ def _document(file: ResolvedFile) -> Node:
     return tree
 
 
-def apply_override(tree: Node, override: str) -> Node:
-    """`tree` with one `section.key=VALUE` applied."""
+def with_overrides(tree: Node, overrides: Sequence[str]) -> Node:
+    """Return `tree` with each `section.key=VALUE` applied, in order."""
+    for override in overrides:
+        tree = _with_override(tree, override)
+    return tree
+
+
+def _with_override(tree: Node, override: str) -> Node:
     key, equals, text = override.partition("=")
     key = key.strip()
     shown = f"the override {override!r}"
@@ -141,8 +139,9 @@ def apply_override(tree: Node, override: str) -> Node:
 
 
 def key_path(dotted: str, shown: str) -> KeyPath:
-    """The path of a dotted key. Under a mapping of text with keys of the user's own, the rest is one key:
-    `distributed.pipeline.split_spec.layers.4`.
+    """Return the path of a dotted key.
+
+    Under a mapping of text with the user's own keys, the rest is one key: `distributed.pipeline.split_spec.layers.4`.
 
     Raises:
         UsageError: the schema has no such key.
@@ -154,13 +153,13 @@ def key_path(dotted: str, shown: str) -> KeyPath:
     for end in range(1, len(parts) + 1):
         here = ".".join(parts[:end])
         if here not in names:
-            # All of it: where a template's block is written as a section, the key in it may be the mistake.
+            # The whole path, because if a template's block is written as a section, the key in it may be the mistake.
             stub = _put(Node({}, Origin(shown)), parts, Node(None, Origin(shown)), shown)
             raise usage_error(unknown_key(parts[:end], stub), shown)
-        facts = names[here]
-        if facts.free == "flat" and end < len(parts):
+        info = names[here]
+        if info.free == "flat" and end < len(parts):
             return (*parts[:end], ".".join(parts[end:]))
-        if facts.free == "nested" or not facts.is_section:
+        if info.free == "nested" or not info.is_section:
             break
     return parts
 
@@ -182,7 +181,7 @@ def _config(tree: Node, source: str) -> Config:
         raise usage_error(from_validation(error, tree), source) from None
     found = [
         Mistake(
-            ", ".join(_placed(tree, key) for key in one.keys),
+            ", ".join(_with_place(tree, key) for key in one.keys),
             one.what + (f" ({one.why})" if one.why else ""),
             one.fix,
         )
@@ -193,7 +192,57 @@ def _config(tree: Node, source: str) -> Config:
     return config
 
 
-def _placed(tree: Node, key: str) -> str:
-    """A key with the place where it is set."""
+def _with_place(tree: Node, key: str) -> str:
+    """Return a key with the place where it is set."""
     path = tuple(key.split("."))
     return f"{key} ({tree.find(path).origin})" if tree.has(path) else f"{key} (unset)"
+
+
+# ---- writing ----
+
+
+class _CoreDumper(yaml.SafeDumper):
+    """Writes YAML 1.2, with quotes around text that looks like another type."""
+
+    yaml_implicit_resolvers = CoreLoader.yaml_implicit_resolvers
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _sequence(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
+    flat = all(not isinstance(item, (dict, list)) for item in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
+
+
+def _mapping(dumper: yaml.SafeDumper, data: dict[str, Any]) -> yaml.Node:
+    return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=not data)
+
+
+_EXCLAMATION_MARK = "\ue002"  # stands for an exclamation mark while PyYAML writes, which does not escape it
+
+
+def _text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
+    """Write text with line breaks, or like that of the template language, in double quotes on one line."""
+    if is_template(data):
+        return dumper.represent_scalar("tag:yaml.org,2002:str", data.replace("!", _EXCLAMATION_MARK), style='"')
+    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "\n" in data else None)
+
+
+def _float(dumper: yaml.SafeDumper, data: float) -> yaml.Node:
+    text = {float("inf"): ".inf", float("-inf"): "-.inf"}.get(data, ".nan" if data != data else repr(data))
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+_CoreDumper.add_representer(str, _text)
+_CoreDumper.add_representer(list, _sequence)
+_CoreDumper.add_representer(dict, _mapping)
+_CoreDumper.add_representer(float, _float)
+
+
+def to_yaml(config: Config) -> str:
+    """Return a config as YAML with a blank line between sections, which `load_config` reads back as the same config."""
+    text: str = yaml.dump(
+        config.to_dict(), Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=float("inf")
+    ).replace(_EXCLAMATION_MARK, "\\x21")
+    return re.sub(r"\n(?=[a-z_]+:)", "\n\n", text)

@@ -1,7 +1,7 @@
-"""Names from elsewhere and ours: ONE table, from which errors say what to write and the Coming-from pages are made.
+"""Translate names of other trainers: one table, used by error messages and by the pages "Coming from …".
 
-Rows come from `names_guides` (five guides that people come with) and `names_trainers` (trainers in wide use). Nothing
-here imports pydantic, so that the command line can look up a flag at once.
+The rows come from `names_guides` (five training guides) and `names_trainers` (trainers in wide use). Nothing here
+imports pydantic, so that the command line can look up an option quickly.
 """
 
 from dataclasses import dataclass
@@ -28,12 +28,13 @@ SOURCES = {
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """One name from elsewhere.
+class ForeignName:
+    """A name of another trainer, and what to write instead.
 
-    `ours` is a dotted key, an option (`--nnodes`), a Python name or a command; empty where nothing needs to be written.
-    `value` is what to write there, where it does not follow from theirs. For `kind="value"`, `theirs` is a value of
-    `ours`.
+    Attributes:
+        theirs: the other trainer's name; with `kind="value"`, a value of the key `ours`.
+        ours: a dotted key, an option (`--nnodes`), a Python name or a command; empty if nothing needs to be written.
+        value: the value to write, unless it is the same as theirs.
     """
 
     source: str
@@ -53,62 +54,62 @@ SECTIONS = ("model", "loss_fn", "data", "training", "precision", "distributed", 
 
 
 @cache
-def table() -> tuple[Foreign, ...]:
-    """All rows, in the order of `SOURCES`."""
-    return tuple(Foreign(source, kind, *row) for source, kind, rows in (*GUIDES, *TRAINERS) for row in rows)
+def table() -> tuple[ForeignName, ...]:
+    """Return all rows, in the order of `SOURCES`."""
+    return tuple(ForeignName(source, kind, *row) for source, kind, rows in (*GUIDES, *TRAINERS) for row in rows)
 
 
 def advice_for(dotted: str) -> str | None:
-    """What to write instead of a key from elsewhere, `fsdp_config.min_num_params` or `training.bf16`."""
+    """Return what to write instead of another trainer's key, such as `fsdp_config.min_num_params`; None if unknown."""
     found = _matches(dotted)
     texts = dict.fromkeys(_advice(row, "{ours}: {value}") for row in found)
     return "; or ".join(texts) or None
 
 
 def advice_for_flag(option: str) -> str | None:
-    """What to write instead of an option from elsewhere, `--use_fsdp`."""
+    """Return what to write instead of another trainer's option, such as `--use_fsdp`; None if unknown."""
     texts = dict.fromkeys(_advice(row, "{ours}={value}") for row in _matches(option.lstrip("-").partition("=")[0]))
     return "; or ".join(texts) or None
 
 
 def advice_for_object(name: str) -> str | None:
-    """What to write instead of an object from elsewhere, `forgather.ml.tb_logger:TBLogger`."""
+    """Return what to write instead of another trainer's object, such as `forgather.ml.tb_logger:TBLogger`."""
     rows = [row for row in table() if row.kind == "python" and row.theirs == name]
     return "; or ".join(dict.fromkeys(_advice(row, "{ours}: {value}") for row in rows)) or None
 
 
 def foreign_key(name: str) -> str | None:
-    """The one key of ours that a single foreign name stands for, value and all."""
-    rows = [row for row in table() if row.kind == "key" and _normal(row.theirs) == _normal(name)]
+    """Return the key that has the same values as a foreign name; None unless there is exactly one."""
+    rows = [row for row in table() if row.kind == "key" and _normalized(row.theirs) == _normalized(name)]
     keys = {row.ours for row in rows if row.is_key and not row.value}
     return keys.pop() if len(keys) == 1 else None
 
 
-def says_to_leave_out(name: str) -> str | None:
-    """The advice of the table where it is to leave `name` out, as `rank`."""
+def advice_to_leave_out(name: str) -> str | None:
+    """Return the advice to leave `name` out, as for `rank`; None if there is none."""
     rows = [row for row in table() if row.kind == "key" and row.theirs == name and not row.ours]
     return rows[0].note if rows else None
 
 
 def advice_for_value(key: str, value: object) -> str | None:
-    """What to write as the value of our `key` instead of a value from elsewhere."""
-    word = _normal(str(value))
+    """Return what to write as the value of `key` instead of another trainer's value; None if unknown."""
+    word = _normalized(str(value))
     for row in table():
-        if row.kind == "value" and row.ours == key and _normal(row.theirs) == word:
+        if row.kind == "value" and row.ours == key and _normalized(row.theirs) == word:
             note = f" ({row.note})" if row.note else ""
             return f"write {row.value}{note}"
     return None
 
 
-def _matches(dotted: str) -> list[Foreign]:
-    """The rows whose name is the end of `dotted`; those that match most of it."""
-    parts = [_normal(part) for part in dotted.split(".")]
-    best: list[Foreign] = []
+def _matches(dotted: str) -> list[ForeignName]:
+    """Return the rows whose name is the longest end of `dotted`."""
+    parts = [_normalized(part) for part in dotted.split(".")]
+    best: list[ForeignName] = []
     longest = 0
     for row in table():
         if row.kind not in ("key", "flag"):
             continue
-        theirs = [_normal(part) for part in row.theirs.split(".")]
+        theirs = [_normalized(part) for part in row.theirs.split(".")]
         if parts[-len(theirs) :] != theirs or len(theirs) < longest:
             continue
         if len(theirs) > longest:
@@ -117,7 +118,7 @@ def _matches(dotted: str) -> list[Foreign]:
     return best
 
 
-def _advice(row: Foreign, form: str) -> str:
+def _advice(row: ForeignName, form: str) -> str:
     if not row.ours:
         return row.note
     value = row.value or ("VALUE" if "=" in form else "")
@@ -125,5 +126,5 @@ def _advice(row: Foreign, form: str) -> str:
     return f"write {what}" + (f" ({row.note})" if row.note else "")
 
 
-def _normal(name: str) -> str:
+def _normalized(name: str) -> str:
     return name.strip().lstrip("-").replace("-", "_").lower()

@@ -1,4 +1,4 @@
-"""The table of foreign names, first part: five guides. Rows are (theirs, ours, value, note); see `names.Foreign`."""
+"""The table of foreign names, part 1: five training guides. Rows are (theirs, ours, value, note) of `ForeignName`."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""The table of foreign names, second part: trainers in wide use. Rows are (theirs, ours, value, note)."""
+"""The table of foreign names, part 2: trainers in wide use. Rows are (theirs, ours, value, note) of `ForeignName`."""
 
 from lockstep.config.names_guides import ACCUMULATION, CHECKPOINTING, CLIP, NPROC, STRATEGY, WRAP, Kind, Rows
 
@@ -41,7 +41,7 @@ TRANSFORMERS: Rows = (
     ("use_cpu", "distributed.device", "cpu"),
     ("torch_compile_backend", "training.compile", "true"),
     ("torch_compile_mode", "training.compile", "true"),
-    ("auto_find_batch_size", "training.batch_size", "", "`lockstep plan CONFIG` says what fits"),
+    ("auto_find_batch_size", "training.batch_size", "", "`lockstep plan CONFIG` shows what fits"),
     ("deepspeed", STRATEGY, "fsdp", "ZeRO-3 is full_shard, ZeRO-2 is shard_grad_op"),
     ("gradient_checkpointing_kwargs", CHECKPOINTING),
     ("half_precision_backend", "precision.mode"),

@@ -1,4 +1,4 @@
-"""Objects named in a config, `package.module:Name` with arguments."""
+"""Build the objects that a config names, `package.module:Name` with arguments."""
 
 import inspect
 from collections.abc import Callable
@@ -10,8 +10,13 @@ from lockstep.registry import load_object
 
 
 def build_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
-    """Call what `spec` names. Arguments that are `{name: package.module:Name, …}` themselves are built first;
-    `further` are keywords of the caller's, over those of the spec.
+    """Import the class or function of a spec, and return the result of a call with its arguments.
+
+    Arguments that are `{name: package.module:Name, …}` themselves are built first.
+
+    Args:
+        where: the config key, for messages.
+        further: keyword arguments that replace those of the spec.
 
     Raises:
         UsageError: it can't be imported, or does not take these arguments.
@@ -23,10 +28,10 @@ def build_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
 
 
 def check_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
-    """What `spec` names, once it is known to take the arguments; nothing is called.
+    """Return the class or function of a spec, which is not called, if it takes the arguments.
 
     Raises:
-        UsageError: as `build_object` would.
+        UsageError: as from `build_object`.
     """
     target = load_object(spec.name, where)
     if not callable(target):
@@ -38,7 +43,7 @@ def check_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
     try:
         signature = inspect.signature(target)
     except ValueError:
-        return target  # a builtin without a signature: it checks for itself
+        return target  # a builtin without a signature, which checks its arguments when it is called
     accepted = keywords_of(signature)
     unknown = [key for key in spec.args if accepted is not None and key not in accepted]
     if unknown and accepted is not None:
@@ -55,7 +60,7 @@ def check_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
 
 
 def keywords_of(signature: inspect.Signature) -> list[str] | None:
-    """The names that can be given as keywords; None where any can."""
+    """Return the names of keyword arguments; None if any name is accepted."""
     parameters = signature.parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -64,7 +69,7 @@ def keywords_of(signature: inspect.Signature) -> list[str] | None:
 
 
 def _each_spec(value: Any, work: Callable[[ObjectSpec], Any]) -> Any:
-    """`value` with every `{name: package.module:Name, …}` in it replaced by what `work` makes of it."""
+    """Return `value` with every `{name: package.module:Name, …}` in it replaced by the result of `work`."""
     if isinstance(value, dict):
         if set(value) <= {"name", "args", "positional"} and ":" in str(value.get("name", "")):
             return work(ObjectSpec.model_validate(value))

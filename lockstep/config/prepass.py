@@ -1,16 +1,16 @@
-"""From the line syntax of the template language to Jinja's, line for line; nothing here imports Jinja.
+"""Translate the line syntax of the template language to Jinja's, line for line, without importing Jinja.
 
     -- statement           {% statement %}: extends, block NAME … endblock NAME, set, if, for, include, macro, filter …
-    == expression          {{ expression }}, every line of it indented as the `==` is
+    == expression          {{ expression }}, with every line of its text indented like the `==`
 
-Only at the start of a line (after spaces), and only with the space after it: YAML's `---` is left alone. (Jinja's own
-line statements can't do either.)
+Both count only at the start of a line (after spaces) and with a space after them, so that YAML's `---` is left alone.
+Jinja's own line statements can do neither.
 
-The text of a block takes the indentation of the block in the template that defines it: bodies are cut to column 0 here,
-and the definition indents them again. So `== super()` and the lines beside it always fit.
+The text of a block takes the indentation of the block in the template that defines it: its lines are moved to column 0
+here, and the definition indents them again. So `== super()` and the lines beside it always have the same indentation.
 
-Every line of text ends in a mark, file and line number between two private-use characters, taken off after rendering:
-messages then name the line that the person wrote.
+Every line of text ends in a mark, with the numbers of file and line between two private-use characters. Messages then
+refer to the line that the user wrote. `strip_marks` removes the marks after rendering.
 """
 
 import difflib
@@ -33,28 +33,29 @@ _MARK = re.compile("\ue000(\\d+):(\\d+)\ue001")
 
 
 def is_template(text: str) -> bool:
-    """Whether a config file is in the template language."""
+    """Return whether a config file is in the template language."""
     return bool(_LINES.search(text) or _TAGS.search(text))
 
 
 @dataclass
 class TemplateBlock:
-    """A block of one file. Lines are 0-based; `indent` is that of its text."""
+    """A block of one file, with 0-based lines and the indentation of its text."""
 
     name: str
     start: int
     parent: "TemplateBlock | None"
     end: int = -1
     indent: int = 0
-    expands: bool = False  # it fills a block of the parent file, rather than defining one
+    expands: bool = False  # whether it fills a block of the parent file rather than defining one
 
     def holds(self, line: int) -> bool:
+        """Return whether a line is inside the block."""
         return self.start < line < self.end
 
 
 @dataclass
 class PreparedTemplate:
-    """A file ready for Jinja."""
+    """A file in Jinja's syntax."""
 
     source: str
     blocks: list[TemplateBlock] = field(default_factory=list)
@@ -62,10 +63,10 @@ class PreparedTemplate:
 
 
 def prepare(text: str, index: int, shown: str) -> PreparedTemplate:
-    """Rewrite one file; `index` goes into its marks.
+    """Translate one file, with `index` as the number of the file in its marks.
 
     Raises:
-        UsageError: an unknown statement; blocks that do not pair.
+        UsageError: a statement is unknown, or blocks do not pair.
     """
     lines = text.split("\n")
     blocks = _blocks(lines, shown)
@@ -81,8 +82,8 @@ def prepare(text: str, index: int, shown: str) -> PreparedTemplate:
     )
 
 
-def unmark(rendered: str) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered text without marks; and for each of its lines, the file's index and the 1-based line."""
+def strip_marks(rendered: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return the rendered text without marks, and for each of its lines the index of the file and the 1-based line."""
     plain: list[str] = []
     origins: list[tuple[int, int]] = []
     last = (0, 1)
@@ -96,7 +97,7 @@ def unmark(rendered: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def reindent(text: object, spaces: int) -> str:
-    """`text` with so many spaces before each line that is not empty."""
+    """Return `text` with spaces added before each line that is not empty."""
     pad = " " * spaces
     return "\n".join(pad + line if line.strip() else line for line in str(text).split("\n"))
 

@@ -1,11 +1,10 @@
-"""The section `distributed`: how micro-batches and parameters are laid over ranks. Sizes of the mesh are in ranks."""
+"""Define the section `distributed`: how micro-batches and parameters are distributed over ranks."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from lockstep.config.named import Named
-from lockstep.config.schema_training import Section
+from lockstep.config.schema_training import Named, Section
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import AUTO
 
@@ -16,34 +15,36 @@ Schedule = Literal[
 
 
 class CompressionConfig(Section):
-    """Compression of DDP's gradients on the wire."""
+    """Compression of the gradients that DDP sends."""
 
     kind: Literal["none", "fp16", "bf16", "powersgd", "auto"] = Field(
         default="none",
-        description="`fp16`, `bf16`: half the bytes; `powersgd`: low rank; `auto`: what pays on this link, by "
-        "measurement, which is often none.",
+        description="`fp16`, `bf16`: half the bytes; `powersgd`: low rank; `auto`: the fastest on this link by "
+        "measurement, which is often `none`.",
     )
     rank: int = Field(default=1, ge=1, description="Rank of PowerSGD's approximation.")
     start_step: int = Field(
         default=10, ge=0, description="The step from which PowerSGD compresses; at least 2 with error feedback."
     )
     warm_start: bool = Field(default=True, description="PowerSGD starts each step from the last one's factors.")
-    error_feedback: bool = Field(default=True, description="PowerSGD adds what was lost to the next gradient.")
+    error_feedback: bool = Field(default=True, description="PowerSGD adds the compression error to the next gradient.")
 
 
 class DDPConfig(Section):
     """Options of `strategy: ddp`."""
 
-    bucket_cap_mb: float = Field(default=25.0, gt=0, description="Gradients are sent in buckets of so many MiB.")
+    bucket_cap_mb: float = Field(
+        default=25.0, gt=0, description="Size of the buckets in which gradients are sent, in MiB."
+    )
     find_unused_parameters: bool = Field(
         default=False, description="Search each step for parameters that got no gradient. Costs time."
     )
     static_graph: bool = Field(default=False, description="Promise that the graph is the same in every step.")
     gradient_as_bucket_view: bool = Field(
-        default=True, description="Gradients live in the buckets: one copy of them less."
+        default=True, description="Keep gradients in the buckets, which saves one copy of them."
     )
     compression: CompressionConfig = Field(
-        default_factory=CompressionConfig, description="Compression of gradients on the wire."
+        default_factory=CompressionConfig, description="Compression of the gradients that are sent."
     )
 
 
@@ -58,20 +59,20 @@ class FSDPConfig(Section):
     )
     auto_wrap_policy: str | list[str] = Field(
         default="transformer",
-        description="What is gathered as one unit: `transformer`: each block of the model; `size`: any module of "
-        "`min_num_params` or more; a list of class names; or `package.module:name`, a function of a module "
+        description="The modules that are gathered as one unit: `transformer`: each block of the model; `size`: any "
+        "module of `min_num_params` or more; a list of class names; or `package.module:name`, a function of a module "
         "or one of torch's policies.",
     )
     accumulate: Literal["sharded", "unsharded"] = Field(
         default="sharded",
         description="Gradients between micro-batches: `sharded` reduces each (least memory); `unsharded` reduces once "
-        "a step and holds the whole model's gradients (least traffic).",
+        "per step and keeps the whole model's gradients (least traffic).",
     )
     min_num_params: int = Field(default=1_000_000, ge=1, description="The smallest unit under `size`, in parameters.")
     forward_prefetch: bool | None = Field(
         default=None,
-        description="Ask for the next unit (on CPUs for the next two) before this one computes; unset: on CPUs. "
-        "On GPUs streams run ahead anyway.",
+        description="Gather the next unit (on CPUs the next two) before this one computes; unset: on CPUs only. On "
+        "GPUs streams run ahead anyway.",
     )
     backward_prefetch: Literal["pre", "post", "none"] = Field(
         default="pre",
@@ -83,7 +84,7 @@ class FSDPConfig(Section):
 
 
 class PipelineConfig(Section):
-    """Options of `strategy: pipeline`. The schedule is fed with the step's micro-batches."""
+    """Options of `strategy: pipeline`."""
 
     split_spec: dict[str, Literal["end", "beginning"]] = Field(
         default_factory=dict,
@@ -93,56 +94,59 @@ class PipelineConfig(Section):
     stages_per_rank: int = Field(default=1, ge=1, description="Stages that each pipeline rank holds.")
     schedule: Schedule = Field(
         default="1F1B",
-        description="The order of forwards and backwards. GPipe and 1F1B: one stage a rank; Interleaved1F1B, "
+        description="The order of forwards and backwards. GPipe and 1F1B: one stage per rank; Interleaved1F1B, "
         "LoopedBFS, InterleavedZeroBubble: several; ZBVZeroBubble and DualPipeV: two.",
     )
     n_microbatches: int | None = Field(
         default=None,
         ge=1,
-        description="Micro-batches that one run of the schedule takes; unset: all of the rank's in a step.",
+        description="Micro-batches that one run of the schedule takes; unset: all micro-batches of the rank in a step.",
     )
 
 
 class DiLoCoConfig(Section):
-    """Options of `strategy: diloco`: workers train by themselves, and meet every `inner_steps` steps."""
+    """Options of `strategy: diloco`, whose workers train alone and exchange parameters every `inner_steps` steps."""
 
     workers: int | None = Field(
         default=None,
         ge=1,
-        description="Models that train by themselves; a multiple of the ranks, which share them out. "
-        "Unset: one a rank, and then the run depends on the number of ranks.",
+        description="The number of models that train alone; a multiple of the ranks. Unset: one per rank, and then "
+        "the run depends on the number of ranks.",
     )
     inner_steps: int = Field(
-        default=100, ge=1, description="Steps between two exchanges of the same parameter; a worker's own update each."
+        default=100,
+        ge=1,
+        description="Steps between two exchanges of the same parameter; in each, every worker makes an update alone.",
     )
     outer_learning_rate: float = Field(
-        default=0.7, gt=0, description="Of the outer step, along the mean of what the workers changed."
+        default=0.7, gt=0, description="Learning rate of the outer step, along the mean of the workers' changes."
     )
-    outer_momentum: float = Field(default=0.9, ge=0, lt=1, description="Of the outer step.")
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum of the outer step.")
     nesterov: bool = Field(default=True, description="Nesterov's momentum in the outer step.")
     fragments: int = Field(
         default=1,
         ge=1,
-        description="The parameters are exchanged in so many parts, spread over `inner_steps`: the link's peak falls.",
+        description="The number of parts in which parameters are exchanged, spread over `inner_steps` to lower the "
+        "peak traffic.",
     )
     send_as: Literal["fp32", "fp16", "bf16", "int8", "int4"] = Field(
         default="fp32",
         description="Type of the changes on the link; int8 and int4 (half a byte) have a scale for each 256 of them.",
     )
     error_feedback: bool = Field(
-        default=True, description="What int8 and int4 round away of a worker's change is added to its next one."
+        default=True, description="Add the rounding error of int8 and int4 in a worker's change to its next change."
     )
 
 
 class AccelerateConfig(Section):
-    """Options of `strategy: accelerate`. Those about data or accumulation are refused: Lockstep's own keys say it."""
+    """Options of `strategy: accelerate`; those about data or accumulation are refused in favour of Lockstep's keys."""
 
     device_placement: bool = Field(default=True, description="Let Accelerate place the model on the device.")
     cpu: bool = Field(default=False, description="Stay on the CPU; as `distributed.device: cpu`.")
     mixed_precision: Literal["no", "fp16", "bf16"] | None = Field(
         default=None, description="As `precision.mode` (`no` is fp32); unset: follows it."
     )
-    split_batches: bool | None = Field(default=None, description="Refused: `training.batch_size` is a rank's own.")
+    split_batches: bool | None = Field(default=None, description="Refused: `training.batch_size` is per rank.")
     dispatch_batches: bool | None = Field(default=None, description="Refused: each rank reads its own samples.")
     even_batches: bool | None = Field(default=None, description="Refused: no sample is repeated to fill a batch.")
     use_seedable_sampler: bool | None = Field(
@@ -154,39 +158,41 @@ class AccelerateConfig(Section):
 
 
 class HangConfig(Section):
-    """When ranks that Lockstep started are taken to hang: their stacks are written, and they are started anew."""
+    """Detection of ranks that hang; their stacks are written, and they are started again."""
 
     factor: float | None = Field(
         default=20.0,
         gt=1,
-        description="A step, save or evaluation that takes so many times the median of those before; null: never.",
+        description="A step, save or evaluation hangs if it takes this many times the median of earlier ones; null: "
+        "never.",
     )
     seconds: float = Field(
         default=60.0,
         gt=0,
-        description="And at least so long. What has no like before it: `timeout_seconds`. A rank or data worker that a "
-        "signal stopped, and a collective that only some ranks enter, are found after this time.",
+        description="The shortest time that counts as hanging; for the first call of its kind, `timeout_seconds`. A "
+        "rank or data worker that a signal stopped, and a collective that only some ranks enter, are found after this "
+        "time.",
     )
 
 
 class DistributedConfig(Section):
-    """How micro-batches and parameters are laid over ranks."""
+    """How micro-batches and parameters are distributed over ranks; sizes of the mesh are in ranks."""
 
     strategy: Annotated[str, Named(STRATEGIES, AUTO)] = Field(
         default=AUTO,
         description="`single`: one process; `dp`: one process, several GPUs; `ddp`: replicas; `fsdp`: shards; "
-        "`pipeline`: stages; `accelerate`: through Hugging Face Accelerate; `diloco`: workers that train by themselves "
-        "and meet rarely, for slow links; `auto`: chosen, and said, at the start (never diloco: it is other training); "
-        "`package.module:Name`: a `lockstep.strategy.Strategy` of your own.",
+        "`pipeline`: stages; `accelerate`: through Hugging Face Accelerate; `diloco`: workers that train alone and "
+        "exchange parameters rarely, for slow links; `auto`: chosen and logged at the start (never diloco, which "
+        "changes the training); `package.module:Name`: a `lockstep.strategy.Strategy` of your own.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="`auto`: CUDA where there is one.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="`auto`: CUDA if there is a GPU.")
     backend: Literal["auto", "nccl", "gloo", "mpi"] = Field(
         default="auto", description="`auto`: nccl for CUDA, gloo for the CPU. Wheels of torch lack mpi."
     )
     init_method: str = Field(
         default="env://",
         pattern=r"^(env://|tcp://[^/\s]+:\d{1,5})$",
-        description="Where ranks meet: `env://` (what the launcher says) or `tcp://HOST:PORT`.",
+        description="Where ranks find each other: `env://` (set by the launcher) or `tcp://HOST:PORT`.",
     )
     timeout_seconds: float = Field(default=1800.0, gt=0, description="A collective that takes longer is a failure.")
     hang: HangConfig = Field(default_factory=HangConfig, description="When a step counts as hanging.")
@@ -201,7 +207,7 @@ class DistributedConfig(Section):
     divergence_check_steps: int | None = Field(
         default=100,
         ge=1,
-        description="Compare the parameters of replicas every so many steps, and stop where they differ; null: never.",
+        description="Steps between comparisons of the replicas' parameters; the run stops if they differ. Null: never.",
     )
     replicate_size: int | None = Field(
         default=None, ge=1, description="Ranks along the axis of replicas; unset: follows from the world size."
@@ -223,7 +229,7 @@ class DistributedConfig(Section):
     @field_validator("env", mode="before")
     @classmethod
     def _numbers_as_text(cls, value: Any) -> Any:
-        """`NCCL_IB_DISABLE: 1` needs no quotes."""
+        """Turn numbers into text, so that `NCCL_IB_DISABLE: 1` needs no quotes."""
         if not isinstance(value, dict):
             return value
         return {

@@ -1,29 +1,68 @@
-"""The sections `model`, `loss_fn`, `data`, `training` and `precision`.
+"""Define the sections `model`, `data`, `training` and `precision` of the config.
 
 Field descriptions are the documentation of the keys: `lockstep config schema` and the reference page print them.
-A *step* is one optimizer update, everywhere; a *micro-batch* is `training.batch_size` samples.
+A *step* is one optimizer update; a *micro-batch* is `training.batch_size` samples.
 
-What a config does not ask for is not done: its defaults are those of a plain loop in PyTorch, in float32, without
-a schedule and without clipping, on the command line and in Python. The configs that ship write their recipes out.
+The defaults are those of a plain loop in PyTorch, in float32, without a schedule and without clipping, on the command
+line and in Python. The configs that ship spell out their recipes.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from lockstep.config.named import Named
-from lockstep.registry import OPTIMIZERS, SCHEDULES
+from lockstep.registry import OPTIMIZERS, SCHEDULES, Registry
+
+
+class Named:
+    """The type of a key whose value is a name from a registry or `package.module:Name`.
+
+    It annotates a `str`: `Annotated[str, Named(STRATEGIES)]`.
+
+    Args:
+        registry: the names that ship.
+        also: further accepted words, such as `auto`.
+    """
+
+    def __init__(self, registry: Registry, *also: str) -> None:
+        self.choices = (*also, *registry.shipped)
+
+    def takes(self) -> str:
+        """Return the accepted values in words, for messages and tables."""
+        return f"one of {', '.join(self.choices)}, or package.module:Name"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"enum": list(self.choices)}, {"type": "string", "pattern": r"^[^:]+:[^:]+$"}]}
+
+    def _checked(self, name: str) -> str:
+        if name not in self.choices and ":" not in name:
+            raise PydanticCustomError("unknown_name", "no such name")
+        return name
 
 
 class Section(BaseModel):
-    """A part of the config: unknown keys and values of another type are refused."""
+    """A part of the config, which refuses unknown keys and values of other types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, ser_json_inf_nan="constants")
 
     @model_validator(mode="before")
     @classmethod
     def _empty_means_default(cls, value: Any) -> Any:
-        """`training:` with nothing under it (all its lines are comments) is null in YAML: the section's defaults."""
+        """Replace null by the defaults of a section: `training:` with nothing but comments under it is null in YAML."""
         if not isinstance(value, dict):
             return value
         containers = {f.alias or name for name, f in cls.model_fields.items() if f.default_factory is not None}
@@ -31,7 +70,7 @@ class Section(BaseModel):
 
 
 class ObjectSpec(Section):
-    """An object from the user's own code: what to import and what to call it with."""
+    """An object of the user's own code: the class or function to import, and its arguments."""
 
     name: str = Field(
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$",
@@ -47,7 +86,7 @@ class ObjectSpec(Section):
 
 
 class ModelConfig(Section):
-    """What is trained."""
+    """The model."""
 
     name: str | None = Field(
         default=None,
@@ -59,7 +98,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """What it is trained on, and how samples are read."""
+    """The training data, and how samples are read."""
 
     name: str | None = Field(
         default=None,
@@ -83,13 +122,13 @@ class DataConfig(Section):
     )
     drop_last: bool = Field(
         default=False,
-        description="Drop the samples of an epoch that do not fill a global batch (how many is said); false: "
-        "train on them, weighted by what they hold.",
+        description="Drop the samples at the end of an epoch that do not fill a global batch, and log their number; "
+        "false: train on them, weighted by their count.",
     )
 
 
 class GradientClipConfig(Section):
-    """Clipping of the global gradient, over all shards and stages. A bare number is short for a norm; 0 is off."""
+    """Clipping of the global gradient, over all shards and stages; a number alone is a norm, and 0 is off."""
 
     strategy: Literal["norm", "value", "adaptive", "none"] = Field(
         default="norm",
@@ -107,7 +146,7 @@ class GradientClipConfig(Section):
 
 
 class BadNumbersConfig(Section):
-    """What is done about a loss or a gradient norm that is no finite number, and about a spike of the loss."""
+    """The reaction to a loss or a gradient norm that is not finite, and to a spike of the loss."""
 
     action: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
@@ -115,18 +154,22 @@ class BadNumbersConfig(Section):
         "loss of each step); `rollback` goes back to the newest checkpoint and passes over that step's data.",
     )
     spike_factor: float | None = Field(
-        default=None, gt=1, description="A loss of more than so many times the running median is bad too; unset: off."
+        default=None,
+        gt=1,
+        description="A loss above this many times the running median counts as bad, too; unset: off.",
     )
     window: int = Field(
-        default=50, ge=3, description="Steps in the running median; a spike is looked for once it is full."
+        default=50, ge=3, description="Steps in the running median; spikes are detected once it is full."
     )
     patience: int = Field(
-        default=5, ge=1, description="So many bad steps, or rollbacks to one checkpoint, in order, and the run stops."
+        default=5,
+        ge=1,
+        description="The run stops after this many bad steps, or rollbacks to one checkpoint, in a row.",
     )
 
 
 class TrainingConfig(Section):
-    """The step: how much, how often, with which optimizer and schedule."""
+    """The steps of a run: their number, batch sizes, optimizer and schedule."""
 
     max_steps: int | None = Field(
         default=None,
@@ -148,14 +191,14 @@ class TrainingConfig(Section):
     gradient_accumulation_steps: int | None = Field(
         default=None,
         ge=1,
-        description="Micro-batches per data-parallel rank and step; unset: what `global_batch_size` makes it, else 1. "
-        "Set beside a `global_batch_size`, it must agree with it.",
+        description="Micro-batches per data-parallel rank and step; unset: follows from `global_batch_size`, else 1. "
+        "Together with a `global_batch_size`, it must agree with it.",
     )
     global_batch_size: int | None = Field(
         default=None,
         ge=1,
-        description="Samples in a step over all ranks = batch_size × gradient_accumulation_steps × data-parallel size. "
-        "Set, accumulation follows from it, and the same run is had on any number of ranks.",
+        description="Samples in a step over all ranks = batch_size × gradient_accumulation_steps × data-parallel "
+        "size. If it is set, accumulation follows from it, and the run is the same on any number of ranks.",
     )
     optimizer: Annotated[str, Named(OPTIMIZERS)] = Field(
         default="adamw", description="`adamw`, `adam`, `sgd`, or `package.module:Name`."
@@ -187,7 +230,7 @@ class TrainingConfig(Section):
     weight_decay: float | None = Field(
         default=None,
         ge=0,
-        description="Decoupled weight decay (L2 for `adam` and `sgd`); unset: as the optimizer's class has it "
+        description="Decoupled weight decay (L2 for `adam` and `sgd`); unset: the default of the optimizer's class "
         "(`adamw`: 0.01, `adam` and `sgd`: 0).",
     )
     gradient_clip: GradientClipConfig = Field(
@@ -195,7 +238,7 @@ class TrainingConfig(Section):
         description="Clipping of the global gradient; unset, null or 0: off.",
     )
     bad_numbers: BadNumbersConfig = Field(
-        default_factory=BadNumbersConfig, description="What is done about NaN, infinity and spikes."
+        default_factory=BadNumbersConfig, description="The reaction to NaN, infinity and spikes."
     )
     gradient_checkpointing: Literal["none", "full", "selective", "every_n", "sequential"] = Field(
         default="none",
@@ -208,7 +251,9 @@ class TrainingConfig(Section):
     compile: bool = Field(default=False, description="Compile the blocks with torch.compile.")
     seed: int = Field(default=1337, ge=0, lt=2**63, description="First values, sample order and random numbers.")
     eval_steps: int | None = Field(
-        default=100, ge=1, description="Evaluate every so many steps, and at the end; null: only at the end."
+        default=100,
+        ge=1,
+        description="Steps between evaluations, in addition to the one at the end; null: only at the end.",
     )
 
     @field_validator("lr_schedule", "warmup_steps", mode="before")
@@ -219,13 +264,13 @@ class TrainingConfig(Section):
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per data-parallel rank and step, where no `global_batch_size` decides."""
+        """Micro-batches per data-parallel rank and step, unless `global_batch_size` decides."""
         return self.gradient_accumulation_steps or 1
 
     @model_validator(mode="before")
     @classmethod
     def _optimizer_with_args(cls, value: Any) -> Any:
-        """`optimizer: {name: adamw, args: {…}}` is another way to write `optimizer` and `optimizer_args`."""
+        """Split `optimizer: {name: adamw, args: {…}}` into `optimizer` and `optimizer_args`."""
         if isinstance(value, dict) and isinstance(value.get("optimizer"), dict):
             spec = value["optimizer"]
             if set(spec) <= {"name", "args"} and "name" in spec and not value.get("optimizer_args"):
@@ -234,11 +279,11 @@ class TrainingConfig(Section):
 
 
 class LossScaleConfig(Section):
-    """Scaling of the loss under fp16. Overflows are agreed on by all ranks, and the step is skipped by all."""
+    """Scaling of the loss under fp16; after an overflow on any rank, all ranks skip the step."""
 
     dynamic: bool = Field(default=True, description="Adapt the scale; false: `initial_scale` throughout.")
     initial_scale: float = Field(default=65536.0, gt=0, description="The first scale.")
-    growth_factor: float = Field(default=2.0, gt=1, description="Factor after `growth_interval` steps in order.")
+    growth_factor: float = Field(default=2.0, gt=1, description="Factor after `growth_interval` steps in a row.")
     backoff_factor: float = Field(default=0.5, gt=0, lt=1, description="Factor after an overflow.")
     growth_interval: int = Field(default=2000, ge=1, description="Steps without overflow before the scale grows.")
     min_scale: float = Field(default=1.0, gt=0, description="The scale never falls below this.")
@@ -247,7 +292,7 @@ class LossScaleConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """In which numbers the model is computed and kept."""
+    """The number formats of computation and parameters."""
 
     mode: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         default="fp32",
@@ -256,13 +301,13 @@ class PrecisionConfig(Section):
     )
     param_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32",
-        description="How parameters are kept. `bf16` is a choice of its own with other results; refused under "
+        description="The type of parameters. `bf16` gives other results, and is refused under "
         "`distributed.reproducible`.",
     )
     fp8: Literal["none", "linears", "emulated"] = Field(
         default="none",
-        description="`linears`: those inside blocks multiply in float8, on NVIDIA GPUs of compute capability 8.9 on. "
-        "`emulated`: the same roundings on any device, slowly. Needs torchao.",
+        description="`linears`: linear layers inside blocks multiply in float8, on NVIDIA GPUs with compute "
+        "capability 8.9 or higher. `emulated`: the same rounding on any device, slowly. Needs torchao.",
     )
     tf32: bool = Field(default=False, description="Allow TF32 in fp32 matrix products on GPUs that have it.")
     loss_scale: LossScaleConfig = Field(default_factory=LossScaleConfig, description="Loss scaling, for `fp16` only.")

@@ -1,10 +1,11 @@
-"""Forgather's template language for configs: rendered by Jinja2 in its sandbox, then read as YAML.
+"""Render configs in Forgather's template language, by Jinja2 in its sandbox, and read the result as YAML.
 
 A file extends another with `-- extends 'trainers/fsdp.yaml'` (beside it, or shipped) and fills its blocks. Text outside
-all blocks is laid over the result. Keys that come from two files are merged, the later winning, so that `== super()`
-can be followed by other values. A block that the parent lacks is an error.
+of all blocks is merged over the result. Keys of two files are merged, the later one wins, so that `== super()` can be
+followed by other values. A block that the parent lacks is an error. A template can ask for any amount of memory and
+time (`'x' * 10**12`, nested loops), so it is rendered in a child process with limits that the system enforces.
 
-The blocks of the trainers that ship, and what their content becomes:
+The blocks of the trainers that ship, and the keys that their content sets:
 
     trainer_args         keys of any section by their last name (`max_steps`, `save_steps` …), or whole sections
     distributed_env      keys of `distributed`; or an object named DistributedEnvironment, whose arguments they are
@@ -12,11 +13,17 @@ The blocks of the trainers that ship, and what their content becomes:
     trainer_callbacks    `monitor.callbacks`
 """
 
+import os
+import pickle
+import resource
+import selectors
+import signal
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import jinja2
 from jinja2 import nodes
@@ -25,20 +32,27 @@ from jinja2.sandbox import SandboxedEnvironment
 from lockstep.config.files import ResolvedFile, parent_file, read
 from lockstep.config.flags import shallowest
 from lockstep.config.keys import all_keys
-from lockstep.config.limits import within_limits
-from lockstep.config.prepass import PreparedTemplate, prepare, reindent, unmark
+from lockstep.config.prepass import PreparedTemplate, prepare, reindent, strip_marks
 from lockstep.config.tree import Calc, Node, Origin, merge, parse
 from lockstep.errors import UsageError
 
+T = TypeVar("T")
+
+SECONDS = 10  # of CPU time; rendering takes milliseconds
+WALL_SECONDS = 120  # for a machine that is very busy
+MEMORY_BYTES = 1 << 29  # in addition to those that the process has
+RESULT_BYTES = 10_000_000
+_NO_MEMORY = 3  # exit code
+
 
 def render(file: ResolvedFile) -> Node:
-    """The tree of a template and all that it extends.
+    """Return the tree of a template and all files that it extends.
 
     Raises:
-        UsageError: with the file and line, for anything wrong in the language or the YAML.
+        UsageError: the template or the YAML has a mistake; with file and line.
     """
     rendered = within_limits(lambda: _rendered(file), file.shown)
-    plain, origins = unmark(rendered.text)
+    plain, origins = strip_marks(rendered.text)
 
     def origin(line: int) -> Origin:
         index, number = origins[min(line, len(origins) - 1)]
@@ -49,7 +63,7 @@ def render(file: ResolvedFile) -> Node:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """What rendering gives: the text with marks, the variables that were set, and the files that the marks count."""
+    """The rendered text with marks, the numbers that the template sets, and the files that marks refer to."""
 
     text: str
     variables: dict[str, int | float]
@@ -73,7 +87,7 @@ def _rendered(file: ResolvedFile) -> _Rendered:
 
 
 def _fill(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """The template's text; what it and those that it extends set with `-- set` is added to `variables`."""
+    """Return the text of a template, and add the variables that it and its parents set to `variables`."""
     context = template.new_context()
     try:
         text = "".join(template.root_render_func(context))
@@ -84,7 +98,7 @@ def _fill(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 def _with_variables(node: Node, variables: Mapping[str, int | float]) -> Node:
-    """The same tree, in which `!calc` knows the template's variables."""
+    """Return the tree with the template's variables in each `Calc`."""
     if isinstance(node.value, dict):
         return replace(node, value={key: _with_variables(child, variables) for key, child in node.value.items()})
     if isinstance(node.value, list):
@@ -93,7 +107,10 @@ def _with_variables(node: Node, variables: Mapping[str, int | float]) -> Node:
 
 
 class _Environment(SandboxedEnvironment):
-    """Names of templates are whole paths; `extends` and `include` look beside the file, then among those that ship."""
+    """A Jinja environment in which `extends` and `include` look beside the file, then among those that ship.
+
+    Names of templates are absolute paths.
+    """
 
     def __init__(self, library: "_Library") -> None:
         super().__init__(
@@ -115,7 +132,7 @@ class _Environment(SandboxedEnvironment):
 
 
 class _Library:
-    """The files of one rendering."""
+    """The template files that one rendering uses."""
 
     def __init__(self) -> None:
         self.files: list[ResolvedFile] = []
@@ -136,7 +153,7 @@ class _Library:
         return self.prepared[path].source, path, lambda: True
 
     def chain(self, file: ResolvedFile) -> list[ResolvedFile]:
-        """The file, its parent, its parent's parent …"""
+        """Return the file, its parent, its parent's parent …"""
         chain: list[ResolvedFile] = []
         following: ResolvedFile | None = file
         while following is not None:
@@ -162,7 +179,7 @@ class _Library:
 
 
 def _check_blocks(chain: list[ResolvedFile], library: _Library) -> None:
-    """A block that no parent has would be dropped without a word."""
+    """Refuse a block that no parent has, which Jinja would drop silently."""
     known: list[str] = []
     for member in reversed(chain):
         blocks = library.prepared[str(member.path)].blocks
@@ -177,7 +194,7 @@ def _check_blocks(chain: list[ResolvedFile], library: _Library) -> None:
 
 
 def _run(library: _Library, work: Any, file: ResolvedFile | None = None) -> Any:
-    """`work()`, with Jinja's errors turned into ours."""
+    """Return the result of `work()`, with Jinja's errors turned into UsageErrors."""
     try:
         return work()
     except jinja2.TemplateSyntaxError as error:
@@ -185,7 +202,7 @@ def _run(library: _Library, work: Any, file: ResolvedFile | None = None) -> Any:
         raise UsageError(
             f"the template can't be read: {error.message}",
             where=f"{shown}:{error.lineno}",
-            fix="mend the statement, or write {% raw %} around text that is none",
+            fix="mend the statement, or write {% raw %} around text that is not a template",
         ) from None
     except (jinja2.TemplateError, ArithmeticError, TypeError, ValueError, LookupError, RecursionError) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in library.by_path]
@@ -204,7 +221,7 @@ def _shown(library: _Library, path: str | None, file: ResolvedFile | None) -> st
 
 
 def _expand(tree: Node) -> Node:
-    """Put what the blocks say where the schema has it."""
+    """Move the content of blocks to its place in the schema."""
     if not isinstance(tree.value, dict):
         return tree
     names = ("trainer_args", "distributed_env", "trainer_callbacks")
@@ -221,7 +238,7 @@ def _expand(tree: Node) -> Node:
 
 
 def _unwrapped(name: str, node: Node) -> Node:
-    """A block's text may name the block again: `trainer_callbacks: &trainer_callbacks !list:@trainer_callbacks`."""
+    """Return the content of a block whose text repeats its name: `trainer_callbacks: &trainer_callbacks !list:@…`."""
     if isinstance(node.value, dict) and list(node.value) == [name]:
         inner: Node = node.value[name]
         return inner
@@ -235,14 +252,14 @@ def _trainer_args(node: Node) -> Node:
         )
     placed = Node({}, node.origin)
     for name, child in node.value.items():
-        shallow = shallowest(name, [facts.key for facts in all_keys().values() if facts.name == name])
+        shallow = shallowest(info.key for info in all_keys().values() if info.name == name)
         if len(shallow) > 1:
             raise UsageError(
                 f"{name} could be {' or '.join(shallow)}",
                 where=str(child.origin),
                 fix=f"write the section too: {shallow[0].replace('.', ': {', 1)}: …}}",
             )
-        # The schema refuses what stays in `trainer_args`, and says what to write.
+        # The schema refuses keys that stay in `trainer_args`, with advice.
         path = shallow[0].split(".") if shallow else ["trainer_args", name]
         for part in reversed(path):
             child = Node({part: child}, child.origin)
@@ -266,3 +283,94 @@ def _distributed_env(node: Node) -> Node:
 
 def _callbacks(node: Node) -> Node:
     return Node({"monitor": Node({"callbacks": node}, node.origin)}, node.origin)
+
+
+# ---- limits ----
+
+
+def within_limits(work: Callable[[], T], what: str) -> T:
+    """Return the result of `work()`, computed in a child process; result and errors must pickle.
+
+    Args:
+        work: uses neither devices nor other threads.
+        what: the file, for messages.
+
+    Raises:
+        UsageError: from `work`, or because a limit was reached.
+    """
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reads)
+        _run_in_child(work, writes)
+    os.close(writes)
+    data, status = b"", signal.SIGKILL.value
+    try:
+        data, ended = _read_all(reads)
+        if ended:  # not killed: its exit status shows why it ended
+            _, status = os.waitpid(child, 0)
+            child = 0
+    finally:
+        os.close(reads)
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    if not data:
+        of = f"time (more than {SECONDS} s)" if os.WIFSIGNALED(status) else "memory"
+        raise _too_much(what, of)
+    if len(data) > RESULT_BYTES:
+        raise _too_much(what, f"text (more than {RESULT_BYTES // 10**6} MB)")
+    ended_well, value = pickle.loads(data)  # our own child wrote it
+    if not ended_well:
+        raise value
+    return value  # type: ignore[no-any-return]
+
+
+def _too_much(what: str, of: str) -> UsageError:
+    return UsageError(
+        f"the template takes too much {of}",
+        where=what,
+        why="a config is some pages of text: a loop or an expression in it grows without end",
+        fix="mend its loops (`-- for`), repetitions (`*`) and macros that call themselves",
+    )
+
+
+def _run_in_child(work: Callable[[], object], writes: int) -> NoReturn:
+    """Write the result of `work()` to a pipe, and exit without the exit handlers of the parent."""
+    code = _NO_MEMORY
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+        for limit, value in (
+            (resource.RLIMIT_AS, used + MEMORY_BYTES), (resource.RLIMIT_CPU, SECONDS), (resource.RLIMIT_CORE, 0),
+        ):  # fmt: skip
+            resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
+        with os.fdopen(writes, "wb") as pipe:
+            pipe.write(_pickled_result(work)[: RESULT_BYTES + 1])
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _pickled_result(work: Callable[[], object]) -> bytes:
+    """Return the result or the error, pickled; raise a MemoryError, which becomes the exit code."""
+    try:
+        return pickle.dumps((True, work()))
+    except MemoryError:
+        raise
+    except Exception as error:
+        return pickle.dumps((False, error))
+
+
+def _read_all(reads: int) -> tuple[bytes, bool]:
+    """Return the output of the child until it ends or its time is over, and whether it has ended."""
+    deadline = time.monotonic() + WALL_SECONDS
+    parts: list[bytes] = []
+    with selectors.DefaultSelector() as selector:
+        selector.register(reads, selectors.EVENT_READ)
+        while selector.select(max(0.0, deadline - time.monotonic())):
+            part = os.read(reads, 1 << 20)
+            if not part:
+                return b"".join(parts), True
+            parts.append(part)
+    return b"", False

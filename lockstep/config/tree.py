@@ -1,8 +1,8 @@
-"""YAML as a tree whose every value knows the file and line it came from.
+"""Parse YAML into a tree in which every value has its file and line.
 
-YAML 1.2's core schema: `2e-4` is a number; `on`, `off`, `yes` and `no` are text; `012` is twelve; dates are text.
-Keys are text. Duplicate keys are refused. Anchors, aliases and `<<` merge keys work. Source: https://yaml.org/spec/1.2.2,
-10.3; PyYAML's own resolvers are those of YAML 1.1.
+The types are those of YAML 1.2's core schema: `2e-4` is a number; `on`, `off`, `yes` and `no` are text; `012` is
+twelve; dates are text. Keys are text. Duplicate keys are refused. Anchors, aliases and `<<` merge keys work. Source:
+section 10.3 of https://yaml.org/spec/1.2.2; PyYAML's own resolvers are those of YAML 1.1.
 
 Tags are those of the template language: `!singleton:module:Name@label`, `!list`, `!calc "expression"`. `@label` names
 the object for people; to use it twice give it an anchor, `&name`, and refer to it by `*name`.
@@ -23,7 +23,7 @@ MAX_VALUES = 100_000  # aliases of aliases can stand for billions
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was written: a file and its 1-based line, or (line 0) something that has no lines."""
+    """The place where a value is written: a file and its 1-based line, or with line 0 a thing without lines."""
 
     file: str
     line: int = 0
@@ -34,14 +34,14 @@ class Origin:
 
 @dataclass
 class Node:
-    """A value: text, number, bool or None; a list of nodes; a mapping of nodes; or a `Calc` still to be worked out."""
+    """A value: text, number, bool or None; a list of nodes; a mapping of nodes; or a `Calc` to be evaluated."""
 
     value: Any
     origin: Origin
-    blank: bool = False  # null because nothing is written, `training:` with comments only
+    blank: bool = False  # null because nothing is written, as under `training:` with comments only
 
     def plain(self) -> Any:
-        """The same without origins."""
+        """Return the value without origins."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
         if isinstance(self.value, list):
@@ -49,7 +49,7 @@ class Node:
         return self.value
 
     def find(self, path: Path) -> "Node":
-        """The node at `path`, or the deepest one on the way there."""
+        """Return the node at `path`, or the deepest existing one on the way there."""
         here = self
         for part in path:
             inside = here.value
@@ -62,7 +62,7 @@ class Node:
         return here
 
     def has(self, path: Path) -> bool:
-        """Whether something is written at `path`."""
+        """Return whether there is a value at `path`."""
         here: Any = self
         for part in path:
             if not isinstance(here.value, dict) or part not in here.value:
@@ -71,7 +71,7 @@ class Node:
         return True
 
     def walk(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:
-        """This node and all below it, with their paths."""
+        """Yield this node and all nodes below it, with their paths."""
         yield path, self
         if isinstance(self.value, dict):
             for key, child in self.value.items():
@@ -83,10 +83,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Calc:
-    """An expression still to be worked out.
+    """An arithmetic expression to be evaluated.
 
     Attributes:
-        variables: those that the template sets (`-- set NAME = VALUE`).
+        variables: the variables that the template sets (`-- set NAME = VALUE`).
     """
 
     expression: str
@@ -94,7 +94,7 @@ class Calc:
 
 
 def node_of(value: Any, origin: Origin) -> Node:
-    """A tree for plain containers, all from one origin."""
+    """Return the tree of plain containers, with one origin for all values."""
     if isinstance(value, dict):
         return Node({str(key): node_of(child, origin) for key, child in value.items()}, origin)
     if isinstance(value, (list, tuple)):
@@ -103,8 +103,10 @@ def node_of(value: Any, origin: Origin) -> Node:
 
 
 def merge(base: Node, over: Node) -> Node:
-    """`over` laid on `base`: mappings key by key, anything else replaced. Nothing over a mapping (a section
-    whose lines are all comments) leaves it as it is; `null` replaces it."""
+    """Return `base` with the values of `over`: mappings are merged key by key, anything else is replaced.
+
+    A blank value over a mapping (a section whose lines are all comments) leaves it unchanged; `null` replaces it.
+    """
     if isinstance(base.value, dict) and over.blank:
         return base
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
@@ -134,16 +136,16 @@ for _tag, _pattern, _first in (
 
 
 def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False) -> Node:
-    """The tree of one YAML document.
+    """Return the tree of one YAML document.
 
     Args:
         text: the document.
-        origins: from a 0-based line of `text` to where it was written.
-        overlay: of two equal keys from different files, lay the later on the earlier (a template that calls `super()`
-            and then says something else); in one file they are refused all the same.
+        origins: 0-based line of `text` → its origin.
+        overlay: merge two equal keys if they come from different files, as when a template calls `super()` and then
+            sets other values; in one file they are refused in any case.
 
     Raises:
-        UsageError: not YAML, more than one document, duplicate keys, unknown tags.
+        UsageError: it is not YAML, or has more than one document, duplicate keys or unknown tags.
     """
     try:
         document = yaml.compose(text, Loader=CoreLoader)
@@ -161,7 +163,7 @@ def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False)
 
 
 def parse_value(text: str, origin: Origin) -> Node:
-    """The value of an override, `8`, `[a, b]`, `{x: 1}`; empty text is null."""
+    """Return the value of an override, such as `8`, `[a, b]` or `{x: 1}`; empty text is null."""
     return parse(text, lambda _line: origin)
 
 
@@ -185,7 +187,7 @@ def _not_yaml(error: yaml.YAMLError, origins: Callable[[int], Origin]) -> UsageE
 
 
 class _Builder:
-    """From PyYAML's nodes to ours."""
+    """Builds the tree of nodes with origins from PyYAML's nodes."""
 
     def __init__(self, origins: Callable[[int], Origin], overlay: bool) -> None:
         self.origins = origins
@@ -239,16 +241,17 @@ class _Builder:
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
                 raise UsageError("a key should be text", where=str(where), fix="write the key as a plain word")
-            key, value = str(key_node.value), replace(self.build(value_node), origin=where)  # it is where its key is
+            key = str(key_node.value)
+            value = replace(self.build(value_node), origin=where)  # a value has the origin of its key
             if key in built:
-                value = self._again(key, built[key], value, lines[key], where)
+                value = self._merge_duplicate(key, built[key], value, lines[key], where)
             built[key], lines[key] = value, where
         for source in merged:
             for key, child in source.value.items():
                 built.setdefault(key, child)
         return Node(built, origin)
 
-    def _again(self, key: str, first: Node, second: Node, first_at: Origin, second_at: Origin) -> Node:
+    def _merge_duplicate(self, key: str, first: Node, second: Node, first_at: Origin, second_at: Origin) -> Node:
         if self.overlay and first_at.file != second_at.file:
             return merge(first, second)
         raise UsageError(
@@ -282,7 +285,7 @@ def _scalar(tag: str, text: str, origin: Origin) -> Any:
             return float(re.sub(r"^([-+]?)\.(inf|nan)$", r"\1\2", text.lower()))
     except (ValueError, KeyError):
         raise UsageError(
-            f"{text!r} is not of the type that its tag says, {kind}", where=str(origin), fix="leave the tag out"
+            f"{text!r} does not have the type of its tag, {kind}", where=str(origin), fix="leave the tag out"
         ) from None
     if kind in ("str", "merge"):
         return text
@@ -301,10 +304,10 @@ _CALC = re.compile(r"^!calc(?::@[\w.-]*)?$")
 
 
 def build_tagged(tag: str, content: Node, origin: Origin) -> Node:
-    """The node that a tagged value stands for.
+    """Return the node for a tagged value.
 
     Raises:
-        UsageError: an unknown tag, or content that the tag does not take.
+        UsageError: the tag is unknown, or does not take this content.
     """
     singleton = _SINGLETON.match(tag)
     if singleton:
@@ -329,7 +332,10 @@ def build_tagged(tag: str, content: Node, origin: Origin) -> Node:
 
 
 def _singleton(name: str, content: Node, origin: Origin) -> Node:
-    """`args: […]` are positional arguments; `args: {…}`, `kwargs: {…}` and all other keys are keywords."""
+    """Return the spec of an object.
+
+    `args: […]` are positional arguments; `args: {…}`, `kwargs: {…}` and all other keys are keyword arguments.
+    """
     keywords: dict[str, Node] = {}
     positional: list[Node] = []
     if isinstance(content.value, list):

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep import cluster, signals
 from lockstep.config import Config
-from lockstep.config.mistakes import Mistake, usage_error
+from lockstep.config.keys import Mistake, usage_error
 from lockstep.data import Data, build_data, check_data
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
 from lockstep.models import build_model, check_model

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from lockstep.config import commands, load_config
 from lockstep.config.keys import keys_named
-from lockstep.config.names import Foreign, _matches
+from lockstep.config.names import ForeignName, _matches
 
 MAPPED = sorted((Path(__file__).parent / "mapped").rglob("*.yaml"))
 NEEDED = ("model.name=transformer", "data.name=python-docs")  # by a config that only has a part
@@ -38,7 +38,7 @@ def written(section: BaseModel, prefix: str = "") -> set[str]:
 
 def answers(theirs: str) -> list[str]:
     """Keys, any of which is what `theirs` is called here; empty where it is no key or is left out."""
-    rows: list[Foreign] = _matches(theirs)
+    rows: list[ForeignName] = _matches(theirs)
     if rows:
         return [] if any(not row.is_key for row in rows) else [row.ours for row in rows]
     ours = keys_named(theirs.rpartition(".")[2].lstrip("-"))

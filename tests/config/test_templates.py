@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config import limits, load_config
+from lockstep.config import load_config, templates
 from lockstep.config.prepass import is_template
 from tests.config.shared import loaded, refusal, written
 
@@ -338,7 +338,7 @@ def test_what_is_a_template() -> None:
 def test_a_template_that_grows_without_end_is_an_error(
     tmp_path: Path, statement: str, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "SECONDS", 1)
+    monkeypatch.setattr(templates, "SECONDS", 1)
     message = refusal(tmp_path, f"-- set x = 1\ndata: {{name: a{statement}}}\n")
     assert f"the template takes too much {of}" in message
     assert "where: run.yaml" in message
