@@ -9,12 +9,11 @@ are arithmetic on what the papers state, or memory, for which no constant was se
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.goodput import Reliability, best_interval, expected_goodput
 from lockstep.config import Config, config_from
 from lockstep.costs.hardware import cluster_of
 from lockstep.layout import Layout
-from lockstep.plan.candidates import pieces_of
-from lockstep.plan.facts import facts_of
-from lockstep.plan.goodput import Reliability, best_interval, expected_goodput
+from lockstep.plan.candidates import model_size_of, pieces_of
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.workload import Workload, workload_of
 from lockstep.strategy import strategy_named
@@ -79,7 +78,7 @@ def tokens_per_second(size: str, batch: int, checkpointing: str, gpus: int, gpu:
     """Of each GPU under FSDP2, parameters gathered in bf16."""
     work, config, layout, rehearsal = _rehearsed(size, batch, checkpointing, gpus)
     cluster = cluster_of(gpus, gpu, between)
-    pieces = pieces_of(facts_of(work, config), rehearsal, cluster.seconds)
+    pieces = pieces_of(model_size_of(work, config), rehearsal, cluster.seconds)
     step = strategy_named(layout.strategy).step_time(pieces, config.step, layout, cluster, 1)
     return batch * work.tokens_per_sample() / step.seconds
 
@@ -89,7 +88,7 @@ def memory_gib(size: str, batch: int, checkpointing: str, gpus: int) -> float:
 
 
 def llama_parameters(size: str) -> float:
-    return float(facts_of(workload_of(_config(size, 1, "none")), _config(size, 1, "none")).parameters)
+    return float(model_size_of(workload_of(_config(size, 1, "none")), _config(size, 1, "none")).parameters)
 
 
 def gpt_parameters(layers: int, width: int, vocabulary: int, positions: int) -> float:

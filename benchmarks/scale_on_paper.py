@@ -13,16 +13,15 @@ from dataclasses import replace
 from functools import cache
 
 from benchmarks.curves import Curve, as_svg
+from benchmarks.goodput import Reliability, best_interval, expected_goodput
 from benchmarks.page import RESULTS, page, table, tell
 from benchmarks.scale_published import GPT_1T, GPT_175B, LLAMA_405B, ON_H100, PUBLISHED, Cut, Model, Sharded
 from lockstep.config import Config, config_from
-from lockstep.costs.hardware import LINKS, GpuCluster, cluster_of, find_gpu, find_link
-from lockstep.costs.network import group_of
+from lockstep.costs.hardware import LINKS, GpuCluster, cluster_of, find_gpu, find_link, group_of
+from lockstep.costs.steps import ModelSize
 from lockstep.layout import Layout
 from lockstep.parallel.pipeline.cost import StageTime, pipeline_step
-from lockstep.plan.candidates import pieces_of
-from lockstep.plan.facts import Facts, facts_of
-from lockstep.plan.goodput import Reliability, best_interval, expected_goodput
+from lockstep.plan.candidates import model_size_of, pieces_of
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.workload import workload_of
 from lockstep.strategy import strategy_named
@@ -50,10 +49,10 @@ def _config(model: Model, batch: int, checkpointing: str, sharding: str) -> Conf
 @cache
 def _rehearsed(
     model: Model, batch: int, checkpointing: str, sharding: str, layout: Layout
-) -> tuple[Config, Facts, Rehearsal]:
+) -> tuple[Config, ModelSize, Rehearsal]:
     config = _config(model, batch, checkpointing, sharding)
     work = workload_of(config)
-    return config, facts_of(work, config), rehearse(work, config, layout)
+    return config, model_size_of(work, config), rehearse(work, config, layout)
 
 
 def sharded(run: Sharded, gpus: int) -> float:

@@ -1,6 +1,6 @@
-"""Numbers on which the loop decides, read without waiting: a loss that is no number, a spike, a vote to stop.
+"""Checks each step's numbers without waiting for the device: a loss that is not finite, a spike, a vote to stop.
 
-Assumes that loss, norm and votes are equal on all ranks, so that every rank decides the same at the same step.
+It assumes that loss, norm and votes are equal on all ranks, so that every rank decides the same at the same step.
 """
 
 import math
@@ -21,7 +21,7 @@ from lockstep.parallel.numbers import Number
 
 @dataclass(frozen=True)
 class Anomaly:
-    """A step whose loss or gradient norm is not usable.
+    """A step whose loss or gradient norm is unusable.
 
     Attributes:
         step: counted from 1, as in a `StepRecord`.
@@ -35,11 +35,11 @@ class Anomaly:
 
 
 class BadNumbersError(RunError):
-    """Raised for an anomaly that is not simply skipped: the run stops, or goes back."""
+    """Raised for an anomaly that is not skipped: the run stops or rolls back."""
 
-    def __init__(self, anomaly: Anomaly, *, goes_back: bool = False, in_order: int = 1) -> None:
-        self.anomaly, self.goes_back, self.in_order = anomaly, goes_back, in_order
-        often = f", the last of {in_order} bad steps in order" if in_order > 1 else ""
+    def __init__(self, anomaly: Anomaly, *, rolls_back: bool = False, consecutive: int = 1) -> None:
+        self.anomaly, self.rolls_back, self.consecutive = anomaly, rolls_back, consecutive
+        often = f", the last of {consecutive} bad steps in order" if consecutive > 1 else ""
         super().__init__(
             f"{anomaly.what}{often}",
             where=f"step {anomaly.step}",
@@ -49,20 +49,20 @@ class BadNumbersError(RunError):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), goes_back=self.goes_back, in_order=self.in_order), (self.anomaly,)
+        return partial(type(self), rolls_back=self.rolls_back, consecutive=self.consecutive), (self.anomaly,)
 
 
 @dataclass
-class Numbers:
-    """What the host knows of a step (on a GPU: of the one before)."""
+class StepCheck:
+    """The host's knowledge about a step (on a GPU: the step before)."""
 
     stop: bool = False
     anomaly: Anomaly | None = None
 
 
 def _device_of(numbers: Iterable[Number]) -> torch.device | None:
-    """Of the first that is a tensor."""
-    for value in numbers:  # a loop, for this is called in each step, and generators are slower
+    """Return the device of the first number that is a tensor."""
+    for value in numbers:  # a loop, since it runs in each step and generators are slower
         if isinstance(value, Tensor):
             return value.device
     return None
@@ -70,19 +70,19 @@ def _device_of(numbers: Iterable[Number]) -> torch.device | None:
 
 @dataclass
 class AnomalyDetector:
-    """Reads each step's numbers and finds the bad ones.
+    """Reads each step's numbers and detects anomalies.
 
-    On the CPU they are read at once. On a GPU they are copied behind the step's work and read one step later, when the
-    copy has long arrived, so that nothing waits; under `action: skip` the host waits for them, since the update does.
+    On the CPU they are read at once. On a GPU they are copied asynchronously and read one step later, so that nothing
+    waits; under `action: skip` the host waits for them, since the update depends on them.
 
     Attributes:
-        losses: the last good losses, oldest first; part of a run's state, since they decide about spikes.
+        losses: the last good losses, oldest first; part of a run's state, since they define a spike.
         in_order: bad steps since the last good one.
     """
 
     config: BadNumbersConfig = field(default_factory=BadNumbersConfig)
     losses: deque[float] = field(default_factory=deque)
-    in_order: int = 0
+    consecutive: int = 0
     _pending: tuple[int, Tensor, Any] | None = None
 
     @property
@@ -90,19 +90,20 @@ class AnomalyDetector:
         """Whether a bad step makes no update."""
         return self.config.action == "skip"
 
-    def check(self, step: int, loss: Number, norm: Number, stop_votes: Number, out_of_step: Number) -> Numbers:
-        """Take the numbers of `step`, after its gradients and before its update; return what is known by now.
+    def check(self, step: int, loss: Number, norm: Number, stop_votes: Number, out_of_step: Number) -> StepCheck:
+        """Check the numbers of `step`, after its gradients and before its update; return what is known by now.
 
         Args:
+            loss, norm, stop_votes: of the step.
             out_of_step: 0 if all ranks reduced in this step.
 
         Raises:
-            RunError: the ranks did not meet in this step.
+            RunError: the ranks are in different steps.
         """
         given = (loss, norm, stop_votes, out_of_step)
         device = _device_of(given)
         if device is None or device.type == "cpu" or self.skips:
-            return self._judge(step, *map(float, given))  # on a GPU the host waits for the device
+            return self._evaluate(step, *map(float, given))  # on a GPU the host waits for the device
         numbers = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in given])
         copy = numbers.to("cpu", non_blocking=True)
         arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -110,27 +111,27 @@ class AnomalyDetector:
         earlier, self._pending = self._pending, (step, copy, arrived)
         return self._read(earlier)
 
-    def flush(self) -> Numbers:
-        """Return what is still pending, before a checkpoint is made; the host waits for the device."""
+    def flush(self) -> StepCheck:
+        """Return the pending result, before a checkpoint is written; the host waits for the device."""
         earlier, self._pending = self._pending, None
         return self._read(earlier)
 
     def restart(self, losses: Iterable[float]) -> None:
-        """Go on from a checkpoint: take up its last good losses, and drop what is pending of steps that do not count.
+        """Restore the last good losses from a checkpoint, and drop the pending result of a discarded step.
 
         Args:
             losses: oldest first.
         """
         self.losses, self._pending = deque(losses), None
 
-    def _read(self, pending: tuple[int, Tensor, Any] | None) -> Numbers:
+    def _read(self, pending: tuple[int, Tensor, Any] | None) -> StepCheck:
         if pending is None:
-            return Numbers()
+            return StepCheck()
         step, copy, arrived = pending
         arrived.synchronize()
-        return self._judge(step, *copy.tolist())
+        return self._evaluate(step, *copy.tolist())
 
-    def _judge(self, step: int, loss: float, norm: float, stop_votes: float, out_of_step: float) -> Numbers:
+    def _evaluate(self, step: int, loss: float, norm: float, stop_votes: float, out_of_step: float) -> StepCheck:
         if out_of_step != 0:
             raise RunError(
                 f"the ranks did not meet in step {step}",
@@ -138,17 +139,17 @@ class AnomalyDetector:
                 why="a rank made a collective call that the others did not make, and theirs were taken for it",
                 fix="look for a collective inside of `if rank == 0`; distributed.debug: detail shows which it was",
             )
-        what = self._fault(step, loss, norm)
+        what = self._problem(step, loss, norm)
         if what is None:
-            self.in_order = 0
+            self.consecutive = 0
             self.losses.append(loss)
             while len(self.losses) > self.config.window:
                 self.losses.popleft()
-            return Numbers(stop_votes > 0)
-        self.in_order += 1
-        return Numbers(stop_votes > 0, Anomaly(step, what, loss, norm))
+            return StepCheck(stop_votes > 0)
+        self.consecutive += 1
+        return StepCheck(stop_votes > 0, Anomaly(step, what, loss, norm))
 
-    def _fault(self, step: int, loss: float, norm: float) -> str | None:
+    def _problem(self, step: int, loss: float, norm: float) -> str | None:
         if not math.isfinite(loss):
             return f"the loss of step {step} is {loss}"
         if not math.isfinite(norm):

@@ -1,8 +1,8 @@
-"""Clipping of gradients by value and per unit; clipping to a global norm is folded into the step's own scaling.
+"""Clips gradients by value and per unit; clipping to a global norm is part of the step's own scaling.
 
 Adaptive clipping bounds each unit's gradient by its weights: g is multiplied by min(1, λ · max(‖w‖, ε) / ‖g‖). A unit
-is what makes one output: a row of a matrix (the first dim), all of a vector. Norms are those of whole units: where
-sharding cuts a unit into pieces, their squares are added over the shards.
+computes one output: a row of a matrix (the first dim), a whole vector. Norms are those of whole units: if sharding
+splits a unit, its squares are summed over the shards.
 
 Source: Brock, De, Smith, Simonyan 2021, "High-Performance Large-Scale Image Recognition Without Normalization".
 """
@@ -25,14 +25,15 @@ _LEAST_WEIGHT_NORM = 1e-3  # ε: units that start at zero can still grow
 def clip_by_value(
     gradients: Sequence[Tensor], limit: float, groups: Sequence[dist.ProcessGroup], device: torch.device
 ) -> Tensor:
-    """Bring every element of the gradients into [−limit, limit], in place.
+    """Clip every element of the gradients to [−limit, limit], in place.
 
     Args:
         gradients: this rank's.
-        groups: over which the others are spread.
+        groups: groups over which the other gradients are spread.
+        device: device of the result.
 
     Returns:
-        the share of all elements that it changed, 0-dim.
+        the fraction of all elements that were changed, 0-dim.
     """
     counts = torch.zeros(2, dtype=torch.float64, device=device)
     for gradient in gradients:
@@ -54,13 +55,14 @@ def clip_adaptively(
     """Clip `.grad` of each parameter, unit by unit, in place; every rank of the groups calls it.
 
     Args:
-        parameters: whole, or DTensors. Those without a gradient are left out, on every rank the same ones.
+        parameters: whole, or DTensors. Those without a gradient are left out, the same on every rank.
         ratio: λ.
-        groups: over which the others are spread.
-        exact: the same bits however units are cut: squares are added as integers.
+        groups: groups over which the other parameters are spread.
+        device: device of the result.
+        exact: whether the result has the same bits however units are split: squares are summed as integers.
 
     Returns:
-        the share of all units that it changed, 0-dim.
+        the fraction of all units that were changed, 0-dim.
     """
     tensors = [_Units.of(p) for p in parameters if p.grad is not None]
     weights = _norms([t.weight for t in tensors], tensors, exact)
@@ -70,7 +72,7 @@ def clip_adaptively(
         scale = torch.clamp(ratio * weight.clamp(min=_LEAST_WEIGHT_NORM) / gradient, max=1.0)
         target = units.target
         target.mul_(scale.view(-1, *[1] * (target.ndim - 1)) if target.ndim else scale.squeeze(0))
-        # A unit that is cut counts once on each shard, in the numerator and in the denominator.
+        # A split unit counts once on each shard, in the numerator and in the denominator.
         counts[0] += (scale < 1.0).sum()
         counts[1] += scale.numel()
     for group in groups:
@@ -80,12 +82,12 @@ def clip_adaptively(
 
 @dataclass(frozen=True)
 class _Units:
-    """One parameter as [units, elements of a unit], as far as it lies on this rank.
+    """This rank's part of one parameter as [units, elements per unit].
 
     Attributes:
-        target: the gradient itself, in its own shape.
-        group: over which units are cut into pieces; None: they are whole here.
-        elements: of a whole unit.
+        target: the gradient in its own shape.
+        group: over which units are split; None: this rank has whole units.
+        elements: number per whole unit.
     """
 
     weight: Tensor
@@ -98,7 +100,7 @@ class _Units:
     def of(cls, parameter: nn.Parameter) -> "_Units":
         assert parameter.grad is not None
         weight, gradient = local(parameter.detach()), local(parameter.grad)
-        whole = parameter.shape  # of a DTensor, too
+        whole = parameter.shape  # the whole shape of a DTensor, too
         elements = math.prod(whole if len(whole) < 2 else whole[1:])
         rows = (1, -1) if len(whole) < 2 else (gradient.shape[0], gradient.numel() // max(1, gradient.shape[0]))
         group = None
@@ -110,11 +112,12 @@ class _Units:
 
 
 def _norms(pieces: list[Tensor], units: list[_Units], exact: bool) -> list[Tensor]:
-    """The norm of each unit, [units] of each tensor, float32."""
+    """Return the norm of each unit: one float32 tensor [units] per parameter."""
     if not exact:
         squares = [piece.double().square().sum(1) for piece in pieces]
         return [s.sqrt().float() for s in _over_shards(squares, units, dist.ReduceOp.SUM)]
-    # Squares in fixed point, multiples of a unit that all shards agree on; integers add up in any order.
+    # Squares in fixed point, as multiples of a unit that is the same on all shards: integers sum to the same in any
+    # order.
     largest = [p.abs().amax(1) if p.shape[1] else p.new_zeros(p.shape[0]) for p in pieces]
     largest = _over_shards(largest, units, dist.ReduceOp.MAX)
     totals = []
@@ -127,7 +130,7 @@ def _norms(pieces: list[Tensor], units: list[_Units], exact: bool) -> list[Tenso
 
 
 def _over_shards(values: list[Tensor], units: list[_Units], op: dist.ReduceOp.RedOpType) -> list[Tensor]:
-    """Reduce the values of units that are cut, in one all-reduce for each group."""
+    """Reduce the values of split units, in one all-reduce per group."""
     reduced = list(values)
     groups = {unit.group.group_name: unit.group for unit in units if unit.group is not None}
     for name, group in groups.items():

@@ -1,12 +1,13 @@
-"""Who am I, who else is there: the device of this rank, and the process group that joins the ranks.
+"""Chooses this rank's device, and joins the ranks in a process group.
 
-`setup()` does, in this order: environment variables, the device from the *local* rank, the number of CPU threads, the
-rendezvous, the process group. The rendezvous is Lockstep's rather than that of `init_process_group(init_method=…)`, so
-that one machine needs no MASTER_ADDR, a restarted run never reads the keys of the attempt before it, and a port in use
-is one clear message.
+`setup()` handles, in this order: environment variables, the device from the *local* rank, the number of CPU threads,
+the rendezvous, the process group. It has its own rendezvous instead of `init_process_group(init_method=…)`: one machine
+needs no MASTER_ADDR, a restarted run never reads keys of the attempt before it, and a port in use gives a clear
+message.
 """
 
 import atexit
+import ctypes
 import datetime
 import logging
 import os
@@ -23,12 +24,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lockstep import groups
 from lockstep.config import DistributedConfig
 from lockstep.cores import threads_per_rank
-from lockstep.environment import RankFacts, check_numbers, rank_facts, settle
+from lockstep.environment import RankFacts, check_numbers, rank_facts, set_rank_facts
 from lockstep.errors import UsageError
-from lockstep.existing_group import facts_of_existing_group, facts_over_store
-from lockstep.heap import keep_freed_memory
-from lockstep.heartbeat import of_this_rank, share_calls, stop_sharing_calls
-from lockstep.rendezvous import choose_interface, rendezvous
+from lockstep.heartbeat import own_heartbeat, share_calls, stop_sharing_calls
+from lockstep.rendezvous import choose_interface, facts_of_existing_group, facts_over_store, rendezvous
 from lockstep.scratch import remove, scratch_folder
 
 _log = logging.getLogger("lockstep")
@@ -39,9 +38,9 @@ class Cluster:
     """This process's place among the ranks.
 
     Attributes:
-        facts: rank, local rank, world size, node, and who launched it.
-        device: where this rank's tensors live.
-        backend: `gloo`, `nccl` or `mpi`, or `none` where no process group was needed.
+        facts: rank, local rank, world size, node, and launcher.
+        device: device of this rank's tensors.
+        backend: `gloo`, `nccl` or `mpi`; `none` without a process group.
     """
 
     facts: RankFacts
@@ -49,10 +48,10 @@ class Cluster:
     backend: str
 
     def check(self) -> None:
-        """Refuse to train where the script has made another process group since: each rank would train on its own.
+        """Raise if the script has since created another process group: each rank would train on its own.
 
         Raises:
-            UsageError: with what to change in the script.
+            UsageError: with the change to make in the script.
         """
         if not dist.is_initialized():
             return
@@ -68,30 +67,30 @@ class Cluster:
 
 
 _current: Cluster | None = None
-# The process group that `_current` is about; None: there was none. A strong reference would keep a group that the
-# script has destroyed, and its port, for the rest of the process.
+# The process group of `_current`; None: there was none. A strong reference would keep a group that the script has
+# destroyed, and its port, for the rest of the process.
 _world: "weakref.ref[Any] | None" = None
 _group_is_ours = False
-_calls: Path | None = None  # the folder that this rank has made for those of its machine
+_calls_folder: Path | None = None  # the folder that this rank has created for the ranks of its machine
 
 
 def setup(distributed: DistributedConfig | None = None) -> Cluster:
-    """Choose this rank's device and join the other ranks. A second call returns what the first one made.
+    """Choose this rank's device and join the other ranks. Later calls return the same cluster.
 
-    A process that nobody launched is rank 0 of 1 and needs no process group. A process group that exists already, made
-    by the script itself, is the world: all ranks call `setup` then, which may exchange where each of them is.
+    A process without a launcher is rank 0 of 1 and needs no process group. If the script has created a process group,
+    that group is the world: then all ranks call `setup`, since they may exchange their places.
 
     Raises:
-        UsageError: the device or the backend isn't there, an address is missing, a port is in use, the process group
-            that exists is another than the environment or the config says.
+        UsageError: the device or the backend is missing, an address is missing, a port is in use, or the existing
+            process group differs from the environment or the config.
         RunError: the other ranks did not come within the timeout.
     """
     global _current, _world, _group_is_ours
     if _current is not None and _is_same_world():
         return _current
-    _current, _group_is_ours = None, False  # the script has made or left a group since
-    _stop_comparing_calls()
-    settle(None)
+    _current, _group_is_ours = None, False  # the script has since created or destroyed a group
+    _stop_sharing()
+    set_rank_facts(None)
     config = distributed if distributed is not None else DistributedConfig()
     os.environ.update(environment(config))
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # read by torch once, at its import
@@ -100,33 +99,33 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     facts, gpu = facts_of_existing_group() if exists else (rank_facts(), None)
     store = None
     if not exists and facts.launcher == "torchrun" and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
-        store = _meet(config, facts)
+        store = _rendezvous(config, facts)
         facts = facts_over_store(facts, store)
     if exists:
         group = weakref.ref(dist.group.WORLD)
-        settle(facts, lambda: dist.group.WORLD is not None and group() is dist.group.WORLD)
+        set_rank_facts(facts, lambda: dist.group.WORLD is not None and group() is dist.group.WORLD)
     elif store is not None:
-        settle(facts)
+        set_rank_facts(facts)
     if gpu is None or config.device == "cpu":
         device = _choose_device(config.device, facts)
     else:
         device = torch.device("cuda", gpu)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # before anything else touches a GPU, or every rank makes a context on GPU 0
+        torch.cuda.set_device(device)  # before anything else uses a GPU, or every rank creates a context on GPU 0
     else:
         keep_freed_memory()
-    _share_out_threads(facts)
+    _set_num_threads(facts)
     backend = _existing_backend(config, device) if exists else _choose_backend(config.backend, device)
     _warn_of_nccl_timeout(facts)
     if facts.launcher == "none":
         backend = "none"
     elif exists:
-        atexit.register(_leave_at_exit)  # its threads are waited for; it stays the script's
+        atexit.register(_leave_at_exit)  # waits for the group's threads; the group stays the script's
     else:
         _join(config, facts, device, backend, store)
     _world = None if dist.group.WORLD is None else weakref.ref(dist.group.WORLD)
     _current = Cluster(facts, device, backend)
-    _compare_calls(facts)
+    _share_calls(facts)
     return _current
 
 
@@ -136,16 +135,16 @@ def _is_same_world() -> bool:
 
 
 def cleanup() -> None:
-    """Leave the process group that `setup` made; harmless where there is none."""
+    """Leave the process group that `setup` created; without one, do nothing."""
     global _current, _world, _group_is_ours
-    _stop_comparing_calls()
+    _stop_sharing()
     groups.leave_world(destroy=_group_is_ours)
     _current, _world, _group_is_ours = None, None, False
-    settle(None)
+    set_rank_facts(None)
 
 
 def environment(config: DistributedConfig) -> dict[str, str]:
-    """The environment variables that a config asks for on every rank: the debug switches and `distributed.env`."""
+    """Return the environment variables that a config sets on every rank: debug switches and `distributed.env`."""
     switches: dict[str, dict[str, str]] = {
         "none": {},
         "info": {"TORCH_DISTRIBUTED_DEBUG": "INFO", "NCCL_DEBUG": "WARN"},
@@ -169,7 +168,7 @@ def _choose_device(wanted: str, facts: RankFacts) -> torch.device:
         )
     count = torch.cuda.device_count()
     if facts.launcher == "srun" and count == 1:
-        return torch.device("cuda", 0)  # srun --gpus-per-task gives each rank a GPU that it sees as number 0
+        return torch.device("cuda", 0)  # srun --gpus-per-task gives each rank one GPU, which it sees as number 0
     if facts.local_rank >= count:
         raise UsageError(
             f"local rank {facts.local_rank} has no GPU of its own: {facts.local_world_size} ranks on this machine, "
@@ -179,8 +178,8 @@ def _choose_device(wanted: str, facts: RankFacts) -> torch.device:
     return torch.device("cuda", facts.local_rank)
 
 
-def _share_out_threads(facts: RankFacts) -> None:
-    """Give each rank its share of the cores: ranks with a thread for every core each slow one another down."""
+def _set_num_threads(facts: RankFacts) -> None:
+    """Give each rank its share of the cores: more threads than cores make all ranks slower."""
     if "OMP_NUM_THREADS" not in os.environ and facts.local_world_size > 1:
         torch.set_num_threads(threads_per_rank(facts.local_world_size))
 
@@ -200,10 +199,10 @@ def _choose_backend(wanted: str, device: torch.device) -> str:
 
 
 def _existing_backend(config: DistributedConfig, device: torch.device) -> str:
-    """Return the backend of the process group that the script made.
+    """Return the backend of the script's process group.
 
     Raises:
-        UsageError: the config asks for another one, or the group does not serve the device.
+        UsageError: the config names another backend, or the group does not support the device.
     """
     backend, serves = dist.get_backend(), dist.get_backend_config()
     if config.backend not in ("auto", backend):
@@ -232,16 +231,16 @@ def _warn_of_nccl_timeout(facts: RankFacts) -> None:
 # ---- the process group ----
 
 
-def _meet(config: DistributedConfig, facts: RankFacts) -> Store:
+def _rendezvous(config: DistributedConfig, facts: RankFacts) -> Store:
     return rendezvous(config, facts, datetime.timedelta(seconds=config.timeout_seconds))
 
 
 def _join(config: DistributedConfig, facts: RankFacts, device: torch.device, backend: str, store: Store | None) -> None:
     global _group_is_ours
     timeout = datetime.timedelta(seconds=config.timeout_seconds)
-    store = _meet(config, facts) if store is None else store
+    store = _rendezvous(config, facts) if store is None else store
     choose_interface(config, facts)
-    # gloo beside nccl serves tensors that live in the host's memory (checkpoints, pickled objects).
+    # gloo beside nccl is for tensors in host memory (checkpoints, pickled objects).
     both = "cpu:gloo,cuda:nccl" if backend == "nccl" and config.backend == "auto" else backend
     dist.init_process_group(
         both,
@@ -258,32 +257,57 @@ def _join(config: DistributedConfig, facts: RankFacts, device: torch.device, bac
 # ---- calls that all ranks make ----
 
 
-def _compare_calls(facts: RankFacts) -> None:
-    """Give the ranks of each machine a folder where they compare their calls, if no launcher has made one.
+def _share_calls(facts: RankFacts) -> None:
+    """Let the ranks of each machine compare their calls in a folder, if no launcher has created one.
 
-    All ranks call it. The folder is the first rank's of the machine.
+    All ranks call it. The first rank of each machine creates the folder.
     """
-    global _calls
-    if facts.world_size == 1 or of_this_rank().folder is not None or dist.get_backend() == "fake":
+    global _calls_folder
+    if facts.world_size == 1 or own_heartbeat().folder is not None or dist.get_backend() == "fake":
         return
     if facts.local_rank == 0 and facts.local_world_size > 1:
-        with suppress(OSError):  # no disk has room for it: calls are not compared
-            _calls = scratch_folder("calls")
+        with suppress(OSError):  # no space on disk: calls are not compared
+            _calls_folder = scratch_folder("calls")
     told: list[Any] = [None] * facts.world_size
-    dist.all_gather_object(told, (facts.node_rank, None if _calls is None else str(_calls)))
+    dist.all_gather_object(told, (facts.node_rank, None if _calls_folder is None else str(_calls_folder)))
     folder = next((Path(path) for node, path in told if node == facts.node_rank and path is not None), None)
     if folder is not None and folder.is_dir():
         share_calls(folder, facts.rank, facts.local_world_size)
 
 
-def _stop_comparing_calls() -> None:
-    global _calls
+def _stop_sharing() -> None:
+    global _calls_folder
     stop_sharing_calls()
-    if _calls is not None:
-        remove(_calls)  # what the others have opened stays theirs
-        _calls = None
+    if _calls_folder is not None:
+        remove(_calls_folder)  # the other ranks' open files stay valid
+        _calls_folder = None
 
 
 def _leave_at_exit() -> None:
-    with suppress(Exception):  # the interpreter is going down and peers may be gone: nobody can be told any more
+    with suppress(Exception):  # the interpreter is ending and peers may be gone: nobody can read a message
         cleanup()
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
+_NEVER, _LARGEST = -1, 2**31 - 1
+
+
+def keep_freed_memory() -> bool:
+    """Make this process keep the memory that it frees; return whether it does.
+
+    A step on a CPU requests the same sizes again and again. glibc returns freed memory at the top of the heap, and
+    every
+    large block, to the system, which must map and clear each page on its next use: measured at 10 of 60 ms. The process
+    then keeps its peak memory. Nothing changes with another C library than glibc, or if the environment has settings.
+    Source: man 3 mallopt.
+    """
+    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")):
+        return False
+    if "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    # Older versions accept no threshold above 32 MiB, but can be told to map nothing.
+    large = mallopt(_MMAP_THRESHOLD, _LARGEST) or mallopt(_MMAP_MAX, 0)
+    return bool(large and mallopt(_TRIM_THRESHOLD, _NEVER))

@@ -1,4 +1,4 @@
-"""Who am I, and sums over all ranks: what a loop of one's own needs, and Lockstep's own parts."""
+"""Gives a rank its number and sums over all ranks, for a user's training loop and Lockstep's own parts."""
 
 import os
 from typing import Literal, overload
@@ -20,20 +20,20 @@ _OPERATIONS = {
 
 
 def rank() -> int:
-    """This process's rank, 0 when it runs alone."""
+    """Return this process's rank, 0 when it runs alone."""
     return dist.get_rank() if dist.is_initialized() else rank_facts().rank
 
 
 def world_size() -> int:
-    """The number of ranks, 1 when this process runs alone."""
+    """Return the number of ranks, 1 when this process runs alone."""
     return dist.get_world_size() if dist.is_initialized() else rank_facts().world_size
 
 
 def local_rank() -> int:
-    """This process's index on its machine.
+    """Return this process's index on its machine.
 
     Raises:
-        UsageError: the script made the process group itself, and nothing tells the index before `lockstep.setup()`.
+        UsageError: the script created the process group, and the index is unknown before `lockstep.setup()`.
     """
     facts = rank_facts()
     if not dist.is_initialized() or facts.world_size == dist.get_world_size():
@@ -49,7 +49,7 @@ def local_rank() -> int:
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0."""
+    """Return whether this is rank 0."""
     return rank() == 0
 
 
@@ -66,18 +66,18 @@ def all_reduce(value: torch.Tensor, op: ReduceOp = ...) -> torch.Tensor: ...
 def all_reduce(value: float, op: ReduceOp = ...) -> float: ...
 @together
 def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tensor | float:
-    """`value` reduced over all ranks; every rank gets the result. All ranks must call it.
+    """Reduce `value` over all ranks and return the result on each of them. All ranks must call it.
 
     Args:
-        value: a number, or a tensor of the same shape and dtype on every rank (left as it is).
+        value: a number, or a tensor of the same shape and dtype on every rank (not changed).
         op: "mean", "sum", "max" or "min".
 
     Returns:
-        a float for "mean" of numbers, a number of the same kind for the others; for a tensor a new tensor of its
-        shape, on its device.
+        a float for "mean" of numbers, else a number of the same kind; for a tensor a new tensor of its shape and
+        device.
 
     Raises:
-        UsageError: `op` is none of these, or the mean of an integer tensor is asked for.
+        UsageError: `op` is something else, or "mean" is used with an integer tensor.
     """
     if op not in _OPERATIONS:
         raise UsageError(f"all_reduce can't do {op!r}", fix=f"choose one of {', '.join(_OPERATIONS)}")
@@ -102,7 +102,7 @@ def _reduced(value: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 
 def _device_of_numbers() -> torch.device:
-    """Where numbers lie that hosts exchange: on the CPU, if the process group serves it, else on this rank's GPU."""
+    """Return the device for numbers that ranks exchange: the CPU if the group supports it, else the rank's GPU."""
     if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())  # `distributed.backend: nccl`

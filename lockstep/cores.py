@@ -1,24 +1,23 @@
-"""Which cores a rank uses: its share of them, and those next to its GPU.
+"""Chooses the cores of a rank: its share of them, next to its GPU.
 
-On a machine with several NUMA nodes a rank that wanders between them reads its memory, and feeds its GPU, across the
-link of the sockets. Each rank is bound to the node of its GPU, or, without GPUs, ranks are dealt out to the nodes in
-order. What was allowed before (taskset, a container, Slurm's binding) is never widened. Where the machine does not say,
-nothing is bound.
+On a machine with several NUMA nodes, a rank that moves between nodes reads its memory, and feeds its GPU, over the
+link between sockets. Each rank is bound to the node of its GPU; without GPUs, ranks are assigned to the nodes in order.
+Earlier limits (taskset, a container, Slurm's binding) are never widened. If the node is unknown, nothing is bound.
 
 Source: /sys/devices/system/node, /sys/bus/pci (kernel.org/doc/Documentation/ABI); /proc/driver/nvidia/gpus has one
-folder for each GPU that this container may use. Nothing here imports torch; where threads are made later, they follow.
+folder for each GPU of this container. Does not import torch; threads that libraries create later are bound, too.
 """
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-_before: set[int] | None = None  # what was allowed before `bind`
+_before: set[int] | None = None  # the cores allowed before `bind`
 _node: int | None = None
 
 
 def allowed() -> set[int]:
-    """The cores that this process might use before it was bound."""
+    """Return the cores allowed to this process before it was bound."""
     if _before is not None:
         return _before
     if hasattr(os, "sched_getaffinity"):
@@ -27,25 +26,25 @@ def allowed() -> set[int]:
 
 
 def threads_per_rank(local_world_size: int) -> int:
-    """Cores that this process may use, over the ranks on this machine; at least 1."""
+    """Return the allowed cores divided by the ranks on this machine; at least 1."""
     return max(1, len(allowed()) // max(1, local_world_size))
 
 
 def bound_node() -> int | None:
-    """The NUMA node that `bind` has bound this process to."""
+    """Return the NUMA node to which `bind` has bound this process."""
     return _node
 
 
 def bind(local_rank: int, local_world_size: int, root: Path = Path("/")) -> int | None:
-    """Bind this process to the cores of its NUMA node, where the machine has several and says which.
+    """Bind this process to the cores of its NUMA node, if the machine has several and they are known.
 
-    Call it before libraries make threads.
+    Call it before libraries create threads.
 
     Args:
-        root: where /sys and /proc are.
+        root: the folder of /sys and /proc.
 
     Returns:
-        the node; None where nothing was bound.
+        the node; None if nothing was bound.
     """
     global _before, _node
     if not hasattr(os, "sched_setaffinity") or local_world_size < 2:
@@ -63,11 +62,11 @@ def bind(local_rank: int, local_world_size: int, root: Path = Path("/")) -> int 
 def choose_node(
     local_rank: int, local_world_size: int, nodes: Mapping[int, set[int]], gpus: list[int] | None
 ) -> int | None:
-    """The NUMA node for a rank; None where there is nothing to choose, or the machine does not say.
+    """Return the NUMA node for a rank; None if there is no choice, or the GPU's node is unknown.
 
     Args:
-        nodes: NUMA node → its cores that may be used.
-        gpus: the NUMA node of each visible GPU, in their order; None: not known.
+        nodes: NUMA node → its allowed cores.
+        gpus: the NUMA node of each visible GPU, in their order; None: unknown.
     """
     if len(nodes) < 2 or gpus is None:
         return None
@@ -79,7 +78,7 @@ def choose_node(
 
 
 def numa_nodes(root: Path = Path("/")) -> dict[int, set[int]]:
-    """NUMA node → its cores; nodes without cores (memory alone) left out."""
+    """Return NUMA node → its cores, without nodes that have only memory."""
     found = {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         try:
@@ -92,11 +91,11 @@ def numa_nodes(root: Path = Path("/")) -> dict[int, set[int]]:
 
 
 def gpu_nodes(environ: Mapping[str, str], root: Path = Path("/")) -> list[int] | None:
-    """The NUMA node of each GPU, as this process will number them; empty: there are none.
+    """Return the NUMA node of each GPU in this process's numbering; empty: there are no GPUs.
 
     Returns:
-        None where that is not known: GPUs of several models (CUDA numbers the fastest first), GPUs that are named by
-        their serial number, or a virtual machine that tells no node.
+        None if it is unknown: GPUs of several models (CUDA numbers the fastest first), GPUs named by their serial
+        number, or a virtual machine without this information.
     """
     folders = sorted((root / "proc/driver/nvidia/gpus").glob("*:*"))
     models = {_line(folder / "information", "Model:") for folder in folders}
@@ -126,7 +125,7 @@ def _line(path: Path, name: str) -> str:
 
 
 def _ranges(text: str) -> set[int]:
-    """The numbers of `0-3,8,10-11`."""
+    """Return the numbers of a list such as `0-3,8,10-11`."""
     found: set[int] = set()
     for part in text.strip().split(","):
         low, _, high = part.partition("-")

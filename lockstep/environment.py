@@ -1,4 +1,4 @@
-"""Who am I among the ranks? Read from the environment that a launcher sets; nothing here imports torch.
+"""Reads this process's rank from the environment that a launcher sets. Does not import torch.
 
 torchrun, `accelerate launch` and the legacy `torch.distributed.launch` set RANK, LOCAL_RANK, WORLD_SIZE and
 LOCAL_WORLD_SIZE; srun sets SLURM_*; Open MPI's mpirun sets OMPI_COMM_WORLD_*, MPICH's and Intel's PMI_* and MPI_*.
@@ -16,7 +16,7 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One process's place in the job. All are counts or zero-based indices, as torchrun names them."""
+    """One process's place in the job. All fields are counts or zero-based indices, with torchrun's names."""
 
     rank: int = 0
     local_rank: int = 0
@@ -27,7 +27,7 @@ class RankFacts:
 
     @property
     def num_nodes(self) -> int:
-        """Machines, if all of them have as many ranks as this one."""
+        """Number of machines, if all of them have as many ranks as this one."""
         return max(1, self.world_size // max(1, self.local_world_size))
 
     @property
@@ -45,11 +45,11 @@ class _Source:
     local_rank: str
     world_size: str
     local_world_size: str
-    node_rank: str  # "": it does not say
-    also: str | None = None  # which tells a rank from a process that merely runs where ranks could
+    node_rank: str  # "": there is none
+    also: str | None = None  # distinguishes a rank from other processes of the job
 
     def describes(self, env: Mapping[str, str]) -> bool:
-        """Whether this launcher has started this process."""
+        """Return whether this launcher has started this process."""
         return self.rank in env and self.world_size in env and (self.also is None or self.also in env)
 
 
@@ -59,7 +59,7 @@ _SOURCES = (
     _Source("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE",
             "OMPI_COMM_WORLD_LOCAL_SIZE", ""),  # its NODE_RANK numbers processes on a node, not nodes
     _Source("mpirun", "PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS", ""),  # MPICH, Intel MPI
-    # In a batch script, outside of srun, SLURM_PROCID and SLURM_NTASKS are set too: that process is no rank.
+    # A batch script has SLURM_PROCID and SLURM_NTASKS even outside of srun, but is not a rank.
     _Source("srun", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID",
             also="SLURM_STEP_ID"),
 )  # fmt: skip
@@ -69,31 +69,31 @@ def _always() -> bool:
     return True
 
 
-_settled: RankFacts | None = None  # of the process group that a script made itself
-_holds = _always  # whether that group is still there
+_given_facts: RankFacts | None = None  # facts of a process group that a script created
+_are_valid = _always  # returns whether that group still exists
 
 
-def settle(facts: RankFacts | None, holds: Callable[[], bool] = _always) -> None:
-    """Have `rank_facts` return these facts, whatever the environment says; None: the environment counts again.
+def set_rank_facts(facts: RankFacts | None, valid: Callable[[], bool] = _always) -> None:
+    """Make `rank_facts` return these facts instead of the environment's; None: the environment's again.
 
     Args:
-        holds: asked each time; once it returns False, the environment counts again.
+        holds: called each time; once it returns False, the environment's facts are returned again.
     """
-    global _settled, _holds
-    _settled, _holds = facts, holds
+    global _given_facts, _are_valid
+    _given_facts, _are_valid = facts, valid
 
 
 def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
-    """The facts of this process; a process that nobody launched is rank 0 of 1.
+    """Return the facts of this process; a process without a launcher is rank 0 of 1.
 
-    Where a launcher doesn't say how many ranks are on this machine, all of them are.
+    If a launcher does not give the number of ranks on this machine, it is the number of all ranks.
 
     Raises:
         UsageError: the variables contradict each other (RANK not below WORLD_SIZE, one of the two without the other),
             or are not numbers.
     """
-    if environ is None and _settled is not None and _holds():
-        return _settled
+    if environ is None and _given_facts is not None and _are_valid():
+        return _given_facts
     env = os.environ if environ is None else environ
     facts = next((_facts(env, source) for source in _SOURCES if source.describes(env)), None)
     alone = [name for name in _OF_TORCH if name in env]
@@ -103,7 +103,7 @@ def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
 
 
 def _check_half(env: Mapping[str, str], name: str, facts: RankFacts | None) -> None:
-    """Refuse RANK without WORLD_SIZE, or the reverse, unless a scheduler's variables say the same.
+    """Reject RANK without WORLD_SIZE, or the reverse, unless a scheduler's variables have the same number.
 
     Raises:
         UsageError: the process would train alone.
@@ -123,14 +123,14 @@ def _check_half(env: Mapping[str, str], name: str, facts: RankFacts | None) -> N
 def facts_for_group(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[RankFacts | None, int | None]:
     """Return what the environment adds to a process group in which this process is `rank` of `world_size`.
 
-    What schedulers number are tasks, each of which may have started several ranks: where those numbers are others than
-    the group's, they are left alone.
+    Schedulers number tasks, each of which may start several ranks: their numbers are ignored if they differ from the
+    group's.
 
     Returns:
-        the facts, where the environment tells all of them, and LOCAL_RANK, where it is set.
+        the facts, if the environment has all of them; and LOCAL_RANK, if it is set.
 
     Raises:
-        UsageError: RANK or WORLD_SIZE is another than in the group.
+        UsageError: RANK or WORLD_SIZE differs from the group's.
     """
     numbers = dict(zip(_OF_TORCH, (rank, world_size), strict=True))
     if any(name in env and _number(env, name) != number for name, number in numbers.items()):
@@ -189,7 +189,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def _per_node(env: Mapping[str, str], name: str) -> list[int]:
-    """Counts by node: `4`, or as Slurm writes them, `4(x2),3`."""
+    """Return the counts per node from `4`, or from Slurm's form, `4(x2),3`."""
     counts: list[int] = []
     for part in env[name].split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -208,10 +208,10 @@ def _no_number(name: str, text: str) -> UsageError:
 
 
 def check_numbers(env: Mapping[str, str]) -> None:
-    """Refuse texts in variables that torch reads as numbers: it ends the process with an error in C++.
+    """Reject variables that torch would read as numbers and are not: torch would end the process with a C++ error.
 
     Raises:
-        UsageError: naming the variable.
+        UsageError: with the variable's name.
     """
     for name in ("MASTER_PORT", "TORCH_FR_BUFFER_SIZE"):
         if name in env and not env[name].strip().isdecimal():
@@ -223,7 +223,7 @@ def check_numbers(env: Mapping[str, str]) -> None:
 
 
 def machine_id() -> str:
-    """Tells machines (and network namespaces) apart, where host names may be equal."""
+    """Return an identity of this machine (and network namespace); host names may be equal on several machines."""
     try:
         space = os.readlink("/proc/self/ns/net")
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {space}"
@@ -232,7 +232,7 @@ def machine_id() -> str:
 
 
 def parent_identity() -> str:
-    """Names the process that started this one: its children share it, no earlier or later process has it (Linux)."""
+    """Return an identity of the parent process, which no earlier or later process has (Linux)."""
     parent = os.getppid()
     try:
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]

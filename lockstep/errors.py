@@ -1,7 +1,7 @@
-"""Errors that speak to the person who started the run.
+"""Defines errors with messages for the person who started the run.
 
-An error says four things: what happened, where, why, and what to do. The command line prints `str(error)` once, with no
-traceback, and exits with the error's `exit_code`. Nothing here imports torch.
+An error has four parts: what happened, where, why, and what to do. The command line prints `str(error)` once, without a
+traceback, and exits with the error's `exit_code`. Does not import torch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,8 +17,8 @@ class LockstepError(Exception):
 
     Args:
         what: what happened, one sentence without a final full stop.
-        where: the place: a file and line, a config key, a rank, a step.
-        why: the reason, where it is not plain from `what`.
+        where: a file and line, a config key, a rank, a step.
+        why: the reason, if `what` does not make it clear.
         fix: what to do about it.
     """
 
@@ -37,7 +37,7 @@ class LockstepError(Exception):
         return [("where", self.where), ("why", self.why), ("do", self.fix)]
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions travel between ranks; the default would call the constructor without its keywords.
+        # Exceptions are sent between ranks; the default would call the constructor without its keywords.
         return (_rebuild, (type(self), self.what, self.where, self.why, self.fix))
 
 
@@ -63,14 +63,14 @@ class RunError(LockstepError):
 
 
 def listed(names: Sequence[str], shown: int = 4) -> str:
-    """The first few of many names, and how many there are besides: `a, b, c, d and 3 more`."""
+    """Return the first few names and the number of others: `a, b, c, d and 3 more`."""
     more = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'layers'?` where something known is near, else nothing."""
-    import difflib  # wanted only once something is wrong
+    """Return `; did you mean 'layers'?` if a known word is similar, else ""."""
+    import difflib  # needed only for errors
 
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""

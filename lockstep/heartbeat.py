@@ -1,10 +1,10 @@
-"""Where each rank is, told to the launcher and to the other ranks of its machine at the price of a write to memory.
+"""Records a rank's step and calls in shared memory, for the launcher and the other ranks of its machine.
 
 A rank maps a small file and writes into it its process, step and phase, and the calls that all ranks make together: the
-public functions that hold a collective. The launcher reads the files to find ranks that hang; each rank reads those of
-the others when it begins such a call, for a call that only some ranks make would wait for ever. Under another launcher
-than Lockstep's nobody looks for hangs, and the ranks compare their calls in a folder that one of them has made. The
-clock is the machine's monotonic one, the same for all of its processes. Nothing here imports torch.
+public functions with a collective. The launcher reads the files to find ranks that hang. Each rank reads the others'
+files when it begins such a call, since a call that only some ranks make would wait for ever. Under another launcher
+nobody looks for hangs, and the ranks compare their calls in a folder that one of them creates. The clock is the
+machine's monotonic one, the same for all processes. Does not import torch.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from lockstep.errors import UsageError
 
 FOLDER = "LOCKSTEP_HEARTBEATS"  # set by the launcher for its ranks
 _LIMITS = "limits.json"
-DUMP = "dump"  # a file of this name in the folder asks the ranks for their last collectives
-PHASES = ("step", "first", "pause", "done")  # a step; one with nothing to compare it to; the caller's own code
-_HEAD = struct.Struct("<qqqdqq")  # process, step, phase, seconds, the newest call's number, how deep in calls
+DUMP = "dump"  # a file with this name in the folder requests the ranks' last collectives
+PHASES = ("step", "first", "pause", "done")  # a step; a step without an earlier one to compare with; the caller's code
+_HEAD = struct.Struct("<qqqdqq")  # process, step, phase, seconds, number of the newest call, depth of nested calls
 _CALL = struct.Struct("<qdd24s160s")  # number from 1, begun, ended or 0, name, the caller's line
-_CALLS = 64  # that a file remembers
+_CALLS = 64  # number of calls in a file
 _SIZE = _HEAD.size + _CALLS * _CALL.size
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _NOBODYS = (_PACKAGE, "<frozen ", functools.__file__, contextlib.__file__)
@@ -45,10 +45,11 @@ class Call:
     """A call that all ranks make together.
 
     Attributes:
-        number: how many such calls the rank had begun, this one included: the same call has the same on all ranks.
+        number: number of such calls that the rank had begun, including this one; the same on all ranks for the same
+            call.
         name: of the function.
-        line: the caller's, `file:line`; empty where no line outside of Lockstep called it.
-        begun, ended: seconds, monotonic; `ended` is 0 while it is under way.
+        line: the caller's, `file:line`; empty if no line outside of Lockstep called it.
+        begun, ended: seconds, monotonic; `ended` is 0 while the call runs.
     """
 
     number: int
@@ -63,11 +64,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a rank was, and when it said so (seconds, monotonic).
+    """A rank's place, and when it wrote it (seconds, monotonic).
 
     Attributes:
-        calls: those that it began last, by number.
-        inside: whether it is inside of the newest of them.
+        calls: the last calls that it began, by number.
+        inside: whether the newest of them is running.
     """
 
     rank: int
@@ -80,11 +81,11 @@ class Beat:
 
 
 class Heartbeat:
-    """A rank's own. Without a folder (no launcher watches, and no rank has made one) it does nothing.
+    """A rank's own heartbeat. Without a folder (from a launcher or a rank) it does nothing.
 
     Args:
         folder: the launcher's, or None.
-        ranks: how many of this machine write there.
+        ranks: number of ranks of this machine that write there.
     """
 
     def __init__(self, folder: Path | None, rank: int, ranks: int = 1) -> None:
@@ -95,7 +96,7 @@ class Heartbeat:
     def _share(self, folder: Path | None, rank: int, ranks: int) -> None:
         self._shared, self.rank, self._ranks = folder, rank, ranks
         self._number = 0
-        self._under_way: list[int] = []  # numbers of the calls, one inside of the other
+        self._under_way: list[int] = []  # numbers of nested calls, the outermost first
         self._state: tuple[int, int, float] = (0, PHASES.index("pause"), time.monotonic())
         self._others: dict[int, mmap.mmap] = {}
         self._map: mmap.mmap | None = None
@@ -103,12 +104,12 @@ class Heartbeat:
             self._map = _mapped(folder / f"beat-{rank}", create=True)
 
     def beat(self, step: int, phase: str) -> None:
-        """Say that `step` (from 1) is under way."""
+        """Record that `step` (from 1) is running."""
         self._state = (step, PHASES.index(phase), time.monotonic())
         self._write_head()
 
     def enter(self, name: str) -> None:
-        """Say that a call begins which all ranks make; `leave` follows.
+        """Record the begin of a call that all ranks make; `leave` follows.
 
         Raises:
             UsageError: another rank of this machine makes another call in its place.
@@ -120,23 +121,23 @@ class Heartbeat:
         line = _callers_line()
         self._write_call(Call(self._number, name, line, time.monotonic(), 0.0))
         self._write_head()
-        self._refuse_another(name, line)
+        self._check_same_call(name, line)
 
     def leave(self) -> None:
-        """Say that the call that was entered last is over."""
+        """Record the end of the call that was entered last."""
         if self._map is None or not self._under_way or not self._is_mine():
-            return  # the call began before this rank shared anything
+            return  # the call began before this rank shared its calls
         number = self._under_way.pop()
-        if number > self._number - _CALLS:  # its place was not taken by another
+        if number > self._number - _CALLS:  # its slot was not reused
             struct.pack_into("<d", self._map, _HEAD.size + (number - 1) % _CALLS * _CALL.size + 16, time.monotonic())
         self._write_head()
 
     def call(self, name: str) -> AbstractContextManager[None]:
-        """`enter` and `leave` around the block."""
-        return _Entered(self, name)
+        """Return a context manager that calls `enter` and `leave` around the block."""
+        return _CallContext(self, name)
 
     def _is_mine(self) -> bool:
-        """Calls of a forked data worker, or of a thread beside the rank's own, are not in any order with the others."""
+        """Return whether this is the rank's process and main thread: other calls have no order common to all ranks."""
         return os.getpid() == self._process and threading.current_thread() is threading.main_thread()
 
     def _write_head(self) -> None:
@@ -148,20 +149,20 @@ class Heartbeat:
         assert self._map is not None
         at = _HEAD.size + (call.number - 1) % _CALLS * _CALL.size
         line = call.line.encode(errors="replace")[-160:]
-        struct.pack_into("<q", self._map, at, 0)  # nobody reads it while it is half written
+        struct.pack_into("<q", self._map, at, 0)  # invalid while it is half written
         _CALL.pack_into(self._map, at, 0, call.begun, call.ended, call.name.encode(), line)
         struct.pack_into("<q", self._map, at, call.number)
 
-    def _refuse_another(self, name: str, line: str) -> None:
+    def _check_same_call(self, name: str, line: str) -> None:
         for rank, seen in self._seen().items():
             other = _read_call(seen, (self._number - 1) % _CALLS)
             if other is not None and other.number == self._number and other.name != name:
                 mine = Call(self._number, name, line, 0.0, 0.0)
                 self.leave()
-                raise only_some({self.rank: mine, rank: other})
+                raise different_calls({self.rank: mine, rank: other})
 
     def _seen(self) -> dict[int, mmap.mmap]:
-        """The other ranks' files, of which those are opened that have come since."""
+        """Return the other ranks' files, after opening those that are new."""
         if self._shared is not None and len(self._others) < self._ranks - 1:
             for path in self._shared.glob("beat-*"):
                 rank = int(path.name.removeprefix("beat-"))
@@ -170,8 +171,8 @@ class Heartbeat:
         return self._others
 
 
-def only_some(calls: dict[int, Call]) -> UsageError:
-    """The error of ranks that make different calls at the same place in their order."""
+def different_calls(calls: dict[int, Call]) -> UsageError:
+    """Return the error for ranks that make different calls at the same place in their order."""
     by_rank = sorted(calls.items())
     said = ", ".join(f"rank {rank} calls {call.name}" for rank, call in by_rank)
     lines = ", ".join(f"rank {rank} at {call.line or 'a line of Lockstep'}" for rank, call in by_rank)
@@ -186,8 +187,8 @@ def only_some(calls: dict[int, Call]) -> UsageError:
 _mine: Heartbeat | None = None
 
 
-def of_this_rank() -> Heartbeat:
-    """This process's, into the folder that the launcher names in the environment, if one did."""
+def own_heartbeat() -> Heartbeat:
+    """Return this process's heartbeat, in the folder that the launcher names in the environment."""
     global _mine
     if _mine is None or _mine._process != os.getpid():
         folder, facts = os.environ.get(FOLDER), rank_facts()
@@ -196,14 +197,14 @@ def of_this_rank() -> Heartbeat:
 
 
 def share_calls(folder: Path, rank: int, ranks: int) -> None:
-    """Compare calls in a new folder of the ranks' own, which nobody watches; the machine's ranks begin it together."""
-    beat = of_this_rank()
+    """Compare calls in a new folder of the ranks, which no launcher reads; the machine's ranks begin it together."""
+    beat = own_heartbeat()
     if beat.folder is None:
         beat._share(folder, rank, ranks)
 
 
 def stop_sharing_calls() -> None:
-    """Compare no calls any more, where `share_calls` began it."""
+    """Stop comparing calls, if `share_calls` began it."""
     if _mine is not None and _mine.folder is None:
         _mine._share(None, 0, 1)
 
@@ -214,7 +215,7 @@ def together(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def called(*args: P.args, **more: P.kwargs) -> R:
-        beat = of_this_rank()
+        beat = own_heartbeat()
         beat.enter(name)
         try:
             return function(*args, **more)
@@ -225,7 +226,7 @@ def together(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def read_beats(folder: Path) -> list[Beat]:
-    """All ranks' of this machine that have begun, by rank."""
+    """Return the last beats of this machine's ranks, by rank."""
     found = []
     for path in folder.glob("beat-*"):
         data = path.read_bytes()
@@ -239,9 +240,9 @@ def read_beats(folder: Path) -> list[Beat]:
     return sorted(found, key=lambda beat: beat.rank)
 
 
-def tell_limits(factor: float | None, seconds: float, patience: float) -> None:
-    """Tell the launcher what this run takes for a hang (`HangWatch`): it has not read a script's own config."""
-    beat = of_this_rank()
+def write_limits(factor: float | None, seconds: float, patience: float) -> None:
+    """Tell the launcher this run's limits for a hang (`HangWatch`): it has not read a script's own config."""
+    beat = own_heartbeat()
     if beat.folder is not None and beat.folder.is_dir():
         beside = beat.folder / f".limits-{beat.rank}"
         beside.write_text(json.dumps([factor, seconds, patience]))
@@ -249,7 +250,7 @@ def tell_limits(factor: float | None, seconds: float, patience: float) -> None:
 
 
 def read_limits(folder: Path) -> tuple[float | None, float, float] | None:
-    """What the run told; None where it told nothing."""
+    """Return the run's limits; None if it has given none."""
     try:
         factor, seconds, patience = json.loads((folder / _LIMITS).read_text())
     except OSError:
@@ -257,14 +258,14 @@ def read_limits(folder: Path) -> tuple[float | None, float, float] | None:
     return factor, seconds, patience
 
 
-def forget_beats(folder: Path) -> None:
-    """Before ranks are started anew."""
+def delete_beats(folder: Path) -> None:
+    """Delete all files, before ranks are started again."""
     for path in folder.iterdir():
         path.unlink(missing_ok=True)
 
 
-class _Entered:
-    """A call that all ranks make is under way inside. A class, for each step enters one: few calls."""
+class _CallContext:
+    """Calls `enter` and `leave` around a block. A class, since each step uses it and generators are slower."""
 
     def __init__(self, heartbeat: Heartbeat, name: str) -> None:
         self._heartbeat, self._name = heartbeat, name
@@ -298,7 +299,7 @@ def _text(data: bytes) -> str:
 
 
 def _callers_line() -> str:
-    """The innermost line outside of Lockstep that led here."""
+    """Return the innermost line outside of Lockstep that led here."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_NOBODYS):
         frame = frame.f_back  # type: ignore[assignment]
@@ -309,5 +310,5 @@ def _callers_line() -> str:
 
 @functools.cache
 def _shown(path: str) -> str:
-    """Relative to the working directory where it lies below it."""
+    """Return a path relative to the working directory, if it is below it."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path

@@ -1,4 +1,4 @@
-"""`Layout`: how many ranks stand along each axis of the mesh. Sizes only: nothing here imports torch."""
+"""Defines `Layout`: the number of ranks along each axis of the mesh. Does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ AXES = ("pipeline", "replicate", "shard")
 
 @dataclass(frozen=True)
 class Layout:
-    """How micro-batches and parameters are laid over ranks.
+    """The distribution of micro-batches and parameters over ranks.
 
     Attributes:
-        strategy: its name, as `distributed.strategy` gives it.
-        pipeline: ranks along the axis of that name; the next two likewise.
-        workers: models that train by themselves, on ranks that share them out; 0 where all ranks train one.
-        notice: what was chosen for the user, to be logged at the start.
-        topology: the layout as people write it (`hybrid:2x2`).
+        strategy: its name, as in `distributed.strategy`.
+        pipeline, replicate, shard: ranks along the axis.
+        workers: number of models that train on their own between exchanges; 0: all ranks train one.
+        notice: what was chosen for the user, logged at the start.
+        topology: the layout as a topology (`hybrid:2x2`).
     """
 
     strategy: str = "single"
@@ -30,32 +30,34 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Return the number of all ranks."""
+        """Number of all ranks."""
         return self.pipeline * self.replicate * self.shard
 
     @property
     def data_parallel_size(self) -> int:
-        """Return among how many ranks (under a pipeline: pipelines) a step's micro-batches are shared out."""
+        """Number of ranks (under a pipeline: pipelines) that share a step's micro-batches."""
         return self.replicate * self.shard
 
     @property
     def batch_shares(self) -> int:
-        """Return into how many equal parts a step's samples go: data-parallel ranks, or workers."""
+        """Number of equal parts of a step's samples: data-parallel ranks, or workers."""
         return self.workers or self.data_parallel_size
 
     def __str__(self) -> str:
         return self.topology or f"{self.strategy} on {self.world_size} ranks"
 
 
-def multiplied(strategy: str, sizes: Mapping[str, int], world_size: int, given: Mapping[str, int | None]) -> Layout:
-    """Return the layout with these sizes, once they multiply to the number of ranks.
+def layout_of_sizes(
+    strategy: str, sizes: Mapping[str, int], world_size: int, given: Mapping[str, int | None]
+) -> Layout:
+    """Return the layout with these sizes, after checking that their product is the number of ranks.
 
     Args:
         sizes: axis → ranks along it; axes left out have one.
-        given: axis → what the config says of it, for the message.
+        given: axis → its size in the config, for the message.
 
     Raises:
-        UsageError: they do not; the message shows the equation.
+        UsageError: it is not; the message shows the equation.
     """
     along = {axis: sizes.get(axis, 1) for axis in AXES}
     layout = Layout(strategy, along["pipeline"], along["replicate"], along["shard"])

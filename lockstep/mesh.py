@@ -1,4 +1,4 @@
-"""The device mesh pipeline × replicate × shard. It is passed along, never global."""
+"""Builds the device mesh pipeline × replicate × shard, which is passed as an argument and never global."""
 
 from typing import TYPE_CHECKING
 
@@ -23,14 +23,14 @@ def device_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
 
 
 def layout_of(config: "DistributedConfig", facts: RankFacts) -> Layout:
-    """Return the layout that the config names, for the ranks that run; `auto` in Python means replicas."""
+    """Return the layout that the config names for the running ranks; `auto` in Python means replicas."""
     if config.strategy == AUTO:
         config = config.model_copy(update={"strategy": REPLICAS if facts.world_size > 1 else SINGLE})
     return resolve(config, facts.world_size, facts.local_world_size)
 
 
 def local_chunk(full: "torch.Tensor", dim: int, size: int, coordinate: int) -> "torch.Tensor":
-    """Return the piece of `full` that FSDP2 gives to `coordinate` of `size` ranks: `torch.chunk` along `dim`."""
+    """Return the shard of `full` that FSDP2 gives to `coordinate` of `size` ranks: `torch.chunk` along `dim`."""
     chunks = full.chunk(size, dim)
     if coordinate < len(chunks):
         return chunks[coordinate]

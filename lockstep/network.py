@@ -1,7 +1,7 @@
-"""This machine's addresses and interfaces: the way to another machine, and where a port is opened.
+"""Finds this machine's addresses and interfaces: on the route to another machine, and for opening a port.
 
-The interface for the traffic between machines is the one on the route to the machine where the ranks meet. Nothing is
-sent to find it. Nothing here imports torch.
+The interface for traffic between machines is the one on the route to the rendezvous. Finding it sends nothing. Does not
+import torch.
 """
 
 import errno
@@ -11,23 +11,23 @@ import socket
 
 from lockstep.errors import UsageError
 
-DEFAULT_PORT = 29500  # torchrun's, where ranks meet
-_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # addresses of documentation: the way there is the default route
+DEFAULT_PORT = 29500  # torchrun's, for the rendezvous
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # addresses reserved for documentation: their route is the default route
 
 
 def address_towards(host: str) -> str | None:
-    """This machine's address on the way to `host`; None where the name doesn't resolve or there is no way."""
+    """Return this machine's address on the route to `host`; None if the name does not resolve or there is no route."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing: it only looks up the route
+            probe.connect(address)  # sends nothing, only looks up the route
             return str(probe.getsockname()[0])
     except OSError:
         return None
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has this address."""
+    """Return the interface with this address."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -37,10 +37,11 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface on the way to `host`; None where there is no way, or none that leaves this machine.
+    """Return the interface on the route to `host`; None without a route that leaves this machine.
 
-    The host's own name may mean its loopback (127.0.1.1 on Debian), which others can't reach: then it is the interface
-    of the default route.
+    The host's own name may mean its loopback (127.0.1.1 on Debian), which others cannot reach: then the interface of
+    the
+    default route is returned.
     """
     address = address_towards(host)
     if address is not None and is_loopback(address) and not is_address(host) and host != "localhost":
@@ -49,20 +50,21 @@ def interface_towards(host: str) -> str | None:
 
 
 def interface_variables(host: str) -> dict[str, str]:
-    """What tells gloo and NCCL to use the interface on the way to `host`; not where the environment names one.
+    """Return variables that make gloo and NCCL use the interface on the route to `host`, unless they are set already.
 
-    Left alone, gloo offers its peers the address that this host's own name resolves to, and NCCL takes the first
-    interface that is up: either may lead nowhere.
+    By default gloo offers its peers the address of this host's own name, and NCCL takes the first interface that is up:
+    either may lead nowhere.
     """
     interface = interface_towards(host)
     if interface is None:
         return {}
-    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # "=": this name, no prefix
+    # "=": exactly this name, not a prefix.
+    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def is_address(host: str) -> bool:
-    """Whether it is an address rather than a name."""
+    """Return whether `host` is an address and not a name."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -71,18 +73,18 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address never leaves this machine."""
+    """Return whether an address is a loopback of this machine."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def listener(host: str, port: int) -> socket.socket | None:
-    """A socket that listens at `host` alone, where that is an address of this machine.
+    """Return a socket that listens only at `host`, if that is an address of this machine.
 
-    A name may mean different addresses here and elsewhere, and behind address translation a machine does not have the
-    address that others know it by.
+    A name may mean different addresses on different machines, and with address translation a machine does not have the
+    address by which others know it.
 
     Returns:
-        the socket, which its user closes; None where nothing narrower than all interfaces will do.
+        the socket, which the caller closes; None if it has to listen on all interfaces.
 
     Raises:
         UsageError: the port is in use.
@@ -107,7 +109,7 @@ def listener(host: str, port: int) -> socket.socket | None:
 
 
 def port_in_use(host: str, port: int) -> UsageError:
-    """The error for a port that another process listens on."""
+    """Return the error for a port on which another process listens."""
     return UsageError(
         f"port {port} is in use on this machine",
         where=f"{host}:{port}, where the ranks meet",

@@ -1,6 +1,6 @@
-"""Optimizers, learning-rate schedules and batch-size scaling of the learning rate.
+"""Builds optimizers, learning-rate schedules and batch-size scaling of the learning rate.
 
-The schedule is driven by the number of optimizer updates made, so it stands still on a step that the loss scale skips.
+The schedule depends on the number of optimizer updates, so it stands still in a step that the loss scale skips.
 Warm-up is (update + 1) / warmup_steps: the first update never has a learning rate of 0.
 """
 
@@ -21,13 +21,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.registry import OPTIMIZERS, SCHEDULES
 
-# Each element of these optimizers' update depends on that element alone, so a shard is updated as the whole would be.
+# In these optimizers the update of each element depends on that element alone, so a shard is updated like the whole.
 _ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
     torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
 }  # fmt: skip
 
-# torch has rules by which the fused kernels of these run on shards; of the others it says "no sharding strategy".
+# torch can run the fused kernels of these on shards; for others it raises "no sharding strategy".
 _FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -37,9 +37,9 @@ def register_elementwise(optimizer: type[Optimizer]) -> None:
 
 
 def check_shardable(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose update on a shard differs from its update on the whole parameter.
+    """Reject an optimizer whose update of a shard differs from its update of the whole parameter.
 
-    Fused kernels that torch cannot run on shards are exchanged for plain ones, in place.
+    Fused kernels that torch cannot run on shards are replaced by plain ones, in place.
 
     Raises:
         UsageError: the class is not known to be elementwise.
@@ -54,11 +54,11 @@ def check_shardable(optimizer: Optimizer) -> None:
         unfuse(optimizer)
 
 
-def refuse_closures(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that evaluates the loss itself, several times in an update (LBFGS).
+def check_no_closure(optimizer: Optimizer) -> None:
+    """Reject an optimizer that evaluates the loss several times in an update (LBFGS).
 
     Raises:
-        UsageError: its `step` can't be called without a closure.
+        UsageError: its `step` requires a closure.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -70,10 +70,10 @@ def refuse_closures(optimizer: Optimizer) -> None:
 
 
 def unfuse(optimizer: Optimizer) -> bool:
-    """Let an optimizer use its plain kernels, in place; returns whether it had asked for fused ones.
+    """Make an optimizer use its plain kernels, in place; return whether it used fused ones.
 
     The fused CPU kernels round the tail of a tensor differently, and shards have other tails than whole parameters.
-    On a CPU the foreach kernels take a third longer than going from tensor to tensor.
+    On a CPU the foreach kernels take a third longer than a loop over tensors.
     """
     fused = [group for group in optimizer.param_groups if group.get("fused")]
     for group in fused:
@@ -85,12 +85,12 @@ def build_optimizer(
     name: str, parameters: Iterable[nn.Parameter], *, learning_rate: float, weight_decay: float | None,
     args: Mapping[str, Any], device: torch.device, reproducible: bool,
 ) -> Optimizer:  # fmt: skip
-    """The optimizer that the config names (`adamw`, `adam`, `sgd` or `package.module:Name`).
+    """Build the config's optimizer (`adamw`, `adam`, `sgd` or `package.module:Name`).
 
-    Kernels are fused where the optimizer has them; `reproducible` takes the plain ones (see `unfuse`).
+    Kernels are fused if the optimizer has them; with `reproducible` they are plain (see `unfuse`).
 
     Raises:
-        UsageError: no such optimizer, or arguments that it does not take.
+        UsageError: there is no such optimizer, or it does not accept these arguments.
     """
     if reproducible and args.get("fused"):
         raise UsageError(
@@ -109,7 +109,7 @@ def build_optimizer(
     if reproducible and "foreach" in accepted:
         settings["foreach"] = device.type != "cpu"
     elif "fused" not in accepted or device.type not in ("cuda", "cpu") or of_complex:
-        pass  # there is no such kernel
+        pass  # there is no fused kernel
     elif kind in _FUSED_ON_SHARDS or not sharded:
         settings["fused"] = True
     try:
@@ -123,7 +123,7 @@ def build_optimizer(
 
 
 def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
-    """Find out whether a config's optimizer is there and takes its arguments, without making it.
+    """Check that a config's optimizer exists and accepts its arguments, without creating it.
 
     Raises:
         UsageError: as `build_optimizer` would.
@@ -141,10 +141,10 @@ def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
 
 
 def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, nn.Parameter]) -> None:
-    """Let an optimizer that was made before placement hold the placed parameters.
+    """Replace the parameters of an optimizer that was created before placement by the placed ones.
 
     Args:
-        optimizer: made over the parameters of the unplaced model; changed in place.
+        optimizer: created over the parameters of the unplaced model; changed in place.
         names: id of each unplaced parameter → canonical name.
         placed: canonical name → the parameter that trains. A parameter that this rank does not hold is left out.
 
@@ -173,14 +173,14 @@ def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate as a function of updates made.
+    """The learning rate as a function of the number of updates.
 
     Attributes:
         kind: a name of `lockstep.registry.SCHEDULES`, or package.module:Name.
         total: updates in the whole run.
         warmup: updates over which the rate rises to its peak.
-        min_ratio: what is left of the peak at the end.
-        decay_ratio: for wsd, the share of `total` at the end in which the rate falls linearly.
+        min_ratio: final rate over peak rate.
+        decay_ratio: for wsd, the fraction of `total` at the end in which the rate falls linearly.
     """
 
     kind: str
@@ -190,39 +190,39 @@ class Schedule:
     decay_ratio: float = 0.2
 
     def factor(self, updates: int) -> float:
-        """What the peak learning rate is multiplied by, after `updates` updates."""
+        """Return the factor of the peak learning rate after `updates` updates."""
         if updates < self.warmup:
             return (updates + 1) / self.warmup
         falling = SCHEDULES.load(self.kind)
         return float(falling(updates, self))
 
     def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[float]:
-        """The learning rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         factor = self.factor(updates)
         return [group["initial_lr"] * factor for group in groups]
 
 
 class CallersRate:
-    """Leaves the learning rate as the caller has set it: no schedule was asked for, and the optimizer is the caller's.
+    """Keeps the caller's learning rate, for a caller's optimizer without a schedule.
 
-    So a scheduler that the caller's own loop steps, or a line that writes `group["lr"]`, works as in plain PyTorch.
+    A scheduler in the caller's own loop, or a line that sets `group["lr"]`, then works as in plain PyTorch.
     """
 
     def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[Any]:
-        """Return the learning rate of each parameter group, as it is."""
+        """Return the learning rate of each parameter group, unchanged."""
         return [group["lr"] for group in groups]
 
 
 class TorchSchedule:
-    """A scheduler of torch's as a function of the updates made: it is run forward to them.
+    """A torch scheduler as a function of the number of updates: it is stepped up to them.
 
-    So a checkpoint needs nothing of it. After a step back it begins anew.
+    A checkpoint therefore needs nothing from it. After a rollback it starts again.
 
     Args:
-        scheduler: just made; its `step()` counts updates.
+        scheduler: new; its `step()` counts updates.
 
     Raises:
-        UsageError: it follows a metric, which is no function of the updates.
+        UsageError: it depends on a metric and not only on the number of updates.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
@@ -238,14 +238,14 @@ class TorchSchedule:
         self._first_groups, self._groups = self._options(), self._options()
 
     def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[float]:
-        """The learning rate of each parameter group; momenta that the scheduler moves are set."""
+        """Return the learning rate of each parameter group, and set the momenta that the scheduler changes."""
         if updates < self._made:
             self._scheduler.load_state_dict(copy.deepcopy(self._first))
             self._made, self._groups = 0, self._first_groups
         for group, options in zip(groups, self._groups, strict=True):
-            group.update(options)  # as the scheduler left them: a checkpoint that was loaded has its own
+            group.update(options)  # as the scheduler left them; a loaded checkpoint has its own
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # no update need come between
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # no update between them is needed
             while self._made < updates:
                 self._scheduler.step()
                 self._made += 1
@@ -258,7 +258,7 @@ class TorchSchedule:
 
 
 def scaled_learning_rate(rate: float, rule: str, global_batch: int, base_batch: int | None) -> tuple[float, str]:
-    """The peak learning rate under a scaling rule, and one line that says how it came about.
+    """Return the peak learning rate under a scaling rule, and one line that explains it.
 
     Raises:
         UsageError: a rule without a base batch.

@@ -1,8 +1,7 @@
-"""Mixed precision as a value: autocast over fp32 parameters, and the loss scale that fp16 needs.
+"""Defines mixed precision as a value: autocast over fp32 parameters, and the loss scale for fp16.
 
 `bf16` and `fp16` mean the same under every strategy. The scaler's order is unscale → check → clip → step;
-whether a step overflowed is read from the global gradient norm, so that all ranks agree. bf16 has the range of fp32 and
-no scaler.
+the global gradient norm shows an overflow, so that all ranks agree. bf16 has the range of fp32 and no scaler.
 """
 
 from collections import deque
@@ -18,7 +17,7 @@ Mode = Literal["fp32", "bf16", "fp16"]
 
 
 def resolve_mode(mode: str, device: torch.device) -> tuple[Mode, str]:
-    """What `auto` means here: bf16 where the hardware computes in it, else fp32; with the reason."""
+    """Return the mode that `auto` means here, with the reason: bf16 if the hardware supports it, else fp32."""
     if mode != "auto":
         return mode, ""  # type: ignore[return-value]
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
@@ -32,27 +31,29 @@ def switch_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
-_NOTHING = nullcontext()  # one for all uses: making it is a call
+_NOTHING = nullcontext()  # shared: creating one takes a call
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How forward passes compute.
+    """The precision of forward passes.
 
     Attributes:
         mode: fp32, or the dtype of autocast.
-        device_type: of the device that autocast watches.
+        device_type: device type of autocast.
     """
 
     mode: Mode
     device_type: str
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Forward pass and loss run inside.
+        """Return the context manager for forward pass and loss.
 
-        A weight is cast anew at each use. Autocast's cache would cast one that several layers share once, and add up
-        the uses' gradients in low precision before they reach it; the stages of a pipeline each cast it, and add in
-        float32: another step. Under FSDP the cache would also keep what a unit has let go of.
+        A weight is cast at each use. Autocast's cache would cast a weight that several layers share only once, and sum
+        its
+        gradients in low precision; the stages of a pipeline each cast it, and sum in float32: another result. Under
+        FSDP
+        the cache would also keep parameters that a unit has freed.
         """
         if self.mode == "fp32":
             return _NOTHING
@@ -61,15 +62,15 @@ class Precision:
 
 
 class LossScale:
-    """The factor that keeps fp16 gradients from underflowing; it halves on overflow and grows after quiet steps.
+    """A factor that keeps fp16 gradients from underflowing; it halves on overflow and grows after steps without one.
 
-    Every rank holds its own copy and sees the same overflows, so the copies stay equal without traffic.
+    Every rank has its own copy and sees the same overflows, so the copies stay equal without communication.
 
     Args:
-        dynamic: False keeps the scale where it starts.
-        initial_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale: as torch's `GradScaler`,
+        dynamic: whether the scale changes.
+        initial_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale: as in torch's `GradScaler`,
             with bounds. `growth_interval` is in steps.
-        history_size: how many steps `history` keeps, each as (scale, overflowed).
+        history_size: number of steps in `history`, each as (scale, overflowed).
     """
 
     def __init__(
@@ -84,11 +85,11 @@ class LossScale:
         self.history: deque[tuple[float, bool]] = deque(maxlen=history_size)
 
     def get_scale(self) -> float:
-        """The factor that the next step's loss is multiplied by."""
+        """Return the factor for the next step's loss."""
         return self.scale
 
     def update(self, overflowed: bool) -> None:
-        """After each step: back off, or grow when `growth_interval` steps in a row were quiet."""
+        """Update after a step: back off, or grow after `growth_interval` consecutive steps without overflow."""
         self.history.append((self.scale, overflowed))
         if not self.dynamic:
             return
@@ -100,16 +101,16 @@ class LossScale:
             self.scale, self.quiet_steps = min(self.max_scale, self.scale * self.growth_factor), 0
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON."""
+        """Return the state as JSON data."""
         return {"scale": self.scale, "quiet_steps": self.quiet_steps, "history": [list(h) for h in self.history]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.scale, self.quiet_steps = float(state["scale"]), int(state["quiet_steps"])
         self.history.clear()
         self.history.extend((float(scale), bool(overflowed)) for scale, overflowed in state["history"])
 
 
 def loss_scale_for(config: PrecisionConfig, mode: Mode) -> LossScale | None:
-    """The loss scale of a run: none unless it computes in fp16."""
+    """Return the loss scale of a run: None unless it computes in fp16."""
     return LossScale(**config.loss_scale.model_dump()) if mode == "fp16" else None

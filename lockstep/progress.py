@@ -1,6 +1,6 @@
-"""How far long work is, on stderr: on a terminal a line that is rewritten, in a pipe or a log a line now and then.
+"""Shows the progress of long work on stderr: a line that is rewritten on a terminal, occasional lines elsewhere.
 
-Work that is done soon says nothing. Nothing here imports torch.
+Short work prints nothing. Does not import torch.
 """
 
 import sys
@@ -20,16 +20,16 @@ def progress_of(
     what: str, total: int, *, unit: str = "", shows: bool = True, stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Advance]:  # fmt: skip
-    """Show the progress of what the block does.
+    """Show the progress of the block.
 
     Args:
-        what: `exporting step-00000100`.
-        total: bytes in all, or what `unit` counts.
-        unit: of what is counted; unset: bytes, shown as GB.
-        shows: False on the ranks that leave it to another one.
+        what: the work: `exporting step-00000100`.
+        total: total number of bytes, or of `unit`.
+        unit: what is counted; unset: bytes, shown as GB.
+        shows: False on ranks that print nothing.
 
     Yields:
-        a function to be called with the bytes (or units) done since its last call.
+        a function to call with the number of bytes (or units) done since its last call.
     """
     out = stream or sys.stderr
     terminal, start = out.isatty(), clock()

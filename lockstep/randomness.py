@@ -1,16 +1,16 @@
-"""Random numbers that depend on what is computed, never on where.
+"""Makes random numbers depend on what is computed, and never on where.
 
 A number drawn inside the model is a function of (seed, phase, step, micro-batch, segment, call index): before each
-segment of a forward pass runs, the device's generator is seeded from that key. So dropout, Bernoulli draws and VAE
-noise are the same in one process, on any number of ranks and in the middle of a pipeline. What lies between blocks is
-a segment too. Keys are captured at forward and travel into recomputation (`RandomState.recomputing`): by the time
-activation checkpointing recomputes a block under a pipeline, another micro-batch is current.
+segment of a forward pass, the device's generator is seeded from that key. Dropout, Bernoulli draws and VAE noise are
+therefore the same in one process, on any number of ranks and in the middle of a pipeline. The code between blocks is
+a segment too. Keys are captured in the forward pass for recomputation (`RandomState.recomputing`): when activation
+checkpointing recomputes a block under a pipeline, another micro-batch is current.
 
-Only the device's own generator is seeded (2 µs; `torch.manual_seed` walks every backend, 250 µs), and the state that it
-had outside is put back.
+Only the device's own generator is seeded (2 µs; `torch.manual_seed` seeds every backend, 250 µs), and its outer state
+is restored afterwards.
 
-Models that draw from Python's `random` or NumPy's global generator are keyed in the same way, by `HostRandom`. Seeding
-these takes longer, so a run goes on with it after its first step only where a rank has seen a draw.
+`HostRandom` does the same for models that draw from Python's `random` or NumPy's global generator. Seeding these takes
+longer, so a run continues with it after its first step only if a rank has seen a draw.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ from torch import nn
 
 
 def derive_key(*parts: object) -> int:
-    """A 63-bit number from the `repr` of `parts`: equal parts give equal keys, on every machine and Python."""
+    """Return a 63-bit number from the `repr` of `parts`: the same on every machine and Python version."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The default generator from which random functions on `device` draw."""
+    """Return the default generator of random functions on `device`."""
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         return torch.cuda.default_generators[index]
@@ -41,7 +41,7 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def seeded(key: int, device: torch.device | None = None) -> Iterator[None]:
-    """Random functions inside draw from `key`; the generator's outer state is put back after."""
+    """Seed random functions in the block with `key`; restore the generator's state afterwards."""
     generator = generator_of(device or torch.device("cpu"))
     outer = generator.get_state()
     generator.manual_seed(key)
@@ -56,7 +56,7 @@ HostState = tuple[Any, Any, Any]  # of Python's, NumPy's and torch's generator
 
 @dataclass(frozen=True)
 class Captured:
-    """Where a random_state stood when a segment's forward pass began."""
+    """State of a `RandomState` when a segment's forward pass began."""
 
     phase: str
     step: int
@@ -66,15 +66,15 @@ class Captured:
 
 
 class HostRandom:
-    """Keys the global generators of Python and NumPy, and torch's on the CPU where a model runs on another device.
+    """Seeds the global generators of Python and NumPy, and torch's CPU generator if the model is on another device.
 
     Args:
         device: of the model.
 
     Attributes:
-        drawn: something has drawn from one of them since a key was set.
-        trained: a key was set in a training step.
-        settled: all ranks have agreed that a rank draws.
+        drawn: whether a random number has been drawn since a key was set.
+        trained: whether a key was set in a training step.
+        settled: whether all ranks have agreed that a rank draws.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,8 +83,8 @@ class HostRandom:
         self.drawn = self.trained = self.settled = False
 
     def seed(self, key: int) -> None:
-        """Set a key; a draw since the last one is noticed."""
-        self.look()
+        """Set a key, after checking for a draw since the last one."""
+        self.check_draws()
         random.seed(key)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed([key & 0xFFFFFFFF, key >> 32])
@@ -92,37 +92,37 @@ class HostRandom:
             self._cpu.manual_seed(key)
         self._keyed = None if self.drawn else self._states()
 
-    def look(self) -> None:
-        """Notice whether something has drawn since the last key."""
+    def check_draws(self) -> None:
+        """Check whether a random number has been drawn since the last key."""
         self.drawn = self.drawn or (self._keyed is not None and self._states() != self._keyed)
 
     @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Put the outer states back after."""
+    def restoring(self) -> Iterator[None]:
+        """Restore the outer states after the block."""
         outer = self.capture()
         try:
             yield
         finally:
-            self.look()
+            self.check_draws()
             self._keyed = None
-            self._put_back(outer)
+            self._restore(outer)
 
     def capture(self) -> HostState:
-        """Return the states as they are."""
+        """Return the current states."""
         numpy = sys.modules.get("numpy")
         return random.getstate(), numpy and numpy.random.get_state(), self._cpu and self._cpu.get_state()
 
     @contextmanager
-    def again(self, captured: HostState) -> Iterator[None]:
-        """What runs inside draws what was drawn after `captured` was taken; then the states are as they were."""
+    def replay(self, captured: HostState) -> Iterator[None]:
+        """Repeat in the block the draws after `captured` was taken, and restore the states afterwards."""
         now = self.capture()
-        self._put_back(captured)
+        self._restore(captured)
         try:
             yield
         finally:
-            self._put_back(now)
+            self._restore(now)
 
-    def _put_back(self, states: HostState) -> None:
+    def _restore(self, states: HostState) -> None:
         python, numpy, cpu = states
         random.setstate(python)
         if numpy is not None:
@@ -139,12 +139,12 @@ class HostRandom:
         return states
 
 
-class _Kept:
-    """Puts the states of random generators back when the block ends. A class, for a step enters one: few calls."""
+class _RestoredStates:
+    """Restores the states of random generators after a block. A class, since generators are slower."""
 
     def __init__(self, generator: torch.Generator, host: HostRandom | None) -> None:
         self._generator = generator
-        self._host = host.outside() if host is not None else None
+        self._host = host.restoring() if host is not None else None
 
     def __enter__(self) -> None:
         self._state = self._generator.get_state()
@@ -161,27 +161,27 @@ class _Kept:
 
 @dataclass
 class RandomState:
-    """Which micro-batch of which step a forward pass works on; the loop sets it, the segments' hooks read it."""
+    """The micro-batch and step of the current forward pass; the loop sets them, the segments' hooks read them."""
 
     seed: int
     device: torch.device
     phase: str = "train"
     step: int = 0
     micro_batch: int = 0
-    calls: dict[str, int] = field(default_factory=dict)  # segment → how often it ran in this forward pass
-    host: HostRandom | None = field(init=False)  # None: the model is known to draw from the device's generator alone
+    calls: dict[str, int] = field(default_factory=dict)  # segment → number of its calls in this forward pass
+    host: HostRandom | None = field(init=False)  # None: the model draws from the device's generator alone
 
     def __post_init__(self) -> None:
         self._generator = generator_of(self.device)
         self.host = HostRandom(self.device)
 
     def running(self, phase: str, step: int) -> AbstractContextManager[None]:
-        """Forward and backward passes of one step run inside; the generators' outer states are put back after."""
+        """Return a context for one step's forward and backward passes, which restores the generators' outer states."""
         self.phase, self.step = phase, step
-        return _Kept(self._generator, self.host)
+        return _RestoredStates(self._generator, self.host)
 
     def at(self, micro_batch: int) -> None:
-        """The forward pass of `micro_batch` (its place in the step's global list) begins."""
+        """Begin the forward pass of `micro_batch` (its index in the step's global list)."""
         self.micro_batch = micro_batch
         self.calls.clear()
 
@@ -196,33 +196,33 @@ class RandomState:
             self.host.trained = self.host.trained or self.phase == "train"
 
     def capture(self) -> Captured:
-        """Where the random_state stands, to be taken up again by `recomputing`."""
+        """Return the current state, for `recomputing`."""
         host = self.host.capture() if self.host is not None else None
         return Captured(self.phase, self.step, self.micro_batch, dict(self.calls), host)
 
     @contextmanager
     def recomputing(self, captured: Captured) -> Iterator[None]:
-        """Segments that run inside draw what they drew when `captured` was taken."""
+        """Repeat in the block the segments' draws after `captured` was taken."""
         outer = self.phase, self.step, self.micro_batch, dict(self.calls)
         self.phase, self.step, self.micro_batch = captured.phase, captured.step, captured.micro_batch
         self.calls = dict(captured.calls)
         host = self.host
-        again = host.again(captured.host) if host is not None and captured.host is not None else nullcontext()
+        replay = host.replay(captured.host) if host is not None and captured.host is not None else nullcontext()
         try:
-            with again:
+            with replay:
                 yield
         finally:
             self.phase, self.step, self.micro_batch, self.calls = outer
 
 
 def key_segments(random_state: RandomState, segments: Sequence[tuple[str, nn.Module]], *, chain: bool) -> None:
-    """Let every call of a segment draw from its own key.
+    """Seed every call of a segment from its own key.
 
     Args:
         segments: (canonical name, module). Hooks go on the modules, outside of a replaced `forward`, so that compiled
-            and recomputed code lies inside of them.
-        chain: the segments are the whole forward pass. Else what follows each of them is keyed as a segment of its own.
-            Segments that were made of a model which is keyed in that way bring its keys along, as `random_key`.
+            and recomputed code is inside of them.
+        chain: whether the segments are the whole forward pass; otherwise the code after each of them is a segment, too.
+            Segments made from a model that is keyed in that way bring their keys along, as `random_key`.
     """
     for segment, module in segments:
         name = str(getattr(module, "random_key", segment))

@@ -1,10 +1,10 @@
-"""What a run writes to its directory, and how it is read back. Nothing here imports torch.
+"""Writes and reads the files of a run directory. Does not import torch.
 
     runs/NAME/config.yaml  metrics.jsonl  events.jsonl  lock.json  checkpoints/  logs/rank-0.log …  tensorboard/
 
-One JSON object a line. A line is written by one `write` of the whole line to a file opened for appending, so that a
-killed process leaves whole lines, and at most one broken last line, which the readers pass over and the next writer
-ends. A disk that is full takes a line whole or not at all.
+Each line is one JSON object, written by one `write` to a file opened for appending. A killed process therefore leaves
+whole lines and at most one broken last line, which readers skip and the next writer ends. A full disk takes a line
+whole or not at all.
 """
 
 import errno
@@ -22,7 +22,7 @@ from lockstep.errors import UsageError
 
 @dataclass
 class StepRecord:
-    """One step, as the loop hands it out and as `metrics.jsonl` holds it.
+    """One step, as the loop yields it and `metrics.jsonl` stores it.
 
     On a GPU `loss`, `grad_norm`, `tokens` and `clipped` are 0-dim tensors until they are read: reading one
     (`float(record.loss)`) waits for the device. On the CPU they are plain numbers.
@@ -35,27 +35,28 @@ class StepRecord:
     samples: int  # in this step, over all ranks
     tokens: Any  # valid targets in this step, over all ranks
     epoch: int = 0
-    clipped: Any = None  # share of the gradient that clipping changed: 1 or 0 (norm), of elements, of units (adaptive)
-    skipped: bool = False  # no update was made: overflow under fp16, or numbers that are no good
+    clipped: Any = None  # fraction that clipping changed: 1 or 0 (norm), of elements (value), of units (adaptive)
+    skipped: bool = False  # no update was made: overflow under fp16, or an anomaly
     step_seconds: float = 0.0
     samples_per_second: float = 0.0
-    tokens_per_second: float = 0.0  # of data that are token ids; rows of others do not have it
+    tokens_per_second: float = 0.0  # for data of token ids; rows of other data do not have it
     memory_bytes: int = 0
     loss_scale: float | None = None
     time: float = field(default_factory=time.time)  # seconds since the Unix epoch
-    skipped_steps: int | None = None  # in this process, up to here
-    # What follows is over ranks, about once a second at most; a spread is [least, median, most, rank of the most].
-    phases: dict[str, Any] | None = None  # phase → spread of seconds a step; of evaluation and checkpoint: in all
+    skipped_steps: int | None = None  # in this process, so far
+    # The following are over ranks, about once a second at most; a spread is [minimum, median, maximum, rank of the
+    # maximum].
+    phases: dict[str, Any] | None = None  # phase → spread of seconds per step; of evaluation and checkpoint: in total
     memory: dict[str, Any] | None = None  # allocated, reserved, peak, host, total → spread of bytes
     own_seconds: list[float] | None = None  # each rank's step without waiting for other ranks
-    gpu_utilisation: Any = None  # spread of the share of time in which a kernel ran
+    gpu_utilisation: Any = None  # spread of the fraction of time in which a kernel ran
     flops_per_second: float | None = None  # over all ranks
-    mfu: float | None = None  # model FLOPs a second over what the devices can do
-    hfu: float | None = None  # the same where activations are computed twice, which counts
+    mfu: float | None = None  # model FLOPs per second over the devices' peak
+    hfu: float | None = None  # the same including recomputed activations
     gradient_norms: dict[str, float] | None = None  # layer → 2-norm of its gradient before clipping
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers; waits for the device where a field is still a tensor."""
+        """Return plain numbers; waits for the device if a field is still a tensor."""
         return {name: plain(value) for name, value in vars(self).items() if value is not None}
 
 
@@ -63,7 +64,7 @@ _PLAIN = (int, str, bool)
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: tensors and arrays of one element become numbers, nan and inf become strings."""
+    """Convert `value` to JSON data: tensors and arrays of one element to numbers, nan and inf to strings."""
     if type(value) in _PLAIN:
         return value
     if hasattr(value, "item"):
@@ -81,33 +82,39 @@ class RunDirectory:
 
     @property
     def config(self) -> Path:
+        """The run's config."""
         return self.path / "config.yaml"
 
     @property
     def metrics(self) -> Path:
+        """Records of steps and evaluations."""
         return self.path / "metrics.jsonl"
 
     @property
     def events(self) -> Path:
+        """Events of the run."""
         return self.path / "events.jsonl"
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def logs(self) -> Path:
+        """The folder of the ranks' logs."""
         return self.path / "logs"
 
     @property
     def tensorboard(self) -> Path:
+        """The folder of TensorBoard's files."""
         return self.path / "tensorboard"
 
     def create(self) -> None:
-        """Make the folder and `logs/`.
+        """Create the folder and `logs/`.
 
         Raises:
-            UsageError: the folder can't be made or written to.
+            UsageError: the folder cannot be created or written to.
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -126,19 +133,19 @@ class RunDirectory:
         append_line(self.metrics, row)
 
     def append_event(self, kind: str, **what: Any) -> None:
-        """Add what happened just now."""
+        """Add an event that happened now."""
         append_line(self.events, {"kind": kind, "time": time.time(), **what})
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All whole rows."""
+        """Return all whole rows of the metrics."""
         return list(read_lines(self.metrics))
 
     def read_events(self) -> list[dict[str, Any]]:
-        """All whole rows."""
+        """Return all whole rows of the events."""
         return list(read_lines(self.events))
 
-    def forget_after(self, step: int) -> None:
-        """Drop metrics of steps after `step`: the run goes back there and will write them anew, each step once."""
+    def drop_after(self, step: int) -> None:
+        """Drop metrics of steps after `step`: the run resumes there and writes them again."""
         if not self.metrics.exists():
             return
         kept = [row for row in read_lines(self.metrics) if row.get("step", 0) <= step]
@@ -148,20 +155,20 @@ class RunDirectory:
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Append one JSON object as a line, in one write; what a killed process left of a line stays a line of its own.
+    """Append one JSON object as a line, in one write; the broken line of a killed process stays a line of its own.
 
     Raises:
-        OSError: nothing of it is there: the disk is full, the folder is gone …
+        OSError: nothing was appended: the disk is full, the folder is gone …
     """
     data = (json.dumps({key: plain(value) for key, value in row.items()}, default=str) + "\n").encode()
     append_whole(path, data, end=b"\n")
 
 
 def append_whole(path: Path, data: bytes, *, end: bytes = b"") -> None:
-    """Append all of `data`, or nothing: a disk that fills up in the middle of it leaves the file as it was.
+    """Append all of `data`, or nothing: if the disk becomes full meanwhile, the file stays as it was.
 
     Args:
-        end: what the file should end with before; put there where it is missing.
+        end: the file's required ending before the data; added if it is missing.
 
     Raises:
         OSError: nothing was appended.
@@ -180,7 +187,7 @@ def append_whole(path: Path, data: bytes, *, end: bytes = b"") -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a JSON-lines file; a broken one (the process was killed in it) is passed over."""
+    """Yield the whole lines of a JSON-lines file; a broken one (the process was killed meanwhile) is skipped."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

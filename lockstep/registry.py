@@ -1,7 +1,7 @@
-"""Names that ship and names of the user's own: one rule for strategies, models, data sets, sinks and the rest.
+"""Resolves names of shipped and user objects: one rule for strategies, models, data sets, sinks and the rest.
 
-A config names an object by a short name from a table, or as `package.module:Name`. The table holds the same form, so
-that a family is imported when somebody asks for it.
+A config names an object by a short name from a table, or as `package.module:Name`. The table has the same form, so
+that a module is imported only when it is used.
 """
 
 import difflib
@@ -15,13 +15,13 @@ from lockstep.errors import UsageError, did_you_mean
 
 
 def load_object(name: str, where: str) -> Any:
-    """Return what `package.module:Name` names.
+    """Return the object named `package.module:Name`.
 
     Args:
         where: the config key, for the message.
 
     Raises:
-        UsageError: no such module, the module does not import, or it has no such name.
+        UsageError: there is no such module, it does not import, or it has no such name.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
@@ -34,7 +34,7 @@ def load_object(name: str, where: str) -> Any:
             where=where,
             fix=advice_for_object(name) or "set PYTHONPATH to the folder that holds it, or install it",
         ) from None
-    except Exception as error:  # the user's own module, which may raise anything
+    except Exception as error:  # a user's module may raise anything
         raise UsageError(
             f"the module {module_name} does not import", where=where, why=f"{type(error).__name__}: {error}"
         ) from error
@@ -48,13 +48,13 @@ def load_object(name: str, where: str) -> Any:
 
 @dataclass(frozen=True)
 class Registry:
-    """The names that ship for one kind of object.
+    """The shipped names of one kind of object.
 
     Attributes:
         kind: the noun for messages, as in `there is no strategy 'dpp'`.
         where: the config key.
         shipped: name → `package.module:Name`.
-        further: what else can be written, for messages.
+        further: other forms of names, for messages.
     """
 
     kind: str
@@ -63,10 +63,10 @@ class Registry:
     further: str = "package.module:Name"
 
     def load(self, name: str) -> Any:
-        """Return the object called `name`: one that ships, or `package.module:Name`.
+        """Return the object called `name`: a shipped one, or `package.module:Name`.
 
         Raises:
-            UsageError: there is none, with the nearest name that ships.
+            UsageError: there is none; the message has the nearest shipped name.
         """
         self.require(name)
         return load_object(self.shipped.get(name, name), self.where)
@@ -85,7 +85,7 @@ class Registry:
             )
 
     def names(self) -> str:
-        """Return the names that can be written, for messages and help."""
+        """Return the possible names, for messages and help."""
         last = ", " if " or " in self.further else " or "
         return ", ".join(self.shipped) + last + self.further
 

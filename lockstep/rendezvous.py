@@ -1,34 +1,42 @@
-"""Where the ranks of a process group find each other: a key-value store, over TCP or in a file.
+"""Finds the other ranks: through a key-value store, over TCP or in a file, or in a process group of the script's.
+
+A script's process group is the world. The environment may add what a group does not know (the local rank, the machine's
+number), and must not contradict it. If it has nothing, as in a script that uses `torch.multiprocessing.spawn`, the
+ranks exchange their machines.
 
 Source: torch.distributed's `env://` and `tcp://` conventions (docs.pytorch.org/docs/stable/distributed.html).
 """
 
 import datetime
 import hashlib
+import json
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlparse
 
+import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from lockstep import scratch
 from lockstep.config import DistributedConfig
-from lockstep.environment import RankFacts, parent_identity
+from lockstep.environment import RankFacts, facts_for_group, machine_id, parent_identity
 from lockstep.errors import RunError, UsageError
 from lockstep.network import DEFAULT_PORT, interface_variables, listener, port_in_use
 
 
 def host_store(host: str, port: int, timeout: datetime.timedelta, *, wait_for: int | None = None) -> TCPStore:
-    """Host a store, which listens at `host` alone where that is an address of this machine.
+    """Host a store that listens only at `host`, if that is an address of this machine.
 
-    torch's own listens on all interfaces; whoever reaches it can run code here, since what lies in it is unpickled.
+    torch's own store listens on all interfaces; whoever reaches it can run code here, since its values are unpickled.
     A second store of this process at the same port is the first one.
 
     Args:
         port: 0: a free one.
-        wait_for: wait for so many ranks, this one among them; None: for nobody.
+        wait_for: number of ranks to wait for, including this one; None: do not wait.
 
     Raises:
         UsageError: the port is in use.
@@ -36,7 +44,7 @@ def host_store(host: str, port: int, timeout: datetime.timedelta, *, wait_for: i
     try:
         opened = listener(host, port)
     except UsageError:
-        opened = None  # perhaps by this process
+        opened = None  # possibly by this process
     if opened is None:
         try:
             return TCPStore(host, port, wait_for, True, timeout, wait_for is not None, multi_tenant=port != 0)
@@ -51,7 +59,7 @@ def host_store(host: str, port: int, timeout: datetime.timedelta, *, wait_for: i
 
 
 def rendezvous(config: DistributedConfig, facts: RankFacts, timeout: datetime.timedelta) -> Store:
-    """The key-value store where the ranks find each other, its keys apart from those of an earlier attempt."""
+    """Return the ranks' key-value store, with keys separate from those of an earlier attempt."""
     store: Store
     method = urlparse(config.init_method)
     if method.scheme == "tcp" and method.hostname and method.port:
@@ -73,7 +81,7 @@ def rendezvous(config: DistributedConfig, facts: RankFacts, timeout: datetime.ti
 
 
 def choose_interface(config: DistributedConfig, facts: RankFacts) -> None:
-    """Have gloo and NCCL use the interface that leads to rank 0's machine, where there are several machines."""
+    """Make gloo and NCCL use the interface on the route to rank 0's machine, if there are several machines."""
     if facts.num_nodes > 1:
         host = urlparse(config.init_method).hostname or os.environ["MASTER_ADDR"]
         os.environ.update(interface_variables(host))
@@ -85,10 +93,10 @@ def _tcp_store(host: str, port: int, facts: RankFacts, timeout: datetime.timedel
             return host_store(host, port, timeout, wait_for=facts.world_size)
         return TCPStore(host, port, facts.world_size, False, timeout)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise _nobody_there(host, port, facts, timeout, error) from error
+        raise _timeout_error(host, port, facts, timeout, error) from error
 
 
-def _nobody_there(host: str, port: int, facts: RankFacts, timeout: datetime.timedelta, error: Exception) -> RunError:
+def _timeout_error(host: str, port: int, facts: RankFacts, timeout: datetime.timedelta, error: Exception) -> RunError:
     return RunError(
         f"rank {facts.rank} did not meet the other ranks at {host}:{port} within {timeout.total_seconds():g} s",
         why=str(error).splitlines()[0],
@@ -98,7 +106,7 @@ def _nobody_there(host: str, port: int, facts: RankFacts, timeout: datetime.time
 
 
 def _file_store(facts: RankFacts) -> Store:
-    """No address was given: ranks of one machine meet in a file whose name all of them can work out."""
+    """Return a store in a file, for ranks of one machine without an address: each can derive its name."""
     if facts.num_nodes > 1:
         raise UsageError(
             f"{facts.world_size} ranks on {facts.num_nodes} machines need an address to meet at",
@@ -106,7 +114,7 @@ def _file_store(facts: RankFacts) -> Store:
             fix="set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there; under Slurm:"
             ' export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500',
         )
-    path = Path(tempfile.gettempdir(), f"lockstep-meeting-{os.getuid()}-{_job_name(facts)}")
+    path = Path(tempfile.gettempdir(), f"lockstep-rendezvous-{os.getuid()}-{_job_name(facts)}")
     if facts.rank == 0:
         scratch.sweep()
         scratch.own(path)
@@ -114,8 +122,106 @@ def _file_store(facts: RankFacts) -> Store:
 
 
 def _job_name(facts: RankFacts) -> str:
-    """Something that the ranks of this job share and no other job has: the scheduler's job, or the common parent."""
+    """Return a name that only the ranks of this job share: from the scheduler's job, or the common parent process."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "TORCHELASTIC_RUN_ID")
     known = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return hashlib.sha256(f"{known or parent_identity()} {attempt} {facts.world_size}".encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one rank tells the others about its place.
+
+    Attributes:
+        machine: identifies the machine, from `machine_id`.
+        local_rank: the rank's LOCAL_RANK; None if it is not set.
+        cuda: index of the GPU that the script chose; None if it has not used CUDA.
+    """
+
+    machine: str
+    local_rank: int | None
+    cuda: int | None
+
+
+def facts_of_existing_group(environ: Mapping[str, str] | None = None) -> tuple[RankFacts, int | None]:
+    """Return this process's place in the script's process group, and the GPU that the script chose.
+
+    All ranks must call it: if the environment does not have the local rank, they exchange their places.
+
+    Returns:
+        the facts, and the index of the GPU; None if the local rank decides.
+
+    Raises:
+        UsageError: the environment contradicts the group, or two ranks of one machine have the same LOCAL_RANK.
+    """
+    env = os.environ if environ is None else environ
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    complete, local_rank = facts_for_group(rank, world_size, env)
+    if complete is not None:
+        return complete, None
+    own = Place(machine_id(), local_rank, _chosen_gpu())
+    places: list[Place] = [own] * world_size
+    if world_size > 1:
+        dist.all_gather_object(places, own)
+    return facts_from_places(rank, places)
+
+
+def facts_over_store(facts: RankFacts, store: Store, environ: Mapping[str, str] | None = None) -> RankFacts:
+    """Return the facts of a rank that knows only its rank and the world size, from the other ranks' places.
+
+    If the environment has the local rank and the number of ranks on the machine, they are used and nothing is
+    exchanged. Otherwise all ranks call it before they create the process group: the device depends on the local rank.
+    """
+    complete, local_rank = facts_for_group(facts.rank, facts.world_size, os.environ if environ is None else environ)
+    if complete is not None or facts.world_size == 1:
+        return facts
+    own = {"machine": machine_id(), "local_rank": local_rank}
+    store.set(f"lockstep/place/{facts.rank}", json.dumps(own))
+    told = [json.loads(store.get(f"lockstep/place/{rank}")) for rank in range(facts.world_size)]
+    found, _ = facts_from_places(facts.rank, [Place(**one, cuda=None) for one in told])
+    return replace(found, launcher=facts.launcher)
+
+
+def facts_from_places(rank: int, places: Sequence[Place]) -> tuple[RankFacts, int | None]:
+    """Return a rank's facts, and the GPU that its script chose, from all ranks' places.
+
+    GPUs count as chosen if each rank of the machine uses another one; else all of them have the default, GPU 0.
+
+    Args:
+        places: by rank.
+
+    Raises:
+        UsageError: two ranks of the machine have the same LOCAL_RANK.
+    """
+    machines = list(dict.fromkeys(place.machine for place in places))
+    here = [other for other, place in enumerate(places) if place.machine == places[rank].machine]
+    told = [index if places[other].local_rank is None else places[other].local_rank for index, other in enumerate(here)]
+    local_rank = told[here.index(rank)]
+    assert local_rank is not None
+    same = [str(other) for other, theirs in zip(here, told, strict=True) if theirs == local_rank]
+    if len(same) > 1:
+        raise UsageError(
+            f"ranks {' and '.join(same)} are on one machine, and both have the local rank {local_rank}",
+            where="the environment: LOCAL_RANK",
+            why="the processes that a script starts inherit its variables",
+            fix="in each rank, before init_process_group: os.environ['LOCAL_RANK'] = str(local_rank)",
+        )
+    gpus = [places[other].cuda for other in here]
+    chosen = places[rank].cuda if None not in gpus and len(set(gpus)) == len(gpus) else None
+    facts = RankFacts(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=len(places),
+        local_world_size=len(here),
+        node_rank=machines.index(places[rank].machine),
+        launcher="the script",
+    )
+    return facts, chosen
+
+
+def _chosen_gpu() -> int | None:
+    bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None and bound.type == "cuda":
+        return bound.index
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""`Contradiction`: what can't be said together in one config, or done on these ranks, written once with its message.
+"""Defines `Contradiction`: keys that cannot be combined in a config or on these ranks, written once with the message.
 
 Rules are evaluated when a config is loaded, and again at placement with what only ranks know.
 """
@@ -17,7 +17,7 @@ class Contradiction:
         keys: dotted names of the config's keys.
         what: what is wrong, one sentence without a final full stop.
         fix: what to write.
-        why: the reason, where it is not plain from `what`.
+        why: the reason, if `what` does not make it clear.
     """
 
     keys: tuple[str, ...]

@@ -1,10 +1,10 @@
-"""One run at a time in a run directory: `lock.json`, which names the run that has it.
+"""Allows one run at a time in a run directory, by `lock.json`, which names the run that holds it.
 
-The holder keeps a POSIX lock on the file, which the kernel, or the server of a network file system, gives up when the
-process dies, however it dies. Child processes do not inherit it. Some shared file systems have no such locks, or keep
-them on one machine only, and a server may keep the lock of a machine that is gone. So the file also says who holds it,
-and the holder rewrites it every few seconds: a run on another machine is alive if that changes while one looks. No
-clocks are compared. Nothing here imports torch.
+The holder keeps a POSIX lock on the file, which the kernel, or the server of a network file system, releases when the
+process dies. Child processes do not inherit it. Some shared file systems have no such locks, or keep them on one
+machine only, and a server may keep the lock of a machine that is gone. The file therefore also names its holder, which
+rewrites it every few seconds: a run on another machine is alive if the file changes meanwhile. Clocks are not compared.
+Does not import torch.
 
 Source: fcntl(2), F_SETLK; nfs(5) on locks and cache consistency.
 """
@@ -26,27 +26,29 @@ from typing import Any
 from lockstep.errors import RunError, UsageError
 
 FILE = "lock.json"
-LAUNCH = "LOCKSTEP_LAUNCH"  # set by the launchers of several machines: the same for all ranks that they ever start
+LAUNCH = "LOCKSTEP_LAUNCH"  # set by launchers of several machines: the same for all ranks that they ever start
 BEAT_SECONDS = 3.0
-PATIENCE = 15.0  # seconds without a beat after which a run on another machine is taken for dead
-_DYING = 3.0  # seconds that a process which was killed may take to give up its lock
+PATIENCE = 15.0  # seconds without a beat after which a run on another machine counts as dead
+_DYING = 3.0  # seconds that a killed process may take to release its lock
 _LOOK = 0.2
-_SIZE = 1024  # bytes of the file, always, so that a beat needs no room on a full disk
+_SIZE = 1024  # bytes of the file, constant, so that a beat needs no space on a full disk
 
-_held: dict[tuple[int, str], "RunLock"] = {}  # of this process: a second open and close of the file would unlock it
+_held: dict[
+    tuple[int, str], "RunLock"
+] = {}  # locks of this process: a second open and close of the file would unlock it
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that has, or had, the lock.
+    """A process that holds, or held, the lock.
 
     Attributes:
-        machine: its boot's identity; processes with the same one share a kernel.
-        processes: its namespace of process ids; with the same one they see each other.
-        started: when the process started, in the kernel's ticks.
+        machine: identity of its boot; processes with the same one share a kernel.
+        processes: its namespace of process ids; processes with the same one see each other.
+        started: start of the process, in the kernel's ticks.
         since: when it took the lock, in seconds since the Unix epoch.
-        launch: a digest of `LAUNCH`; empty where there is none.
-        beat: grows while it lives.
+        launch: a digest of `LAUNCH`; empty without it.
+        beat: grows while the process lives.
     """
 
     host: str
@@ -61,7 +63,7 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> "Holder":
-        """This process, from now on."""
+        """Return a holder for this process."""
         host = socket.gethostname()
         machine = _text("/proc/sys/kernel/random/boot_id") or host
         processes, pid = host, os.getpid()
@@ -73,7 +75,7 @@ class Holder:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process is there, on this machine."""
+        """Whether the process exists on this machine."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -91,8 +93,8 @@ class RunLock:
     """The lock of one run directory, for the process that writes it (rank 0).
 
     Args:
-        directory: made if it is not there.
-        say: told when a run on another machine has to be waited for.
+        directory: created if it does not exist.
+        say: called with a line if a run on another machine has to be waited for.
     """
 
     def __init__(self, directory: Path, say: Callable[[str], object] = lambda _text: None) -> None:
@@ -104,10 +106,10 @@ class RunLock:
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Take the lock; nothing happens where this process has it.
+        """Take the lock; nothing happens if this process has it.
 
         Raises:
-            UsageError: another run has it; or the directory can't be written.
+            UsageError: another run has it, or the directory cannot be written.
         """
         if (os.getpid(), self._key) in _held:
             return
@@ -128,10 +130,10 @@ class RunLock:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise if another run has taken over, which took this one for dead.
+        """Raise if another run has taken over because it took this one for dead.
 
         Raises:
-            RunError: it has; this one must not write any more.
+            RunError: this run must not write any more.
         """
         if self._lost is not None:
             raise RunError(
@@ -141,7 +143,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Give the lock up; nothing happens where this object does not have it."""
+        """Release the lock; nothing happens if this object does not have it."""
         if _held.get((os.getpid(), self._key)) is not self or self._handle is None:
             return
         self._ended.set()
@@ -161,7 +163,7 @@ class RunLock:
         return os.path.realpath(self._path)
 
     def _take(self, me: Holder) -> int:
-        """Open and lock the file, once nobody else has it; write down who has it now."""
+        """Open and lock the file, once nobody else has it, and write the holder to it."""
         begun, first = time.monotonic(), None
         while True:
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -174,7 +176,7 @@ class RunLock:
                     if (holder.token, holder.beat) != (first.token, first.beat):
                         raise _refusal(self._path.parent, holder)
                     if waited > PATIENCE and locked is False and _is_at(handle, self._path):
-                        self._path.unlink()  # a server keeps the lock of a machine that is gone: take a new file
+                        self._path.unlink()  # a server keeps the lock of a machine that is gone: use a new file
                         begun, first = time.monotonic(), None
                     free = waited > PATIENCE and locked is not False
                 else:
@@ -194,7 +196,7 @@ class RunLock:
         return holder
 
     def _is_ours(self, handle: int, me: Holder, locked: bool | None) -> bool:
-        """Write down who has the lock; without locks of the kernel, the last of several to write has it."""
+        """Write the holder; without kernel locks, the last of several writers has the lock."""
         if not _is_at(handle, self._path):
             return False
         _write(handle, me)
@@ -210,7 +212,7 @@ class RunLock:
         beat = 0
         while not self._ended.wait(BEAT_SECONDS):
             beat += 1
-            with suppress(OSError):  # a file system that is away for a while
+            with suppress(OSError):  # a file system that is temporarily unavailable
                 holder = _read_path(self._path, self._handle)
                 if holder is not None and holder.token != self._me.token:
                     self._lost = holder
@@ -219,9 +221,9 @@ class RunLock:
 
 
 def holder_of(directory: Path) -> Holder | None:
-    """The run on this machine that has the lock of a run directory; None if there is none, or it can't be told.
+    """Return the run on this machine that holds a run directory's lock; None if there is none, or it is unknown.
 
-    For a look before ranks are started: whether a run on another machine is alive shows only when the lock is taken.
+    It is for a check before ranks are started: only taking the lock shows whether a run on another machine is alive.
     """
     path = directory / FILE
     if (os.getpid(), os.path.realpath(path)) in _held:
@@ -264,7 +266,7 @@ def _refusal(directory: Path, holder: Holder | None) -> UsageError:
 
 
 def _is_elsewhere(holder: Holder, me: Holder, locked: bool | None) -> bool:
-    """Whether only its beats can tell if the holder is alive."""
+    """Return whether only the holder's beats can show that it is alive."""
     if holder.launch and holder.launch == me.launch:
         return locked is False and holder.machine != me.machine  # an earlier attempt of this launch, which has ended
     if locked is None:
@@ -273,7 +275,7 @@ def _is_elsewhere(holder: Holder, me: Holder, locked: bool | None) -> bool:
 
 
 def _lock(handle: int) -> bool | None:
-    """Whether this process has the lock on the file now; None where the file system has no locks."""
+    """Return whether this process now has the lock on the file; None if the file system has no locks."""
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -291,7 +293,7 @@ def _write(handle: int, holder: Holder | None) -> None:
 
 
 def _read(handle: int) -> Holder | None:
-    """Who is written down; None if nobody is, or it is not what was written."""
+    """Return the holder in the file; None without a valid one."""
     try:
         content: Any = json.loads(os.pread(handle, _SIZE, 0))
         return Holder(**{field.name: field.type(content[field.name]) for field in fields(Holder)})  # type: ignore[operator]
@@ -300,7 +302,7 @@ def _read(handle: int) -> Holder | None:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Whether the open file is the one that has this name now."""
+    """Return whether the open file is the one that now has this name."""
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path))
     except FileNotFoundError:
@@ -308,9 +310,9 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _read_path(path: Path, handle: int) -> Holder | None:
-    """Who is written down in the file that has this name now.
+    """Return the holder in the file that now has this name.
 
-    A second open of the locked file would, once closed, give up its lock; so the handle is read while it is that file.
+    Opening the locked file again and closing it would release the lock; so the handle is read while it is that file.
     """
     if _is_at(handle, path):
         return _read(handle)

@@ -1,4 +1,4 @@
-"""Text from a trained language model: its newest whole checkpoint, in one process, whatever trained it."""
+"""Generates text from a language model's newest whole checkpoint, in one process, whatever strategy trained it."""
 
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,18 @@ def sample(
     run: Path, *, prompt: str = "The ", num_tokens: int = 200, temperature: float = 0.8, top_k: int | None = None,
     seed: int = 0,
 ) -> str:  # fmt: skip
-    """The prompt, continued by the model of a run.
+    """Return the prompt, continued by the model of a run.
 
     Args:
         run: a run directory.
-        prompt: what to continue.
-        num_tokens: how many tokens to add.
+        prompt: text to continue.
+        num_tokens: number of tokens to add.
         temperature: 0 takes the likeliest token.
+        top_k: number of likeliest tokens to draw from; None: all.
+        seed: of the draws.
 
     Raises:
-        UsageError: there is no run or no checkpoint, or the data have no text.
+        UsageError: there is no run or no checkpoint, or the data are not text.
     """
     directory = RunDirectory(run)
     if not directory.config.is_file():
@@ -48,18 +50,19 @@ def sample(
             where=str(directory.config),
             fix="only language models write: data whose samples are tokens of a text",
         )
-    model = restored(config, data, found)
+    model = load_model(config, data, found)
     block_size = int(data.facts.get("block_size", 512))
     ids = torch.tensor([data.encode(prompt)], dtype=torch.int64)
     tokens = generate(model, ids, num_tokens, block_size=block_size, temperature=temperature, top_k=top_k, seed=seed)
     return data.decode(tokens[0].tolist())
 
 
-def restored(config: Config, data: Data, path: checkpoint.Checkpoint) -> Any:
-    """The model of a checkpoint, whole, on the CPU, in evaluation mode.
+def load_model(config: Config, data: Data, path: checkpoint.Checkpoint) -> Any:
+    """Return the model of a checkpoint, whole, on the CPU, in evaluation mode.
 
     Args:
-        data: what the config names; fills what it leaves unset of the model.
+        config: of the run.
+        data: the config's; completes unset arguments of the model.
     """
     model: Any = build(config, data)
     if any(p.is_meta for p in model.parameters()):

@@ -1,7 +1,7 @@
-"""Schedules of the learning rate after the warm-up: functions of the number of updates made.
+"""Defines schedules of the learning rate after the warm-up: functions of the number of updates.
 
-Each returns what the peak learning rate is multiplied by. One of the user's own is such a function in any package,
-written `training.lr_schedule: package.module:name`.
+Each returns the factor of the peak learning rate. A user's own schedule is such a function in any package, written
+`training.lr_schedule: package.module:name`.
 """
 
 import math
@@ -9,26 +9,23 @@ from typing import Protocol
 
 
 class ScheduleContext(Protocol):
-    """What a schedule may look at.
-
-    Attributes:
-        total: updates in the whole run.
-        warmup: updates over which the rate rises to its peak.
-        min_ratio: what is left of the peak at the end.
-        decay_ratio: share of `total` at the end in which `wsd` falls.
-    """
+    """The arguments of a schedule."""
 
     @property
-    def total(self) -> int: ...
+    def total(self) -> int:
+        """Updates in the whole run."""
 
     @property
-    def warmup(self) -> int: ...
+    def warmup(self) -> int:
+        """Updates over which the rate rises to its peak."""
 
     @property
-    def min_ratio(self) -> float: ...
+    def min_ratio(self) -> float:
+        """Final rate over peak rate."""
 
     @property
-    def decay_ratio(self) -> float: ...
+    def decay_ratio(self) -> float:
+        """Fraction of `total` at the end in which `wsd` falls."""
 
 
 def constant(updates: int, schedule: ScheduleContext) -> float:

@@ -1,8 +1,7 @@
-"""Temporary folders and files that no process leaves behind, however it ends.
+"""Creates temporary folders and files that are removed however the process ends.
 
-Each has an owner, which holds a lock on a file beside it until it ends. What a killed process left is removed by the
-next one: nobody holds its lock any more. The lock is the kernel's, so that it also tells processes of other containers
-that share the folder.
+Each has an owner, which holds a lock on a file beside it until it ends. The next process removes what a killed process
+left, since nobody holds its lock. It is a kernel lock, so that it works between containers that share the folder.
 """
 
 import atexit
@@ -17,19 +16,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _OWNER = ".owner"
-_NEW_SECONDS = 10.0  # a lock so young may be one that its owner is about to take
-_owned: dict[Path, int] = {}  # what this process made, and the descriptor that holds the lock
+_NEW_SECONDS = 10.0  # the owner of a newer lock may not have taken it yet
+_owned: dict[Path, int] = {}  # path → descriptor that holds the lock
 
 
 def scratch_folder(purpose: str) -> Path:
-    """Make a new folder, which `remove` removes, or this process's end, or the next process that sweeps."""
+    """Create a folder, which `remove` removes, or the end of this process, or the next process that sweeps."""
     sweep()
     return own(Path(tempfile.mkdtemp(prefix=f"lockstep-{purpose}-{os.getuid()}-")))
 
 
 @contextmanager
 def temporary(purpose: str) -> Iterator[Path]:
-    """A new folder for the length of the block."""
+    """Create a folder for the length of the block."""
     folder = scratch_folder(purpose)
     try:
         yield folder
@@ -38,7 +37,7 @@ def temporary(purpose: str) -> Iterator[Path]:
 
 
 def own(path: Path) -> Path:
-    """Have `path`, which need not be there yet, removed when this process ends; returns it."""
+    """Remove `path`, which need not exist yet, when this process ends; return it."""
     if path in _owned:
         return path
     handle = os.open(_lock_of(path), os.O_RDWR | os.O_CREAT, 0o600)
@@ -48,7 +47,7 @@ def own(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove what this process owns."""
+    """Remove a path of this process."""
     handle = _owned.pop(path, None)
     if handle is not None:
         _delete(path)
@@ -57,13 +56,13 @@ def remove(path: Path) -> None:
 
 @atexit.register
 def remove_all() -> None:
-    """Remove all that this process owns; for a process that ends past the interpreter's own end, too."""
+    """Remove all paths of this process; also called by a process that skips the interpreter's end."""
     for path in list(_owned):
         remove(path)
 
 
 def sweep() -> None:
-    """Remove what processes of this user left behind that were killed."""
+    """Remove what killed processes of this user left."""
     folder = Path(tempfile.gettempdir())
     for lock in folder.glob(f"lockstep-*-{os.getuid()}-*{_OWNER}"):
         with suppress(OSError):
@@ -94,7 +93,7 @@ def _delete(path: Path) -> None:
 
 
 def _in_fork() -> None:
-    """A fork shares the locks, but owns nothing: it must remove nothing at its end."""
+    """Drop the locks that a fork shares: it owns nothing, and must remove nothing at its end."""
     for handle in _owned.values():
         os.close(handle)
     _owned.clear()

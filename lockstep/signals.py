@@ -1,9 +1,9 @@
-"""Signals that ask this process to end, answered from its first instruction to its last.
+"""Handles signals that ask this process to end, from its first instruction to its last.
 
-Python runs a signal's handler in the main thread, between two instructions: never while that thread waits in C, as it
-does when ranks meet; and what a handler raises appears wherever the thread is, in the middle of an import as well. So
-the handlers do nothing here. The interpreter also writes the signal's number into a pipe, at once, and a thread that
-reads the pipe answers.
+Python runs a signal's handler in the main thread, between two instructions: never while that thread waits in C, as in
+a rendezvous; and an exception of the handler appears wherever the thread is, also in the middle of an import. The
+handlers therefore do nothing. The interpreter also writes the signal's number into a pipe, at once, and a thread that
+reads the pipe calls the answer.
 """
 
 import os
@@ -17,21 +17,21 @@ from lockstep import scratch
 
 ASKS_TO_END = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # SIGUSR1: schedulers' early warning
 
-# nohup starts a process with SIGHUP ignored, so that a terminal that closes does not end it.
+# nohup starts a process with SIGHUP ignored, so that it survives the closing of its terminal.
 _HANGUP_IS_IGNORED = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 Answer = Callable[[int], None]
 
-seen: list[int] = []  # the numbers of those that came, in order, also where a script's own handlers answered them
+seen: list[int] = []  # numbers of the received signals, in order, also those that a script's own handlers answered
 _answer: Answer | None = None
 _reader: threading.Thread | None = None
-_pid = 0  # of the process in which the thread reads
+_pid = 0  # process in which the thread reads
 
 
 def listen(answer: Answer) -> None:
-    """Have a thread call `answer` with the number of each signal that asks this process to end, from now on.
+    """Call `answer` from a thread with the number of each signal that asks this process to end.
 
-    Replaces the answer before it. Where a script has installed a handler of its own since, that one answers.
+    It replaces the answer before it. If a script has since installed its own handler, that one answers.
 
     Args:
         answer: must not raise. It may end the process.
@@ -44,14 +44,14 @@ def listen(answer: Answer) -> None:
     for number in ASKS_TO_END:
         if number != signal.SIGHUP or not _HANGUP_IS_IGNORED:
             signal.signal(number, _noted)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS_TO_END)  # a launcher starts ranks with them held back
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS_TO_END)  # a launcher starts ranks with them blocked
 
 
 @contextmanager
 def answered(answer: Answer) -> Iterator[None]:
-    """Listen until the end of the block; then a program that called this one has its own handlers again.
+    """Listen in the block; then a program that called this one has its own handlers again.
 
-    In a process of Lockstep's own they only come to nothing afterwards: its work is done.
+    In Lockstep's own processes signals are ignored afterwards: the work is done.
     """
     global _answer
     before = {number: signal.getsignal(number) for number in ASKS_TO_END}
@@ -67,7 +67,7 @@ def answered(answer: Answer) -> Iterator[None]:
 
 
 def leave_to_script() -> None:
-    """Give the signals back to Python's defaults, for a script that may handle them; `seen` goes on."""
+    """Restore Python's default handlers, for a script that may install its own; `seen` is still updated."""
     if threading.current_thread() is threading.main_thread():
         for number in ASKS_TO_END:
             if signal.getsignal(number) is _noted:
@@ -76,17 +76,17 @@ def leave_to_script() -> None:
 
 
 def ignore() -> None:
-    """Ignore them from now on: the process has done its work, and its exit code stands."""
+    """Ignore these signals from now on: the work is done, and the exit code is fixed."""
     for number in ASKS_TO_END:
         if signal.getsignal(number) is _noted:
             signal.signal(number, signal.SIG_IGN)
 
 
 def end_now(code: int, text: str) -> NoReturn:
-    """End this process from whatever thread, without the interpreter's own end; what it owns is removed.
+    """End this process from any thread without the interpreter's cleanup; remove its temporary files.
 
     Args:
-        text: what to say on stderr; empty: nothing.
+        text: a message for stderr; empty: none.
     """
     if text:
         with suppress(OSError):

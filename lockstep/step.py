@@ -1,10 +1,10 @@
-"""One step: one optimizer update, the same text for every strategy.
+"""Makes one step: one optimizer update, by the same code for every strategy.
 
     forward and backward of this rank's micro-batches → loss and count of the whole step → finish gradients
     → scale to the mean over valid targets → norm → clip → update
 
 Backward runs on sums divided by a nominal count, a power of two, so that the actual count need not be known before it.
-Nothing here waits for the device on a GPU, except in the run's first step, and under fp16, where the decision to skip
+On a GPU nothing waits for the device, except in the run's first step, and under fp16, where the decision to skip
 needs one number.
 """
 
@@ -24,21 +24,21 @@ from lockstep.collectives import is_main_process
 from lockstep.config import GradientClipConfig
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed
-from lockstep.fused import scales, step_times
 from lockstep.monitor import PhaseClock
 from lockstep.optim import CallersRate, Schedule, TorchSchedule, unfuse
 from lockstep.parallel.layer_norms import layer_norms
 from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.numbers import Number, at_least, at_most, exceeds, tensor_of
+from lockstep.parallel.numbers import Number, at_least, at_most, exceeds, inverse, tensor_of
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.precision import LossScale
 from lockstep.records import StepRecord
 from lockstep.torch_compat import foreach
+from lockstep.torch_compat.optimizer_step import bare_step, has_pre_hooks
 
 
 @dataclass
 class Progress:
-    """How far the run is. `step` is the position in the data; `updates` differs from it by the skipped steps."""
+    """Progress of the run. `step` is the position in the data; `updates` differs from it by the skipped steps."""
 
     step: int = 0
     updates: int = 0
@@ -49,7 +49,7 @@ class Progress:
 
 @dataclass
 class Step:
-    """All that an update needs besides the data.
+    """Everything that an update needs besides the data.
 
     Attributes:
         placed: the model.
@@ -57,18 +57,18 @@ class Step:
         schedule: learning rate by updates.
         clip: clipping of the gradient.
         loss_scale: under fp16.
-        total: the number of the run's last step; 0: nobody knows.
-        nominal: what backward divides the summed loss by; a power of two near the step's count. None: nobody has seen a
-            micro-batch yet.
+        total: number of the run's last step; 0: unknown.
+        nominal: divisor of the summed loss in backward; a power of two near the step's count. None: no micro-batch was
+            seen yet.
         progress: advanced by each step.
-        stop_asked: this rank was asked to stop; set it at any time.
-        stopping: all ranks know that one of them was asked to.
-        clock: told which phase of the step begins.
-        wants_layer_norms: whether the record of a step, by its number, is to hold them; the same on all ranks.
-        detector: finds bad numbers, and the votes to stop.
-        avoid: positions whose data are passed over, after a rollback.
-        bad: what was wrong with the last step, where it was skipped for that.
-        after_update: called with the number of updates made, after each, on every rank.
+        stop_asked: whether this rank was asked to stop; may be set at any time.
+        stopping: whether all ranks know that one of them was asked to stop.
+        clock: called when a phase of the step begins.
+        wants_layer_norms: whether to record layers' gradient norms in a step, by its number; the same on all ranks.
+        anomaly_detector: detects anomalies, and votes to stop.
+        avoid: positions whose data are skipped, after a rollback.
+        anomaly: anomaly of the last step, if it was skipped for that.
+        after_update: called with the number of updates, after each, on every rank.
         frozen_until: parameter → the first step (from 0) that trains it; before, its gradient is dropped.
     """
 
@@ -90,7 +90,7 @@ class Step:
     after_update: list[Callable[[int], None]] = field(default_factory=list)
     frozen_until: dict[str, int] = field(default_factory=dict)
     _buffers: dict[str, Tensor] = field(default_factory=dict)
-    _trained: list[bool] = field(default_factory=list)  # which parameters want gradients, as they were placed
+    _trained: list[bool] = field(default_factory=list)  # requires_grad of the parameters at placement
 
     def __post_init__(self) -> None:
         if self.placed.reproducible and unfuse(self.optimizer):
@@ -100,7 +100,7 @@ class Step:
             group.setdefault("initial_lr", group["lr"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress and all else that is no tensor and decides about later steps."""
+        """Return the progress and everything else, besides tensors, that later steps depend on."""
         progress = self.progress
         return {
             "step": progress.step,
@@ -115,11 +115,11 @@ class Step:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.progress = Progress(
             state["step"], state["updates"], list(state["skipped"]), state["epoch"], state["samples"]
         )
-        if state["nominal"] is not None:  # before the first step, and of weights that were imported, nobody knows it
+        if state["nominal"] is not None:  # it is unknown before the first step, and for imported weights
             self.nominal = state["nominal"]
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
@@ -127,30 +127,30 @@ class Step:
         self.avoid |= set(state.get("avoid", ()))
 
     def plan_run(self, total: int | None, schedule: Schedule | TorchSchedule | CallersRate) -> None:
-        """Set the number of the run's last step, where it is known, and the learning rate up to it."""
+        """Set the number of the run's last step, if it is known, and the schedule."""
         self.total, self.schedule = total or 0, schedule
 
     def observe(self, clock: PhaseClock, wants_layer_norms: Callable[[int], bool] | None) -> None:
-        """Tell `clock` which phase of a step begins, and record the norms of layers where they are wanted."""
+        """Set the clock of a step's phases, and when to record the norms of layers."""
         self.clock = clock
         if wants_layer_norms is not None:
             self.wants_layer_norms = wants_layer_norms
 
     def avoid_data_of(self, step: int) -> None:
-        """Pass over the data of a step, counted from 1, when the run comes to it again."""
+        """Skip the data of a step, counted from 1, when the run reaches it again."""
         self.avoid.add(step - 1)
 
     def stop(self) -> None:
-        """End the run here; every rank calls it after the same step."""
+        """Stop the run here; every rank calls it after the same step."""
         self.stopping = True
 
     @property
     def factor(self) -> float:
-        """What the summed loss is multiplied by before backward."""
+        """Factor of the summed loss before backward."""
         return (self.loss_scale.scale if self.loss_scale else 1.0) / (self.nominal or 1.0)
 
-    def learn_nominal(self, first: Any, micro_batches_per_step: int) -> None:
-        """Set it, once and for all steps: by the very first micro-batch of the run, which rank 0 has, for all ranks."""
+    def set_nominal(self, first: Any, micro_batches_per_step: int) -> None:
+        """Set the nominal count for all steps and ranks, from the run's first micro-batch on rank 0."""
         placed = self.placed
         count = float(placed.objective.estimate(first)) if is_main_process() else 0.0  # host waits for the device
         if placed.layout.world_size > 1:
@@ -160,20 +160,20 @@ class Step:
         self.nominal = nominal_count(count, micro_batches_per_step)
 
     def open(self, micro_batches_per_step: int) -> LossAccumulator:
-        """Begin a step: return its loss accumulator, and remember running statistics if the step may be undone.
+        """Begin a step: return its loss accumulator, and save running statistics if the step may be undone.
 
         Raises:
-            UsageError: parameters were frozen or thawed since the model was placed.
+            UsageError: requires_grad of parameters was changed after placement.
         """
-        self._refuse_thawed()
+        self._check_requires_grad()
         if self.anomaly_detector.skips:
             self._buffers = {name: buffer.clone() for name, buffer in self.placed.buffers.items()}
         accumulator = self.placed.loss_accumulator(micro_batches_per_step)
         accumulator.mark_step(self.progress.step + 1)
         return accumulator
 
-    def pass_over(self, samples: int) -> None:
-        """Leave out the step whose turn it is: its data are consumed, and nothing is learned from them."""
+    def skip_step(self, samples: int) -> None:
+        """Skip the next step: its data are consumed, but not trained on."""
         self.anomaly = None
         self.progress.skipped.append(self.progress.step)
         self._advance(samples)
@@ -189,14 +189,14 @@ class Step:
         """Run one step.
 
         Args:
-            micro_batches: those of this rank.
-            micro_batches_per_step: their number over all ranks.
-            samples: of the step, over all ranks.
+            micro_batches: this rank's.
+            micro_batches_per_step: number over all ranks.
+            samples: number in the step, over all ranks.
             epoch: of the data.
         """
         self.progress.epoch = epoch
         if self.nominal is None:
-            self.learn_nominal(micro_batches[0].batch, micro_batches_per_step)
+            self.set_nominal(micro_batches[0].batch, micro_batches_per_step)
         self.clock.enter("forward_backward")
         accumulator = self.open(micro_batches_per_step)
         if self.stop_asked:
@@ -206,16 +206,17 @@ class Step:
         return self.update(accumulator, samples)
 
     def update(self, accumulator: LossAccumulator, samples: int) -> StepRecord:
-        """What follows the last backward pass of a step.
+        """Finish a step after its last backward pass.
 
         Raises:
-            BadNumbersError: this step's numbers (on a GPU: those of the step before) are bad, and skipping it is not
-                what the config says, or has been done too often. The step is over all the same.
+            BadNumbersError: this step's numbers (on a GPU: those of the step before) are bad, and the config does not
+                say to
+                skip it, or too many in a row were skipped. The step is complete nevertheless.
         """
         placed = self.placed
         self.clock.enter("optimizer")
         loss_sum, count = accumulator.totals()
-        count = at_least(count, 1.0)  # a step without a valid target has a gradient of zero, not of nan
+        count = at_least(count, 1.0)  # a step without a valid target has a gradient of zero, not nan
         loss = loss_sum / count
         placed.finish_gradients()
         self._drop_frozen()
@@ -229,7 +230,7 @@ class Step:
         if self.wants_layer_norms(record.step) and updates:
             with updates[0].in_place(self.optimizer):
                 record.gradient_norms = layer_norms(placed, updates[0].to_mean)
-        # Under fp16 a norm that is no number is the scaler's business.
+        # Under fp16 the loss scale handles a norm that is not finite.
         seen = 0.0 if self.loss_scale is not None else norm
         out_of_step = accumulator.step_marks - record.step * self.placed.layout.world_size
         numbers = self.anomaly_detector.check(record.step, loss, seen, accumulator.stop_votes, out_of_step)
@@ -256,11 +257,11 @@ class Step:
         for check in placed.checks:
             check(self.progress.step)
         self.clock.enter("other")
-        self._refuse(numbers.anomaly)
+        self._raise_if_bad(numbers.anomaly)
         return record
 
-    def _refuse_thawed(self) -> None:
-        """Refuse `requires_grad_` between steps where a strategy has built on what it was."""
+    def _check_requires_grad(self) -> None:
+        """Reject `requires_grad_` between steps if a strategy depends on its value at placement."""
         placed = self.placed
         now = [parameter.requires_grad for parameter in placed.parameters.values()]
         if now == self._trained or (placed.layout.world_size == 1 and not placed.reproducible):
@@ -284,22 +285,22 @@ class Step:
                     call(self.progress.updates)
 
     def flush(self) -> None:
-        """Read pending numbers before a checkpoint, which must hold no bad ones; the host waits for the device.
+        """Read pending numbers before a checkpoint, which must contain no bad ones; the host waits for the device.
 
         Raises:
             BadNumbersError: the last step's numbers are bad.
         """
         numbers = self.anomaly_detector.flush()
         self.stopping = numbers.stop or self.stopping
-        self._refuse(numbers.anomaly)
+        self._raise_if_bad(numbers.anomaly)
 
-    def _refuse(self, anomaly: Anomaly | None) -> None:
+    def _raise_if_bad(self, anomaly: Anomaly | None) -> None:
         if anomaly is None or (
-            self.anomaly_detector.skips and self.anomaly_detector.in_order < self.anomaly_detector.config.patience
+            self.anomaly_detector.skips and self.anomaly_detector.consecutive < self.anomaly_detector.config.patience
         ):
             return
-        goes_back = self.anomaly_detector.config.action == "rollback"
-        raise BadNumbersError(anomaly, goes_back=goes_back, in_order=self.anomaly_detector.in_order)
+        rolls_back = self.anomaly_detector.config.action == "rollback"
+        raise BadNumbersError(anomaly, rolls_back=rolls_back, consecutive=self.anomaly_detector.consecutive)
 
     def _set_learning_rate(self) -> float:
         groups = self.optimizer.param_groups
@@ -308,17 +309,17 @@ class Step:
         return float(groups[0]["lr"])
 
     def _clip_and_update(self, gradients: list[Tensor], to_mean: Number, norm: Number) -> Number | None:
-        """Bring the gradients to the mean loss, clipped, and update: by a fused optimizer in one pass over them.
+        """Scale the gradients to the mean loss, clip them, and update: with a fused optimizer in one pass.
 
         Returns:
-            the share of the gradient that clipping changed (see `StepRecord.clipped`).
+            the fraction of the gradient that clipping changed (see `StepRecord.clipped`).
         """
         kind, limit, clipped = self.clip.strategy, self.clip.value, None
         if kind == "norm":
             to_mean = to_mean * at_most(limit / (norm + 1e-6), 1.0)
             clipped = exceeds(norm, limit)
-        if kind in ("none", "norm") and scales(self.optimizer):
-            step_times(self.optimizer, to_mean)
+        if kind in ("none", "norm") and can_scale_gradients(self.optimizer):
+            step_scaled(self.optimizer, to_mean)
             return clipped
         if gradients:
             foreach.mul_(gradients, tensor_of(to_mean))
@@ -337,5 +338,28 @@ def nominal_count(count: float, micro_batches_per_step: int) -> float:
 
     Args:
         count: valid targets of the first micro-batch.
+        micro_batches_per_step: number over all ranks.
     """
     return 2.0 ** round(math.log2(max(1.0, count * micro_batches_per_step)))
+
+
+_SCALING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
+
+
+def can_scale_gradients(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's update can scale the gradients: it is fused and has no hooks before its step."""
+    if type(optimizer) not in _SCALING or has_pre_hooks(optimizer):
+        return False
+    for group in optimizer.param_groups:  # noqa: SIM110 — this is called in each step, and generators are slower
+        if not group["fused"]:
+            return False
+    return True
+
+
+def step_scaled(optimizer: Optimizer, factor: Number) -> None:
+    """Update with the gradients times `factor`."""
+    optimizer.grad_scale = tensor_of(inverse(factor))  # type: ignore[attr-defined]
+    try:
+        bare_step(optimizer)()
+    finally:
+        del optimizer.grad_scale  # type: ignore[attr-defined]

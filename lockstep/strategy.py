@@ -1,9 +1,10 @@
-"""The seam for strategies: what a strategy is to the rest of Lockstep, and the table of those that ship.
+"""Defines the interface of strategies, and how their names and topologies are resolved.
 
-A strategy is one object: it says how it is written as a topology, how many ranks go along each axis of the mesh, what
-contradicts it, how it places a model, what it costs, and what it cannot promise. Everything else asks the object and
-names no strategy. One that ships is a file in `lockstep.parallel` and a line in `STRATEGIES`; one of the user's own is
-a subclass of `Strategy` in any package, written `distributed.strategy: package.module:Name`.
+A strategy is one object. It defines its topologies, the number of ranks along each axis of the mesh, its
+contradictions,
+how it places a model, its costs, and what it does not promise. Everything else calls the object and names no strategy.
+A shipped one is a file in `lockstep.parallel` and a line in `STRATEGIES`; a user's is a subclass of `Strategy` in any
+package, written `distributed.strategy: package.module:Name`.
 """
 
 import re
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.costs.steps import replicated_step
 from lockstep.errors import UsageError
-from lockstep.layout import AXES, Layout, multiplied
+from lockstep.layout import AXES, Layout, layout_of_sizes
 from lockstep.registry import STRATEGIES
 from lockstep.rules import Contradiction
 
@@ -28,28 +29,28 @@ if TYPE_CHECKING:
     from lockstep.parallel.placement import PlacementContext
 
 AUTO = "auto"
-SINGLE, REPLICAS = "single", "ddp"  # what `auto` means in Python: on one rank, and on several
+SINGLE, REPLICAS = "single", "ddp"  # the meaning of `auto` in Python: on one rank, and on several
 
 
 class Strategy:
-    """How micro-batches and parameters are laid over ranks. The defaults are those of plain replicas.
+    """The distribution of micro-batches and parameters over ranks. The defaults are those of plain replicas.
 
-    A subclass needs only `place`. It is made without arguments, once in a process; what a run asks of it is in the
-    config that each method is given.
+    A subclass needs only `place`. It is created without arguments, once per process; each method gets the config that
+    applies.
 
     Attributes:
-        name: as the config gives it; set when the strategy is loaded.
-        topologies: the names that `--against` and tables know it by → the axes that the numbers after the colon are
-            sizes of. Unset: the strategy's own name, with the number of replicas.
-        values: a topology's name → further keys of the section `distributed` that it stands for.
-        divides: axes that topologies written after `*` may fill, as in `pipeline:2*fsdp:2`.
-        one_process: why it is for one process; empty where it runs on several.
-        equal_bits: whether `distributed.reproducible` is offered.
+        name: as in the config; set when the strategy is loaded.
+        topologies: its names in `--against` and tables → the axes whose sizes are the numbers after the colon. Unset:
+            the strategy's own name, with the number of replicas.
+        values: a topology's name → further keys of the section `distributed` that it implies.
+        divides: axes that topologies after `*` may use, as in `pipeline:2*fsdp:2`.
+        one_process: why it is for one process; empty if it runs on several.
+        equal_bits: whether `distributed.reproducible` is supported.
         same_training: whether its steps are those of one process; `verify` compares no other.
         uses_threads: whether threads of one process run parts of a micro-batch.
         splits_model: whether a rank keeps only some of the model's modules.
-        reduces_by_ddp: whether gradients are reduced by DistributedDataParallel, so that `distributed.ddp` applies.
-        own_loops: whether `lockstep.place` offers it to loops of the user's own.
+        reduces_by_ddp: whether DistributedDataParallel reduces gradients, so that `distributed.ddp` applies.
+        own_loops: whether `lockstep.place` supports it in a user's own loop.
     """
 
     name: str = ""
@@ -67,26 +68,26 @@ class Strategy:
     # ---- before ranks start ----
 
     def layout(self, config: "DistributedConfig", world_size: int, per_node: int) -> Layout:
-        """Return how many ranks go along each axis.
+        """Return the number of ranks along each axis.
 
         Args:
-            config: sizes that are unset follow from the number of ranks.
+            config: unset sizes follow from the number of ranks.
             per_node: ranks on each machine.
 
         Raises:
-            UsageError: the sizes do not multiply to the number of ranks.
+            UsageError: the product of the sizes is not the number of ranks.
         """
         sizes = {"replicate": config.replicate_size or world_size, "shard": config.shard_size or 1}
-        return multiplied(self.name, sizes, world_size, given_sizes(config))
+        return layout_of_sizes(self.name, sizes, world_size, given_sizes(config))
 
     def describe(self, layout: Layout) -> str:
-        """Return the layout as people write it."""
+        """Return the layout as a topology."""
         return f"{self.name}:{layout.world_size}"
 
     def contradictions(
         self, config: "StepConfig", layout: Layout | None = None, device_type: str | None = None
     ) -> Iterator[Contradiction]:
-        """Yield what in the config contradicts this strategy.
+        """Yield the settings that contradict this strategy.
 
         Args:
             layout, device_type: None while a config is loaded; known at placement.
@@ -94,20 +95,20 @@ class Strategy:
         yield from ()
 
     def instead_of_compression(self, kind: str) -> str | None:
-        """Return what to write where `distributed.ddp.compression.kind` is set; None where that is well."""
+        """Return what to write if `distributed.ddp.compression.kind` is set; None if it is supported."""
         return None if self.reduces_by_ddp else "write kind: none, or strategy: ddp"
 
     # ---- on the ranks ----
 
     def on(self, layout: Layout) -> "Strategy":
-        """Return the strategy that places the model on such ranks: on one rank there is nothing to exchange."""
+        """Return the strategy that places the model on these ranks: on one rank there is nothing to exchange."""
         return self if layout.world_size > 1 else strategy_named(SINGLE)
 
     def place(self, placement: "PlacementContext") -> "ParallelModel":
         """Place a model on this rank.
 
         Args:
-            placement: the model, keyed and transformed, with all that is known of the run.
+            placement: the model, with random keys and transformations applied, and the run's settings.
         """
         raise NotImplementedError(f"{type(self).__name__}.place")
 
@@ -116,19 +117,19 @@ class Strategy:
         return True
 
     def cuts_parameters(self, layout: Layout) -> bool:
-        """Return whether ranks hold parts of parameters."""
+        """Return whether ranks hold shards of parameters."""
         return layout.shard > 1
 
     def casts_parameters(self, layout: Layout) -> bool:
-        """Return whether `precision.param_dtype` is offered: parameters are cast as they are gathered."""
+        """Return whether `precision.param_dtype` is supported: parameters are cast when they are gathered."""
         return False
 
     def replicas(self, layout: Layout) -> int:
-        """Return over how many ranks whole gradients are summed."""
+        """Return the number of ranks over which whole gradients are summed."""
         return layout.data_parallel_size
 
     def message_type(self, config: "StepConfig") -> str | None:
-        """Return the type that gradients have on the link (`bf16`), None where nothing is rounded."""
+        """Return the type in which gradients are sent (`bf16`); None if they are not rounded."""
         return config.distributed.ddp.compression.kind if self.reduces_by_ddp else None
 
     # ---- what it costs ----
@@ -136,43 +137,34 @@ class Strategy:
     def layouts_to_plan(
         self, model: "ModelSize", config: "StepConfig", cluster: "GpuCluster"
     ) -> Iterator[dict[str, Any]]:
-        """Yield the layouts that `lockstep plan` looks at on this cluster, as keys of the config.
-
-        Args:
-            model: of which the plan is made.
-        """
+        """Yield the layouts that `lockstep plan` considers on this cluster, as keys of the config."""
         if cluster.num_gpus > 1 and config.distributed.strategy == self.name:
             yield {STRATEGIES.where: self.name}
 
     def layout_with_offload(self) -> dict[str, Any]:
-        """Return the layout that needs least of a GPU's memory, moving state to the host; empty where there is none."""
+        """Return the layout with the least GPU memory, with state offloaded to the host; empty if there is none."""
         return {}
 
     def step_time(
         self, pieces: "Pieces", config: "StepConfig", layout: Layout, cluster: "GpuCluster", micro_batches: int
     ) -> "StepTime":
-        """Return how long a step takes; replicas all-reduce fp32 gradients after the last backward pass.
-
-        Args:
-            pieces: of the model's step.
-            micro_batches: on each rank.
-        """
+        """Return the time of a step; replicas all-reduce fp32 gradients after the last backward pass."""
         whole = pieces.parameter_bytes
         return replicated_step(pieces, layout, cluster, micro_batches, sent=whole, bucket_bytes=whole)
 
     def further_state(self, config: "StepConfig", parameters: int) -> float:
-        """Return bytes on each rank that outlive a step, besides parameters, gradients and optimizer state."""
+        """Return the bytes on each rank that outlive a step, besides parameters, gradients and optimizer state."""
         return 0.0
 
     # ---- what it promises ----
 
     def topologies_to_verify(self, config: "StepConfig") -> list[str]:
-        """Return what `lockstep verify` compares, besides replicas and shards, when nothing is said."""
+        """Return the topologies that `lockstep verify` compares by default, besides replicas and shards."""
         return []
 
 
 def given_sizes(config: "DistributedConfig") -> dict[str, int | None]:
-    """Return what the config says of each axis."""
+    """Return the config's size of each axis."""
     return {axis: getattr(config, f"{axis}_size") for axis in AXES}
 
 
@@ -196,17 +188,18 @@ def strategy_named(name: str) -> Strategy:
 
 
 def known_strategies(further: str = AUTO) -> list[Strategy]:
-    """Return those that ship, and the one that a config names."""
+    """Return the shipped strategies, and the one that a config names."""
     names = dict.fromkeys([*STRATEGIES.shipped, *([] if further == AUTO else [further])])
     return [strategy_named(name) for name in names]
 
 
 def resolve(config: "DistributedConfig", world_size: int, local_world_size: int | None = None) -> Layout:
-    """Return the layout that the config asks for on `world_size` ranks.
+    """Return the layout for the config on `world_size` ranks.
 
     Raises:
-        UsageError: the sizes do not multiply out (the message shows the equation), or the strategy does not fit the
-            ranks.
+        UsageError: the product of the sizes is another number (the message shows the equation), or the strategy does
+            not
+            fit the ranks.
     """
     assert config.strategy != AUTO, "auto is resolved before a layout is made"
     strategy = strategy_named(config.strategy)
@@ -217,18 +210,18 @@ def resolve(config: "DistributedConfig", world_size: int, local_world_size: int 
             why=f"{world_size} processes would train {world_size} models, each on its own",
             fix="set distributed.strategy to ddp or fsdp, or start one process",
         )
-    return named(strategy.layout(config, world_size, local_world_size or world_size))
+    return with_topology(strategy.layout(config, world_size, local_world_size or world_size))
 
 
-def named(layout: Layout) -> Layout:
-    """Return the layout with its topology as people write it."""
+def with_topology(layout: Layout) -> Layout:
+    """Return the layout with its topology."""
     return replace(layout, topology=strategy_named(layout.strategy).describe(layout))
 
 
 def parse_topology(text: str) -> tuple[dict[str, Any], int]:
-    """Read a topology as people write it: `single`, `ddp:2`, `hybrid:2x2`, `pipeline:2*fsdp:2`.
+    """Parse a topology: `single`, `ddp:2`, `hybrid:2x2`, `pipeline:2*fsdp:2`.
 
-    A strategy of the user's own is written `package.module:Name:2`.
+    A user's strategy is written `package.module:Name:2`.
 
     Returns:
         values for the section `distributed`, and the number of ranks.

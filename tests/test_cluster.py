@@ -212,7 +212,7 @@ def test_trap_21_the_device_is_the_local_rank_and_is_set_before_anything_else(mo
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: order.append(("set_device", device)))
     monkeypatch.setattr(cluster, "rendezvous", lambda *_: order.append(("rendezvous", None)))
     monkeypatch.setattr(cluster, "choose_interface", lambda *_: None)
-    monkeypatch.setattr(cluster, "_compare_calls", lambda _: None)
+    monkeypatch.setattr(cluster, "_share_calls", lambda _: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **kw: order.append((backend, kw["device_id"])))
     facts = {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
     for name, value in facts.items():

@@ -32,7 +32,7 @@ def test_each_error_says_why_or_what_to_do() -> None:
     poor = [
         f"{site.file}:{site.line} {site.message}"
         for site in with_tests()
-        if not site.parts & {"why", "fix", "**", "goes_back"}
+        if not site.parts & {"why", "fix", "**", "rolls_back"}
         and site.message not in WHAT_IS_ENOUGH
         and not (site.file.startswith(ONLY_A_LAUNCH) and any(word in site.message for word in REQUIREMENT))
     ]

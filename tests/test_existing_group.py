@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from lockstep import cluster, collectives, existing_group
+from lockstep import cluster, collectives, rendezvous
 from lockstep.cluster import Cluster
 from lockstep.config import DistributedConfig
 from lockstep.environment import RankFacts, facts_for_group
 from lockstep.errors import UsageError
-from lockstep.existing_group import Place, facts_from_places
+from lockstep.rendezvous import Place, facts_from_places
 from tests.launch.shared import environment
 from tests.ranks import free_port
 
@@ -222,18 +222,14 @@ def test_ranks_that_have_only_a_number_find_out_where_they_are(monkeypatch: pyte
     store = dist.HashStore()
     for rank, machine in ((1, "b"), (2, "b")):
         store.set(f"lockstep/place/{rank}", json.dumps({"machine": machine, "local_rank": None}))
-    monkeypatch.setattr(existing_group, "machine_id", lambda: "a")
-    found = existing_group.facts_over_store(
-        RankFacts(0, 0, 3, 3, 0, "torchrun"), store, {"RANK": "0", "WORLD_SIZE": "3"}
-    )
+    monkeypatch.setattr(rendezvous, "machine_id", lambda: "a")
+    found = rendezvous.facts_over_store(RankFacts(0, 0, 3, 3, 0, "torchrun"), store, {"RANK": "0", "WORLD_SIZE": "3"})
     assert found == RankFacts(0, 0, 3, 1, 0, "torchrun")
-    monkeypatch.setattr(existing_group, "machine_id", lambda: "b")
-    found = existing_group.facts_over_store(
-        RankFacts(2, 2, 3, 3, 0, "torchrun"), store, {"RANK": "2", "WORLD_SIZE": "3"}
-    )
+    monkeypatch.setattr(rendezvous, "machine_id", lambda: "b")
+    found = rendezvous.facts_over_store(RankFacts(2, 2, 3, 3, 0, "torchrun"), store, {"RANK": "2", "WORLD_SIZE": "3"})
     assert found == RankFacts(2, 1, 3, 2, 1, "torchrun")
     torchrun = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "0"}
-    assert existing_group.facts_over_store(RankFacts(2, 2, 3, 3, 0, "torchrun"), store, torchrun).local_rank == 2
+    assert rendezvous.facts_over_store(RankFacts(2, 2, 3, 3, 0, "torchrun"), store, torchrun).local_rank == 2
 
 
 @pytest.mark.parametrize(("gpus", "chosen"), [((1, 0), (1, 0)), ((0, 0), (None, None)), ((None, 0), (None, None))])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.fused import scales, step_times
+from lockstep.step import can_scale_gradients, step_scaled
 from lockstep.torch_compat.optimizer_step import bare_step
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model
@@ -30,12 +30,12 @@ def over(kind: type[Optimizer], settings: dict[str, Any], *, fused: bool = True)
 @pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS)
 def test_the_update_is_that_of_scaled_gradients(kind: type[Optimizer], settings: dict[str, Any]) -> None:
     (model, optimizer), (other, usual) = over(kind, settings), over(kind, settings)
-    assert scales(optimizer)
+    assert can_scale_gradients(optimizer)
     for factor in (0.25, 0.3, 7.0):
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             p.grad = torch.randn_like(p)
             q.grad = p.grad * factor
-        step_times(optimizer, factor)
+        step_scaled(optimizer, factor)
         usual.step()
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.allclose(p, q, rtol=1e-6, atol=1e-7)
@@ -48,23 +48,23 @@ def test_a_factor_of_nothing_leaves_a_gradient_of_nothing() -> None:
     before = model.weight.detach().clone()
     for p in model.parameters():
         p.grad = torch.full_like(p, 1e30)
-    step_times(optimizer, 0.0)
+    step_scaled(optimizer, 0.0)
     assert torch.equal(model.weight, before)
 
 
 def test_plain_optimizers_and_those_with_hooks_are_left_alone() -> None:
     _, plain = over(torch.optim.AdamW, {}, fused=False)
-    assert not scales(plain)
+    assert not can_scale_gradients(plain)
 
     class Own(torch.optim.AdamW):
         """May look at gradients in its `step`."""
 
-    assert not scales(Own(nn.Linear(2, 2).parameters(), fused=True))
+    assert not can_scale_gradients(Own(nn.Linear(2, 2).parameters(), fused=True))
     _, optimizer = over(torch.optim.AdamW, {})
     hook = optimizer.register_step_pre_hook(lambda *_: None)
-    assert not scales(optimizer)
+    assert not can_scale_gradients(optimizer)
     hook.remove()
-    assert scales(optimizer)
+    assert can_scale_gradients(optimizer)
 
 
 def test_what_torch_puts_around_an_update_is_left_out_only_where_nobody_would_notice(
@@ -75,14 +75,14 @@ def test_what_torch_puts_around_an_update_is_left_out_only_where_nobody_would_no
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     with torch.profiler.profile() as profile:
-        step_times(optimizer, 1.0)
+        step_scaled(optimizer, 1.0)
     assert "Optimizer.step#AdamW.step" in {event.key for event in profile.key_averages()}
 
     calls: list[str] = []
     hook = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    step_times(optimizer, 1.0)
+    step_scaled(optimizer, 1.0)
     hook.remove()
-    step_times(optimizer, 1.0)
+    step_scaled(optimizer, 1.0)
     assert calls == ["after"]
 
     labelled: Any = torch.optim.AdamW.step
@@ -94,16 +94,16 @@ def test_what_torch_puts_around_an_update_is_left_out_only_where_nobody_would_no
 
     with monkeypatch.context() as patched:
         patched.setattr(torch.optim.AdamW, "step", counted)
-        step_times(optimizer, 1.0)
+        step_scaled(optimizer, 1.0)
     own = optimizer.step
     optimizer.step = lambda: (calls.append("own"), own())[1]  # type: ignore[method-assign, assignment]
-    step_times(optimizer, 1.0)
+    step_scaled(optimizer, 1.0)
     assert calls == ["after", "class", "own"]
     del optimizer.step
 
 
 def test_what_torch_puts_around_an_update_is_what_we_know() -> None:
-    """If torch wraps steps in another way, `step_times` calls `step` as it is: right, and slower."""
+    """If torch wraps steps in another way, `step_scaled` calls `step` as it is: right, and slower."""
     _, optimizer = over(torch.optim.AdamW, {})
     assert bare_step(optimizer) != optimizer.step
 
@@ -124,7 +124,7 @@ def test_hooks_before_an_update_see_the_gradient_of_the_mean_loss() -> None:
 def test_clipping_is_the_same_with_and_without_a_pass_of_its_own() -> None:
     def losses(*, hooked: bool) -> list[float]:
         trainer = Trainer(language_model("transformer"), precision="fp32", max_steps=4, gradient_clip=0.1)
-        assert scales(trainer.optimizer)
+        assert can_scale_gradients(trainer.optimizer)
         if hooked:
             trainer.optimizer.register_step_pre_hook(lambda *_: None)
         return [float(record.loss) for record in trainer.steps(Tokens())]

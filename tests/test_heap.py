@@ -13,7 +13,7 @@ from tests.ranks import REPOSITORY
 PROGRAM = """
 import resource, sys
 import torch
-from lockstep.heap import keep_freed_memory
+from lockstep.cluster import keep_freed_memory
 
 if sys.argv[1] == "keep":
     print(keep_freed_memory())

@@ -171,7 +171,7 @@ def plan(argv: list[str]) -> int:
 
     from lockstep.plan import command
 
-    request = command.Asked(
+    request = command.PlanOptions(
         given.gpus, given.gpu_type, given.interconnect, given.gpus_per_node, given.find_batch_size, given.json,
         given.write, given.chart, given.price,
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""What steps cost: devices and links, collectives over them, and a step as tasks on streams; all without torch."""
+"""Computes the costs of steps without torch: devices and links, collectives over them, and tasks on streams."""

@@ -1,10 +1,16 @@
-"""GPUs and links: what they can do by their makers' word, each figure with its source.
+"""Lists GPUs and links with their makers' figures and sources, and computes the time of collectives on them.
 
 Peaks are dense (without sparsity), in TFLOP/s; memory in GiB as sold; bandwidths in GB/s (10⁹ bytes), of links in one
-direction and per GPU. `lockstep doctor` measures one's own.
+direction and per GPU. `lockstep doctor` measures the user's own.
+
+Collectives have alpha-beta costs on a network of two levels, links inside of nodes and between them. A collective over
+several nodes runs as rings over all GPUs, one for each network card of a node: traffic between two nodes is spread over
+the cards, and both levels work at once, so the slower one decides. Each of a ring's steps costs one latency. Source:
+Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
 """
 
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -13,12 +19,12 @@ from lockstep.errors import UsageError
 
 
 class Cost(NamedTuple):
-    """What an operation takes.
+    """Work of an operation.
 
     Attributes:
         low: floating-point operations in bf16 or fp16, by the formulas of torch.utils.flop_counter.
         full: the same in fp32.
-        moved: bytes read and written by operations that have no formula: they wait for memory.
+        moved: bytes read and written by operations without a formula: they are bound by memory bandwidth.
     """
 
     low: int = 0
@@ -26,24 +32,26 @@ class Cost(NamedTuple):
     moved: int = 0
 
     def plus(self, other: "Cost", times: int = 1) -> "Cost":
+        """Return the sum with `times` times another cost."""
         return Cost(self.low + times * other.low, self.full + times * other.full, self.moved + times * other.moved)
 
     @property
     def flops(self) -> int:
+        """All floating-point operations."""
         return self.low + self.full
 
 
 GIB = 2**30
-RESERVED = 0.08  # of a GPU's memory, for CUDA's context, kernels' workspaces and gaps between tensors
+RESERVED = 0.08  # fraction of a GPU's memory for CUDA's context, kernels' workspaces and fragmentation
 
 
 @dataclass(frozen=True)
 class Link:
-    """A way between GPUs.
+    """A link between GPUs.
 
     Attributes:
         bandwidth: GB/s per GPU and direction.
-        latency: seconds for a message of no length, software included: an estimate, not a data sheet's.
+        latency: seconds for an empty message, including software: an estimate, not from a data sheet.
     """
 
     name: str
@@ -54,15 +62,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device.
+    """A GPU model.
 
     Attributes:
         memory: GiB.
         half, single: TFLOP/s of matrix products in bf16 or fp16, and in fp32 without TF32.
         bandwidth: GB/s of its memory.
         inside: name of the link between GPUs of a node.
-        has_bf16: computes in bf16; else `half` is fp16's alone.
-        products: of `half` and `single`, the share that training reaches in its products, between communication.
+        has_bf16: whether it computes in bf16; else `half` is for fp16 alone.
+        products: fraction of `half` and `single` that training reaches in matrix products, between communication.
     """
 
     name: str
@@ -123,13 +131,13 @@ LINKS = {link.name: link for link in _LINKS}
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What is had of the makers' figures, apart from `Gpu.products`.
+    """Fractions of the makers' figures that are reached, apart from `Gpu.products`.
 
     Calibrated on torchtitan's published runs (`benchmarks.published_figures`), not measured here.
 
     Attributes:
-        memory: of the memory's bandwidth, by operations that wait for it.
-        fused: of the bytes that such operations move when run one by one, as counted, those that kernels move.
+        memory: of the memory's bandwidth, in operations bound by it.
+        fused: of the bytes that such operations move one by one, those that fused kernels move.
         links: of the links' bandwidth.
     """
 
@@ -143,7 +151,7 @@ class GpuCluster:
     """Nodes of equal GPUs.
 
     Attributes:
-        between: the link between nodes; every GPU has one of its own.
+        between: the link between nodes; every GPU has its own.
     """
 
     gpu: Gpu
@@ -155,21 +163,21 @@ class GpuCluster:
 
     @property
     def usable_memory(self) -> float:
-        """Return the bytes of a GPU that tensors may take."""
+        """Bytes of a GPU available to tensors."""
         return self.gpu.memory * GIB * (1 - RESERVED)
 
     def seconds(self, cost: Cost) -> float:
-        """How long one GPU computes."""
+        """Return the seconds that one GPU computes."""
         e = self.efficiency
         products = (cost.low / self.gpu.half + cost.full / self.gpu.single) / (1e12 * self.gpu.products)
         return products + cost.moved * e.fused / (self.gpu.bandwidth * 1e9 * e.memory)
 
 
 def cluster_of(num_gpus: int, gpu: str, interconnect: str | None = None, *, per_node: int = 8) -> GpuCluster:
-    """A cluster by names as people write them.
+    """Return a cluster from names as people write them.
 
     Raises:
-        UsageError: there is no such GPU or link in the table, or a number below 1.
+        UsageError: there is no such GPU or link in the table, or a number is below 1.
     """
     for name, number in (("number of GPUs", num_gpus), ("number of GPUs a node", per_node)):
         if number < 1:
@@ -181,9 +189,9 @@ def cluster_of(num_gpus: int, gpu: str, interconnect: str | None = None, *, per_
 
 
 def known_gpu(device_name: str) -> Gpu | None:
-    """The entry for a name as the driver says it: "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090".
+    """Return the entry for a driver's name: "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090".
 
-    Only whole words count: an "NVIDIA L40" is no L4.
+    Only whole words count: an "NVIDIA L40" is not an L4.
     """
     said = set(re.findall(r"\w+", device_name.lower()))
     fitting = [gpu for gpu in _GPUS if said.issuperset(gpu.name.lower().split("-"))]
@@ -191,7 +199,7 @@ def known_gpu(device_name: str) -> Gpu | None:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The entry for a name as people write it: "a100", "RTX 4090".
+    """Return the entry for a name as people write it: "a100", "RTX 4090".
 
     Raises:
         UsageError: there is none.
@@ -200,7 +208,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def find_link(name: str) -> Link:
-    """The same for a link: "InfiniBand-NDR", "nvlink4"."""
+    """Return a link by a name as people write it: "InfiniBand-NDR", "nvlink4"."""
     return _find(name, LINKS, "link")
 
 
@@ -220,3 +228,64 @@ def _find(name: str, table: dict[str, T], what: str) -> T:
         f"there is no {what} {name!r} in the table" + (f"; did you mean {plain[near[0]]!r}?" if near else ""),
         fix=f"write one of {', '.join(table)}",
     )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate, on a cluster.
+
+    Attributes:
+        size: number of ranks.
+        local: number of them in one node.
+    """
+
+    cluster: GpuCluster
+    size: int
+    local: int
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return max(1, self.size // self.local)
+
+    def _moved(self, whole: float) -> float:
+        """Return the seconds to move `whole` bytes to every rank from ranks that hold 1/size each, or the reverse."""
+        c = self.cluster
+        inside = (self.local - 1) / self.local * whole / c.inside.bandwidth if self.local > 1 else 0.0
+        between = (self.nodes - 1) / self.nodes * whole / (c.between.bandwidth * self.local) if self.nodes > 1 else 0.0
+        return max(inside, between) / (1e9 * c.efficiency.links)
+
+    def _latency(self) -> float:
+        """Return the latency of one pass: the library uses a tree if that has fewer steps."""
+        c = self.cluster
+        inside = (self.local - 1) * c.inside.latency
+        between = min(self.nodes - 1, 2 * math.log2(max(2, self.nodes))) * c.between.latency if self.nodes > 1 else 0.0
+        return inside + between
+
+    def gather(self, whole: float) -> float:
+        """Return the seconds of an all-gather, or reduce-scatter, of a tensor with `whole` bytes before sharding."""
+        return 0.0 if self.size == 1 or not whole else self._latency() + self._moved(whole)
+
+    def all_reduce(self, size: float) -> float:
+        """Return the seconds of an all-reduce of `size` bytes per rank: a reduce-scatter and an all-gather."""
+        return 2 * self.gather(size)
+
+    def bytes_sent(self, whole: float) -> tuple[float, float]:
+        """Return the bytes that one rank sends in a `gather`: (over links inside of the node, between nodes)."""
+        if self.size == 1:
+            return 0.0, 0.0
+        in_all = (self.size - 1) / self.size * whole
+        crossing = (self.nodes - 1) / self.nodes * whole / self.local if self.nodes > 1 else 0.0
+        return in_all - crossing, crossing
+
+
+def group_of(cluster: GpuCluster, size: int, stride: int = 1) -> Group:
+    """Return a group of `size` ranks, each `stride` ranks from the next."""
+    local = max(1, min(size, cluster.per_node // stride))
+    return Group(cluster, size, local)
+
+
+def send(cluster: GpuCluster, size: float, stride: int) -> float:
+    """Return the seconds of a message from one rank to another that is `stride` ranks away."""
+    link = cluster.inside if stride < cluster.per_node else cluster.between
+    return link.latency + size / (link.bandwidth * 1e9 * cluster.efficiency.links)

@@ -1,24 +1,132 @@
-"""How long a step takes, what it sends over which link, and how much of that nothing hides."""
+"""Simulates a step: its time, its traffic per link, and how much communication is not hidden.
 
-from dataclasses import dataclass
+The simulation is one of discrete events. A stream (a GPU's computation, its communication, a link) runs its tasks one
+at a time, in the order in which they were added; a task starts when its stream is free and all tasks that it waits for
+are done.
+"""
 
-from lockstep.costs.hardware import GpuCluster
-from lockstep.costs.network import Group, group_of
-from lockstep.costs.timeline import Timeline
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lockstep.costs.hardware import GpuCluster, Group, group_of
 from lockstep.layout import Layout
+
+
+class Task(NamedTuple):
+    """A task of a stream; its seconds count from the first task's begin."""
+
+    stream: Hashable
+    begin: float
+    end: float
+
+
+@dataclass
+class Timeline:
+    """The tasks of all streams, each added after those that it waits for."""
+
+    tasks: list[Task] = field(default_factory=list)
+    _free: dict[Hashable, float] = field(default_factory=dict)
+
+    def add(self, stream: Hashable, seconds: float, after: Iterable[int] = ()) -> int:
+        """Add a task; return its number, for others to wait for."""
+        begin = max([self._free.get(stream, 0.0), *(self.tasks[i].end for i in after)])
+        self._free[stream] = begin + seconds
+        self.tasks.append(Task(stream, begin, begin + seconds))
+        return len(self.tasks) - 1
+
+    @property
+    def end(self) -> float:
+        """Seconds until the last task ends."""
+        return max((task.end for task in self.tasks), default=0.0)
+
+    def busy(self, stream: Hashable) -> float:
+        """Return the seconds in which a stream runs tasks."""
+        return sum(task.end - task.begin for task in self.tasks if task.stream == stream)
+
+
+class ScheduledPass(NamedTuple):
+    """One computation of a pipeline rank: F, B, I or W of a micro-batch on a stage."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+
+def pipeline(
+    orders: Sequence[Sequence[ScheduledPass]],
+    seconds: dict[tuple[str, int], float],
+    sends: Sequence[float],
+    *,
+    rank_of: Sequence[int],
+) -> Timeline:
+    """Run the schedules of all ranks of a pipeline.
+
+    Args:
+        orders: each rank's computations in order.
+        seconds: (kind, stage) → seconds of the computation.
+        sends: seconds that each stage's output, or its gradient, takes to the next stage.
+        rank_of: rank of each stage.
+    """
+    line = Timeline()
+    done: dict[ScheduledPass, int] = {}
+    places = [0] * len(orders)
+    last = len(rank_of) - 1
+    left = sum(map(len, orders))
+    while left:
+        before = left
+        for rank, order in enumerate(orders):
+            while places[rank] < len(order):
+                step = order[places[rank]]
+                needs = _needs(step, last)
+                if any(need not in done for need in needs):
+                    break
+                task = line.add(("compute", rank), seconds[step.kind, step.stage], [done[n] for n in needs])
+                done[step] = task
+                to = _goes_to(step, last)
+                if to is not None:
+                    arrival = task
+                    if rank_of[to] != rank:
+                        arrival = line.add((rank, rank_of[to]), sends[min(step.stage, to)], [task])
+                    done[ScheduledPass("arrived F" if step.kind == "F" else "arrived B", to, step.micro_batch)] = (
+                        arrival
+                    )
+                places[rank] += 1
+                left -= 1
+        assert left < before, "the schedules wait for each other"
+    return line
+
+
+def _needs(step: ScheduledPass, last: int) -> list[ScheduledPass]:
+    kind, stage, micro_batch = step
+    if kind == "F":
+        return [ScheduledPass("arrived F", stage, micro_batch)] if stage else []
+    if kind == "W":
+        return [ScheduledPass("I", stage, micro_batch)]
+    needs = [ScheduledPass("F", stage, micro_batch)]
+    if stage < last:
+        needs.append(ScheduledPass("arrived B", stage, micro_batch))
+    return needs
+
+
+def _goes_to(step: ScheduledPass, last: int) -> int | None:
+    if step.kind == "F":
+        return step.stage + 1 if step.stage < last else None
+    if step.kind in ("B", "I"):
+        return step.stage - 1 if step.stage else None
+    return None
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What is to be known of a model whatever its layout.
+    """Sizes of a model that do not depend on its layout.
 
     Attributes:
-        parameters: how many.
-        blocks, segments: how many; 0 where it names none.
-        units: what FSDP gathers one by one, and
-        unit_parameters: of the average one.
-        optimizer_bytes: of state a parameter, at least.
-        low_rank_bytes: of the gradients as PowerSGD would send them, at the rank that the config says.
+        parameters: number of parameters.
+        blocks, segments: number of each; 0 if the model names none.
+        units, unit_parameters: number of units that FSDP gathers one by one, and the average parameters of one.
+        optimizer_bytes: optimizer state per parameter, at least.
+        low_rank_bytes: size of the gradients under PowerSGD, at the config's rank.
     """
 
     parameters: int
@@ -32,14 +140,14 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Pieces:
-    """A model as steps are made of: equal units, and what belongs to none.
+    """A model's step as equal units and a rest.
 
     Attributes:
-        units: how many are gathered or reduced one by one.
-        unit_bytes, rest_bytes: fp32 bytes of the parameters of one, and of the rest.
+        units: number of units that are gathered or reduced one by one.
+        unit_bytes, rest_bytes: fp32 bytes of the parameters of one unit, and of the rest.
         forward, backward: seconds of one micro-batch, over all units and the rest.
         update: seconds of the optimizer, for this rank's share.
-        low_rank_bytes: of the gradients as PowerSGD sends them, where it does.
+        low_rank_bytes: size of the gradients under PowerSGD, if it is used.
     """
 
     units: int
@@ -52,17 +160,18 @@ class Pieces:
 
     @property
     def parameter_bytes(self) -> float:
+        """Fp32 bytes of all parameters."""
         return self.units * self.unit_bytes + self.rest_bytes
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step.
+    """Time of a step, in seconds, and its traffic.
 
     Attributes:
-        compute: in which this rank computes.
-        exposed: in which it waits for communication.
-        bubble: in which it waits for other pipeline ranks.
+        compute: time in which this rank computes.
+        exposed: time in which it waits for communication.
+        bubble: time in which it waits for other pipeline ranks.
         inside, between: bytes that this rank sends over links inside of its node, and between nodes.
     """
 
@@ -77,11 +186,11 @@ class StepTime:
 def replicated_step(
     pieces: Pieces, layout: Layout, cluster: GpuCluster, micro_batches: int, *, sent: float, bucket_bytes: float
 ) -> StepTime:
-    """Return the time of a step of replicas that all-reduce their gradients, in buckets, while backward runs.
+    """Return the time of a step of replicas that all-reduce their gradients, in buckets, during backward.
 
     Args:
         sent: bytes of all gradients on the link.
-        bucket_bytes: of fp32 gradients in a bucket.
+        bucket_bytes: fp32 gradients per bucket.
     """
     line, group = Timeline(), group_of(cluster, layout.world_size)
     for _ in range(micro_batches - 1):
@@ -102,10 +211,10 @@ def replicated_step(
 def rarely_exchanged_step(
     pieces: Pieces, layout: Layout, cluster: GpuCluster, micro_batches: int, *, sent: float
 ) -> StepTime:
-    """Return the mean time of a step of local updates: of a round of steps one exchanges, or several in fragments.
+    """Return the mean time of a step of local updates: one step of a round exchanges, or several in fragments.
 
     Args:
-        sent: bytes on the link, on average of a step.
+        sent: mean bytes on the link per step.
     """
     line, group = Timeline(), group_of(cluster, layout.world_size)
     line.add("compute", micro_batches * (pieces.forward + pieces.backward) + pieces.update + agreements(group) / 2)
@@ -118,12 +227,12 @@ def sharded_step(
     pieces: Pieces, layout: Layout, cluster: GpuCluster, micro_batches: int, *, gathers_again: bool, width: float,
     reduces_each: bool,
 ) -> StepTime:  # fmt: skip
-    """Return the time of a step of shards: units are gathered before they compute, gradients reduce-scattered after.
+    """Return the time of a sharded step: units are gathered before they compute, gradients reduce-scattered after.
 
     Args:
-        gathers_again: units are freed after their forward pass, and gathered again for backward.
-        width: bytes of gathered parameters, against fp32.
-        reduces_each: gradients of each micro-batch are reduced, else those of the last.
+        gathers_again: whether units are freed after their forward pass, and gathered again for backward.
+        width: bytes of gathered parameters, relative to fp32.
+        reduces_each: whether gradients of each micro-batch are reduced, not only the last.
     """
     line = Timeline()
     shards, replicas = group_of(cluster, layout.shard), group_of(cluster, layout.replicate, layout.shard)
@@ -144,7 +253,7 @@ def sharded_step(
         asked = [line.add("links", shards.gather(size * width)) for size in units[:1] if again]
         for place, size in enumerate(units):
             here = asked
-            if again:  # the next unit is asked for before this one computes
+            if again:  # prefetch: the next unit is gathered before this one computes
                 asked = [line.add("links", shards.gather(more * width)) for more in units[place + 1 : place + 2]]
             done = line.add("compute", pieces.backward / shares, here)
             if reduces:
@@ -161,7 +270,7 @@ def sharded_step(
 
 
 def agreements(group: Group) -> float:
-    """Seconds of a step's small collectives: losses and counts, and the norm."""
+    """Return the seconds of a step's small collectives: losses and counts, and the norm."""
     return 2 * group.all_reduce(64.0)
 
 

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from lockstep import signals
 from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, RunError
-from lockstep.heartbeat import forget_beats
+from lockstep.heartbeat import delete_beats
 from lockstep.launch.failures import Failure, done_mark, first_cause, from_exit_code, read_all
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.rendezvous_handlers import Membership
@@ -112,6 +112,7 @@ class Agent(ExtensibleAgent):
         return {rank for rank in ranks if not any(self._failures.glob(f"*rank-{rank}.*"))}
 
     def meet_machines(self, worker_group: WorkerGroup) -> None:
+        """Join the other machines, after checking that this one still belongs to the run."""
         group: Any = worker_group  # torch declares its fields as None
         self._membership.check()
         super().meet_machines(worker_group)
@@ -163,10 +164,11 @@ class Agent(ExtensibleAgent):
                 time.sleep(_POLL_SECONDS)
 
     def start_ranks(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start this machine's ranks."""
         for worker in worker_group.workers:
             for name in (f"rank-{worker.global_rank}.json", done_mark(worker.global_rank)):
                 (self._failures / name).unlink(missing_ok=True)
-        forget_beats(self._watch.folder)
+        delete_beats(self._watch.folder)
         self._watch.restart()
         return self._start_with_signals_blocked(worker_group)
 
@@ -185,6 +187,7 @@ class Agent(ExtensibleAgent):
                     self._forward(self.stop_signal)
 
     def look_at_ranks(self, worker_group: WorkerGroup) -> RunResult:
+        """Return the state of this machine's ranks."""
         result = super().look_at_ranks(worker_group)
         if result.state == WorkerState.HEALTHY:
             self._kill_if_hanging(worker_group)
@@ -204,6 +207,7 @@ class Agent(ExtensibleAgent):
                 _send(pid, signal.SIGKILL, group=True)
 
     def restart_ranks(self, worker_group: WorkerGroup) -> None:
+        """Restart this machine's ranks, unless the run was stopped by a signal."""
         if self.stop_signal is not None:
             raise StoppedBySignalError(self.stop_signal)
         if worker_group.state == WorkerState.HEALTHY:  # machines joined or left

@@ -197,6 +197,7 @@ class ElasticRendezvous(ExtensibleRendezvous):
         return self._job_id
 
     def open_store(self, address: str, port: int) -> TCPStore:
+        """Host the store for the ranks."""
         return host_store(address, port, datetime.timedelta(seconds=_STORE_SECONDS))
 
 
@@ -336,6 +337,7 @@ class Membership:
         self._asked_at = time.monotonic()
 
     def __call__(self) -> int:
+        """Return the newest answer, and ask again if it is older than a second."""
         newest = self._found[-1]
         if isinstance(newest, Exception):
             raise newest

@@ -25,10 +25,12 @@ class ModelSettings(Protocol):
     """The section `model` of a config."""
 
     @property
-    def name(self) -> str | None: ...
+    def name(self) -> str | None:
+        """A shipped name, or `package.module:Name`."""
 
     @property
-    def args(self) -> Mapping[str, Any]: ...
+    def args(self) -> Mapping[str, Any]:
+        """Arguments of the model."""
 
 
 def get_model(name: str) -> Callable[..., "nn.Module"]:

@@ -292,7 +292,7 @@ _REQUIRED: Any = object()
 
 
 def targets_of(batch: Any, default: Any = _REQUIRED) -> Any:
-    """Return the targets in a batch: the last member of a pair, or the member named targets, labels, …
+    """Return the targets in a batch: the last member of a pair, or the member named targets, labels and so on.
 
     Raises:
         UsageError: there is none, and no `default` was given.
@@ -400,7 +400,7 @@ def _is_hugging_face(model: nn.Module) -> bool:
 
 
 def _has_auxiliary(outputs: Any) -> bool:
-    """Return whether outputs have one of the library's names for balancing experts: aux_loss, encoder_z_loss …"""
+    """Return whether outputs have one of the library's names for balancing experts, such as aux_loss."""
     return isinstance(outputs, Mapping) and any(
         str(key).endswith(("aux_loss", "aux_losses", "z_loss", "z_losses")) and value is not None
         for key, value in outputs.items()

@@ -99,6 +99,7 @@ class StepEnd:
         self._history: list[dict[str, Any]] = []
 
     def __call__(self, record: StepRecord) -> None:
+        """Call `on_step_end` with the record."""
         facts, row = rank_facts(), record.as_dict()
         self._history = [*self._history[-99:], row]
         state = SimpleNamespace(
@@ -159,5 +160,6 @@ class JsonLogger:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, record: StepRecord) -> None:
+        """Write the record, if this rank writes."""
         if self._writes:
             append_line(self._path, self._extra | record.as_dict())

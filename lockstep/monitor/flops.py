@@ -94,6 +94,7 @@ class FirstStep:
         self._into: Figures | None = into
 
     def __call__(self) -> AbstractContextManager[None]:
+        """Return a context that counts the first step's operations; later ones do nothing."""
         into, self._into = self._into, None
         return _NOTHING if into is None else _counted(into)
 

@@ -37,6 +37,7 @@ class ResourceMonitor:
         self._warned: set[str] = set()
 
     def __call__(self, record: StepRecord) -> None:
+        """Check a record's memory."""
         if record.memory is None or "total" not in record.memory:
             return
         least, _, most, rank = record.memory["peak"]
@@ -63,6 +64,7 @@ class DistributedMonitor:
     """Prints the ranks' memory and how long they wait for one another, on rank 0."""
 
     def __call__(self, record: StepRecord) -> None:
+        """Print a record's memory and waiting times."""
         if record.memory is None or record.phases is None:
             return
         parts = [f"{name} {_range(value, _GIB, 'GiB')}" for name, value in record.memory.items() if name != "total"]

@@ -161,7 +161,7 @@ _NOT_SCALARS = {"step", "time", "skipped", "own_seconds"}
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """Return every number of a record by name: `loss`, `phases/data`, `memory/peak` …
+    """Return every number of a record by name: `loss`, `phases/data`, `memory/peak` and so on.
 
     A spread over ranks gives the median as NAME and the most as NAME.most; for memory the most is NAME.
     """

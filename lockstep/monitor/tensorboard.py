@@ -1,4 +1,4 @@
-"""Writes records as TensorBoard scalars with their own names: loss, grad_norm, lr, eval_loss …
+"""Writes records as TensorBoard scalars with their own names: loss, grad_norm, lr, eval_loss and so on.
 
 Each record is one event, appended by one write: one event per scalar costs ten times as much, and TensorBoard's own
 writer fails in a thread of its own, where no one can handle the error.

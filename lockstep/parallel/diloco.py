@@ -28,7 +28,7 @@ from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, rarely_exchanged_step
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
-from lockstep.layout import Layout, multiplied
+from lockstep.layout import Layout, layout_of_sizes
 from lockstep.parallel.in_order import placed_in_order
 from lockstep.parallel.local_worker import Flat, Worker, WorkersLossAccumulator, require_one_type
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
@@ -67,7 +67,7 @@ class DiLoCo(Strategy):
                 fix=f"start {fewer} ranks, or set workers to {(whole + 1) * ranks}",
             )
         sizes = {"replicate": config.replicate_size or ranks}
-        return replace(multiplied(self.name, sizes, ranks, given_sizes(config)), workers=workers)
+        return replace(layout_of_sizes(self.name, sizes, ranks, given_sizes(config)), workers=workers)
 
     def describe(self, layout: Layout) -> str:
         more = f" ({layout.workers} workers)" if layout.workers != layout.replicate else ""

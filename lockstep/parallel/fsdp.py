@@ -21,7 +21,7 @@ from lockstep.config import DistributedConfig, FSDPConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, sharded_step
 from lockstep.errors import UsageError, listed
-from lockstep.layout import Layout, multiplied
+from lockstep.layout import Layout, layout_of_sizes
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.protocol import segments_of
 from lockstep.parallel.fsdp_gloo import GlooMessages, own_parameters
@@ -67,7 +67,7 @@ class FSDP(Strategy):
         else:
             replicate, shard = 1, world_size
         sizes = {"replicate": replicate, "shard": shard}
-        return replace(multiplied(self.name, sizes, world_size, given_sizes(config)), notice=notice)
+        return replace(layout_of_sizes(self.name, sizes, world_size, given_sizes(config)), notice=notice)
 
     def describe(self, layout: Layout) -> str:
         return describe_shards(layout)

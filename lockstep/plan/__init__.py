@@ -1,11 +1,10 @@
-"""What a run will need, before it runs: memory, time, and which layout is best.
+"""Predicts a run's memory and time, and which layout is best.
 
-rehearsal, stages    one rank's step on tensors that hold nothing → live bytes by kind, and costs of operations
-tracker, hooks       who counts them, and who says what they are for
-hardware, network    what GPUs and links can do → seconds
-timeline, steptime   a step as tasks on streams → step time, exposed communication, bubble
-candidates, report   all layouts of a config on a cluster, ranked
-goodput              failures and checkpoints of long runs
+rehearsal, stages    one rank's step on fake tensors → live bytes by kind, and costs of operations
+tracker              counts them, and marks the passes and blocks of a step
+candidates           all layouts of a config on a cluster, ranked
+command, auto        `lockstep plan`, and `strategy: auto`
+segments             equal stages of a pipeline, measured
 resources            without a config: from the number of parameters
 """
 

@@ -1,7 +1,7 @@
-"""`strategy: auto`: what `lockstep plan` would choose for the ranks that were started, said and why.
+"""Resolves `strategy: auto` to the choice of `lockstep plan` for the started ranks.
 
-Each rank decides before it joins the others, from what is the same for all of them: the config, their number, and the
-memory of a device like its own. Choices that change results (weights in bf16) are left to the user.
+Each rank chooses before it joins the others, from what is the same for all of them: the config, their number, and the
+memory of a device like its own. Choices that change results (bf16 weights) are left to the user.
 """
 
 from dataclasses import dataclass
@@ -14,26 +14,25 @@ from lockstep.config import Config
 from lockstep.costs.hardware import LINKS, Gpu, GpuCluster, Link, known_gpu
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
-from lockstep.plan.candidates import Candidate, candidates, judge
-from lockstep.plan.facts import facts_of
+from lockstep.plan.candidates import Candidate, candidates, evaluate_layout, model_size_of
 from lockstep.plan.resources import GIB
 from lockstep.plan.workload import workload_of
 from lockstep.strategy import REPLICAS, SINGLE
 
-_COMFORTABLE = 0.6  # of a device's memory: replicas that need less are the fastest there is
+_COMFORTABLE = 0.6  # fraction of a device's memory: replicas that need less are fastest
 _LOOPBACK = Link("loopback", 1.0, 1.5e-3, "this machine's own network")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A config with a named strategy, and one line on why."""
+    """A config with a named strategy, and one line with the reason."""
 
     config: Config
     reason: str
 
 
 def resolve(config: Config) -> Config:
-    """The config with a strategy; rank 0 says which and why."""
+    """Return the config with a strategy; rank 0 prints it with the reason."""
     facts = rank_facts()
     choice = choose(config, facts.world_size, facts.local_world_size)
     if facts.rank == 0:
@@ -42,7 +41,7 @@ def resolve(config: Config) -> Config:
 
 
 def choose(config: Config, world_size: int, local_world_size: int, cluster: GpuCluster | None = None) -> Choice:
-    """Choose for `world_size` ranks.
+    """Choose a strategy for `world_size` ranks.
 
     Raises:
         UsageError: no layout fits.
@@ -51,22 +50,22 @@ def choose(config: Config, world_size: int, local_world_size: int, cluster: GpuC
         return Choice(config.replaced({"distributed.strategy": SINGLE}), "single, there is one rank")
     cluster = cluster or _cluster_here(config, world_size, local_world_size)
     work = workload_of(config)
-    facts = facts_of(work, config)
+    facts = model_size_of(work, config)
     asked = {"training.gradient_checkpointing": config.training.gradient_checkpointing}
-    says = rank_facts().is_main
-    replicas = judge(work, config, cluster, {"distributed.strategy": REPLICAS, **asked}, facts)
+    shows = rank_facts().is_main
+    replicas = evaluate_layout(work, config, cluster, {"distributed.strategy": REPLICAS, **asked}, facts)
     if replicas.fits and replicas.needed <= _COMFORTABLE * replicas.limit:
         why = f"{replicas.layout}: {_size(replicas)} of {replicas.limit / GIB:.1f} GiB a rank, nothing need be sharded"
         return Choice(config.replaced({"distributed.strategy": REPLICAS}), why)
-    found = [c for c in candidates(work, config, cluster, low=False, pipelines=False, says=says) if c.fits]
-    found = found or [c for c in candidates(work, config, cluster, low=False, says=says) if c.fits]
+    found = [c for c in candidates(work, config, cluster, low=False, pipelines=False, shows=shows) if c.fits]
+    found = found or [c for c in candidates(work, config, cluster, low=False, shows=shows) if c.fits]
     if not found:
         raise UsageError(
             f"no layout of this model fits {world_size} ranks of {cluster.gpu.name}",
             where="distributed.strategy: auto",
             fix="`lockstep plan` says by how much; use more ranks or a smaller training.batch_size",
         )
-    # What the user asked for stays, if something fits with it.
+    # The user's mode of checkpointing stays, if a layout fits with it.
     best = next((c for c in found if c.checkpointing == asked["training.gradient_checkpointing"]), found[0])
     return Choice(config.replaced(_named(best)), f"{best.name()}: {_why(best, replicas)}")
 

@@ -1,4 +1,4 @@
-"""Which layouts there are for a model on a cluster, what each needs and how fast it is, and which is best."""
+"""Lists the layouts of a model on a cluster, computes the memory and speed of each, and ranks them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,13 +9,73 @@ from lockstep.costs.hardware import Cost, GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime
 from lockstep.errors import UsageError
 from lockstep.layout import AXES, Layout
-from lockstep.plan.compressing import advice
-from lockstep.plan.facts import facts_of
+from lockstep.models.protocol import blocks_of, pipeline_segments_of
+from lockstep.parallel import fsdp
+from lockstep.parallel.compression import sent_numbers
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.resources import GIB
 from lockstep.plan.workload import Workload
 from lockstep.progress import Advance, progress_of
 from lockstep.strategy import known_strategies, resolve, strategy_named
+
+_OPTIMIZER_BYTES = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0}
+
+
+def model_size_of(work: Workload, config: Config) -> ModelSize:
+    """Return the sizes of a config's model that do not depend on its layout."""
+    model = work.description
+    blocks = blocks_of(model)
+    units = fsdp.units_of(model, config.distributed.fsdp, blocks)
+    held = sum(p.numel() for _, unit in units for p in unit.parameters())
+    optimizer = _OPTIMIZER_BYTES.get(config.training.optimizer, 0.0)
+    if config.training.optimizer_args.get("momentum"):
+        optimizer = 4.0
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    low_rank = sent_numbers(shapes, "powersgd", config.distributed.ddp.compression.rank)
+    return ModelSize(
+        sum(p.numel() for p in model.parameters()), len(blocks), len(pipeline_segments_of(model) or []), len(units),
+        held / len(units) if units else 0.0, optimizer, 4 * low_rank,
+    )  # fmt: skip
+
+
+_KIND_KEY = "distributed.ddp.compression.kind"
+PAYS_FROM = 0.1  # fraction of a step: less is not worth the lost precision
+_MOVED = 12.0 / 4.0  # bytes that casting to 16 bits and back reads and writes, per byte of fp32
+
+
+def compression_advice(
+    pieces: Pieces, config: Config, layout: Layout, cluster: GpuCluster, micro_batches: int
+) -> list[str]:
+    """Return one line if compression would shorten a step, or if it is configured and does not.
+
+    Half the bytes on the link are not half the time of a step: most of them are sent during backward, and casting moves
+    each number four times through the device's memory. Only bf16 is advised: low rank affects the loss, which no plan
+    knows.
+    """
+    strategy = strategy_named(layout.strategy)
+    if not strategy.reduces_by_ddp or layout.world_size == 1 or config.distributed.reproducible:
+        return []
+    asked = config.distributed.ddp.compression.kind
+    seconds = {
+        kind: strategy.step_time(
+            pieces, config.replaced({_KIND_KEY: kind}).step, layout, cluster, micro_batches
+        ).seconds
+        for kind in ("none", "bf16")
+    }
+    seconds["bf16"] += _MOVED * pieces.parameter_bytes / (cluster.gpu.bandwidth * 1e9 * cluster.efficiency.memory)
+    saved = 1 - seconds["bf16"] / seconds["none"]
+    if asked == "none" and saved >= PAYS_FROM:
+        return [
+            f"{layout} with {_KIND_KEY}: bf16 would take {seconds['bf16']:.3g} s a step instead of "
+            f"{seconds['none']:.3g} ({saved:.0%} less)"
+        ]
+    if asked in ("fp16", "bf16") and saved < PAYS_FROM:
+        return [
+            f"{layout}: {_KIND_KEY}: {asked} does not pay here: {seconds['bf16']:.3g} s a step, and "
+            f"{seconds['none']:.3g} without; write none"
+        ]
+    return []
+
 
 LARGE = 5e9  # parameters
 
@@ -25,13 +85,15 @@ class Candidate:
     """One layout.
 
     Attributes:
-        changes: keys of the config that make it, dotted.
-        memory: peak bytes on the fullest rank, by part; None where the model's state alone is too much.
-        least: bytes that it needs at least.
-        step: None where it does not fit by far.
-        samples: of a step, over all ranks.
-        model_flops: of a step, over all ranks, recomputation not counted.
-        refused: why it can't be had at all.
+        changes: the dotted keys of the config that define it.
+        memory: peak bytes on the fullest rank, by kind; None if the model's state alone is too large.
+        least: lower bound of the bytes that it needs.
+        step: None if it is far too large.
+        samples: per step, over all ranks.
+        model_flops: per step, over all ranks, without recomputation.
+        refused: the reason if it is impossible.
+        limit: usable bytes of a GPU.
+        notes: lines about it.
     """
 
     layout: Layout
@@ -47,21 +109,26 @@ class Candidate:
 
     @property
     def needed(self) -> float:
+        """Bytes on the fullest rank."""
         return sum(self.memory.values()) if self.memory is not None else self.least
 
     @property
     def fits(self) -> bool:
+        """Whether it is possible and fits into the memory."""
         return not self.refused and self.memory is not None and self.needed <= self.limit
 
     @property
     def samples_per_second(self) -> float:
+        """Samples per second over all ranks; 0 if unknown."""
         return self.samples / self.step.seconds if self.step is not None else 0.0
 
     @property
     def checkpointing(self) -> str:
+        """The mode of activation checkpointing."""
         return str(self.changes.get("training.gradient_checkpointing", ""))
 
     def name(self) -> str:
+        """Return the layout's name in tables."""
         schedule = self.changes.get("distributed.pipeline.schedule", "")
         kind = "" if schedule else self.changes.get("distributed.fsdp.sharding_strategy", "")
         more = [word for word in (kind, schedule) if word]
@@ -75,28 +142,30 @@ class Candidate:
 
 
 def candidates(
-    work: Workload, config: Config, cluster: GpuCluster, *, low: bool = True, pipelines: bool = True, says: bool = True,
-    first: Callable[[Candidate], None] = lambda _candidate: None,
+    work: Workload, config: Config, cluster: GpuCluster, *, low: bool = True, pipelines: bool = True,
+    shows: bool = True, first: Callable[[Candidate], None] = lambda _candidate: None,
 ) -> list[Candidate]:  # fmt: skip
-    """Judge all layouts that are worth a look, and return them, the best first.
+    """Evaluate all relevant layouts, and return them, the best first.
 
     Args:
-        low: weights in bf16, too, which changes results.
-        pipelines: pipelines, too.
-        says: how far it is, where it takes long.
+        low: whether to include bf16 weights, which change results.
+        pipelines: whether to include pipelines.
+        says: whether to show the progress, if it takes long.
         first: called with the first layout whose memory is known, long before all are.
     """
-    facts = facts_of(work, config)
+    facts = model_size_of(work, config)
     layouts, modes = list(_layouts(facts, config, cluster, low, pipelines)), _modes(facts, config)
     found: list[Candidate] = []
-    with progress_of("planning", len(layouts) * len(modes), unit="layouts", shows=says) as advance:
+    with progress_of("planning", len(layouts) * len(modes), unit="layouts", shows=shows) as advance:
         for layout in layouts:
             known = any(candidate.memory is not None for candidate in found)
             found += _over_modes(work, config, cluster, facts, layout, modes, advance, first if not known else None)
     if not any(candidate.fits for candidate in found) and cluster.num_gpus > 1:
         offloaded = [strategy.layout_with_offload() for strategy in known_strategies(config.distributed.strategy)]
         for layout in filter(None, offloaded if facts.blocks else []):
-            found.append(judge(work, config, cluster, layout | {"training.gradient_checkpointing": "full"}, facts))
+            found.append(
+                evaluate_layout(work, config, cluster, layout | {"training.gradient_checkpointing": "full"}, facts)
+            )
     return sorted(found, key=lambda c: (not c.fits, -c.samples_per_second if c.fits else c.needed))
 
 
@@ -104,15 +173,15 @@ def _over_modes(
     work: Workload, config: Config, cluster: GpuCluster, facts: ModelSize, layout: dict[str, Any], modes: list[str],
     advance: Advance, first: Callable[[Candidate], None] | None = None,
 ) -> list[Candidate]:  # fmt: skip
-    """Judge one layout with each mode of checkpointing, the one that needs least memory first."""
+    """Evaluate one layout with each mode of checkpointing, the one with the least memory first."""
     found: list[Candidate] = []
     most = None
     for mode in modes:
         changes = {**layout, "training.gradient_checkpointing": mode}
-        if most is not None and not most.fits:  # without recomputation it takes more still
+        if most is not None and not most.fits:  # without recomputation it needs even more
             found.append(Candidate(most.layout, changes, least=most.needed, limit=most.limit, samples=most.samples))
         else:
-            judged = judge(work, config, cluster, changes, facts)
+            judged = evaluate_layout(work, config, cluster, changes, facts)
             if most is None and first is not None and judged.memory is not None:
                 first(judged)
             most = most or judged
@@ -123,7 +192,7 @@ def _over_modes(
 
 
 def _modes(facts: ModelSize, config: Config) -> list[str]:
-    """Of checkpointing, the one that needs least memory first."""
+    """Return the modes of checkpointing, the one with the least memory first."""
     if not facts.blocks:
         return ["none"]
     asked = config.training.gradient_checkpointing
@@ -135,7 +204,7 @@ def _layouts(
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     low = {"precision.param_dtype": "bf16"}
     may_be_low &= cluster.gpu.has_bf16 and config.precision.mode == "bf16" and not config.distributed.reproducible
-    # Autocast keeps copies of fp32 weights; where these are many, weights gathered in bf16 are the only way.
+    # Autocast keeps copies of fp32 weights; for large models only weights gathered in bf16 are useful.
     widths = [low] if may_be_low and facts.parameters > LARGE else [{}, low] if may_be_low else [{}]
     for strategy in known_strategies(config.distributed.strategy):
         if strategy.splits_model and not pipelines:
@@ -155,8 +224,10 @@ def _layout(config: Config, cluster: GpuCluster, changes: dict[str, Any]) -> Lay
 _NO_SIZES = {f"distributed.{axis}_size": None for axis in AXES}
 
 
-def judge(work: Workload, config: Config, cluster: GpuCluster, changes: dict[str, Any], facts: ModelSize) -> Candidate:
-    """Memory and time of one layout."""
+def evaluate_layout(
+    work: Workload, config: Config, cluster: GpuCluster, changes: dict[str, Any], facts: ModelSize
+) -> Candidate:
+    """Evaluate memory and time of one layout."""
     config = config.replaced(_NO_SIZES | changes)
     strategy = strategy_named(config.distributed.strategy)
     layout = resolve(config.distributed, cluster.num_gpus, cluster.per_node)
@@ -176,19 +247,19 @@ def judge(work: Workload, config: Config, cluster: GpuCluster, changes: dict[str
         return candidate
     try:
         if strategy.splits_model:
-            _judge_pipeline(candidate, work, config, cluster, count, facts)
+            _evaluate_pipeline(candidate, work, config, cluster, count, facts)
         else:
-            _judge_data_parallel(candidate, work, config, cluster, count, facts)
+            _evaluate_data_parallel(candidate, work, config, cluster, count, facts)
     except UsageError as error:
         candidate.refused = error.what
     return candidate
 
 
 def micro_batches(config: Config, layout: Layout) -> int:
-    """Of a rank in a step.
+    """Return a rank's micro-batches per step.
 
     Raises:
-        UsageError: the global batch can't be shared out.
+        UsageError: the global batch is not divisible.
     """
     training = config.training
     if training.global_batch_size is None:
@@ -204,7 +275,7 @@ def micro_batches(config: Config, layout: Layout) -> int:
 
 
 def pieces_of(facts: ModelSize, rehearsal: Rehearsal, seconds: Callable[[Cost], float]) -> Pieces:
-    """What a step is made of; `seconds`: how long a GPU takes for a cost."""
+    """Return the parts of a step; `seconds` returns a GPU's time for a cost."""
     computed = rehearsal.work
     return Pieces(
         facts.units, 4 * facts.unit_parameters, 4 * (facts.parameters - facts.units * facts.unit_parameters),
@@ -212,7 +283,7 @@ def pieces_of(facts: ModelSize, rehearsal: Rehearsal, seconds: Callable[[Cost], 
     )  # fmt: skip
 
 
-def _judge_data_parallel(
+def _evaluate_data_parallel(
     candidate: Candidate, work: Workload, config: Config, cluster: GpuCluster, count: int, facts: ModelSize
 ) -> None:
     layout = candidate.layout
@@ -226,7 +297,7 @@ def _judge_data_parallel(
     candidate.memory = memory
     pieces = pieces_of(facts, rehearsal, cluster.seconds)
     candidate.step = strategy.step_time(pieces, config.step, layout, cluster, count)
-    candidate.notes += advice(pieces, config, layout, cluster, count)
+    candidate.notes += compression_advice(pieces, config, layout, cluster, count)
     candidate.model_flops = 3.0 * rehearsal.work.forward.flops * count * layout.data_parallel_size
 
 
@@ -234,7 +305,7 @@ def _device_type(cluster: GpuCluster) -> str:
     return "cpu" if cluster.gpu.name == "CPU" else "cuda"
 
 
-def _judge_pipeline(
+def _evaluate_pipeline(
     candidate: Candidate, work: Workload, config: Config, cluster: GpuCluster, count: int, facts: ModelSize
 ) -> None:
     from lockstep.parallel.pipeline.cost import StageTime, pipeline_step
@@ -271,13 +342,13 @@ _MOST_TRIES = 10
 
 
 def largest_batch(work: Workload, config: Config, cluster: GpuCluster, changes: dict[str, Any]) -> int:
-    """The largest `training.batch_size` that fits under one layout; 0 where even 1 does not."""
-    facts, limit = facts_of(work, config), cluster.usable_memory
+    """Return the largest `training.batch_size` that fits under one layout; 0 if even 1 does not fit."""
+    facts, limit = model_size_of(work, config), cluster.usable_memory
     with progress_of("finding the largest batch", _MOST_TRIES, unit="tries at most") as advance:
 
         def needs(size: int) -> float:
             sized = {**changes, "training.batch_size": size, "training.global_batch_size": None}
-            candidate = judge(work, config, cluster, sized, facts)
+            candidate = evaluate_layout(work, config, cluster, sized, facts)
             if candidate.refused:
                 raise UsageError(candidate.refused)
             advance(1)
@@ -292,7 +363,7 @@ def largest_batch(work: Workload, config: Config, cluster: GpuCluster, changes: 
             guess = int(1 + (limit - one) / max(1.0, (needed - one) / (size - 1)))  # activations grow with the batch
             if needed <= limit:
                 fits = size
-                if size > 2:  # it was a guess already
+                if size > 2:  # it was already a guess
                     break
             else:
                 guess = min(guess, size - 1)

@@ -1,15 +1,16 @@
-"""`lockstep plan`: from a config, or from a model's size alone, to a table of layouts."""
+"""Runs `lockstep plan`: from a config, or from a model's size alone, to a table of layouts."""
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import Config
 from lockstep.costs.hardware import GPUS, GpuCluster, cluster_of, known_gpu
 from lockstep.errors import UsageError
-from lockstep.plan import report
 from lockstep.plan.candidates import Candidate, candidates, largest_batch
 from lockstep.plan.resources import GIB, calculate_resources
 from lockstep.plan.workload import workload_of
@@ -17,8 +18,8 @@ from lockstep.strategy import REPLICAS, SINGLE
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The command's options; None: not said."""
+class PlanOptions:
+    """The command's options; None: not given."""
 
     gpus: int | None = None
     gpu_type: str | None = None
@@ -31,51 +32,51 @@ class Asked:
     price: float | None = None
 
 
-def plan(config: Config, asked: Asked) -> str:
-    """The plan of a config, as text."""
-    cluster, said = cluster_for(asked)
+def plan(config: Config, options: PlanOptions) -> str:
+    """Return the plan of a config, as text."""
+    cluster, notices = cluster_for(options)
     if config.precision.mode == "auto":
         mode = "bf16" if cluster.gpu.has_bf16 else "fp16"
         config = config.replaced({"precision.mode": mode})
-        said.append(f"precision.mode auto is {mode} on {cluster.gpu.name}")
+        notices.append(f"precision.mode auto is {mode} on {cluster.gpu.name}")
     if config.precision.fp8 != "none":
-        said.append(f"precision.fp8 {config.precision.fp8} is not counted: memory and time are those of fp8: none")
+        notices.append(f"precision.fp8 {config.precision.fp8} is not counted: memory and time are those of fp8: none")
     work = workload_of(config)
-    found = candidates(work, config, cluster, first=tell_first)
+    found = candidates(work, config, cluster, first=print_first)
     best = found[0] if found else None
     batch = None
-    if asked.find_batch_size and best is not None:
+    if options.find_batch_size and best is not None:
         batch = largest_batch(work, config, cluster, best.changes)
-        said.append(f"the largest training.batch_size that fits under {best.name()}: {batch}")
-    if asked.chart is not None:
-        asked.chart.write_text(report.as_svg(found))
-        said.append(f"chart: {asked.chart}")
-    if asked.write is not None:
-        said.append(write(config, best, asked.write, batch))
-    if asked.as_json:
+        notices.append(f"the largest training.batch_size that fits under {best.name()}: {batch}")
+    if options.chart is not None:
+        options.chart.write_text(as_svg(found))
+        notices.append(f"chart: {options.chart}")
+    if options.write is not None:
+        notices.append(write(config, best, options.write, batch))
+    if options.as_json:
         where = {"gpu": asdict(cluster.gpu), "num_gpus": cluster.num_gpus, "between": asdict(cluster.between)}
         return json.dumps(
             {
                 "cluster": where,
-                "layouts": [report.as_dict(c, cluster) for c in found], "largest_batch_size": batch, "notices": said,
+                "layouts": [as_dict(c, cluster) for c in found], "largest_batch_size": batch, "notices": notices,
             },
             indent=2,
         )  # fmt: skip
     tokens = work.tokens_per_sample()
-    text = report.as_text(found, cluster, tokens_per_sample=tokens, steps=config.training.max_steps, price=asked.price)
-    return "\n".join([text, *said])
+    text = as_text(found, cluster, tokens_per_sample=tokens, steps=config.training.max_steps, price=options.price)
+    return "\n".join([text, *notices])
 
 
-def tell_first(candidate: Candidate) -> None:
-    """Print the memory of the first layout on stderr, while the others are still to be rehearsed."""
+def print_first(candidate: Candidate) -> None:
+    """Print the memory of the first layout on stderr, while the others are still rehearsed."""
     needs = f"{candidate.needed / GIB:.1f} of {candidate.limit / GIB:.1f} GiB a GPU"
     print(f"lockstep: first answer: {candidate.name()} needs {needs}", file=sys.stderr, flush=True)
 
 
-def cluster_for(asked: Asked) -> tuple[GpuCluster, list[str]]:
-    """The cluster that was asked for, or what is here."""
-    said = []
-    gpu, number = asked.gpu_type, asked.gpus
+def cluster_for(options: PlanOptions) -> tuple[GpuCluster, list[str]]:
+    """Return the requested cluster, or this machine's, and notices about it."""
+    notices = []
+    gpu, number = options.gpu_type, options.gpus
     if gpu is None or number is None:
         import torch
 
@@ -85,18 +86,18 @@ def cluster_for(asked: Asked) -> tuple[GpuCluster, list[str]]:
             known = known_gpu(torch.cuda.get_device_name(0)) if here else None
             if known is not None:
                 gpu = known.name
-                said.append(f"GPU: {gpu}, as here")
+                notices.append(f"GPU: {gpu}, as here")
             else:
-                said.append(f"GPU: {gpu}; --gpu-type names another")
+                notices.append(f"GPU: {gpu}; --gpu-type names another")
         number = max(1, here) if number is None else number
-    return cluster_of(number, gpu, asked.interconnect, per_node=asked.per_node), said
+    return cluster_of(number, gpu, options.interconnect, per_node=options.per_node), notices
 
 
 def write(config: Config, best: Candidate | None, path: Path, batch: int | None) -> str:
     """Write the config of the best layout.
 
     Raises:
-        UsageError: nothing fits.
+        UsageError: no layout fits.
     """
     if best is None or not best.fits:
         raise UsageError("no layout fits, so there is no config to write", fix="use more GPUs or a smaller batch")
@@ -107,13 +108,13 @@ def write(config: Config, best: Candidate | None, path: Path, batch: int | None)
     return f"wrote {path}: {best.name()}"
 
 
-def plan_by_size(params: float, sequence_length: int, batch_size: int, headroom: float, asked: Asked) -> str:
-    """The plan of a transformer of which only the size is known.
+def plan_by_size(params: float, sequence_length: int, batch_size: int, headroom: float, options: PlanOptions) -> str:
+    """Return the plan of a transformer of a given size, as text.
 
     Raises:
-        UsageError: a size or a number below 1.
+        UsageError: a size or a number is below 1.
     """
-    number = 1 if asked.gpus is None else asked.gpus
+    number = 1 if options.gpus is None else options.gpus
     rows = []
     for sharding in ("none", "gradients", "full") if number > 1 else ("none",):
         for checkpointing in (False, True):
@@ -122,7 +123,7 @@ def plan_by_size(params: float, sequence_length: int, batch_size: int, headroom:
                 checkpointing=checkpointing, headroom=headroom,
             )  # fmt: skip
             rows.append((sharding, checkpointing, needs))
-    if asked.as_json:
+    if options.as_json:
         return json.dumps(
             [{"sharding": s, "checkpointing": c, **asdict(n), "total": n.total} for s, c, n in rows], indent=2
         )
@@ -141,3 +142,170 @@ def plan_by_size(params: float, sequence_length: int, batch_size: int, headroom:
         fits = ", ".join(name for name, gpu in GPUS.items() if n.fits(gpu.memory)) or "none of the table"
         lines.append(f"{names[sharding]:<24}{'yes' if checkpointing else 'no':>10}{cells}{n.gib:9.1f}  {fits}")
     return "\n".join(lines)
+
+
+_COLOURS = {
+    "parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e15759", "activations": "#76b7b2",
+    "gathered": "#59a14f", "buckets": "#edc948", "stashes": "#b07aa1",
+}  # fmt: skip
+_LETTERS = {
+    "parameters": "P", "gradients": "G", "optimizer": "O", "activations": "a", "gathered": "g", "buckets": "b",
+    "stashes": "s",
+}  # fmt: skip
+_WIDTH = 40
+
+
+def mfu(candidate: Candidate, cluster: GpuCluster) -> float:
+    """Return the model FLOPs utilisation: of the peak in half precision, without recomputation."""
+    assert candidate.step is not None
+    return candidate.model_flops / (candidate.step.seconds * cluster.num_gpus * cluster.gpu.half * 1e12)
+
+
+def as_text(
+    found: Sequence[Candidate], cluster: GpuCluster, *, tokens_per_sample: int, steps: int | None, price: float | None
+) -> str:
+    """Return a table of layouts, the best first, a chart of their memory, and the reason for the order."""
+    limit = found[0].limit if found else 0.0
+    between = f", {cluster.between.name} between nodes" if cluster.num_gpus > cluster.per_node else ""
+    lines = [
+        f"{cluster.num_gpus} × {cluster.gpu.name} ({limit / GIB:.1f} GiB for tensors of {cluster.gpu.memory:g}), "
+        f"{cluster.per_node} a node, {cluster.inside.name} inside{between}",
+        "",
+    ]
+    speed = "tokens/s" if tokens_per_sample > 1 else "samples/s"
+    header = ["layout", "GiB a GPU", "fits", "step s", "exposed", "bubble", "sent/step", "MFU", speed]
+    rows = [header]
+    for c in found:
+        if c.memory is None:
+            rows.append([c.name(), f"≥ {c.needed / GIB:.1f}", _by_how_much(c), *[""] * 6])
+            continue
+        assert c.step is not None
+        rows.append(
+            [
+                c.name(), f"{c.needed / GIB:.1f}", _by_how_much(c), f"{c.step.seconds:.3g}",
+                f"{c.step.exposed / c.step.seconds:.0%}", f"{c.step.bubble / c.step.seconds:.0%}",
+                _bytes(c.step.inside + c.step.between), f"{mfu(c, cluster):.0%}",
+                f"{c.samples_per_second * tokens_per_sample:,.0f}",
+            ]
+        )  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
+    lines += ["", *bars(found), "", *why(found)]
+    best = found[0] if found and found[0].fits else None
+    if best is not None and best.step is not None and steps:
+        seconds = best.step.seconds * steps
+        hours = seconds / 3600 * cluster.num_gpus
+        cost = f", {price * hours:,.2f} at {price:g} a GPU-hour" if price else ""
+        lines.append(f"{steps:,} steps: {seconds / 86400:.2f} days, {hours:,.1f} GPU-hours{cost}")
+    return "\n".join(lines)
+
+
+def _by_how_much(candidate: Candidate) -> str:
+    missing = candidate.needed - candidate.limit
+    return "yes" if candidate.fits else f"no: {missing / GIB:+.1f}"
+
+
+def _bytes(size: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+def bars(found: Sequence[Candidate]) -> list[str]:
+    """Return bars of memory by kind, with `|` at the GPU's memory."""
+    shown = [c for c in found if c.memory is not None]
+    if not shown:
+        return []
+    limit = shown[0].limit
+    scale = max(limit, *(min(c.needed, 2 * limit) for c in shown)) / _WIDTH
+    edge = min(_WIDTH, round(limit / scale))
+    width = max(len(c.name()) for c in shown)
+    lines = ["memory: " + ", ".join(f"{letter} {kind}" for kind, letter in _LETTERS.items())]
+    for c in shown:
+        assert c.memory is not None
+        text = "".join(_LETTERS[kind] * round(size / scale) for kind, size in c.memory.items())[: _WIDTH + 1]
+        text = text.ljust(_WIDTH + 1)
+        lines.append(f"{c.name():<{width}}  {text[:edge]}|{text[edge:].rstrip()}")
+    return lines
+
+
+def why(found: Sequence[Candidate]) -> list[str]:
+    """Return the reason why the first layout is first."""
+    if not found:
+        return ["there is no layout of this model on these GPUs"]
+    best = found[0]
+    if not best.fits:
+        return [
+            f"nothing fits: {best.name()} comes nearest and needs {(best.needed - best.limit) / GIB:.1f} GiB "
+            "more a GPU; use more GPUs, a smaller training.batch_size, or shorter samples"
+        ]
+    assert best.step is not None
+    lines = [f"{best.name()}: the fastest that fits"]
+    others = [c for c in found[1:] if c.step is not None and c.layout != best.layout]
+    closest = next((c for c in others if c.fits), None)
+    if closest is not None and closest.step is not None:
+        slower = best.samples_per_second / closest.samples_per_second - 1
+        waits = closest.step.exposed + closest.step.bubble
+        lines.append(
+            f"  {closest.name()} is {slower:.0%} slower: {closest.step.compute:.3g} s of computing and {waits:.3g} s "
+            f"of waiting a step, against {best.step.compute:.3g} and {best.step.exposed + best.step.bubble:.3g}"
+        )
+    faster = [c for c in found if not c.fits and c.samples_per_second > best.samples_per_second]
+    if faster:
+        c = max(faster, key=lambda one: one.samples_per_second)
+        lines.append(f"  {c.name()} would be faster, but lacks {(c.needed - c.limit) / GIB:.1f} GiB")
+    if best.checkpointing == "full":
+        lines.append("  it recomputes activations: with fewer samples in a micro-batch or more GPUs it may not have to")
+    lines += [f"  {note}" for c in (best, closest) if c is not None for note in c.notes]
+    return lines
+
+
+def as_dict(candidate: Candidate, cluster: GpuCluster) -> dict[str, Any]:
+    """Return a candidate as JSON data, in bytes and seconds."""
+    return {
+        "layout": str(candidate.layout), "name": candidate.name(), "config": candidate.changes, "fits": candidate.fits,
+        "memory": candidate.memory, "needed": candidate.needed, "limit": candidate.limit, "samples": candidate.samples,
+        "step": asdict(candidate.step) if candidate.step is not None else None,
+        "mfu": mfu(candidate, cluster) if candidate.step is not None else None,
+        "samples_per_second": candidate.samples_per_second, "notes": candidate.notes,
+    }  # fmt: skip
+
+
+def as_svg(found: Sequence[Candidate]) -> str:
+    """Return a chart of each layout's memory by kind, with a line at the GPU's memory."""
+    shown = [c for c in found if c.memory is not None]
+    height, width = 26, 560
+    left = 20 + max(7 * len(c.name()) for c in shown) if shown else 20
+    limit = shown[0].limit if shown else 1.0
+    scale = width / max(limit * 1.15, *(min(c.needed, 2 * limit) for c in shown), 1.0)
+    bottom = height * len(shown) + 30
+    size = (left + width + 90, bottom + 40)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" '
+        f'viewBox="0 0 {size[0]} {size[1]}" font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    for row, c in enumerate(shown):
+        y = 20 + row * height
+        x = float(left)
+        parts.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{escape(c.name())}</text>')
+        assert c.memory is not None
+        for kind, held in c.memory.items():
+            w = min(held * scale, left + width - x)
+            if w > 0:
+                title = f"<title>{kind}: {held / GIB:.2f} GiB</title>"
+                box = f'x="{x:.1f}" y="{y}" width="{w:.1f}" height="18"'
+                parts.append(f'<rect {box} fill="{_COLOURS[kind]}">{title}</rect>')
+                x += w
+        parts.append(f'<text x="{x + 5:.1f}" y="{y + 14}">{c.needed / GIB:.1f} GiB</text>')
+    x = left + limit * scale
+    parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{bottom - 8}" stroke="black" stroke-dasharray="4 3"/>')
+    parts.append(f'<text x="{x:.1f}" y="{bottom + 6}" text-anchor="middle">{limit / GIB:.1f} GiB</text>')
+    for place, (kind, colour) in enumerate(_COLOURS.items()):
+        x = 10 + place * 120
+        parts.append(f'<rect x="{x}" y="{bottom + 18}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 16}" y="{bottom + 28}">{kind}</text>')
+    return "\n".join([*parts, "</svg>", ""])

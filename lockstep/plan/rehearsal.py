@@ -1,10 +1,10 @@
-"""One rank's step on tensors that hold nothing: the strategy's own code runs, and every byte is counted.
+"""Rehearses one rank's step on fake tensors: the strategy's own code runs, and every byte is counted.
 
-The model is laid by the same functions that lay it in training, over a process group that only pretends, under torch's
-FakeTensorMode. The optimizer has its state already. Of a long chain of equal blocks five run, and the record of one is
-repeated for those left out.
+The model is placed by the same functions as in training, over a fake process group, under torch's FakeTensorMode. The
+optimizer already has its state. From a long chain of equal blocks five run, and the record of one is repeated for those
+left out.
 
-The device is the CPU throughout; on a GPU the same tensors are made, apart from autocast's list of operations and
+The device is always the CPU; on a GPU the same tensors are created, apart from autocast's list of operations and
 kernels' own workspaces.
 """
 
@@ -33,9 +33,19 @@ from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroStep, micro_step_of
 from lockstep.parallel.parallel_model import local
-from lockstep.plan.hooks import Reducer, mark_blocks, on_backward, tag_gradients
-from lockstep.plan.record import KINDS, Peak, Region, play, repeated
-from lockstep.plan.tracker import EqualPieces, Tracker
+from lockstep.plan.tracker import (
+    KINDS,
+    EqualChunks,
+    Peak,
+    Reducer,
+    Region,
+    Tracker,
+    mark_blocks,
+    on_backward,
+    peak_over,
+    repeated,
+    tag_gradients,
+)
 from lockstep.plan.workload import REPEATED, Workload, kept_blocks
 from lockstep.precision import Precision, resolve_mode
 from lockstep.randomness import RandomState
@@ -43,20 +53,20 @@ from lockstep.strategy import strategy_named
 from lockstep.torch_compat.fake_tensors import FakeTensorMode
 
 CPU = torch.device("cpu")
-GROUPED = ("every_n", "sequential")  # modes of checkpointing under which equal blocks do not do the same
+GROUPED = ("every_n", "sequential")  # modes of checkpointing under which equal blocks behave differently
 _KIND = {kind: index for index, kind in enumerate(KINDS)}
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one rank needs.
+    """Memory and work of one rank.
 
     Attributes:
-        peak: of live bytes in a step, and what it is made of.
+        peak: largest number of live bytes in a step.
         persistent: bytes by kind between two steps.
-        work: what it computes.
-        stages: the same of each of its pipeline stages.
-        sent: bytes that each stage of the pipeline sends on, per micro-batch.
+        work: its computations.
+        stages: pipeline stage → its computations.
+        sent: bytes that each stage of the pipeline sends per micro-batch.
     """
 
     peak: Peak
@@ -68,9 +78,9 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Work:
-    """What is computed: by one micro-batch forward and backward, and by the update.
+    """Costs of one micro-batch's forward and backward pass, and of the update.
 
-    Backward includes what checkpointing recomputes, and everything what the strategy copies around its collectives.
+    Backward includes recomputation, and everything includes the strategy's copies around its collectives.
     """
 
     forward: Cost
@@ -81,25 +91,25 @@ class Work:
 def rehearse(
     work: Workload, config: Config, layout: Layout, *, micro_batches: int = 1, device_type: str = "cuda"
 ) -> Rehearsal:
-    """Memory of a rank under a data-parallel strategy (single, ddp, fsdp).
+    """Rehearse a step of a rank under a data-parallel strategy (single, ddp, fsdp).
 
     Args:
         config: batch size, precision, checkpointing and the strategy's own options.
-        micro_batches: of the rank in a step.
-        device_type: that the run will have, `cuda` or `cpu`; the rehearsal itself needs neither.
+        micro_batches: per step of the rank.
+        device_type: the run's, `cuda` or `cpu`; the rehearsal itself needs neither.
     """
     strategy = strategy_named(layout.strategy)
     assert not strategy.splits_model
-    # Further replicas and micro-batches change nothing that the second did not.
+    # Replicas and micro-batches after the second change nothing.
     layout = replace(layout, replicate=min(layout.replicate, 2))
     alike = config.training.gradient_checkpointing not in GROUPED
     model, left_out = work.shortened(kept_blocks(device_type)) if alike else (work.model(), 0)
-    with pretended_ranks(layout.world_size), ExitStack() as modes:
+    with fake_ranks(layout.world_size), ExitStack() as modes:
         mesh = device_mesh(layout, "cpu") if layout.world_size > 1 else None
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        modes.enter_context(EqualPieces())
+        modes.enter_context(EqualChunks())
         tracker = modes.enter_context(Tracker())
-        parts = _lay(tracker, model, work, config, layout, mesh, device_type)
+        parts = _place_model(tracker, model, work, config, layout, mesh, device_type)
         optimizer = optimizer_of(config, list(model.parameters()))
         batch = work.batch(config.training.batch_size)
         fill_state(optimizer)
@@ -112,17 +122,17 @@ def rehearse(
             reduces = strategy.reduces_by_ddp and layout.replicate > 1
             start = with_left_out(start, blocks_of(model)[REPEATED][1], optimizer, left_out, buckets=reduces)
     return Rehearsal(
-        play(start, regions),
+        peak_over(start, regions),
         dict(zip(KINDS, start, strict=True)),
         _work_of(regions, sum(start) / max(1, sum(tracker.record.start))),
     )
 
 
 def _work_of(regions: list[Region], grown: float) -> Work:
-    """The costs of a step, in which its passes are marked.
+    """Return the costs of a step from its marked passes.
 
     Args:
-        grown: what the optimizer holds, against what it held in the rehearsal.
+        grown: ratio of the optimizer's memory to that in the rehearsal.
     """
     passes: dict[str, list[Cost]] = {"forward": [], "backward": [], "update": []}
     now = "update"
@@ -137,11 +147,11 @@ def _work_of(regions: list[Region], grown: float) -> Work:
 
 
 @contextmanager
-def pretended_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
-    """A process group of one process, in which collectives do nothing.
+def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Create a process group of one process, whose collectives do nothing, for the length of the block.
 
     Raises:
-        RunError: a real one is there.
+        RunError: there is a real one.
     """
     if dist.is_initialized():
         raise RunError(
@@ -159,7 +169,7 @@ def pretended_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def precision_of(config: Config) -> Precision:
-    """That of a step on the CPU."""
+    """Return the precision of a step on the CPU."""
     mode, _ = resolve_mode(config.precision.mode, CPU)
     return Precision(mode, "cpu")
 
@@ -170,7 +180,7 @@ class _Parts:
     random_state: RandomState
 
 
-def _lay(
+def _place_model(
     tracker: Tracker, model: nn.Module, work: Workload, config: Config, layout: Layout, mesh: DeviceMesh | None,
     device_type: str,
 ) -> _Parts:  # fmt: skip
@@ -214,7 +224,7 @@ def _lay(
 def _step(
     tracker: Tracker, parts: _Parts, optimizer: torch.optim.Optimizer, batch: Any, count: int, layout: Layout
 ) -> None:
-    # The count is over all ranks: what gathers records of micro-batches makes room for so many.
+    # The count is over all ranks: the accumulator allocates space for all micro-batches.
     accumulator = LossAccumulator(count * layout.data_parallel_size, CPU, shared=layout.world_size > 1)
     with parts.random_state.running("train", 0):
         for place in range(count):
@@ -225,7 +235,7 @@ def _step(
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:
-    """What follows the last backward pass."""
+    """Run what follows the last backward pass."""
     gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     torch.nn.utils.get_total_norm(gradients)
     optimizer.step()
@@ -233,7 +243,7 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 
 
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's state, as its first step does."""
+    """Create the optimizer's state, as its first step does."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
@@ -243,7 +253,7 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer_of(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The config's; only what it holds is looked at."""
+    """Build the config's optimizer; only its memory matters."""
     training = config.training
     return build_optimizer(
         training.optimizer, parameters, learning_rate=1e-3, weight_decay=training.weight_decay,
@@ -260,12 +270,12 @@ def _tag_persistent(tracker: Tracker, model: nn.Module, optimizer: torch.optim.O
 def with_left_out(
     start: tuple[int, ...], block: nn.Module, optimizer: torch.optim.Optimizer, left_out: int, *, buckets: bool = False
 ) -> tuple[int, ...]:
-    """Add to what is live before a step what blocks that were left out would hold.
+    """Add the memory of blocks that were left out to what is live before a step.
 
     Args:
         start: bytes by kind.
-        block: one that is like them.
-        buckets: gradients have buckets of their own.
+        block: one that is equal to them.
+        buckets: whether gradients have buckets of their own.
     """
     whole = list(start)
     for parameter in block.parameters():

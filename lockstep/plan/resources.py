@@ -1,11 +1,11 @@
-"""What a transformer needs, from its size alone: before there is a config.
+"""Estimates the memory of a transformer from its size alone, before there is a config.
 
-Weights, gradients and Adam's state take 16 bytes a parameter in mixed precision (fp32 master, two moments, gradient),
+Weights, gradients and Adam's state take 16 bytes per parameter in mixed precision (fp32 master, two moments, gradient),
 each divided by the ranks that shard it. Activations of a layer take s·b·h·(34 + 5·a·s/h) bytes in bf16; fused
-attention does without the quadratic term, and full recomputation keeps 2·s·b·h, the layer's input. Source: Korthikanti
+attention needs no quadratic term, and full recomputation keeps 2·s·b·h, the layer's input. Source: Korthikanti
 et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"; Rajbhandari et al. 2020, "ZeRO".
 
-With a config, `lockstep plan CONFIG` measures the model instead.
+With a config, `lockstep plan CONFIG` rehearses the model instead.
 """
 
 import math
@@ -33,8 +33,8 @@ class Resources:
     """Bytes on each GPU.
 
     Attributes:
-        working: what is gathered for one layer, and the largest temporary: logits and their gradient.
-        shape: that was assumed.
+        working: gathered parameters of one layer, and the largest temporary: logits and their gradient.
+        shape: the assumed shape.
     """
 
     parameters: float
@@ -47,27 +47,30 @@ class Resources:
 
     @property
     def total(self) -> float:
-        """With headroom."""
+        """Bytes with headroom."""
         return self.needed * (1 + self.headroom)
 
     @property
     def needed(self) -> float:
+        """Bytes without headroom."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.working
 
     @property
     def gib(self) -> float:
+        """GiB with headroom."""
         return self.total / GIB
 
     def fits(self, memory_gib: float) -> bool:
+        """Return whether a GPU's memory suffices."""
         return self.gib <= memory_gib
 
 
 def typical_shape(params: float, vocabulary: int = 32_000) -> Shape:
-    """The usual depth and width at this size: 128 wide a layer, 128 wide a head, 12·layers·width² parameters."""
+    """Return the usual depth and width at this size: 128 wide per layer and head, 12·layers·width² parameters."""
     layers = 1
     while 12 * layers * (128 * layers) ** 2 + 2 * vocabulary * 128 * layers < params:
         layers += 1
-    # The depth is settled; the width takes up what is left over.
+    # The depth is fixed; the width takes the remaining parameters.
     a, b = 12 * layers, 2 * vocabulary
     width = (-b + math.sqrt(b * b + 4 * a * params)) / (2 * a)
     width = max(64, round(width / 64) * 64)
@@ -79,20 +82,20 @@ def calculate_resources(
     checkpointing: bool = False, fused_attention: bool = True, optimizer_bytes: float = 8.0, headroom: float = 0.0,
     shape: Shape | None = None,
 ) -> Resources:  # fmt: skip
-    """Memory of each GPU for mixed-precision training of a transformer.
+    """Estimate each GPU's memory for mixed-precision training of a transformer.
 
     Args:
-        model_params: how many parameters.
-        batch_size: sequences in a micro-batch, on each GPU.
-        gpus: over which parameters, gradients and optimizer state are sharded, as `sharding` says.
-        sharding: none (ddp), gradients (shard_grad_op: parameters stay whole while a step computes), full.
-        checkpointing: each layer is recomputed.
-        optimizer_bytes: of state a parameter; Adam has 8.
-        headroom: added to the sum, as a share of it.
+        model_params: number of parameters.
+        batch_size: sequences per micro-batch, on each GPU.
+        gpus: number over which parameters, gradients and optimizer state are sharded, according to `sharding`.
+        sharding: none (ddp), gradients (shard_grad_op: parameters stay whole during a step), full.
+        checkpointing: whether each layer is recomputed.
+        optimizer_bytes: optimizer state per parameter; Adam has 8.
+        headroom: added to the sum, as a fraction of it.
         shape: unset: the usual one at this size.
 
     Raises:
-        UsageError: a size below 1.
+        UsageError: a size is below 1.
     """
     sizes = {
         "model_params": model_params, "sequence_length": float(sequence_length), "batch_size": float(batch_size),
@@ -113,10 +116,10 @@ def calculate_resources(
     unit = (model_params - 2 * shape.vocabulary * h) / shape.layers
     gathered = 0.0
     if n > 1:
-        # Of two layers at a time, parameters in two copies, and one's gradients on their way.
+        # Two layers at a time: parameters in two copies, and one layer's gradients in flight.
         gathered = 4.0 * model_params if sharding == "gradients" else 4 * unit * 3
         gathered += 4 * unit * 2
-    # fp32 weights: autocast keeps bf16 copies of what it uses until the end of the forward pass.
+    # fp32 weights: autocast keeps bf16 copies of used weights until the end of the forward pass.
     casts = 2.0 * model_params if n == 1 or sharding == "gradients" else 2.0 * unit
     return Resources(
         4.0 * model_params / n, 4.0 * model_params / n, optimizer_bytes * model_params / n, kept,

@@ -1,10 +1,11 @@
-"""Where to cut a pipeline: each segment of the model is run here, and stages of equal time are made of them.
+"""Measures each segment of a model on this machine, and divides them into pipeline stages of equal time.
 
     lockstep plan CONFIG --stages 4
 
-Without a `split_spec` a pipeline is cut by parameters, which every rank can count. Time is another matter: embeddings
-have many parameters and compute little, and a head over a large vocabulary is dear. What is measured is said as a
-`split_spec`, to be written into the config: a run does not depend on how fast a machine happened to be.
+Without a `split_spec` a pipeline is split by parameters, which every rank can count. Time differs: embeddings have many
+parameters and compute little, and a head over a large vocabulary takes long. The result is printed as a `split_spec`
+for
+the config, so that a run does not depend on how fast a machine happened to be.
 """
 
 import time
@@ -33,7 +34,7 @@ class Measured:
 
     Attributes:
         forward, backward: seconds, medians.
-        kept: bytes that it keeps from its forward for its backward pass, beside parameters.
+        kept: bytes that it keeps from forward for backward, besides parameters.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Measured:
 
     @property
     def seconds(self) -> float:
+        """Seconds of forward and backward."""
         return self.forward + self.backward
 
 
@@ -51,13 +53,13 @@ def measure(work: Workload, config: Config, device: torch.device, rounds: int = 
     """Run each segment's forward and backward pass on `device`.
 
     Raises:
-        UsageError: the model is no chain of segments.
+        UsageError: the model is not a chain of segments.
     """
     torch.manual_seed(config.training.seed)
     with device:
         model = work.make()
     if init_weights := getattr(model, "init_weights", None):
-        init_weights()  # numbers that happened to lie in memory may be slow ones
+        init_weights()  # uninitialised memory may hold numbers with slow arithmetic
     segments = require_segments(model)
     objective = work.objective(model)
     batch = work.batch(config.training.batch_size, device)
@@ -85,7 +87,7 @@ def measure(work: Workload, config: Config, device: torch.device, rounds: int = 
 def _timed(
     run: Callable[[tuple[Any, ...]], Any], values: tuple[Any, ...], model: nn.Module, device: torch.device, rounds: int
 ) -> tuple[float, float, int]:
-    """(seconds forward, seconds backward, bytes kept)."""
+    """Return (seconds forward, seconds backward, bytes kept)."""
     forward, backward, kept = [], [], 0
     owned = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     for number in range(rounds + 1):  # the first one warms up
@@ -124,7 +126,7 @@ def _now(device: torch.device) -> float:
 
 
 def stages(measured: Sequence[Measured], count: int) -> tuple[Partition, dict[str, str]]:
-    """`count` stages of equal time, and the `split_spec` that makes them.
+    """Return `count` stages of equal time, and their `split_spec`.
 
     Raises:
         UsageError: there are fewer segments.
@@ -140,7 +142,7 @@ def stages(measured: Sequence[Measured], count: int) -> tuple[Partition, dict[st
 
 
 def command(config: Config, count: int) -> str:
-    """Measure, cut, and say both."""
+    """Measure and divide the segments; return both as text."""
     device = torch.device("cuda" if torch.cuda.is_available() and config.distributed.device != "cpu" else "cpu")
     measured = measure(workload_of(config), config, device)
     parts, spec = stages(measured, count)

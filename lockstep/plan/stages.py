@@ -1,8 +1,8 @@
-"""Memory of a pipeline's ranks: each stage's own passes are rehearsed once, then played in the schedule's order.
+"""Predicts the memory of a pipeline's ranks: each stage's passes are rehearsed once, and repeated in schedule order.
 
-A stage runs as it does in training (its `Part`, torch's stage with our sends and receives, FSDP2 under it), for two
-micro-batches. What a forward or backward pass changes is written down; the first one gathers parameters or makes
-gradients, all later ones are alike. The schedule's list of actions then says which micro-batches are in flight.
+A stage runs as in training (its `Part`, torch's stage with our sends and receives, FSDP2 under it), for two
+micro-batches, and the changes of each pass are recorded. The first pass gathers parameters or creates gradients, all
+later ones are equal. The schedule's list of actions then gives the micro-batches in flight.
 """
 
 import copy
@@ -33,27 +33,36 @@ from lockstep.parallel.pipeline.part import CurrentMicroBatch as Io
 from lockstep.parallel.pipeline.plan import PipelinePlan, frees_after_forward, plan_of
 from lockstep.parallel.pipeline.torch_schedule import Action, actions
 from lockstep.parallel.pipeline.torch_stage import Meta, Metas, Stage, reduce_gradients
-from lockstep.plan.hooks import mark_blocks, tag_gradients
-from lockstep.plan.record import KINDS, Record, Region, joined, play, repeated
 from lockstep.plan.rehearsal import (
     CPU,
     GROUPED,
     Rehearsal,
     Work,
+    fake_ranks,
     fill_state,
     optimizer_of,
     precision_of,
-    pretended_ranks,
     update,
     with_left_out,
 )
-from lockstep.plan.tracker import EqualPieces, Tracker
-from lockstep.plan.workload import REPEATED, Workload, kept_blocks, looks
+from lockstep.plan.tracker import (
+    KINDS,
+    EqualChunks,
+    Record,
+    Region,
+    Tracker,
+    join_regions,
+    mark_blocks,
+    peak_over,
+    repeated,
+    tag_gradients,
+)
+from lockstep.plan.workload import REPEATED, Workload, block_description, kept_blocks
 from lockstep.randomness import RandomState
 from lockstep.torch_compat.fake_tensors import FakeTensorMode
 
 Changes = dict[tuple[str, int, bool], Region]
-"""(kind of action, stage, first of its kind on this rank) → what it changes and costs."""
+"""(kind of action, stage, whether it is the first of its kind on this rank) → its changes and cost."""
 
 
 def rehearse_rank(
@@ -63,8 +72,8 @@ def rehearse_rank(
 
     Args:
         rank: along the pipeline.
-        micro_batches: of a data-parallel rank in a step.
-        device_type: that the run will have, `cuda` or `cpu`.
+        micro_batches: per step of a data-parallel rank.
+        device_type: the run's, `cuda` or `cpu`.
     """
     layout = replace(layout, replicate=min(layout.replicate, 2))
     cut = _shortened(work, config, layout, rank, kept_blocks(device_type))
@@ -75,11 +84,11 @@ def rehearse_rank(
     order = actions(pipeline.schedule, layout.pipeline, pipeline.stages_per_rank, count)[rank]
     low = config.precision.param_dtype == "bf16" and layout.data_parallel_size > 1
     metas = _metas(copy.deepcopy(model), work, config, plan, low)
-    with pretended_ranks(layout.world_size, rank * layout.data_parallel_size), ExitStack() as modes:
+    with fake_ranks(layout.world_size, rank * layout.data_parallel_size), ExitStack() as modes:
         mesh = device_mesh(layout, "cpu")
         group = mesh["pipeline"].get_group()
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        modes.enter_context(EqualPieces())
+        modes.enter_context(EqualChunks())
         tracker = modes.enter_context(Tracker())
         holder = _Rank(tracker, cut, work, config, layout, objective, metas, group, rank, mesh, device_type)
         changes = holder.step()
@@ -96,16 +105,16 @@ def rehearse_rank(
     update_cost = changes["update", 0, True].cost
     in_all = Work(*whole, update_cost._replace(moved=round(update_cost.moved * grown)))
     sent = [sum(_bytes(meta) for meta in metas[stage]) for stage in range(len(metas))]
-    return Rehearsal(play(start, _played(order, changes)), persistent, in_all, stages, sent)
+    return Rehearsal(peak_over(start, _played(order, changes)), persistent, in_all, stages, sent)
 
 
 @dataclass(frozen=True)
 class _Shortened:
-    """A model on meta, cut into the stages of the whole one, in which stages have fewer of its equal blocks.
+    """A model on meta with the stages of the whole one, in which stages have fewer of its equal blocks.
 
     Attributes:
-        repeated: stage → the place, among the copy's blocks, of the one that stands for those left out.
-        left_out: stage → how many were left out.
+        repeated: stage → index, among the copy's blocks, of the one that is repeated for those left out.
+        left_out: stage → number of blocks left out.
     """
 
     model: nn.Module
@@ -146,7 +155,7 @@ def _bytes(meta: Meta) -> int:
 
 
 def _played(order: Sequence[Action], changes: Changes) -> list[Region]:
-    """What lies in the order of a schedule. Of a backward pass in two halves, the second frees what is held."""
+    """Return the changes in schedule order. For a backward pass in two halves, the second frees the memory."""
     seen: set[tuple[str, int]] = set()
     regions = [changes["start", 0, True]]
     for action in order:
@@ -159,11 +168,11 @@ def _played(order: Sequence[Action], changes: Changes) -> list[Region]:
 
 
 def _metas(model: nn.Module, work: Workload, config: Config, plan: PipelinePlan, low: bool) -> list[Metas]:
-    """Return what each stage sends on: one forward pass through the chain, in which equal segments run once.
+    """Return the outputs of each stage: one forward pass through the chain, in which equal segments run once.
 
     Args:
         model: on meta; it is changed.
-        low: FSDP2 gathers parameters in bf16.
+        low: whether FSDP2 gathers parameters in bf16.
     """
     if low:
         model.to(torch.bfloat16)
@@ -176,7 +185,7 @@ def _metas(model: nn.Module, work: Workload, config: Config, plan: PipelinePlan,
         inputs = values, keywords = objective.inputs(work.batch(config.training.batch_size))
         for stage in plan.parts.stages:
             for name, segment in segments[stage.start : stage.stop]:
-                key = (looks(segment), tuple(Meta.of(value) for value in values))
+                key = (block_description(segment), tuple(Meta.of(value) for value in values))
                 if key not in known:
                     known[key] = run_segment(segment, values, keywords | lent(model, shared.get(name, {})), inputs)
                 values, keywords = known[key] if isinstance(known[key], tuple) else (known[key],), {}
@@ -236,7 +245,7 @@ class _Rank:
         ]  # fmt: skip
 
     def step(self) -> Changes:
-        """Two micro-batches through each stage, forward in order, backward in reverse."""
+        """Run two micro-batches through each stage, forward in order, backward in reverse; return the changes."""
         tracker, changes = self.tracker, Changes()
         fill_state(self.optimizer)
         tracker.tag([*self.parameters, *self.holding.named_buffers().values()], "parameters")
@@ -248,7 +257,7 @@ class _Rank:
             place, times = self.cut.repeated.get(stage, 0), self.cut.left_out.get(stage, 0)
             labels = (f"{kind}{place}",) if kind in ("F", "B") else ()
             regions = repeated(Record(tracker.record.items).regions(), labels, times)
-            changes[kind, stage, first] = joined(f"{kind}{stage}", regions)
+            changes[kind, stage, first] = join_regions(f"{kind}{stage}", regions)
             tracker.record.items = []
 
         if self.unit is not None:
@@ -286,7 +295,7 @@ class _Rank:
         return changes
 
     def start(self) -> tuple[int, ...]:
-        """Return live bytes by kind before the step, with the blocks that were left out."""
+        """Return live bytes by kind before the step, including blocks that were left out."""
         found = self.tracker.record.start
         for stage in self.cut.plan.parts.of_rank(self.rank):
             if stage in self.cut.left_out:
@@ -296,7 +305,7 @@ class _Rank:
 
 
 def _materialise(holding: Holding) -> None:
-    """Real in shape only: fake tensors on the device."""
+    """Replace parameters and buffers on meta by fake tensors on the device."""
     with torch.no_grad():
         for name, old in holding.named_parameters().items():
             holding.replace(name, nn.Parameter(torch.empty_like(old, device=CPU), old.requires_grad))

@@ -1,22 +1,24 @@
-"""Live bytes of tensors while code runs, by kind: on real tensors a measurement, on fake ones a prediction.
+"""Records live bytes of tensors while code runs, by kind: a measurement on real tensors, a prediction on fake ones.
 
-A storage counts from the operation that makes it until its last reference goes; `resize_` (how FSDP2 frees gathered
-parameters) is followed. What an operation allocates and frees inside of itself, and what the allocator adds by
-rounding, is not seen. The record is a list of changes, so that parts of it can be repeated (`lockstep.plan.record`).
+A storage counts from the operation that creates it until its last reference goes; `resize_` (by which FSDP2 frees
+gathered parameters) is followed. Memory that an operation allocates and frees inside of itself, and the allocator's
+rounding, are not counted. The result is a list of changes with marks, so that parts of it can be repeated.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from lockstep.config import Config
 from lockstep.costs.hardware import Cost
-from lockstep.plan.record import KINDS, Change, Mark, Record
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 from lockstep.torch_compat.fake_tensors import FakeTensor
 from lockstep.torch_compat.local_tensor import local_tensor
@@ -24,9 +26,104 @@ from lockstep.torch_compat.operators import CPU_ATTENTION, CPU_ATTENTION_BACKWAR
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.torch_compat.storage_resize import resizes_watched
 
+KINDS = ("activations", "parameters", "gradients", "optimizer", "gathered", "buckets", "stashes")
+
+
+class MemoryChange(NamedTuple):
+    """A change of the live bytes of a kind (an index into KINDS)."""
+
+    kind: int
+    size: int
+
+
+class Mark(NamedTuple):
+    """A place in a record."""
+
+    label: str
+
+
+class Region(NamedTuple):
+    """The changes and costs between two marks, named by the first of them ('' before any)."""
+
+    label: str
+    changes: list[MemoryChange]
+    cost: Cost
+
+
+@dataclass
+class Record:
+    """Changes, costs and marks of a step, in order; regions between marks can be repeated.
+
+    Attributes:
+        start: live bytes by kind before the first change.
+    """
+
+    items: list[MemoryChange | Cost | Mark]
+    start: tuple[int, ...] = (0,) * len(KINDS)
+
+    def regions(self) -> list[Region]:
+        """Split the record at its marks."""
+        found = [Region("", [], Cost())]
+        for item in self.items:
+            if isinstance(item, Mark):
+                found.append(Region(item.label, [], Cost()))
+            elif isinstance(item, MemoryChange):
+                found[-1].changes.append(item)
+            else:
+                found[-1] = found[-1]._replace(cost=found[-1].cost.plus(item))
+        return found
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest number of live bytes.
+
+    Attributes:
+        parts: bytes by kind at that moment.
+        at: label of its region.
+    """
+
+    total: int
+    parts: dict[str, int]
+    at: str = ""
+
+
+def peak_over(start: Sequence[int], regions: Iterable[Region]) -> Peak:
+    """Return the peak over regions."""
+    live = list(start)
+    total = highest = sum(live)
+    parts, at = tuple(live), ""
+    for label, changes, _ in regions:
+        for kind, size in changes:
+            live[kind] += size
+            total += size
+            if total > highest:
+                highest, parts, at = total, tuple(live), label
+    return Peak(highest, dict(zip(KINDS, parts, strict=True)), at)
+
+
+def repeated(regions: Sequence[Region], labels: Iterable[str], times: int) -> list[Region]:
+    """Repeat each region with one of these labels `times` times more."""
+    wanted = set(labels)
+    found: list[Region] = []
+    for region in regions:
+        found += [region] * (1 + (times if region.label in wanted else 0))
+    return found
+
+
+def join_regions(label: str, regions: Iterable[Region]) -> Region:
+    """Join consecutive regions."""
+    changes: list[MemoryChange] = []
+    cost = Cost()
+    for region in regions:
+        changes += region.changes
+        cost = cost.plus(region.cost)
+    return Region(label, changes, cost)
+
+
 _KIND = {kind: index for index, kind in enumerate(KINDS)}
 
-# What FSDP2's own operations work on says what a storage is for.
+# The operations of FSDP2 show the purpose of a storage.
 _FSDP_KINDS = {
     "all_gather_copy_in": "gathered",
     "split_with_sizes_copy": "gathered",
@@ -35,30 +132,31 @@ _FSDP_KINDS = {
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> int:
-    """Two products over all positions, as torch counts the GPU's kernels: a causal mask saves nothing here."""
+    """Count two products over all positions, like torch for the GPU's kernels: a causal mask saves nothing here."""
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
 
 
 def _attention_backward(_gradient: Tensor, *args: Any, **kwargs: Any) -> int:
-    return _attention(*args, **kwargs) * 5 // 2  # five products, one of which computes the scores anew
+    return _attention(*args, **kwargs) * 5 // 2  # five products, one of which recomputes the scores
 
 
 _FORMULAS = {
-    **flop_registry,  # which leaves out the CPU's fused attention
+    **flop_registry,  # does not include the CPU's fused attention
     CPU_ATTENTION: _attention,
     CPU_ATTENTION_BACKWARD: _attention_backward,
 }
-# Without traffic.
+# Operations without memory traffic.
 _FREE = {"empty", "empty_like", "empty_strided", "detach", "alias", UNSAFE_VIEW.__name__, "lift_fresh", "set_"}
 _DEVICE = torch.ops.prim.device.default
 
 
-class EqualPieces(TorchFunctionMode):
-    """Cuts a tensor into many chunks by cutting off two: one stands for all of the same size.
+class EqualChunks(TorchFunctionMode):
+    """Splits a tensor into many chunks by creating two: one is used for all of the same size.
 
-    FSDP2 cuts each parameter into as many chunks as there are shards and keeps one. What chunks hold is not there on
-    fake tensors, and making hundreds of them for each parameter took most of the time of a plan for many GPUs.
+    FSDP2 splits each parameter into as many chunks as there are shards and keeps one. Fake tensors have no contents,
+    and
+    creating hundreds of chunks per parameter took most of the time of a plan for many GPUs.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,11 +176,11 @@ def _chunks(whole: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
 
 
 class Tracker(TorchDispatchMode):
-    """Follows every tensor that is made while it is active, on any device but meta.
+    """Follows every tensor that is created while it is active, on any device but meta.
 
     Attributes:
         record: the changes so far.
-        live: bytes now, by kind.
+        live: current bytes by kind.
     """
 
     def __init__(self) -> None:
@@ -94,18 +192,20 @@ class Tracker(TorchDispatchMode):
 
     @property
     def total(self) -> int:
+        """All live bytes."""
         return sum(self.live)
 
     def restart(self) -> None:
-        """Forget the record and the peak; what is live stays live."""
+        """Clear the record and the peak; live tensors stay live."""
         self.record = Record([], tuple(self.live))
         self.peak = self.total
 
     def mark(self, label: str) -> None:
+        """Add a mark to the record."""
         self.record.items.append(Mark(label))
 
     def tag(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """Say what tensors are for; those that were made before the tracker was active begin to count."""
+        """Set the kind of tensors; those created before the tracker was active count from now on."""
         for tensor in tensors:
             if tensor is not None:
                 storage = local_tensor(tensor).untyped_storage()
@@ -114,8 +214,8 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked thousands of times in a step, and slow to answer below
-        if func.namespace == "prim":  # a question, not an operation
+            return args[0].fake_device  # called thousands of times in a step, and slow below
+        if func.namespace == "prim":  # a query, not an operation
             return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
@@ -155,7 +255,7 @@ class Tracker(TorchDispatchMode):
     def _retag(self, key: int, kind: int) -> None:
         entry = self._storages[key][1]
         if entry[1] != kind:
-            # One moves out as the other moves in: no peak lies between.
+            # One decreases as the other increases: there is no peak between.
             self._change(entry[1], -entry[0])
             self._change(kind, entry[0])
             entry[1] = kind
@@ -164,7 +264,7 @@ class Tracker(TorchDispatchMode):
         if size:
             self.live[kind] += size
             self.peak = max(self.peak, self.total)
-            self.record.items.append(Change(kind, size))
+            self.record.items.append(MemoryChange(kind, size))
 
     def __enter__(self) -> "Tracker":
         self._watching = resizes_watched(self._resized)
@@ -181,3 +281,71 @@ class Tracker(TorchDispatchMode):
         if found is not None:
             before, found[1][0] = found[1][0], storage.nbytes()
             self._change(found[1][1], storage.nbytes() - before)
+
+
+def mark_blocks(tracker: Tracker, blocks: list[tuple[str, nn.Module]]) -> None:
+    """Mark where the forward (F0, F1, …) and backward passes (B…) of blocks begin.
+
+    A region reaches to the next block's: what FSDP2 gathers for it before its hooks run is then in the same place of
+    every region.
+    """
+    for index, (_, block) in enumerate(blocks):
+
+        def before(_module: nn.Module, _inputs: Any, index: int = index) -> None:
+            tracker.mark(f"F{index}")
+
+        def after(_module: nn.Module, _inputs: Any, outputs: Any, index: int = index) -> None:
+            if index == len(blocks) - 1:
+                tracker.mark("after the blocks")
+            first = outputs if isinstance(outputs, Tensor) else next(t for t in outputs if isinstance(t, Tensor))
+            if first.requires_grad:
+                on_backward(first, lambda: tracker.mark(f"B{index}"))
+
+        block.register_forward_pre_hook(before)
+        block.register_forward_hook(after)
+
+
+def tag_gradients(tracker: Tracker, parameters: Iterable[nn.Parameter]) -> None:
+    """Count gradients as such as soon as they exist."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            on_gradient(parameter, lambda p: tracker.tag([p.grad], "gradients"))
+
+
+def on_backward(tensor: Tensor, call: Callable[[], None]) -> None:
+    """Call a function when the backward pass reaches a tensor."""
+    tensor.register_hook(lambda _gradient: call())  # type: ignore[no-untyped-call]
+
+
+def on_gradient(parameter: nn.Parameter, call: Callable[[nn.Parameter], None]) -> None:
+    """Call a function with the parameter whenever its gradient has been accumulated."""
+    parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+
+
+class Reducer(AroundMicroBatch):
+    """Allocates what DDP's reducer would: buckets for all gradients, which become views of them when it reduces.
+
+    DDP's own reducer, in C++, rejects fake tensors.
+    """
+
+    def __init__(self, tracker: Tracker, model: nn.Module, config: Config) -> None:
+        self._last = True
+        options = config.distributed.ddp
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._buckets = [torch.empty_like(p) for p in self._parameters]
+        tracker.tag(self._buckets, "buckets")
+        if options.compression.kind == "powersgd" and options.compression.error_feedback:
+            self._errors = [torch.empty_like(p) for p in self._parameters]
+            tracker.tag(self._errors, "buckets")
+        for parameter, bucket in zip(self._parameters, self._buckets, strict=True):
+            on_gradient(parameter, partial(self._ready, tracker, bucket, options.gradient_as_bucket_view))
+
+    def before(self, run: MicroBatchPass) -> None:
+        """Note whether the micro-batch is the step's last."""
+        self._last = run.last
+
+    def _ready(self, tracker: Tracker, bucket: Tensor, as_view: bool, parameter: nn.Parameter) -> None:
+        if self._last and as_view:
+            parameter.grad = bucket
+        else:
+            tracker.tag([parameter.grad], "gradients")

@@ -1,6 +1,6 @@
-"""The model and the data of a plan: a model that can be built again and again without memory, and a sample of its data.
+"""Describes the model and the data of a plan: a model that can be built without memory, and a sample of its data.
 
-A plan needs no more than a few of a long chain of equal blocks: what one of them does is repeated for those left out.
+A plan needs only a few blocks of a long chain of equal ones: the record of one is repeated for those left out.
 """
 
 import copy
@@ -21,16 +21,16 @@ from lockstep.models.protocol import Objective, blocks_of, objective_of
 from lockstep.torch_compat.pytree import tree_map
 from lockstep.trainer.setup import loss_fn_of
 
-KEPT_BLOCKS = 5  # of a long run of equal blocks: first, second, one to be repeated, last but one, last
-REPEATED = 2  # its place
+KEPT_BLOCKS = 5  # of many equal blocks: first, second, the repeated one, last but one, last
+REPEATED = 2  # its index
 
 
 def kept_blocks(device_type: str) -> int:
-    """Return how many blocks show what any number of them do; on CPUs FSDP gathers one more ahead."""
+    """Return the number of blocks that represent any number of them; on CPUs FSDP gathers one more ahead."""
     return KEPT_BLOCKS + (device_type == "cpu")
 
 
-class NoFirstValues(TorchFunctionMode):
+class SkipInit(TorchFunctionMode):
     """Skips `torch.nn.init`: on meta there is nothing to fill, and it takes most of the time of building a model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,7 +45,7 @@ class Workload:
 
     Attributes:
         make: builds the model on the active default device.
-        sample: one sample of the data, a tree of tensors; only shapes and dtypes are looked at.
+        sample: one sample of the data, a tree of tensors; only shapes and dtypes matter.
         loss_fn: None: the model's own.
     """
 
@@ -55,12 +55,12 @@ class Workload:
 
     def model(self) -> nn.Module:
         """Build a new model on meta, without values."""
-        with torch.device("meta"), NoFirstValues():
+        with torch.device("meta"), SkipInit():
             return self.make()
 
     @cached_property
     def description(self) -> nn.Module:
-        """The model on meta, to be read and not changed."""
+        """The model on meta, read and not changed."""
         return self.model()
 
     @cached_property
@@ -69,16 +69,16 @@ class Workload:
         blocks = blocks_of(self.description)
         if _list_of(self.description, [name for name, _ in blocks]) is None:
             return []
-        return [name for name, _ in blocks] if len({looks(block) for _, block in blocks}) == 1 else []
+        return [name for name, _ in blocks] if len({block_description(block) for _, block in blocks}) == 1 else []
 
     def with_blocks(self, kept: Sequence[int]) -> nn.Module | None:
         """Copy the model on meta with only some of its equal blocks.
 
         Args:
-            kept: their places in `equal_blocks`.
+            kept: their indices in `equal_blocks`.
 
         Returns:
-            None where the model does not tell its blocks without the others.
+            None if the model does not list its blocks without the others.
         """
         names, model = self.equal_blocks, self.description
         left_out = [place for place in range(len(names)) if place not in set(kept)]
@@ -94,7 +94,7 @@ class Workload:
         """Copy the model on meta with `most` of its blocks; the block REPEATED stands for those left out.
 
         Returns:
-            the copy, and how many blocks were left out: none of a model with few blocks, or with blocks that differ.
+            the copy, and the number of blocks left out: 0 for a model with few or unequal blocks.
         """
         number = len(self.equal_blocks)
         if number > most + 1 and (short := self.with_blocks(range(most))) is not None:
@@ -102,10 +102,11 @@ class Workload:
         return self.model(), 0
 
     def objective(self, model: nn.Module) -> Objective:
+        """Return the loss of a model with its inputs."""
         return objective_of(model, self.loss_fn)
 
     def batch(self, size: int, device: torch.device | None = None) -> Any:
-        """A micro-batch of `size` samples, of zeros."""
+        """Create a micro-batch of `size` samples, all zeros."""
 
         def stacked(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -115,17 +116,18 @@ class Workload:
         return tree_map(stacked, self.sample)
 
     def tokens_per_sample(self) -> int:
-        """Positions in a sample of a language model; 1 for anything else."""
+        """Return the positions in a language model's sample; 1 for anything else."""
         ids = self.sample.get("input_ids") if isinstance(self.sample, Mapping) else None
         return int(ids.shape[-1]) if isinstance(ids, Tensor) and ids.ndim == 1 else 1
 
 
 def workload_of(config: Config, loss_fn: Any = None) -> Workload:
-    """What a config trains, with the loss that it names unless one is given. Without `data.name`, a language model is
-    fed with windows of its `block_size`.
+    """Return a config's model and data, with its loss unless one is given.
+
+    Without `data.name`, a language model gets windows of its `block_size`.
 
     Raises:
-        UsageError: no model is named, or nothing says what a sample looks like.
+        UsageError: no model is named, or the shape of a sample is unknown.
     """
     facts: dict[str, Any] = {}
     sample: Any = None
@@ -156,8 +158,8 @@ def _list_of(model: nn.Module, names: Sequence[str]) -> nn.ModuleList | None:
     return None
 
 
-def looks(block: nn.Module) -> str:
-    """Equal for blocks that compute the same on the same shapes."""
+def block_description(block: nn.Module) -> str:
+    """Return a string that is equal for blocks with the same computation on the same shapes."""
     plain = [
         (name, sorted((k, v) for k, v in vars(m).items() if isinstance(v, bool | int | float | str)))
         for name, m in block.named_modules()

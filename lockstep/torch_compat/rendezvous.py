@@ -22,6 +22,7 @@ class ExtensibleRendezvous(DynamicRendezvousHandler):
         raise NotImplementedError
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the machines, and announce a new store."""
         self._bootstrap_store_info = None  # which is announced only where there is none yet
         return super().next_rendezvous()
 

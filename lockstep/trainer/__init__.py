@@ -1,4 +1,4 @@
-"""The trainer: `Trainer` for Python, `run` for a config."""
+"""Trains models: `Trainer` for Python, `run` for a config."""
 
 from lockstep.trainer.run import run
 from lockstep.trainer.trainer import Trainer

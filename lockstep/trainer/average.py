@@ -1,6 +1,6 @@
-"""The average of a model's weights over its updates, kept beside the run: EMA and SWA.
+"""Averages a model's weights over its updates: EMA and SWA.
 
-Each rank averages what it holds of the parameters, element by element, so an average costs no traffic, is the same
+Each rank averages its own parameters, element by element. An average therefore needs no communication, is the same
 under every strategy, and is saved and resumed with the run's checkpoints.
 """
 
@@ -13,20 +13,20 @@ from torch import Tensor
 from lockstep.errors import UsageError
 from lockstep.parallel.parallel_model import ParallelModel
 
-_EXTRA = "average"  # the name in a checkpoint
+_EXTRA = "average"  # name in a checkpoint
 
 
 class WeightAverage:
-    """Averages the parameters after updates; hand it to `Trainer(…, after_update=…)`.
+    """Averages the parameters after updates; pass it to `Trainer(…, after_update=…)`.
 
     Args:
         decay: of the exponential moving average: a ← decay · a + (1 − decay) · w. None: the mean of all averaged
-            updates counts alike (stochastic weight averaging, Izmailov et al. 2018).
+            updates (stochastic weight averaging, Izmailov et al. 2018).
         start: the first update that is averaged; before it the average is the model itself.
-        every: updates from one that is averaged to the next.
+        every: number of updates from one averaged update to the next.
 
     Raises:
-        UsageError: a number makes no sense.
+        UsageError: a number is out of its range.
     """
 
     def __init__(self, decay: float | None = 0.999, *, start: int = 1, every: int = 1) -> None:
@@ -41,17 +41,17 @@ class WeightAverage:
         self._average: dict[str, Tensor] = {}
 
     def attach(self, placed: ParallelModel) -> None:
-        """Begin with the values that a placed model has; its checkpoints keep the average from now on."""
+        """Start with the values of a placed model, and add the average to its checkpoints."""
         self._placed = placed
         self._average = {name: p.detach().clone() for name, p in placed.parameters.items()}
         placed.state[_EXTRA] = self._average
 
     @torch.no_grad()
     def __call__(self, updates: int) -> None:
-        """Take the parameters of an update into the average.
+        """Add the parameters after an update to the average.
 
         Args:
-            updates: made so far; the first is number 1.
+            updates: number of updates so far; the first is number 1.
         """
         assert self._placed is not None
         averaged, rest = divmod(updates - self._start, self._every)
@@ -59,7 +59,7 @@ class WeightAverage:
             return
         for name, parameter in self._placed.parameters.items():
             average = self._average[name]
-            if averaged <= 0:  # up to its first update it is the model
+            if averaged <= 0:  # until its first update the average is the model
                 average.copy_(parameter)
             elif self._decay is None:
                 average.add_((parameter - average) / (averaged + 1))
@@ -68,7 +68,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model have the average's values inside, to evaluate or to save it; all ranks enter it together."""
+        """Give the model the average's values in the block, to evaluate or save it; all ranks enter it together."""
         self._exchange()
         try:
             yield

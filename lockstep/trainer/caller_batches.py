@@ -1,7 +1,7 @@
-"""Micro-batches that the caller brings to each rank: `Trainer.training_step` and the loops over `lockstep.place`.
+"""Runs micro-batches that the caller passes on each rank: `Trainer.training_step` and loops over `lockstep.place`.
 
-Micro-batch j of data-parallel rank r is number j × ranks + r of the step, under every strategy: what it draws at
-random, and the order in which losses are summed, follow from that number.
+Micro-batch j of data-parallel rank r is number j × ranks + r of the step, under every strategy: its random numbers,
+and the order in which losses are summed, follow from that number.
 """
 
 import warnings
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 
 class StepWindow:
-    """Collects the micro-batches of one step, which the caller brings one at a time.
+    """Collects the micro-batches of one step, which the caller passes one at a time.
 
     Args:
-        trainer: whose step it is; it is only read.
+        trainer: the step's trainer; it is only read.
     """
 
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
         self._accumulator: LossAccumulator | None = None
         self._calls = self._samples = 0
-        self._wanted: int | None = None  # calls that make a step
+        self._calls_per_step: int | None = None  # calls per step
         self._last: Any = None
 
     def add(self, batch: Any) -> tuple[Tensor, StepRecord | None]:
@@ -52,7 +52,7 @@ class StepWindow:
             its mean loss, 0-dim, detached; the record of the step, if it was the last one.
 
         Raises:
-            UsageError: under a pipeline; `global_batch_size` is no whole number of calls on all ranks.
+            UsageError: under a pipeline; `global_batch_size` is not a whole number of calls on all ranks.
         """
         trainer = self._trainer
         if trainer.placed.micro_step is None:
@@ -60,12 +60,12 @@ class StepWindow:
             what = "under a pipeline" if splits_model else "where workers share a rank"
             raise UsageError(f"{what} micro-batches can't be run one at a time", fix="use Trainer.steps(data)")
         batch = move(batch, trainer.device)
-        if self._wanted is None:
+        if self._calls_per_step is None:
             trainer.cluster.check()
             _warn_of_equal_batches(trainer, batch)
-        self._wanted = self._wanted or _calls_in_a_step(trainer, batch)
+        self._calls_per_step = self._calls_per_step or _calls_in_a_step(trainer, batch)
         if trainer.step.nominal is None:
-            trainer.step.learn_nominal(batch, self._micro_batches_per_step)
+            trainer.step.set_nominal(batch, self._micro_batches_per_step)
         if self._accumulator is None:
             trainer.loss_check.before_step(
                 [MicroBatch(0, batch)], self._micro_batches_per_step, trainer.step.progress.step
@@ -74,24 +74,24 @@ class StepWindow:
         if trainer.step.stop_asked:
             self._accumulator.vote_to_stop()
         self._samples, self._last = self._samples + batch_length(batch), batch
-        last = self._calls + 1 == self._wanted
+        last = self._calls + 1 == self._calls_per_step
         loss = self._run(batch, real=True, last=last)
         self._calls += 1
         record = self._update() if last else None
         return loss.summed() / torch.as_tensor(loss.targets).clamp(min=1), record
 
     def flush(self) -> StepRecord | None:
-        """Update with what the window holds, and return the record; None where it holds nothing."""
+        """Update with the micro-batches so far, and return the record; None if there are none."""
         if self._accumulator is None:
             return None
-        # Nothing of it was reduced over ranks yet: one dummy, of weight zero, does it.
+        # Nothing is reduced over ranks yet: one dummy with weight zero starts that.
         self._run(self._last, real=False, last=True)
         return self._update()
 
     @property
     def _micro_batches_per_step(self) -> int:
-        assert self._wanted is not None
-        return self._wanted * self._trainer.layout.data_parallel_size
+        assert self._calls_per_step is not None
+        return self._calls_per_step * self._trainer.layout.data_parallel_size
 
     def _run(self, batch: Any, *, real: bool, last: bool) -> Loss:
         placed, step = self._trainer.placed, self._trainer.step
@@ -111,10 +111,10 @@ class StepWindow:
 
 
 def _calls_in_a_step(trainer: "Trainer", first: Any) -> int:
-    """Return how many micro-batches each rank brings to a step.
+    """Return the number of micro-batches that each rank passes per step.
 
     Args:
-        first: the first of them; its size stands where the settings name none.
+        first: the first of them; its size counts if the settings have none.
     """
     training, ranks = trainer.config.training, trainer.layout.data_parallel_size
     if training.global_batch_size is None:
@@ -133,7 +133,7 @@ def _calls_in_a_step(trainer: "Trainer", first: Any) -> int:
 
 
 def _warn_of_equal_batches(trainer: "Trainer", batch: Any) -> None:
-    """Warn where two ranks bring the same first micro-batch: a loader without a sampler reads the same on all ranks."""
+    """Warn if two ranks pass the same first micro-batch: a loader without a sampler reads the same on all ranks."""
     ranks = trainer.layout.data_parallel_size
     if ranks == 1:
         return
@@ -148,7 +148,7 @@ def _warn_of_equal_batches(trainer: "Trainer", batch: Any) -> None:
 
 
 def _digest(batch: Any) -> int:
-    """Return a checksum of the batch's tensors; where it has none, a number that no other rank returns."""
+    """Return a checksum of the batch's tensors; without tensors, a number that differs on every rank."""
     leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
     found = 0 if tensors else -1 - dist.get_rank()
@@ -161,34 +161,34 @@ _CALLS = ("backward", "evaluate")
 
 
 @dataclass
-class _Row:
-    """What one rank reports."""
+class _Report:
+    """Report of one rank."""
 
-    step: int  # where it is
-    call: int  # of `_CALLS`
+    step: int  # of its loop
+    call: int  # index in `_CALLS`
     dp_rank: int  # its data-parallel rank
-    held: int  # micro-batches that it brings
-    able: bool  # it has something to run a weightless copy of
+    num_batches: int  # number of micro-batches that it passes
+    has_batch: bool  # whether it has a micro-batch for a weightless copy
     count: float  # rank 0: valid targets of the first one
 
     @classmethod
-    def read(cls, numbers: Sequence[float]) -> "_Row":
-        step, call, dp_rank, held, able, count = numbers
-        return cls(int(step), int(call), int(dp_rank), int(held), bool(able), count)
+    def from_numbers(cls, numbers: Sequence[float]) -> "_Report":
+        step, call, dp_rank, num_batches, has_batch, count = numbers
+        return cls(int(step), int(call), int(dp_rank), int(num_batches), bool(has_batch), count)
 
-    def written(self) -> list[float]:
-        return [self.step, self.call, self.dp_rank, self.held, self.able, self.count]
+    def to_numbers(self) -> list[float]:
+        return [self.step, self.call, self.dp_rank, self.num_batches, self.has_batch, self.count]
 
 
 @dataclass
 class MicroBatchAssigner:
-    """Numbers the micro-batches that each rank brings, as all ranks agree before anything runs.
+    """Numbers the micro-batches of each rank, after all ranks have agreed.
 
-    A rank that is short of one runs a weightless copy of a micro-batch that it has had.
+    A rank with fewer micro-batches runs weightless copies of an earlier one.
 
     Attributes:
-        placed: the model that they are for.
-        nominal: what backward divides by, as `lockstep.step` has it; from the first micro-batch of all.
+        placed: the model.
+        nominal: divisor in backward, see `lockstep.step`; from the very first micro-batch.
         dp_rank: this rank's data-parallel rank; the ranks of one pipeline share it.
     """
 
@@ -202,11 +202,11 @@ class MicroBatchAssigner:
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.placed.layout.data_parallel_size
 
     def assign(self, batches: Sequence[Any], step: int, call: str) -> tuple[list[MicroBatch], int]:
-        """Number this rank's micro-batches; every rank calls it.
+        """Assign numbers to this rank's micro-batches; every rank calls it.
 
         Args:
             batches: this rank's.
@@ -214,23 +214,23 @@ class MicroBatchAssigner:
             call: backward or evaluate.
 
         Returns:
-            this rank's micro-batches, and their number over all ranks; none and 0 where no rank brings any.
+            this rank's micro-batches, and their number over all ranks; none and 0 if no rank passes any.
 
         Raises:
-            UsageError: the ranks of a pipeline bring different numbers of micro-batches, or a rank never had one.
+            UsageError: the ranks of a pipeline pass different numbers of micro-batches, or a rank never had one.
             RunError: ranks are in different places of the loop.
         """
         batches = [move(batch, self.placed.random_state.device) for batch in batches]
         self._last = batches[-1:] or self._last
         first = bool(batches) and self.nominal == 0 and self.placed.wants_data
         count = float(self.placed.objective.estimate(batches[0])) if first else 0.0  # host waits for the device, once
-        mine = _Row(step, _CALLS.index(call), self.dp_rank, len(batches), bool(self._last), count)
+        mine = _Report(step, _CALLS.index(call), self.dp_rank, len(batches), bool(self._last), count)
         rows = _reported(mine, self.placed)
         _require_agreement(rows)
-        rounds = max(row.held for row in rows)
+        rounds = max(row.num_batches for row in rows)
         if rounds == 0:
             return [], 0
-        _require_able(rows)
+        _require_batch(rows)
         micro_batches_per_step = rounds * self.dp_size
         self.nominal = self.nominal or nominal_count(rows[0].count, micro_batches_per_step)
         runs = [*batches, *self._last * (rounds - len(batches))]
@@ -240,19 +240,19 @@ class MicroBatchAssigner:
         return micro_batches, micro_batches_per_step
 
 
-def _reported(mine: _Row, placed: ParallelModel) -> list[_Row]:
-    """Return what all ranks report, by rank; the host waits for no device where the CPU has a process group."""
+def _reported(mine: _Report, placed: ParallelModel) -> list[_Report]:
+    """Return the reports of all ranks, by rank; the host does not wait for a device if the CPU has a process group."""
     if placed.layout.world_size == 1:
         return [mine]
-    numbers = mine.written()
+    numbers = mine.to_numbers()
     table = torch.zeros(placed.layout.world_size, len(numbers), dtype=torch.float64)
     table[dist.get_rank()] = torch.tensor(numbers, dtype=torch.float64)
     table = table.to(object_device(placed.random_state.device))
     dist.all_reduce(table)
-    return [_Row.read(numbers) for numbers in table.tolist()]
+    return [_Report.from_numbers(numbers) for numbers in table.tolist()]
 
 
-def _require_agreement(rows: Sequence[_Row]) -> None:
+def _require_agreement(rows: Sequence[_Report]) -> None:
     places = [f"{_CALLS[row.call]} after step {row.step}" for row in rows]
     other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
     if other is not None:
@@ -263,15 +263,16 @@ def _require_agreement(rows: Sequence[_Row]) -> None:
         )
     for rank, row in enumerate(rows):
         first = next(other for other, its in enumerate(rows) if its.dp_rank == row.dp_rank)
-        if rows[first].held != row.held:
+        if rows[first].num_batches != row.num_batches:
             raise UsageError(
-                f"ranks {first} and {rank} are one pipeline, and bring {rows[first].held} and {row.held} micro-batches",
+                f"ranks {first} and {rank} are one pipeline, and bring {rows[first].num_batches} and {row.num_batches} "
+                "micro-batches",
                 fix="bring the same micro-batches to all ranks of a pipeline: those of placed.data_parallel_rank",
             )
 
 
-def _require_able(rows: Sequence[_Row]) -> None:
-    unable = next((rank for rank, row in enumerate(rows) if not row.able), None)
+def _require_batch(rows: Sequence[_Report]) -> None:
+    unable = next((rank for rank, row in enumerate(rows) if not row.has_batch), None)
     if unable is not None:
         raise UsageError(
             f"rank {unable} brings no micro-batch, and has had none before",

@@ -1,4 +1,4 @@
-"""When a run is saved, what is kept, from where it is resumed, and to where it goes back."""
+"""Decides when a run is saved, which checkpoints are kept, where it resumes, and where it rolls back to."""
 
 import logging
 import math
@@ -15,12 +15,12 @@ from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat import together
 from lockstep.monitor import Monitor
 from lockstep.records import RunDirectory
-from lockstep.trainer.run_state import Loaded, compare, keep_what_was_changed
+from lockstep.trainer.run_state import Loaded, apply_changed_options, compare
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
 
-METRICS = ("eval_loss", "loss", "grad_norm")  # what `checkpoint.keep_best` may name; the least is the best
+METRICS = ("eval_loss", "loss", "grad_norm")  # possible values of `checkpoint.keep_best`; the lowest is the best
 
 _log = logging.getLogger("lockstep")
 
@@ -29,11 +29,11 @@ class Checkpointer:
     """Saves one run; every rank has one, and calls each method at the same steps.
 
     Args:
-        trainer: whose state is saved; it is only read.
-        monitor: is told what was saved, how long training stood still for it, and what failed.
+        trainer: the run's trainer; it is only read.
+        monitor: records saves, the time that training waited for them, and failures.
 
     Raises:
-        UsageError: the hosts do not share the run directory and the format needs it, or `keep_best` names no metric.
+        UsageError: the hosts do not share the run directory and the format needs it, or `keep_best` is not a metric.
     """
 
     def __init__(self, trainer: "Trainer", monitor: Monitor) -> None:
@@ -42,7 +42,7 @@ class Checkpointer:
         self._folder = None if self._config.save_strategy == "none" else trainer.checkpoints
         self._saver: checkpoint.AsyncSaver | None = None
         self._evaluated: dict[int, float] = {}
-        self._saved: int | None = None  # the last step of which a save was begun
+        self._saved: int | None = None  # step of the last save that was begun
         if self._folder is None:
             return
         if self._config.keep_best not in (None, *METRICS):
@@ -62,10 +62,10 @@ class Checkpointer:
     # ---- what the loop calls ----
 
     def after_step(self, *, last: bool, last_of_epoch: bool) -> None:
-        """Save if it is time; see what became of the save that is under way.
+        """Save if it is due; check the running save.
 
         Raises:
-            RunError: the storage refused, and the config says to stop, or the run ends here.
+            RunError: the storage failed, and the config says to stop, or the run ends here.
         """
         if self._folder is None:
             return
@@ -78,16 +78,16 @@ class Checkpointer:
 
     @together
     def save(self, *, must_succeed: bool) -> None:
-        """Save the run as it stands; in the background, if it need not have succeeded when this returns."""
+        """Save the run now; in the background, unless it must have succeeded when this returns."""
         step = self._trainer.step.progress.step
         if self._folder is None or self._saved == step:
             self.finish(must_succeed=must_succeed)
             return
         started = time.perf_counter()
         with self._trainer.step.clock.during("checkpoint"):
-            self._trainer.step.flush()  # host waits for the device: what is saved must hold no bad numbers
-            self._monitor.flush()  # a run that goes on from here finds its records up to here
-            # The one before is waited for: one at a time is under way.
+            self._trainer.step.flush()  # host waits for the device: bad numbers must not be saved
+            self._monitor.flush()  # a run that resumes here has the records up to here
+            # Only one save runs at a time.
             self.finish(must_succeed=False)
             waited = time.perf_counter() - started
             self._guard(lambda: self._begin(step), must_succeed=must_succeed)
@@ -99,18 +99,18 @@ class Checkpointer:
             _log.warning("warning: step %d waited %.1f s for the save before it to be written", step, waited)
 
     def finish(self, *, must_succeed: bool) -> None:
-        """Wait for the save that is under way: at the end, before a stop, before the run goes back."""
+        """Wait for the running save: at the end, before a stop, before a rollback."""
         if self._saver is not None:
             self._guard(self._saver.wait, must_succeed=must_succeed)
 
     def finish_alone(self) -> None:
-        """Wait for the save that is under way on this rank, which ends for an error; the others are not asked."""
+        """Wait for the running save on this rank, which ends with an error, without asking the others."""
         if self._saver is not None:
             self._trainer.heartbeat.beat(self._trainer.step.progress.step, "pause")
             self._saver.finish_alone()
 
-    def went_back(self) -> None:
-        """The run stands at an earlier step: later ones will be saved anew."""
+    def reset_after_rollback(self) -> None:
+        """Prepare for saving later steps again, after a rollback."""
         self._saved = None
 
     # ---- how ----
@@ -128,7 +128,7 @@ class Checkpointer:
             self._committed(path)
 
     def _committed(self, path: checkpoint.CheckpointPath) -> None:
-        """Record a commit, and delete what is no longer kept; on rank 0, in the background where the save was."""
+        """Record a commit, and delete old checkpoints; on rank 0, in the background for an asynchronous save."""
         assert self._folder is not None
         self._monitor.event("save", step=checkpoint.step_of(path.name), checkpoint=path.name)
         best = self._config.keep_best
@@ -152,10 +152,10 @@ class Checkpointer:
 
 
 class Rollback:
-    """Reports anomalies and takes a run back; every rank has one, and calls each method at the same steps.
+    """Reports anomalies and rolls a run back; every rank has one, and calls each method at the same steps.
 
     Args:
-        trainer: whose run goes back.
+        trainer: the run's trainer.
     """
 
     def __init__(self, trainer: "Trainer") -> None:
@@ -163,7 +163,7 @@ class Rollback:
         self._times: dict[int, int] = {}  # step → rollbacks to it
 
     def report(self, monitor: Monitor, source: StepSource, anomaly: Anomaly) -> None:
-        """Report an anomaly and its samples: dataset indices by micro-batch, where the data have any."""
+        """Report an anomaly and its samples: dataset indices by micro-batch, if the data have any."""
         order = getattr(source, "order", None)
         window = order.window(anomaly.step - 1) if order is not None else None
         monitor.event(
@@ -173,41 +173,41 @@ class Rollback:
         )  # fmt: skip
         monitor.say(f"warning: {anomaly.what}")
 
-    def go_back(self, error: BadNumbersError, monitor: Monitor, checkpointer: Checkpointer) -> None:
-        """Go back to the newest checkpoint, from where the bad step's data will be passed over.
+    def roll_back(self, error: BadNumbersError, monitor: Monitor, checkpointer: Checkpointer) -> None:
+        """Go back to the newest checkpoint; the bad step's data will be skipped.
 
         Raises:
-            BadNumbersError: the config says to stop, there is nothing to go back to, or it has been done too often.
+            BadNumbersError: the config says to stop, there is no checkpoint, or there were too many rollbacks.
         """
         trainer = self._trainer
         checkpointer.finish(must_succeed=False)
-        if not error.goes_back or trainer.checkpoints is None:
+        if not error.rolls_back or trainer.checkpoints is None:
             raise error
         trainer.optimizer.zero_grad(set_to_none=True)
         if not checkpoint.list_checkpoints(trainer.checkpoints):
             monitor.say("there is no checkpoint yet to go back to")
             raise error
         found = find(trainer, "auto")
-        loaded = go_to(trainer, found)
+        loaded = restore(trainer, found)
         assert found is not None and loaded is not None, "there is one"  # noqa: PT018
         step = loaded.step
-        # Each step is gone back to so often at most: else a run could go round for ever.
+        # The number of rollbacks to a step is limited: else a run could repeat them for ever.
         self._times = {step: self._times.get(step, 0) + 1}
         if self._times[step] > trainer.config.training.bad_numbers.patience:
             raise error
         trainer.step.avoid_data_of(error.anomaly.step)
-        checkpointer.went_back()
+        checkpointer.reset_after_rollback()
         monitor.event("rollback", step=step, checkpoint=found.name, passed_over=error.anomaly.step)
         monitor.say(f"goes back to step {step}, {found.name}, and passes over the data of step {error.anomaly.step}")
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on from.
+    """Where a run resumes.
 
     Attributes:
         checkpoint: None for a fresh start.
-        log_lines: what is to be logged about it.
+        log_lines: lines to log about it.
     """
 
     checkpoint: checkpoint.CheckpointPath | None
@@ -215,18 +215,18 @@ class Resumed:
 
 
 def resume(trainer: "Trainer", how: str) -> Resumed:
-    """Take the run's state, and its run directory, to where it goes on; all ranks call it. See `Trainer.resume`."""
+    """Bring the run's state, and its run directory, to where it resumes; all ranks call it. See `Trainer.resume`."""
     started = time.perf_counter()
     found = find(trainer, how)
     changed = []
     if found is not None:
         changed = compare(trainer.config, trainer.global_batch_size, found, is_main=trainer.is_main_process)
     fresh = [dict(group) for group in trainer.optimizer.param_groups]
-    loaded = go_to(trainer, found)
+    loaded = restore(trainer, found)
     if found is None or loaded is None:
         return Resumed(None, [])
     if trainer.scales_rate:  # the config's own optimizer; a user's brings its options
-        keep_what_was_changed(trainer.optimizer.param_groups, fresh, changed)
+        apply_changed_options(trainer.optimizer.param_groups, fresh, changed)
     log_lines = [*loaded.log_lines, f"goes on after step {loaded.step}, from {found}"]
     if changed:
         log_lines.append(f"changed since that step: {', '.join(map(str, changed))}")
@@ -236,29 +236,29 @@ def resume(trainer: "Trainer", how: str) -> Resumed:
     return Resumed(found, log_lines)
 
 
-def go_to(trainer: "Trainer", found: checkpoint.CheckpointPath | None) -> Loaded | None:
-    """Take the run's state, and its run directory, to a checkpoint, or to the start; every rank calls it.
+def restore(trainer: "Trainer", found: checkpoint.CheckpointPath | None) -> Loaded | None:
+    """Bring the run's state, and its run directory, to a checkpoint, or to the start; every rank calls it.
 
-    Metrics of later steps are dropped, and later checkpoints set aside: these steps will be written anew.
+    Metrics of later steps are dropped, and later checkpoints set aside: these steps will be written again.
     """
     loaded = trainer.state.load(found) if found is not None else None
     step = loaded.step if loaded is not None else 0
     directory = trainer.run_directory
     if directory is not None and trainer.is_main_process:
-        directory.forget_after(step)
+        directory.drop_after(step)
         for path in checkpoint.set_aside(trainer.checkpoints or directory.checkpoints, after=step):
             directory.append_event("set_aside", step=step, checkpoint=path.name)
     if trainer.layout.world_size > 1:
-        collectives.barrier()  # nobody looks into the folder before it is in order
+        collectives.barrier()  # no rank reads the folder before it is in order
     return loaded
 
 
 def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
-    """Return where to resume from: the newest whole checkpoint (`auto`), nowhere (`never`), or the path that is given.
+    """Return where to resume: the newest whole checkpoint (`auto`), nowhere (`never`), or the given path.
 
     Raises:
-        UsageError: the path is no checkpoint.
-        RunError: there are checkpoints, and none is whole: starting afresh is for a person to decide.
+        UsageError: the path is not a checkpoint.
+        RunError: there are checkpoints, and none is whole: a person has to decide about a fresh start.
     """
     if how == "never":
         return None
@@ -276,7 +276,7 @@ def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
 
 
 def checkpoints_of(trainer: "Trainer") -> checkpoint.Directory | None:
-    """Return where a run keeps its checkpoints: in its run directory, or in the storage that its config names."""
+    """Return where a run keeps its checkpoints: in its run directory, or in the config's storage."""
     directory, storage = trainer.run_directory, trainer.config.checkpoint.storage
     if directory is None:
         return None
@@ -284,7 +284,7 @@ def checkpoints_of(trainer: "Trainer") -> checkpoint.Directory | None:
 
 
 def storage_is_shared(trainer: "Trainer") -> bool:
-    """Return whether all ranks see one folder of checkpoints; all ranks call it together.
+    """Return whether all ranks see the same folder of checkpoints; all ranks call it together.
 
     Raises:
         UsageError: they do not, and the format of checkpoints needs it.
@@ -304,24 +304,29 @@ def storage_is_shared(trainer: "Trainer") -> bool:
 
 
 def evaluations(directory: RunDirectory) -> dict[int, float]:
-    """Step → the loss of its evaluation, as far as metrics.jsonl knows."""
+    """Return step → the loss of its evaluation, from metrics.jsonl."""
     return {int(row["step"]): float(row["eval_loss"]) for row in directory.read_metrics() if "eval_loss" in row}
 
 
 def best_of(
     folder: checkpoint.Directory, metric: str, later: Mapping[int, float]
 ) -> list[checkpoint.CheckpointPath]:  # fmt: skip
-    """Return the checkpoint whose metric is least, of those that know it; the newest of equals. Empty if there is none.
+    """Return the checkpoint with the lowest metric, the newest of equal ones; empty if none has the metric.
 
     Args:
-        later: step → value, where it was measured after the checkpoint was written.
+        later: step → value, if it was measured after the checkpoint was written.
     """
     known = []
     for path in checkpoint.list_checkpoints(folder):
         try:
             metrics = checkpoint.read_state(path).get("metrics", {})
             value = later.get(checkpoint.step_of(path.name) or 0, float(metrics.get(metric, math.nan)))
-        except (RunError, TypeError, ValueError, AttributeError):  # a damaged one is no candidate, and is kept anyway
+        except (
+            RunError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ):  # a damaged checkpoint is not a candidate
             continue
         if math.isfinite(value):
             known.append((value, path))

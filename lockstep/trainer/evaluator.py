@@ -1,4 +1,4 @@
-"""Evaluation: every sample once, the mean over valid targets, the same number on every rank and every topology."""
+"""Evaluates: every sample once, the mean over valid targets, the same number on every rank and every topology."""
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -15,22 +15,21 @@ from lockstep.parallel.parallel_model import ParallelModel
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
 
-WINDOW = 16  # micro-batches whose losses travel in one all-reduce; fixed, so that the order of the sum is
+WINDOW = 16  # micro-batches per all-reduce of losses; constant, so that the order of the sum is
 
 
 class EvaluationStoppedError(Exception):
-    """Raised on all ranks, after the same micro-batches, where one of them was asked to stop."""
+    """Raised on all ranks, after the same micro-batches, if one of them was asked to stop."""
 
 
 class Evaluator:
     """Evaluates a run's model; every rank has one, and calls it at the same steps.
 
-    An evaluation ends early where a rank is asked to stop: the run is saved at once, and makes up for the evaluation
-    when it goes on.
+    An evaluation ends early if a rank is asked to stop: the run is saved at once, and evaluates when it resumes.
 
     Args:
-        trainer: whose model is evaluated; it is only read.
-        data: what it is evaluated on; None: nothing.
+        trainer: the model's trainer; it is only read.
+        data: the data; None: none.
     """
 
     def __init__(self, trainer: "Trainer", data: Any) -> None:
@@ -38,19 +37,19 @@ class Evaluator:
 
     @property
     def is_due(self) -> bool:
-        """Whether the step at which the run stands is one to evaluate after."""
+        """Whether to evaluate after the run's current step."""
         step, every = self._trainer.step.progress.step, self._trainer.config.training.eval_steps
         return self._data is not None and every is not None and step > 0 and step % every == 0
 
     @property
     def is_due_at_end(self) -> bool:
-        """Whether there is anything to evaluate on after the last step."""
+        """Whether to evaluate after the last step."""
         return self._data is not None
 
     def was_stopped(self) -> bool:
-        """Return whether the evaluation of the step at which the run stands was stopped; all ranks call it.
+        """Return whether the evaluation of the run's current step was stopped; all ranks call it.
 
-        Rank 0 finds that out: this run directory's run has saved the step and has not written its evaluation down.
+        Rank 0 finds out: the run directory's run has saved the step and has not recorded its evaluation.
         """
         trainer = self._trainer
         step, directory = trainer.step.progress.step, trainer.run_directory
@@ -64,7 +63,7 @@ class Evaluator:
         return Ranks().broadcast("the metrics of the run could not be read", stopped)
 
     def run(self) -> float | None:
-        """Return the mean loss over the data; None where a rank was asked to stop meanwhile."""
+        """Return the mean loss over the data; None if a rank was asked to stop meanwhile."""
         trainer = self._trainer
         source = validation_source(trainer, self._data)
         limit = trainer.config.training.eval_batches
@@ -75,7 +74,7 @@ class Evaluator:
 
 
 def validation_source(trainer: "Trainer", data: Any) -> StepSource:
-    """Return one epoch of `data`, in its own order, as `evaluate` takes it; a DataLoader's own batch size stands.
+    """Return one epoch of `data`, in its own order, for `evaluate`; a DataLoader keeps its own batch size.
 
     With `training.eval_batches` it ends with the window that holds the last of them.
     """
@@ -94,8 +93,8 @@ def validation_source(trainer: "Trainer", data: Any) -> StepSource:
 def evaluating(placed: ParallelModel) -> Iterator[None]:
     """Put the model into evaluation mode for the length of the block.
 
-    Parameters that FSDP2 has gathered for a forward pass are let go of again: an update, or a checkpoint that is taken
-    up, writes to the shards, and the next forward pass has to gather what was written.
+    Parameters that FSDP2 has gathered for a forward pass are freed: an update, or loading a checkpoint, writes to the
+    shards, and the next forward pass has to gather the new values.
     """
     before = [(module, module.training) for part in placed.parts for module in part.modules()]
     for part in placed.parts:
@@ -116,12 +115,12 @@ def evaluate(
     """Return the mean loss over the source, or over its first micro-batches.
 
     Args:
-        source: one epoch, in windows of at most `WINDOW` micro-batches, shared out by `placed.assign`.
-        limit: how many micro-batches count, over all ranks; None: all of them.
-        asked: whether this rank was asked to stop; looked at after each window.
+        source: one epoch, in windows of at most `WINDOW` micro-batches, assigned by `placed.assign`.
+        limit: number of micro-batches that count, over all ranks; None: all of them.
+        asked: whether this rank was asked to stop; called after each window.
 
     Raises:
-        EvaluationStoppedError: some rank was; on every rank, after the same window.
+        EvaluationStoppedError: some rank was asked; on every rank, after the same window.
     """
     loss_sum: Number = 0.0
     count: Number = 0.0
@@ -143,7 +142,7 @@ def evaluate(
 
 
 def _counted(micro_batch: MicroBatch, batches: StepBatches, limit: int | None) -> MicroBatch:
-    """Return the micro-batch, as a dummy where it is beyond the limit: all ranks run equally many."""
+    """Return the micro-batch, as a dummy if it is beyond the limit: all ranks run the same number."""
     place = batches.step * WINDOW + micro_batch.index
     return MicroBatch(micro_batch.index, micro_batch.batch, micro_batch.real and (limit is None or place < limit))
 

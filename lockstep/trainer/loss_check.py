@@ -1,12 +1,12 @@
-"""Whether a loss adds up, compared in the first steps of a run: of a micro-batch whole, and of its two halves.
+"""Checks in a run's first steps that the loss of a micro-batch is that of its two halves.
 
-A mean that is weighted by something else than what it was divided by gives another loss, and another gradient, for
-every cut of the same samples. All topologies agree on it, so only another cut shows it. The comparison runs in
-evaluation mode, without gradients; it leaves buffers, random numbers and what modules count as they were. Compiled
-blocks run as they are written, so that nothing is compiled for the shapes of the halves.
+A mean whose weights differ from its divisor gives another loss, and another gradient, for every split of the same
+samples. All topologies agree on it, so only another split shows it. The check runs in evaluation mode, without
+gradients; it does not change buffers, random numbers and the counters of modules. Compiled blocks run without
+their compiled code, so that nothing is compiled for the shapes of the halves.
 
-Nothing is compared where an update is made of one micro-batch, for then no cut matters; where the forward pass draws
-random numbers even in evaluation mode, or returns no loss there; and in batches that can't be halved.
+Nothing is checked if an update is made from one micro-batch, since then no split matters; if the forward pass draws
+random numbers even in evaluation mode, or returns no loss there; and for batches that cannot be halved.
 """
 
 import math
@@ -36,14 +36,14 @@ from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.torch_compat.pytree import tree_flatten, tree_map_only, tree_unflatten
 from lockstep.trainer.evaluator import evaluating
 
-STEPS = 3  # of a run, in which it is compared: targets that are left out need not be in the first
-_TOLERANCE = 1e-4  # of the loss: rounding of float32 is a hundred times less
-_COARSE_TOLERANCE = 1e-2  # in low precision, and on GPUs, whose kernels change with the size of the batch
-_REPEATS = 1e-2  # of a difference between cuts: what differs by more when it is computed again draws random numbers
+STEPS = 3  # number of steps to check: the first need not contain ignored targets
+_TOLERANCE = 1e-4  # relative; rounding of float32 is a hundred times less
+_COARSE_TOLERANCE = 1e-2  # in low precision, and on GPUs, whose kernels depend on the size of the batch
+_REPEATS = 1e-2  # relative to the difference between splits: a repeated loss that differs by more draws random numbers
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Split:
     """The same samples whole, and in two halves."""
 
     whole: Any
@@ -52,13 +52,13 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _Finding:
-    """What one rank found.
+    """Finding of one rank.
 
     Attributes:
-        adds_up: None: can't be told.
-        told: torch's loss functions tell what the loss is a mean over; None: this rank does not compute it.
-        auxiliary: it has a term that no cut keeps, as its author knows.
-        text: what it says where it does not add up: (what, fix).
+        adds_up: None: unknown.
+        told: whether torch's loss functions show the divisor of the loss; None: this rank does not compute it.
+        auxiliary: whether the loss has a term that depends on the split by design.
+        text: if it does not add up: (what, fix).
     """
 
     adds_up: bool | None
@@ -68,15 +68,15 @@ class _Finding:
 
 
 class LossCheck:
-    """Compares the loss in the first steps of a run; every rank has one, and calls it before each step.
+    """Checks the loss in the first steps of a run; every rank has one, and calls it before each step.
 
     Args:
         placed: the model.
-        compiled: its blocks are compiled.
-        coarse: it computes in low precision.
+        compiled: whether its blocks are compiled.
+        coarse: whether it computes in low precision.
 
     Attributes:
-        left: steps in which it will compare.
+        left: number of steps still to check.
     """
 
     def __init__(self, placed: ParallelModel, *, compiled: bool, coarse: bool) -> None:
@@ -87,42 +87,43 @@ class LossCheck:
         self._tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE
 
     def skip(self) -> None:
-        """Compare nothing in this run."""
+        """Check nothing in this run."""
         self.left = 0
 
     def before_step(self, micro_batches: Sequence[MicroBatch], micro_batches_per_step: int, step: int) -> None:
-        """Compare, if it is time; on rank 0 warn where the loss does not add up, with the line to write.
+        """Check the loss, if it is due; on rank 0 warn if it does not add up, with the line to write.
 
         Args:
             micro_batches: this rank's of the step that follows.
-            micro_batches_per_step: micro-batches in it, over all ranks.
+            micro_batches_per_step: number in it, over all ranks.
+            step: the step.
 
         Raises:
-            UsageError: a Hugging Face model's loss does not add up, or nothing tells what it is a mean over.
+            UsageError: a Hugging Face model's loss does not add up, or its divisor is unknown.
         """
         placed = self._placed
         models = placed.local_training.total if placed.local_training is not None else 1
-        if not self.left or micro_batches_per_step <= models:  # each is updated from one micro-batch, or none
+        if not self.left or micro_batches_per_step <= models:  # each model is updated from one micro-batch, or none
             return
         self.left -= 1
-        # The ranks of a pipeline have the same batch already, and those in the middle of it have none.
+        # The ranks of a pipeline have the same batch already, and those in its middle have none.
         if placed.layout.shard > 1 and placed.layout.pipeline == 1:
             micro_batches = [MicroBatch(0, self._of_rank_0(micro_batches[0].batch))]
-        self._judge(gather_objects(self._found(micro_batches, step)))
+        self._conclude(gather_objects(self._finding(micro_batches, step)))
 
     def _of_rank_0(self, batch: Any) -> Any:
-        """Return rank 0's batch, on all ranks: all gather a sharded unit at once, and data may decide which unit."""
+        """Return rank 0's batch, on all ranks: all gather a sharded unit together, and data may decide which unit."""
         box = [tree_map_only(Tensor, Tensor.cpu, batch) if is_main_process() else None]
         device = self._placed.random_state.device
         dist.broadcast_object_list(box, src=0, device=object_device(device))
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), box[0])
 
-    def _judge(self, findings: list[_Finding]) -> None:
-        """Speak of what all ranks found."""
+    def _conclude(self, findings: list[_Finding]) -> None:
+        """Warn or raise because of the findings of all ranks."""
         must_be_told = self._placed.objective.must_be_told
         text = next((f.text for f in findings if f.text and not (f.told and f.auxiliary)), None)
         if text is None and must_be_told and any(f.adds_up is None and f.told is False for f in findings):
-            text = ("nothing tells what the model's loss is a mean over", line_to_write())
+            text = ("nothing tells what the model's loss is a mean over", fix_for_count())
         if text is None:
             return
         self.left = 0
@@ -133,32 +134,36 @@ class LossCheck:
         if is_main_process():
             warnings.warn(f"{what}\n  why: {why}\n  do: {fix}", stacklevel=2)
 
-    def _found(self, micro_batches: Sequence[MicroBatch], step: int) -> _Finding:
-        """What this rank finds; all ranks run the same forward passes."""
+    def _finding(self, micro_batches: Sequence[MicroBatch], step: int) -> _Finding:
+        """Return this rank's finding; all ranks run the same forward passes."""
         placed, objective = self._placed, self._placed.objective
         observed = objective.observed
         cut = _halved(micro_batches) if placed.wants_data else None
         batches = [micro_batches[0].batch] * 3 if cut is None else [cut.whole, *cut.halves]
         if not all(gather_objects(cut is not None or not placed.wants_data)):
             batches = batches[:1] if objective.must_be_told else []
-        with evaluating(placed), _unchanged(placed), _as_written(placed) if self._compiled else nullcontext():
+        with (
+            evaluating(placed),
+            _restored_afterwards(placed),
+            _without_compiled_code(placed) if self._compiled else nullcontext(),
+        ):
             losses = self._losses(batches, step, "check the loss")
-            adds_up = self._adds_up(losses)
+            adds_up = self._compare(losses)
             if not all(found is not False for found in gather_objects(adds_up)):
                 again = self._losses(batches[:1], step, "check the loss again")
                 if adds_up is False:
                     whole = losses[0][0]
-                    least = max(abs(whole - _of_halves(losses)), self._rounding(losses))
+                    least = max(abs(whole - _mean_of_halves(losses)), self._rounding(losses))
                     draws = abs(whole - again[0][0]) > _REPEATS * least
                     adds_up = None if draws else False
         text = None
         if adds_up is False and cut is not None:
-            text = _text(cut, losses, counted=observed is None)
+            text = _message(cut, losses, counted=observed is None)
         told, auxiliary = (True, False) if observed is None else (observed.told, observed.auxiliary)
         return _Finding(adds_up, told, auxiliary, text)
 
     def _losses(self, batches: Sequence[Any], step: int, phase: str) -> list[tuple[float, float]]:
-        """(mean, count) of each batch; fewer where the model returns no loss in evaluation mode."""
+        """Return (mean, count) of each batch; fewer if the model returns no loss in evaluation mode."""
         placed, losses = self._placed, _Losses()
         observed, piped = placed.objective.observed, placed.layout.pipeline > 1
         if observed is not None:
@@ -168,9 +173,9 @@ class LossCheck:
                 failed = last_stage.reached = False
                 try:
                     placed.evaluate([MicroBatch(0, batch)], losses)
-                except Exception:  # whatever a model raises where it is not trained; training will raise what matters
+                except Exception:  # any error of a model in evaluation mode; training will raise those that matter
                     if piped and not last_stage.reached:
-                        raise  # other ranks wait for what this one was to send
+                        raise  # other ranks wait for this one's message
                     failed = True
                 if any(gather_objects(failed)) if piped else failed:
                     break
@@ -180,27 +185,27 @@ class LossCheck:
         self._proportional = _proportional(losses.divisors)
         return losses.found
 
-    def _adds_up(self, losses: list[tuple[float, float]]) -> bool | None:
+    def _compare(self, losses: list[tuple[float, float]]) -> bool | None:
         if len(losses) < 3 or not all(math.isfinite(mean) for mean, _ in losses):
             return None
         if not any(count for _, count in losses[1:]):
             return None
         if self._placed.objective.must_be_told and not self._proportional:
-            return False  # though the terms may happen to be as large for the one half as for the other
-        return abs(losses[0][0] - _of_halves(losses)) <= self._rounding(losses)
+            return False  # even if the terms happen to be equal for both halves
+        return abs(losses[0][0] - _mean_of_halves(losses)) <= self._rounding(losses)
 
     def _rounding(self, losses: list[tuple[float, float]]) -> float:
         return self._tolerance * max(abs(mean) for mean, _ in losses)
 
 
-def _of_halves(losses: list[tuple[float, float]]) -> float:
-    """Return the mean loss of the whole that the halves make with their counts."""
+def _mean_of_halves(losses: list[tuple[float, float]]) -> float:
+    """Return the mean loss of the whole, from the halves and their counts."""
     _, (one, n), (other, m) = losses
     return (one * n + other * m) / (n + m)
 
 
 def _proportional(divisors: Sequence[tuple[float, ...]]) -> bool:
-    """Whether what the means were divided by has one proportion in all batches: their sum has one weight only then."""
+    """Return whether the means' divisors have one proportion in all batches: only then their sum has one weight."""
     known = [each for each in divisors if each and all(each)]
     return all(
         len(each) == len(known[0])
@@ -210,7 +215,7 @@ def _proportional(divisors: Sequence[tuple[float, ...]]) -> bool:
 
 
 class _Losses(LossAccumulator):
-    """Keeps the mean loss of each micro-batch, and what it counts; of this rank alone."""
+    """Keeps the mean loss and the count of each micro-batch of this rank."""
 
     def __init__(self) -> None:
         super().__init__(0, torch.device("cpu"), shared=False)
@@ -223,7 +228,7 @@ class _Losses(LossAccumulator):
 
 
 class _LastStage:
-    """Tells whether the last stage of a pipeline has begun: then no other rank waits for this one."""
+    """Detects whether the last stage of a pipeline has begun: then no other rank waits for this one."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._last = [part for part in parts if getattr(part, "is_last", False)]
@@ -242,8 +247,8 @@ class _LastStage:
 
 
 @contextmanager
-def _as_written(placed: ParallelModel) -> Iterator[None]:
-    """Run compiled blocks without their compiled code. Like there, no call of a loss function is noted inside."""
+def _without_compiled_code(placed: ParallelModel) -> Iterator[None]:
+    """Run compiled blocks without their compiled code. As there, calls of loss functions inside are not observed."""
     handles = []
     for block in compiled_blocks(placed.parts):
         inside = LossCalls()
@@ -268,11 +273,11 @@ def _leave(inside: LossCalls, *_call: Any) -> None:
 
 
 @contextmanager
-def _unchanged(placed: ParallelModel) -> Iterator[None]:
-    """Put back what a forward pass may change besides: buffers, plain numbers in modules, random states."""
+def _restored_afterwards(placed: ParallelModel) -> Iterator[None]:
+    """Restore what a forward pass may change: buffers, plain numbers in modules, random states."""
     modules = [module for part in placed.parts for module in part.modules()]
     kept = [buffer for part in placed.parts for buffer in part.buffers()]
-    if placed.local_training is not None:  # under local updates the common model is evaluated, with buffers of its own
+    if placed.local_training is not None:  # under local updates the common model is evaluated, with its own buffers
         kept += [value for name, value in placed.kept().items() if name not in placed.parameters]
     buffers = [(buffer, buffer.clone()) for buffer in kept]
     numbers = [{k: v for k, v in vars(m).items() if isinstance(v, bool | int | float | str)} for m in modules]
@@ -291,23 +296,23 @@ def _unchanged(placed: ParallelModel) -> Iterator[None]:
             buffer.copy_(before_pass)
 
 
-def _halved(micro_batches: Sequence[MicroBatch]) -> _Cut | None:
-    """A micro-batch and its halves, or where it is one sample, two of them and both; None where that can't be."""
+def _halved(micro_batches: Sequence[MicroBatch]) -> _Split | None:
+    """Return a micro-batch and its halves, or for single samples two of them and both; None if that is impossible."""
     try:
         batch, size = micro_batches[0].batch, num_samples(micro_batches[0].batch)
     except UsageError:
         return None
     if size > 1:
         one, other = (_sliced(batch, size, part) for part in (slice(size // 2), slice(size // 2, size)))
-        return _Cut(batch, (one, other)) if one is not None and other is not None else None
+        return _Split(batch, (one, other)) if one is not None and other is not None else None
     if len(micro_batches) > 1:
         both = _joined(micro_batches[0].batch, micro_batches[1].batch)
-        return _Cut(both, (micro_batches[0].batch, micro_batches[1].batch)) if both is not None else None
+        return _Split(both, (micro_batches[0].batch, micro_batches[1].batch)) if both is not None else None
     return None
 
 
 def _sliced(batch: Any, size: int, part: slice) -> Any:
-    """Some samples of a batch of tensors; None where it holds something else, or tensors that are not cut so."""
+    """Return some samples of a batch of tensors; None if it holds anything else, or tensors of another length."""
     leaves, spec = tree_flatten(batch)
     if not all(_by_samples(leaf, size) for leaf in leaves):
         return None
@@ -315,7 +320,7 @@ def _sliced(batch: Any, size: int, part: slice) -> Any:
 
 
 def _joined(one: Any, other: Any) -> Any:
-    """Two samples as one batch; None where their shapes differ."""
+    """Return two samples as one batch; None if their shapes differ."""
     (leaves, spec), (others, other_spec) = tree_flatten(one), tree_flatten(other)
     if spec != other_spec or not all(_by_samples(leaf, 1) for leaf in (*leaves, *others)):
         return None
@@ -334,28 +339,28 @@ def _by_samples(leaf: Any, size: int) -> bool:
     )
 
 
-def _text(cut: _Cut, losses: list[tuple[float, float]], *, counted: bool) -> tuple[str, str]:
-    """What a loss that does not add up says, and the line to write."""
+def _message(cut: _Split, losses: list[tuple[float, float]], *, counted: bool) -> tuple[str, str]:
+    """Return the message for a loss that does not add up, and the line to write."""
     (whole, _), (one, n), (other, m) = losses
     what = (
         f"the loss does not add up: {num_samples(cut.whole)} samples have {whole:.6g}; their halves have {one:.6g} and "
-        f"{other:.6g}, which with the counts {n:g} and {m:g} make {_of_halves(losses):.6g}"
+        f"{other:.6g}, which with the counts {n:g} and {m:g} make {_mean_of_halves(losses):.6g}"
     )
     weight = (whole - other) / (one - other) if one != other else -1.0
-    return what, line_to_write(cut.halves, weight, counted=counted)
+    return what, fix_for_count(cut.halves, weight, counted=counted)
 
 
-_IGNORED = (-100, -1, 0, 255)  # targets that are commonly left out
+_IGNORED = (-100, -1, 0, 255)  # targets that are commonly ignored
 _CLOSE = 1e-4
 
 
-def line_to_write(halves: tuple[Any, Any] | None = None, weight: float = -1.0, *, counted: bool = False) -> str:
-    """The fix of a loss that does not add up.
+def fix_for_count(halves: tuple[Any, Any] | None = None, weight: float = -1.0, *, counted: bool = False) -> str:
+    """Return the fix for a loss that does not add up.
 
     Args:
         halves: two parts of a batch.
         weight: of the first of them in the loss of both, if it is a mean of the two.
-        counted: the model has a `count`, or declares its loss.
+        counted: whether the model has a `count`, or declares its loss.
     """
     if halves is not None and 0 < weight < 1:
         for text, one, other in _candidates(*halves):
@@ -375,7 +380,7 @@ def line_to_write(halves: tuple[Any, Any] | None = None, weight: float = -1.0, *
 
 
 def _candidates(one: Any, other: Any) -> Iterator[tuple[str, float, float]]:
-    """(expression, its value for each half) of what a loss may be a mean over."""
+    """Yield (expression, its value for each half) for possible divisors of a loss."""
     for key in one if isinstance(one, Mapping) else range(len(one) if isinstance(one, tuple | list) else 0):
         a, b = one[key], other[key]
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or not a.ndim:

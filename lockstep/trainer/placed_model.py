@@ -1,4 +1,4 @@
-"""`lockstep.place`: a model under any strategy, for a training loop of the user's own.
+"""Places a model under any strategy for a user's own training loop (`lockstep.place`).
 
     placed = lockstep.place(model, strategy="fsdp", loss_fn=nn.MSELoss())
     optimizer = torch.optim.AdamW(placed.parameters())
@@ -8,7 +8,7 @@
     optimizer.zero_grad()
 
 `backward` is a step without its update: afterwards `.grad` holds the gradient of the mean loss over all valid targets
-of all ranks, as the `Trainer` would have it. All else is the caller's: data, optimizers, schedules, what to save.
+of all ranks, as in the `Trainer`. Everything else is up to the caller: data, optimizers, schedules, saving.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -49,24 +49,24 @@ def place(
     model: nn.Module, strategy: str | None = None, loss_fn: Callable[..., Tensor] | None = None, *,
     config: Config | None = None, **settings: Any,
 ) -> "PlacedModel":  # fmt: skip
-    """Place a model on the ranks, to be trained in a loop of the user's own; all ranks call it, and join if need be.
+    """Place a model on the ranks, for a user's own training loop; all ranks call it, and join if necessary.
 
     Args:
         model: any `nn.Module`, not wrapped. On `meta` if it has `init_weights()`.
-        strategy: single, dp, ddp, fsdp, pipeline or accelerate; unset: as the config says.
+        strategy: single, dp, ddp, fsdp, pipeline or accelerate; unset: the config's.
         loss_fn: `(outputs, targets) -> loss`; unset: the one that the config names, else the model's own.
-        config: its `loss_fn` and its sections `distributed` and `precision` count, and what `training` says about the
+        config: its `loss_fn` and its sections `distributed` and `precision` count, and the keys of `training` about the
             model (seed, compile, gradient_checkpointing).
-        settings: single keys of these by their short names, as the `Trainer` takes them.
+        settings: single keys of these by their short names, as in the `Trainer`.
 
     Raises:
-        UsageError: settings contradict each other or the model, or are about what the loop itself decides.
+        UsageError: settings contradict each other or the model, or concern what the loop itself decides.
     """
     config = _configured(config or Config(), settings if strategy is None else {"strategy": strategy, **settings})
     here = cluster.setup(config.distributed)
     mode, _ = resolve_mode(config.precision.mode, here.device)
     layout = layout_of(config.distributed, here.facts)
-    _refuse(config, layout.strategy, mode)
+    _check_supported(config, layout.strategy, mode)
     precision = Precision(mode, here.device.type)
     objective = objective_of(model, loss_fn or loss_fn_of(config))
     placed = place_over(model, layout, config.step, objective=objective, device=here.device, precision=precision)
@@ -74,13 +74,13 @@ def place(
 
 
 class PlacedModel:
-    """A model as `lockstep.place` has placed it on the ranks.
+    """A model that `lockstep.place` has placed on the ranks.
 
-    Every rank makes the same calls in the same order; printing and writing files is for one of them.
+    Every rank makes the same calls in the same order; only one of them prints and writes files.
 
     Attributes:
         step: calls of `backward` so far; random numbers follow from it. `load_checkpoint` sets it.
-        log_lines: what the placement has to say.
+        log_lines: lines to log about the placement.
     """
 
     def __init__(self, placed: ParallelModel, mode: str, config: Config, here: Cluster) -> None:
@@ -101,12 +101,12 @@ class PlacedModel:
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank's part of the data; the ranks of one pipeline run the same."""
+        """This rank's part of the data; the ranks of one pipeline share it."""
         return self._assigner.dp_rank
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of parts that the data are divided into."""
+        """The number of parts of the data."""
         return self._assigner.dp_size
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -114,7 +114,7 @@ class PlacedModel:
         return iter(self._placed.parameters.values())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the same with the names that they have in the model."""
+        """Return this rank's parameters with their names in the model."""
         return iter(self._placed.parameters.items())
 
     @together
@@ -122,7 +122,7 @@ class PlacedModel:
         """Run forward and backward of one step; `.grad` is then the gradient of its mean loss, on all ranks.
 
         Args:
-            batches: this rank's micro-batches. Their number may differ between ranks; one without any calls
+            batches: this rank's micro-batches. Their number may differ between ranks; a rank without any calls
                 `backward()`.
 
         Returns:
@@ -149,7 +149,7 @@ class PlacedModel:
         with placed.random_state.running("train", self.step):
             placed.forward_backward(micro_batches, accumulator, 1.0 / nominal)
         loss_sum, valid = accumulator.totals()
-        valid = at_least(valid, 1.0)  # a step without a valid target has a gradient of zero, not of nan
+        valid = at_least(valid, 1.0)  # a step without a valid target has a gradient of zero, not nan
         placed.finish_gradients()
         if gradients := placed.gradients():
             foreach.mul_(gradients, tensor_of(nominal / valid))
@@ -160,7 +160,7 @@ class PlacedModel:
 
     @together
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Bring the gradient's norm down to `max_norm`, if it is above.
+        """Scale the gradients so that their norm is at most `max_norm`.
 
         Returns:
             the norm before, over all parameters on all ranks: 0-dim, the same on all of them.
@@ -172,7 +172,7 @@ class PlacedModel:
         return tensor_of(norm)
 
     def zero_grad(self) -> None:
-        """Forget the gradients of all parameters, whichever optimizers they belong to."""
+        """Clear the gradients of all parameters, of all optimizers."""
         self._placed.clear_gradients()
 
     @together
@@ -196,16 +196,16 @@ class PlacedModel:
         """Return parameters and persistent buffers, whole, on the CPU, for the plain model's `load_state_dict`.
 
         Returns:
-            all of them on rank 0; on other ranks nothing, for they would fill the host's memory.
+            all of them on rank 0; none on other ranks, since they would fill the host's memory.
         """
         return checkpoint.gather(self._placed.kept(), self._aliases())
 
     @together
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take up what `state_dict` gave, or that of the plain model.
+        """Load what `state_dict` returned, or the plain model's.
 
         Args:
-            state: rank 0's counts; it need not be anywhere else.
+            state: rank 0's counts; other ranks may pass anything.
 
         Raises:
             UsageError: on every rank; names or shapes are not the model's.
@@ -220,11 +220,11 @@ class PlacedModel:
         optimizers: Mapping[str, Optimizer] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> Path:
-        """Write a checkpoint into the folder `path`, which all ranks share. Whole when this returns, or not there.
+        """Write a checkpoint into the folder `path`, which all ranks share. It is whole on return, or not there.
 
         Args:
             optimizers: by names of your own.
-            metadata: what else is to come back; JSON.
+            metadata: further data to restore; JSON.
 
         Returns:
             the checkpoint, `path/step-00000100`.
@@ -236,10 +236,10 @@ class PlacedModel:
     def load_checkpoint(
         self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None
     ) -> dict[str, Any]:  # fmt: skip
-        """Take up a checkpoint of `save_checkpoint`, whatever strategy and number of ranks wrote it; sets `step`.
+        """Load a checkpoint of `save_checkpoint`, whatever strategy and number of ranks wrote it; sets `step`.
 
         Args:
-            path: a checkpoint, or a folder of them, of which the newest whole one is taken.
+            path: a checkpoint, or a folder of them, whose newest whole one is loaded.
             optimizers: as they were saved, over this model's parameters; those that are left out stay as they are.
 
         Returns:
@@ -282,8 +282,8 @@ def _configured(config: Config, settings: dict[str, Any]) -> Config:
     return config
 
 
-def _refuse(config: Config, strategy: str, mode: str) -> None:
-    """Refuse what needs more than a gradient."""
+def _check_supported(config: Config, strategy: str, mode: str) -> None:
+    """Reject settings that need more than a gradient."""
     whys = {
         f"strategy {strategy}": (not strategy_named(strategy).own_loops, "each worker updates a model of its own"),
         "distributed.reproducible": (config.distributed.reproducible, "the same bits need the same update, too"),
@@ -299,7 +299,7 @@ def _save(
     placed: ParallelModel, path: Path, step: int, optimizers: Mapping[str, Optimizer], metadata: dict[str, Any], *,
     config_yaml: str,
 ) -> Path:  # fmt: skip
-    """Write a checkpoint; every rank calls it. Whole when this returns, or not there."""
+    """Write a checkpoint; every rank calls it. It is whole when this returns, or not there."""
     snapshot = _snapshot(placed)
     names = {id(parameter): name for name, parameter in placed.parameters.items()}
     for name, optimizer in optimizers.items():
@@ -311,7 +311,7 @@ def _save(
 
 
 def _load(placed: ParallelModel, path: Path, optimizers: Mapping[str, Optimizer]) -> tuple[int, dict[str, Any]]:
-    """Take up a checkpoint, whatever layout wrote it; every rank calls it.
+    """Load a checkpoint, whatever layout wrote it; every rank calls it.
 
     Returns:
         its step and its metadata.

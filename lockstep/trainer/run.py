@@ -1,4 +1,4 @@
-"""From a config to a finished run: what `lockstep train` does on each rank, and what can be checked before it."""
+"""Runs a config on each rank for `lockstep train`, and checks what can be checked before it."""
 
 import multiprocessing
 import os
@@ -25,14 +25,14 @@ from lockstep.trainer.trainer import Trainer
 
 
 def run(config: Config, *, output_dir: Path, resume: str) -> int:
-    """Train what the config says.
+    """Train a config.
 
     Args:
         output_dir: the run directory.
         resume: `auto`, `never`, or a path to a checkpoint.
 
     Returns:
-        the exit code: 0, or 75 where the run was asked to stop and has saved.
+        the exit code: 0, or 75 if the run was asked to stop and has saved.
     """
     if config.model.name is None or config.data.name is None:
         missing = "model.name" if config.model.name is None else "data.name"
@@ -48,7 +48,7 @@ def run(config: Config, *, output_dir: Path, resume: str) -> int:
 
 
 def build(config: Config, data: Data) -> nn.Module:
-    """The model, on meta where its values can be made by name later; else whole, the same on every rank."""
+    """Build the model, on meta if its values can be created by name later; else whole, the same on every rank."""
     with torch.device("meta"):
         try:
             model = build_model(config.model, data.facts)
@@ -61,9 +61,9 @@ def build(config: Config, data: Data) -> nn.Module:
 
 
 def stop_on_signals(trainer: Trainer) -> None:
-    """SIGTERM, SIGUSR1, SIGHUP and Ctrl-C ask for a stop: the ranks agree on the step, save there and end.
+    """Stop on SIGTERM, SIGUSR1, SIGHUP and Ctrl-C: the ranks agree on the step, save there and end.
 
-    A second SIGTERM or SIGUSR1 is harmless; a second Ctrl-C is a person's who does not want to wait.
+    A second SIGTERM or SIGUSR1 is harmless; a second Ctrl-C comes from a person who does not want to wait.
     """
     interrupted = False
 
@@ -83,13 +83,13 @@ def stop_on_signals(trainer: Trainer) -> None:
 
 
 def check_named(config: Config, source: str) -> None:
-    """Refuse what a run of this config could not import, or could not call with these arguments.
+    """Reject names in a config that a run could not import, or not call with these arguments.
 
     Args:
-        source: what the config is called in the message.
+        source: the config's name in the message.
 
     Raises:
-        UsageError: for all of it at once.
+        UsageError: for all of them at once.
     """
     found = []
     for look in _lookups(config):

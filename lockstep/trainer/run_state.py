@@ -1,8 +1,8 @@
-"""What a run goes on from: what a checkpoint holds of it, how it is taken up, and what may have changed meanwhile.
+"""Holds a run's state: its contents in a checkpoint, how they are loaded, and which settings may change meanwhile.
 
-A checkpoint holds the config that it was saved under. Samples, their order, random numbers and the model follow from
-it and the step number alone, so a run that goes on under another seed, other data, another global batch or another
-model is not the training that began; a learning rate or a number of steps may be changed on purpose.
+A checkpoint holds the config that it was saved with. Samples, their order, random numbers and the model follow from
+it and the step number alone, so a run that resumes with another seed, other data, another global batch or another
+model is another training; a learning rate or a number of steps may be changed on purpose.
 """
 
 import json
@@ -23,8 +23,8 @@ from lockstep.records import StepRecord, plain
 from lockstep.step import Step
 
 OPTIMIZER = "main"
-WORKERS = "workers"  # the tensors of models that train by themselves
-_UNKNOWN_TO_A_LOOP = {  # of the user's own (`lockstep.place`), which saves its step and metadata alone
+WORKERS = "workers"  # name of the workers' tensors
+_UNKNOWN_TO_A_LOOP = {  # a loop over `lockstep.place` saves only its step and metadata
     "skipped": [], "epoch": 0, "samples": 0, "nominal": None, "loss_scale": None, "source": {}, "best": {},
 }  # fmt: skip
 _COMPARED = ("model.", "loss_fn", "data.", "training.", "precision.", "distributed.reproducible")
@@ -36,12 +36,12 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint says besides the state that was taken up.
+    """A checkpoint's contents besides the state that was loaded.
 
     Attributes:
-        step: after which the run goes on.
-        metadata: what it was saved with.
-        log_lines: what is to be logged about it.
+        step: number of the last step before it.
+        metadata: the caller's.
+        log_lines: lines to log about it.
     """
 
     step: int
@@ -57,8 +57,8 @@ class RunState:
         step: one optimizer update; it holds the model, the optimizer, the schedule and the progress.
         source: the position in the data.
         best: metric → its best value.
-        metrics: the newest, as `checkpoint.keep_best` names them.
-        steps_per_epoch: of the data, where it is known.
+        metrics: the newest, by the names in `checkpoint.keep_best`.
+        steps_per_epoch: of the data, if it is known.
     """
 
     step: Step
@@ -67,8 +67,8 @@ class RunState:
     metrics: dict[str, Any] = field(default_factory=dict)
     steps_per_epoch: int | None = None
 
-    def opened_data(self, steps_per_epoch: int | None) -> None:
-        """Keep the length of the data that the run goes on with."""
+    def set_steps_per_epoch(self, steps_per_epoch: int | None) -> None:
+        """Keep the length of the run's data."""
         self.steps_per_epoch = steps_per_epoch
 
     def keep_position(self, source: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ class RunState:
         self.best["eval_loss"] = min(loss, self.best.get("eval_loss", loss))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state that is no tensor."""
+        """Return all state besides tensors."""
         return {
             **self.step.state_dict(),
             "steps_per_epoch": self.steps_per_epoch,
@@ -95,7 +95,7 @@ class RunState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.step.load_state_dict(state)
         self.source, self.best = state["source"], state["best"]
         self.metrics = dict(state.get("metrics", {}))
@@ -103,7 +103,7 @@ class RunState:
     def snapshot(
         self, facts: Mapping[str, Any], metadata: dict[str, Any], *, include_optimizer: bool = True
     ) -> checkpoint.Snapshot:
-        """Return what a checkpoint holds of the run as it stands; tensors are the live ones.
+        """Return a checkpoint's contents for the current state; tensors are the live ones.
 
         Args:
             facts: about the run, besides its state.
@@ -125,10 +125,10 @@ class RunState:
         )
 
     def load(self, path: checkpoint.Checkpoint) -> Loaded:
-        """Take up a checkpoint of any topology.
+        """Load a checkpoint of any topology.
 
         Raises:
-            UsageError: it holds another model; what differs is named.
+            UsageError: it holds another model; the message names the differences.
         """
         state, log_lines = self._fill(path), []
         if "updates" not in state:
@@ -140,7 +140,7 @@ class RunState:
         return Loaded(self.step.progress.step, state["metadata"], log_lines)
 
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the optimizer's state, or that of each model that trains by itself, under names of its own."""
+        """Return the optimizer's state, or that of each worker's model under its own names."""
         tensors: dict[str, Tensor] = {}
         groups: dict[str, Any] = {}
         for prefix in self._prefixes():
@@ -160,10 +160,10 @@ class RunState:
         return [""] if local is None else local.each(self.step.optimizer)
 
     def _fill(self, path: checkpoint.Checkpoint) -> dict[str, Any]:
-        """Fill the tensors of the model, the strategy and the optimizer; return the state that is no tensor."""
+        """Fill the tensors of the model, the strategy and the optimizer; return the state besides tensors."""
         placed, local = self.step.placed, self.step.placed.local_training
         target = self.snapshot({}, {}, include_optimizer=False)
-        # Workers may begin where a run without workers ended: each takes over its model and its optimizer state.
+        # Workers may start from a run without workers: each takes over its model and its optimizer state.
         begins = local is not None and not checkpoint.has_extra(path, WORKERS)
         if begins:
             del target.extra[WORKERS]
@@ -193,7 +193,7 @@ class RunState:
 
 
 def _optimizer_in(path: checkpoint.Checkpoint) -> str | None:
-    """Return the name of the one optimizer in a checkpoint; a loop of the user's own names it as it likes."""
+    """Return the name of the one optimizer in a checkpoint; a user's own loop may choose any name."""
     names = checkpoint.optimizers_in(path)
     if len(names) > 1:
         raise UsageError(
@@ -217,7 +217,7 @@ def _require_as_many(path: checkpoint.Checkpoint, workers: int) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """One key that differs."""
+    """A key with another value."""
 
     key: str
     before: Any
@@ -231,12 +231,12 @@ class Change:
 def compare(
     config: Config, global_batch_size: int, found: checkpoint.CheckpointPath, *, is_main: bool
 ) -> list[Change]:  # fmt: skip
-    """Return the keys whose values differ from those of a checkpoint; all ranks call it.
+    """Return the keys whose values differ from a checkpoint's; all ranks call it.
 
     Rank 0 reads them: it may be the only one that sees the checkpoint.
 
     Raises:
-        UsageError: the run would go on as another training, and the config does not allow it.
+        UsageError: the run would become another training, and the config does not allow it.
     """
     mine = list(_changes(config, global_batch_size, found)) if is_main else []
     changes: list[Change] = gather_objects(mine)[0]
@@ -247,7 +247,7 @@ def compare(
 
 
 def require_same_epoch(source: StepSource, global_batch_size: int, found: checkpoint.CheckpointPath) -> None:
-    """Refuse data of another length than those of the checkpoint's run: their order is another one too."""
+    """Reject data of another length than the checkpoint's run had: their order differs too."""
     saved, now = checkpoint.read_state(found), source.steps_per_epoch
     before = saved.get("steps_per_epoch")
     if before is None or now is None or saved.get("global_batch_size") != global_batch_size:
@@ -258,7 +258,7 @@ def require_same_epoch(source: StepSource, global_batch_size: int, found: checkp
 
 
 def another_training(what: str, found: checkpoint.CheckpointPath) -> UsageError:
-    """Return the refusal to go on from a checkpoint of another training."""
+    """Return the error for resuming from a checkpoint of another training."""
     return UsageError(
         f"the run would not go on as it began: {what}",
         where=f"resuming from {found}",
@@ -277,20 +277,20 @@ def _changes(config: Config, global_batch_size: int, found: checkpoint.Checkpoin
     open_yet = config.model.name is None and "batch_size" not in training.model_fields_set
     sizes_differ = any(_differs(before, now, key) for key in _SIZES) and not open_yet
     grows = whole is not None and whole != global_batch_size and not open_yet
-    # Objects that are handed over in Python can not be compared by name.
+    # Objects that are passed in Python cannot be compared by name.
     objects = [part for part in ("model", "data") if None in (before.get(f"{part}.name"), now.get(f"{part}.name"))]
     handed_over = tuple(f"{part}.{key}" for part in objects for key in ("name", "args"))
     for key in sorted({*before, *now}):
         if _differs(before, now, key) and not (open_yet and key in _SIZES) and not key.startswith(handed_over):
             another = key.startswith(_ANOTHER_TRAINING) or (key in _SIZES and grows)
             yield Change(key, before.get(key), now.get(key), another)
-    if grows and not sizes_differ:  # nobody changed a key: other ranks are here, as after the loss of a machine
+    if grows and not sizes_differ:  # no key was changed, but the number of ranks, as after the loss of a machine
         yield Change("the global batch (it follows the ranks: set global_batch_size)", whole,
                      global_batch_size, another_training=False)  # fmt: skip
 
 
 def _differs(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
-    """Return whether a key that counts has another value; one that the saving version lacks has not changed."""
+    """Return whether a relevant key has another value; a key that the saving version lacks has not changed."""
     if not key.startswith(_COMPARED) or key in _HOW_DATA_ARE_READ:
         return False
     free = key.startswith(("model.args.", "data.args.", "training.optimizer_args.", "loss_fn"))
@@ -310,8 +310,8 @@ def _shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def keep_what_was_changed(groups: list[dict[str, Any]], fresh: list[dict[str, Any]], changes: list[Change]) -> None:
-    """Give the options of an optimizer that the config makes their new values, over those of the checkpoint.
+def apply_changed_options(groups: list[dict[str, Any]], fresh: list[dict[str, Any]], changes: list[Change]) -> None:
+    """Set options of the config's optimizer to their changed values, instead of the checkpoint's.
 
     Args:
         groups: as the checkpoint filled them.

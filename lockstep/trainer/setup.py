@@ -1,6 +1,6 @@
-"""Makes what a trainer is made of from what the user gave and what the config says.
+"""Builds the parts of a trainer from the user's arguments and the config.
 
-The settings, the loss, the optimizer, its learning rate and schedule, and what comes around an update.
+These are the settings, the loss, the optimizer, its learning rate and schedule, and calls after an update.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,9 +20,9 @@ from lockstep.optim import (
     Schedule,
     TorchSchedule,
     build_optimizer,
+    check_no_closure,
     check_shardable,
     rebind,
-    refuse_closures,
     scaled_learning_rate,
 )
 from lockstep.parallel.parallel_model import ParallelModel
@@ -39,12 +39,12 @@ def make_optimizer(
     """Return an optimizer over the placed parameters, and the log line of its learning rate.
 
     Args:
-        given: an optimizer over the unplaced model, or a function that makes one; None: as the config says.
+        given: an optimizer over the unplaced model, or a function that makes one; None: the config's.
         before: id of each unplaced parameter → its name.
-        global_batch_size: by which the config's learning rate is scaled; a given optimizer brings its own.
+        global_batch_size: scales the config's learning rate; a given optimizer has its own.
 
     Raises:
-        UsageError: it can't work on shards, or the scaling rule lacks its base.
+        UsageError: it does not work on shards, or the scaling rule lacks its base.
     """
     training = config.training
     rate, line = scaled_rate(training, global_batch_size)
@@ -58,7 +58,7 @@ def make_optimizer(
         rebind(optimizer := given, before, placed.parameters)
     else:
         optimizer = given(list(placed.parameters.values()))
-    refuse_closures(optimizer)
+    check_no_closure(optimizer)
     if given is not None:
         line = f"learning rate {optimizer.param_groups[0]['lr']:g}, as {type(optimizer).__name__} says"
     if placed.layout.shard > 1:
@@ -74,10 +74,10 @@ def scaled_rate(training: TrainingConfig, global_batch_size: int) -> tuple[float
 
 
 def with_batch_size_of(data: Any, config: Config) -> Config:
-    """Return the config with a DataLoader's own batch size, where the settings name none.
+    """Return the config with a DataLoader's own batch size, if the settings have none.
 
     Raises:
-        UsageError: `global_batch_size` is no multiple of it.
+        UsageError: `global_batch_size` is not a multiple of it.
     """
     own = getattr(data, "batch_size", None) if isinstance(data, DataLoader) else None
     if own is None or own == config.training.batch_size or "batch_size" in config.training.model_fields_set:
@@ -98,10 +98,10 @@ def with_batch_size_of(data: Any, config: Config) -> Config:
 def user_schedule(
     given: LRScheduler | MakeScheduler | None, optimizer: Optimizer, training: TrainingConfig
 ) -> TorchSchedule | None:
-    """Return the scheduler that the user gave, if any.
+    """Return the user's scheduler, if any.
 
     Raises:
-        UsageError: it is another optimizer's, it follows a metric, or the config names a schedule too.
+        UsageError: it belongs to another optimizer, it follows a metric, or the config names a schedule too.
     """
     if given is None:
         return None
@@ -122,11 +122,11 @@ def user_schedule(
     return TorchSchedule(scheduler)
 
 
-def before_data(training: TrainingConfig, *, own_optimizer: bool) -> Schedule | CallersRate:
-    """Return the schedule for as long as the number of steps is not known: the warm-up alone.
+def schedule_before_data(training: TrainingConfig, *, own_optimizer: bool) -> Schedule | CallersRate:
+    """Return the schedule while the number of steps is unknown: the warm-up alone.
 
     Args:
-        own_optimizer: the user made the optimizer; without a warm-up its learning rate is left alone.
+        own_optimizer: whether the optimizer is the user's; without a warm-up its learning rate is not changed.
     """
     if own_optimizer and training.warmup_steps == 0:
         return CallersRate()
@@ -137,11 +137,11 @@ def schedule_over(training: TrainingConfig, total: int | None, *, own_optimizer:
     """Return the config's schedule.
 
     Args:
-        total: steps of the run; None: nobody knows.
-        own_optimizer: see `before_data`.
+        total: steps of the run; None: unknown.
+        own_optimizer: see `schedule_before_data`.
 
     Raises:
-        UsageError: the schedule needs their number.
+        UsageError: the schedule needs the number of steps.
     """
     if total is None and training.lr_schedule != "constant":
         raise UsageError(
@@ -150,7 +150,7 @@ def schedule_over(training: TrainingConfig, total: int | None, *, own_optimizer:
             fix="set training.max_steps, or lr_schedule: constant",
         )
     if training.lr_schedule == "constant":
-        return before_data(training, own_optimizer=own_optimizer)
+        return schedule_before_data(training, own_optimizer=own_optimizer)
     return Schedule(
         training.lr_schedule, total or 0, training.warmup_steps, training.min_lr_ratio, training.wsd_decay_ratio
     )
@@ -172,10 +172,10 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def loss_fn_of(config: Config) -> Callable[..., Any] | None:
-    """Return the loss that the config names; None: the model's own.
+    """Return the config's loss; None: the model's own.
 
     Raises:
-        UsageError: it can't be imported, or does not take its arguments.
+        UsageError: it cannot be imported, or does not accept its arguments.
     """
     spec = config.loss_fn
     if spec is None:
@@ -185,7 +185,7 @@ def loss_fn_of(config: Config) -> Callable[..., Any] | None:
 
 
 def check_loss_fn(spec: ObjectSpec) -> Any:
-    """Return what the spec of a loss names, once it is known to take its arguments; nothing is made.
+    """Return the object named by a loss's spec, after checking that it accepts its arguments; nothing is created.
 
     Raises:
         UsageError: as `loss_fn_of` would.
@@ -203,7 +203,7 @@ def check_loss_fn(spec: ObjectSpec) -> Any:
 
 
 AfterUpdate = Callable[[int], None]
-"""(updates made so far): called on every rank after each update that is not skipped."""
+"""(updates so far): called on every rank after each update that is not skipped."""
 
 
 def frozen_until(asked: Mapping[str, int], names: list[str]) -> dict[str, int]:
@@ -233,10 +233,10 @@ def frozen_until(asked: Mapping[str, int], names: list[str]) -> dict[str, int]:
 def after_update_calls(
     given: AfterUpdate | list[AfterUpdate] | None, freeze_until: Mapping[str, int] | None, placed: ParallelModel
 ) -> list[AfterUpdate]:
-    """Return what is called after each update, attached to the placed model.
+    """Return the calls after each update, attached to the placed model.
 
     Raises:
-        UsageError: models train by themselves.
+        UsageError: workers train their own models.
     """
     calls = given if isinstance(given, list) else [given] if given is not None else []
     if placed.local_training is not None and (calls or freeze_until):
@@ -253,7 +253,7 @@ def after_update_calls(
 
 
 def total_steps(max_steps: int | None, per_epoch: int | None, epochs: int | None) -> int | None:
-    """Return the steps of the whole run, whichever bound comes first; None where it is known only when data end."""
+    """Return the steps of the whole run by the first bound; None if only the end of the data shows it."""
     by_epochs = per_epoch * epochs if per_epoch and epochs else None
     return min((bound for bound in (max_steps, by_epochs) if bound is not None), default=None)
 
@@ -262,16 +262,16 @@ def open_source(
     data: Any, config: Config, placed: ParallelModel, *, epochs: int | None, global_batch_size: int, start_step: int,
     position: dict[str, Any],
 ) -> tuple[StepSource, int | None]:  # fmt: skip
-    """Return the steps that are left to do, and the number of the last one, where it is known.
+    """Return the remaining steps, and the number of the last one, if it is known.
 
     Args:
         data: a dataset, a DataLoader, or an iterable of batches.
-        epochs: in the whole run; unset: as the config says.
-        start_step: steps that are done.
-        position: in the data, where that is not known from the steps.
+        epochs: in the whole run; unset: the config's.
+        start_step: number of steps done.
+        position: in the data, if it does not follow from the steps.
 
     Raises:
-        UsageError: it can't be trained on, or sizes contradict each other.
+        UsageError: the data cannot be trained on, or sizes contradict each other.
     """
     training = config.training
     require_equation(training, placed.layout.batch_shares)

@@ -1,4 +1,4 @@
-"""What happens before the first step: the run directory, the monitor, what ranks measure, and what is logged."""
+"""Prepares a run before its first step: the run directory, the monitor, measurements, and the first log lines."""
 
 import atexit
 import gc
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def lock_run_directory(trainer: "Trainer") -> None:
-    """Let rank 0 take the run directory's lock, which it has until `train` ends; all ranks call it.
+    """Take the run directory's lock on rank 0, which holds it until `train` ends; all ranks call it.
 
     Raises:
         UsageError: another run has it; on every rank.
@@ -40,14 +40,14 @@ def lock_run_directory(trainer: "Trainer") -> None:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """What watches a run.
+class Observers:
+    """The observers of a run.
 
     Attributes:
         monitor: records it.
-        clock: is told which phase of a step begins.
-        wants_layer_norms: whether a step's record is to hold them; None: no step's.
-        around_step: a context for each step, if there is one; it counts the operations of the first.
+        clock: measures the phases of a step.
+        wants_layer_norms: whether to record layers' gradient norms in a step; None: never.
+        around_step: a context for each step; it counts the operations of the first. None: there is none.
     """
 
     monitor: Monitor
@@ -56,12 +56,12 @@ class Opened:
     around_step: Callable[[], AbstractContextManager[None]] | None
 
 
-def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]) -> Opened:
-    """Open what watches a run that is about to start, and log how it starts; all ranks call it.
+def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]) -> Observers:
+    """Create the observers of a run, and log how it starts; all ranks call it.
 
     Args:
-        total: the last step's number, where it is known.
-        log_lines: what is to be logged besides.
+        total: the last step's number, if it is known.
+        log_lines: further lines to log.
     """
     directory, config, training = trainer.run_directory, trainer.config.monitor, trainer.config.training
     if directory is not None and trainer.is_main_process:
@@ -70,7 +70,7 @@ def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]
     clock = PhaseClock(on_cuda=trainer.device.type == "cuda")
     figures, around_step = Figures(clock), None
     in_threads = strategy_named(trainer.layout.strategy).uses_threads
-    if not training.compile and not in_threads:  # counted as it runs, in this thread, in eager mode
+    if not training.compile and not in_threads:  # operations are counted as they run, in this thread, in eager mode
         around_step = FirstStep(figures)
         figures.recomputes = training.gradient_checkpointing != "none"
     if trainer.is_main_process:
@@ -88,11 +88,11 @@ def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]
         step=start, total_steps=total, parameters=trainer.placed.num_parameters, peak_flops=figures.peak,
         peak_source=figures.peak_source, versions=versions(),
     )  # fmt: skip
-    return Opened(monitor, clock, monitor.logs if config.gradient_norms else None, around_step)
+    return Observers(monitor, clock, monitor.logs if config.gradient_norms else None, around_step)
 
 
 def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
-    """Return what is logged at start: the strategy first, always by name."""
+    """Return the log lines at the start: the strategy first, always by name."""
     training, ranks = trainer.config.training, trainer.layout.data_parallel_size
     total = trainer.global_batch_size
     micro_batches = total // training.batch_size
@@ -102,22 +102,22 @@ def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
         f"{trainer.placed.num_parameters:,} parameters",
         f"global batch {total} = {micro_batches} micro-batches × {training.batch_size}, over {ranks} "
         f"data-parallel rank{'s' * (ranks != 1)}; {trainer.rate_line}",
-        *_idle(micro_batches, ranks, training.batch_size),
-        *_never_warm(training.warmup_steps, last_step),
+        *_warn_of_idle_ranks(micro_batches, ranks, training.batch_size),
+        *_warn_of_long_warmup(training.warmup_steps, last_step),
         *([trainer.layout.notice] if trainer.layout.notice else []),
         *trainer.placed.log_lines,
     ]
 
 
-def _never_warm(warmup: int, last_step: int | None) -> list[str]:
-    """Warn where the learning rate never reaches its peak, as in the first steps of a long run's config."""
+def _warn_of_long_warmup(warmup: int, last_step: int | None) -> list[str]:
+    """Warn if the learning rate never reaches its peak, as in a few steps of a long run's config."""
     if last_step is None or warmup <= last_step:
         return []
     return [f"warning: the run ends after {last_step} steps, in the warm-up of {warmup}: training.warmup_steps"]
 
 
-def _idle(micro_batches: int, ranks: int, batch_size: int) -> list[str]:
-    """Warn where a step has fewer micro-batches than there are ranks to share them."""
+def _warn_of_idle_ranks(micro_batches: int, ranks: int, batch_size: int) -> list[str]:
+    """Warn if a step has fewer micro-batches than ranks."""
     idle = ranks - micro_batches
     if idle <= 0:
         return []
@@ -129,7 +129,7 @@ def _idle(micro_batches: int, ranks: int, batch_size: int) -> list[str]:
 
 
 def describe(cluster: Cluster) -> dict[str, Any]:
-    """Describe this rank: where it runs and on what."""
+    """Describe this rank: host and device."""
     if cluster.device.type == "cuda":
         device = torch.cuda.get_device_name(cluster.device)
     else:
@@ -148,14 +148,14 @@ _LOOK_SECONDS = 0.5
 _answering: set[Path] = set()
 
 
-def answer_in_background(folder: Path | None, rank: int) -> None:
-    """Write `flight-RANK.json` into the folder whenever the file `dump` is new, in a thread that ends with the process.
+def dump_collectives_on_request(folder: Path | None, rank: int) -> None:
+    """Write `flight-RANK.json` into the folder whenever the file `dump` is new, in a thread.
 
-    A rank that hangs sits in a collective and runs no Python of its own; a thread beside it does. The last collectives
-    come from torch's flight recorder, under nccl and gloo alike; where it keeps nothing, nothing is written.
+    A rank that hangs waits in a collective and runs no Python; a thread beside it does. The last collectives come from
+    torch's flight recorder, under nccl and gloo alike; if it has none, nothing is written.
 
     Args:
-        folder: the launcher's; None: nobody asks. One thread answers there, however often this is called.
+        folder: the launcher's; None: nobody asks. Only one thread answers in a folder.
     """
     read = flight_recorder.read
     if folder is None or read is None or folder in _answering:
@@ -193,7 +193,7 @@ def _modified(path: Path) -> float:
 @contextmanager
 def frozen_garbage() -> Iterator[None]:
     """Freeze the garbage collector's view of existing objects (the model, all of torch) for the length of the block."""
-    already = gc.get_freeze_count() > 0  # by the caller's own hand, or by another run around this one
+    already = gc.get_freeze_count() > 0  # by the caller, or by another run around this one
     gc.freeze()
     try:
         yield
@@ -203,7 +203,7 @@ def frozen_garbage() -> Iterator[None]:
 
 
 @contextmanager
-def worker_deaths_explained(source: StepSource) -> Iterator[None]:
+def explain_worker_deaths(source: StepSource) -> Iterator[None]:
     """Add the samples being read to the error that torch raises when a data worker dies."""
     try:
         yield

@@ -1,8 +1,8 @@
-"""`Trainer`: a model, an optimizer and data become a run.
+"""Trains a model with an optimizer and data as a run (`Trainer`).
 
     steps of the data → Step.run → record → monitor, evaluation, checkpoints
 
-The loop below is the whole of it; what a step does is in `lockstep.step`, where it runs in `lockstep.parallel`.
+The loop below is complete; `lockstep.step` makes a step, and `lockstep.parallel` runs it on the ranks.
 """
 
 import warnings
@@ -22,7 +22,7 @@ from lockstep.checkpoint import Snapshot
 from lockstep.config import Config
 from lockstep.data import StepBatches, StepSource, holds_token_ids
 from lockstep.errors import UsageError
-from lockstep.heartbeat import of_this_rank, tell_limits, together
+from lockstep.heartbeat import own_heartbeat, together, write_limits
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.monitor import Monitor
@@ -45,26 +45,26 @@ from lockstep.trainer.setup import AfterUpdate, MakeOptimizer, MakeScheduler
 
 
 class Trainer:
-    """Train a model under any strategy.
+    """Trains a model under any strategy.
 
     Args:
         model: any `nn.Module`, not wrapped. On `meta` if it has `init_weights()`.
         optimizer: made over `model.parameters()` and not yet used, a function `parameters -> optimizer`, or a name;
-            unset: as `config.training` says (AdamW).
+            unset: the config's (AdamW).
         loss_fn: `(outputs, targets) -> loss`; unset: the one that the config names, else the model's own.
         scheduler: one of torch's over `optimizer`, or a function `optimizer -> scheduler`; its steps are updates.
-            Unset: as `lr_schedule` and `warmup_steps` say; where nothing is said, the optimizer's rate is left alone.
+            Unset: by `lr_schedule` and `warmup_steps`; if neither is set, the optimizer's rate is not changed.
         config: the whole config; unset: defaults.
-        output_dir: the run directory; unset: nothing is written, except where a path is given.
-        after_update: called on every rank after each update, without gradients, with the number of updates made: for
+        output_dir: the run directory; unset: nothing is written, except to paths that methods are given.
+        after_update: called on every rank after each update, without gradients, with the number of updates: for
             teachers that follow their students, or a `lockstep.WeightAverage`.
         freeze_until: name of a module or a parameter → the first step, counted from 0, that trains it.
         settings: single keys by their short names: strategy, precision, batch_size, learning_rate, max_steps, compile …
-            What is not asked for is not done: without `lr_schedule`, `warmup_steps` and `grad_clip` this is the plain
-            loop. `None` switches one off that the config asks for.
+            Without `lr_schedule`, `warmup_steps` and `grad_clip` this is the plain loop. `None` switches one off that
+            the config sets.
 
     Raises:
-        UsageError: before anything is started, where settings contradict each other or the model.
+        UsageError: before anything is started, if settings contradict each other or the model.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Trainer:
             optimizer, names, self.placed, self.config, self.global_batch_size
         )
         self.user_schedule = setup.user_schedule(scheduler, self.optimizer, training)
-        schedule = self.user_schedule or setup.before_data(training, own_optimizer=not self.scales_rate)
+        schedule = self.user_schedule or setup.schedule_before_data(training, own_optimizer=not self.scales_rate)
         self.step = Step(
             self.placed, self.optimizer, schedule, training.gradient_clip,
             loss_scale_for(self.config.precision, self.mode), anomaly_detector=AnomalyDetector(training.bad_numbers),
@@ -102,16 +102,16 @@ class Trainer:
         self.state = RunState(self.step)
         self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
         self.checkpoints = checkpoints_of(self)
-        self.lock = RunLock(self.run_directory.path, _say) if self.run_directory is not None else None
+        self.lock = RunLock(self.run_directory.path, _print) if self.run_directory is not None else None
         self.last_record: StepRecord | None = None
-        self.reads_tokens = False  # known from the first batch on
-        self._begins_here = False  # the run was resumed, loaded, or told to start afresh
+        self.reads_tokens = False  # known after the first batch
+        self._start_is_decided = False  # the run was resumed, loaded, or told to start afresh
         self._resumed_from: checkpoint.CheckpointPath | None = None  # until its data are compared with this run's
-        self.heartbeat = of_this_rank()
+        self.heartbeat = own_heartbeat()
         hang = self.config.distributed.hang
-        tell_limits(hang.factor, hang.seconds, self.config.distributed.timeout_seconds)
-        start.answer_in_background(self.heartbeat.folder, self.cluster.facts.rank)
-        self._start_lines: list[str] = []  # to be logged at start
+        write_limits(hang.factor, hang.seconds, self.config.distributed.timeout_seconds)
+        start.dump_collectives_on_request(self.heartbeat.folder, self.cluster.facts.rank)
+        self._start_lines: list[str] = []  # to log at the start
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self.loss_check = LossCheck(self.placed, compiled=training.compile, coarse=self.mode != "fp32")
         self._window = StepWindow(self)
@@ -122,12 +122,12 @@ class Trainer:
     def train(self, train_data: Any, val_data: Any = None, epochs: int | None = None) -> StepRecord | None:
         """Train to the end, with logs, evaluations and checkpoints.
 
-        A run that has a run directory, and was not resumed or loaded yet, goes on as `checkpoint.resume` says.
+        A run with a run directory that was not resumed or loaded yet resumes by `checkpoint.resume`.
 
         Args:
             train_data: a dataset, a DataLoader, or an iterable of batches.
-            val_data: the same, to be evaluated on every `eval_steps` and at the end.
-            epochs: passes over the data; unset: as the config says.
+            val_data: the same, to evaluate every `eval_steps` and at the end.
+            epochs: passes over the data; unset: the config's.
 
         Returns:
             the last step's record, or None if there was nothing left to do.
@@ -140,8 +140,8 @@ class Trainer:
                 self.lock.release()
 
     def _train_locked(self, train_data: Any, val_data: Any, epochs: int | None) -> StepRecord | None:
-        if self.run_directory is not None and not self._begins_here and self.step.progress.step == 0:
-            self._take_batch_size(train_data)
+        if self.run_directory is not None and not self._start_is_decided and self.step.progress.step == 0:
+            self._adopt_batch_size(train_data)
             self.resume(self.config.checkpoint.resume)
         source, total = self._open_source(train_data, epochs)
         if total is not None and self.step.progress.step >= total:
@@ -160,7 +160,7 @@ class Trainer:
                 except BadNumbersError as error:
                     self._rollback.report(monitor, source, error.anomaly)
                     source.close()
-                    self._rollback.go_back(error, monitor, checkpointer)
+                    self._rollback.roll_back(error, monitor, checkpointer)
                     source, _ = self._open_source(train_data, epochs)
                 except Exception:
                     checkpointer.finish_alone()
@@ -181,12 +181,12 @@ class Trainer:
     def _train(
         self, source: StepSource, total: int | None, evaluator: Evaluator, monitor: Monitor, checkpointer: Checkpointer
     ) -> StepRecord | None:
-        """Train from where the run stands to its end, or to a step whose numbers are bad."""
+        """Train from the run's current step to its end, or to a step with bad numbers."""
         record, last = None, True
         if evaluator.was_stopped():
             self._evaluate(evaluator, monitor)
         begun = self.step.progress.step
-        with start.worker_deaths_explained(source):
+        with start.explain_worker_deaths(source):
             for record, last_of_epoch in () if self.step.stopping else self._run(source, "train"):
                 if self.lock is not None:
                     self.lock.check()
@@ -205,11 +205,11 @@ class Trainer:
                 if self.step.stopping:
                     break
         self.step.flush()
-        if not last:  # the data ended, which nobody knew beforehand
+        if not last:  # the data ended, at an unknown length
             checkpointer.after_step(last=True, last_of_epoch=True)
         checkpointer.finish(must_succeed=True)
         if self.step.progress.step > begun and not self.step.stopping and evaluator.is_due_at_end:
-            self._evaluate(evaluator, monitor)  # after the save: whoever ends the run now costs it this number alone
+            self._evaluate(evaluator, monitor)  # after the save: a run that is killed now loses this number alone
         return record
 
     def _evaluate(self, evaluator: Evaluator, monitor: Monitor) -> None:
@@ -225,10 +225,10 @@ class Trainer:
         monitor.on_eval({"step": step, "eval_loss": loss})
 
     def steps(self, train_data: Any, epochs: int | None = None) -> Iterator[StepRecord]:
-        """The loop is the caller's: one record a step, and nothing else happens.
+        """Yield a record for each step of the caller's loop, and do nothing else.
 
         Args:
-            epochs: in the whole run, those of earlier calls included.
+            epochs: in the whole run, including earlier calls.
         """
         source, total = self._open_source(train_data, epochs)
         if total is not None and self.step.progress.step >= total:
@@ -238,19 +238,19 @@ class Trainer:
                 stacklevel=2,
             )
         try:
-            with start.worker_deaths_explained(source):
+            with start.explain_worker_deaths(source):
                 for record, _ in self._run(source, "steps"):
                     if record is not None:
-                        self.heartbeat.beat(self.step.progress.step, "pause")  # the caller may take its time
+                        self.heartbeat.beat(self.step.progress.step, "pause")  # the caller may take any time
                         yield record
         finally:
             source.close()
 
     def _run(self, source: StepSource, name: str) -> Iterator[tuple[StepRecord | None, bool]]:
-        """Yield (record, last of its epoch) of each step; no record where the data are passed over.
+        """Yield (record, last of its epoch) of each step; no record if its data are skipped.
 
         Args:
-            name: of the function whose loop this is; each step counts as a call of it, which all ranks make together.
+            name: of the calling function; each step counts as a call of it, which all ranks make together.
         """
         clock, beat, taken = self.step.clock, self.heartbeat.beat, iter(source)
         clock.enter("data")
@@ -268,9 +268,9 @@ class Trainer:
         beat(self.step.progress.step, "done")
 
     def _take(self, batches: StepBatches, source: StepSource) -> StepRecord | None:
-        """Take one step; return no record where its data are passed over."""
+        """Take one step; return no record if its data are skipped."""
         if batches.step in self.step.avoid:
-            self.step.pass_over(batches.samples)
+            self.step.skip_step(batches.samples)
             return None
         self.reads_tokens = self.reads_tokens or holds_token_ids(batches.mine[0].batch)
         if self.loss_check.left:
@@ -282,14 +282,14 @@ class Trainer:
         return record
 
     def _open_source(self, data: Any, epochs: int | None) -> tuple[StepSource, int | None]:
-        """Return the steps that are left to do, and the number of the last one, where it is known."""
+        """Return the remaining steps, and the number of the last one, if it is known."""
         self.cluster.check()
-        self._take_batch_size(data)
+        self._adopt_batch_size(data)
         source, total = setup.open_source(
             data, self.config, self.placed, epochs=epochs, global_batch_size=self.global_batch_size,
             start_step=self.step.progress.step, position=self.state.source,
         )  # fmt: skip
-        self.state.opened_data(source.steps_per_epoch)
+        self.state.set_steps_per_epoch(source.steps_per_epoch)
         if self._resumed_from is not None and not self.config.checkpoint.allow_changes:
             found, self._resumed_from = self._resumed_from, None
             require_same_epoch(source, self.global_batch_size, found)
@@ -300,8 +300,8 @@ class Trainer:
             self._start_lines.append(source.notice)
         return source, total
 
-    def _take_batch_size(self, data: Any) -> None:
-        """Let a DataLoader's own batch size stand, if the settings name none; the learning rate follows its rule."""
+    def _adopt_batch_size(self, data: Any) -> None:
+        """Use a DataLoader's own batch size, if the settings have none; the learning rate follows its rule."""
         config = setup.with_batch_size_of(data, self.config)
         if config is self.config:
             return
@@ -315,8 +315,9 @@ class Trainer:
 
     @together
     def training_step(self, batch: Any) -> Tensor:
-        """Forward and backward of one micro-batch; every `gradient_accumulation_steps`-th call updates, or with a
-        `global_batch_size` the one that fills it.
+        """Run forward and backward of one micro-batch, and update with the last one of a step.
+
+        A step has `gradient_accumulation_steps` calls, or those that fill a `global_batch_size`.
 
         Args:
             batch: this rank's micro-batch. Ranks must make the same number of calls.
@@ -330,16 +331,16 @@ class Trainer:
 
     @together
     def flush(self) -> None:
-        """Train on an incomplete window of `training_step`, weighted by what it holds; all ranks call it together."""
+        """Train on an incomplete window of `training_step`, weighted by its contents; all ranks call it together."""
         self.last_record = self._window.flush() or self.last_record
 
     # ---- evaluation, checkpoints ----
 
     @together
     def evaluate(self, val_data: Any) -> float:
-        """The mean loss over `val_data`, weighted by valid targets; all ranks call it, and get the same number.
+        """Return the mean loss over `val_data`, weighted by valid targets; all ranks call it, and get the same number.
 
-        With `training.eval_batches`: over so many micro-batches of it.
+        With `training.eval_batches` it is over that many micro-batches.
         """
         return evaluate(self.placed, validation_source(self, val_data), limit=self.config.training.eval_batches)
 
@@ -347,7 +348,7 @@ class Trainer:
     def save_checkpoint(
         self, path: str | Path, include_optimizer: bool = True, metadata: dict[str, Any] | None = None
     ) -> Path:
-        """Write a checkpoint into the folder `path`; all ranks call it. Whole when this returns, or not there.
+        """Write a checkpoint into the folder `path`; all ranks call it. It is whole when this returns, or not there.
 
         Returns:
             the checkpoint, `path/step-00000100`.
@@ -362,7 +363,7 @@ class Trainer:
         return saved
 
     def snapshot(self, *, include_optimizer: bool = True, metadata: dict[str, Any] | None = None) -> Snapshot:
-        """Return what a checkpoint holds of the run as it stands; tensors are the live ones."""
+        """Return a checkpoint's contents for the current state; tensors are the live ones."""
         facts = {
             "seed": self.config.training.seed,
             "layout": str(self.layout),
@@ -373,10 +374,10 @@ class Trainer:
 
     @together
     def load_checkpoint(self, path: str | Path) -> tuple[int, dict[str, Any]]:
-        """Take up a checkpoint, whatever strategy and number of ranks wrote it; all ranks call it.
+        """Load a checkpoint, whatever strategy and number of ranks wrote it; all ranks call it.
 
         Args:
-            path: a checkpoint, or a folder of them, of which the newest whole one is taken.
+            path: a checkpoint, or a folder of them, whose newest whole one is loaded.
 
         Returns:
             its step, and the metadata that it was saved with.
@@ -386,32 +387,32 @@ class Trainer:
             raise UsageError(
                 f"there is no checkpoint in {path}", fix="give a checkpoint, a run directory or its folder checkpoints/"
             )
-        self._begins_here = True
+        self._start_is_decided = True
         loaded = self.state.load(found)
         self._start_lines += loaded.log_lines
         return loaded.step, loaded.metadata
 
     @together
     def resume(self, how: str) -> checkpoint.CheckpointPath | None:
-        """Go on from the newest whole checkpoint of the run directory (`auto`), from nowhere (`never`), or from a path.
+        """Resume from the run directory's newest whole checkpoint (`auto`), from nowhere (`never`), or from a path.
 
         Returns:
-            where it goes on from; None for a fresh start.
+            the checkpoint; None for a fresh start.
         """
         start.lock_run_directory(self)
         resumed = resume(self, how)
-        self._begins_here, self._resumed_from = True, resumed.checkpoint
+        self._start_is_decided, self._resumed_from = True, resumed.checkpoint
         self._start_lines += resumed.log_lines
         return resumed.checkpoint
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The newest metrics, as `checkpoint.keep_best` names them."""
+        """The newest metrics, by the names in `checkpoint.keep_best`."""
         return self.state.metrics
 
     @cached_property
     def storage_is_shared(self) -> bool:
-        """Whether all ranks see one folder of checkpoints; found out once, by all ranks together."""
+        """Whether all ranks see the same folder of checkpoints; all ranks find out once, together."""
         return storage_is_shared(self)
 
     # ---- small things ----
@@ -439,9 +440,9 @@ class Trainer:
             apply_activation_checkpointing(blocks_of(part), mode, self.placed.random_state)
 
     def sampler(self) -> Callable[..., Any]:
-        """The model as a function, in evaluation mode, to draw samples from; all ranks call it together."""
+        """Return the model as a function, in evaluation mode, to draw samples from; all ranks call it together."""
         return sample_from(self.placed)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"lockstep: {text}", flush=True)

@@ -1,11 +1,11 @@
-"""`lockstep verify`: proof that every topology takes the same step, on the user's own model and data.
+"""Prove with `lockstep verify` that every topology takes the same step, on the user's own model and data.
 
-    one process takes N steps and writes them down                       (the reference)
+    one process takes N steps and writes them to disk                    (the reference)
     each topology takes them in a launch of its own, and compares        samples, loss, norm, gradients, values, buffers
     where it differs: experiments that change one thing each             the likely cause
 
-In plain mode each step starts from the reference's state, and gradients may differ by what another order of summation
-can make of them. With `distributed.reproducible` the topology runs on by itself, and every bit must be equal.
+In plain mode each step starts from the reference's state, and gradients may differ by the rounding of another summation
+order. With `distributed.reproducible` a topology continues from its own state, and every bit must be equal.
 """
 
 import os
@@ -23,25 +23,25 @@ from lockstep.scratch import temporary
 from lockstep.strategy import AUTO, SINGLE, parse_topology, strategy_named
 from lockstep.verify.causes import Cause, Evidence, cause_of
 from lockstep.verify.differences import ASPECTS, Difference, StepResult
-from lockstep.verify.experiments import experiments
-from lockstep.verify.subject import MAIN, Case, Job, Make, Results, Spec, Subject
+from lockstep.verify.experiments import experiments_for
+from lockstep.verify.subject import MAIN, Case, Make, Results, Spec, Subject, VerifyJob
 
 __all__ = ["Cause", "Difference", "Outcome", "Subject", "Verdict", "verify"]
 
 DEFAULT_STEPS = 5
-_TAKEN = "taken"  # file of the cases that the reference could take
-_LARGER = 4.0  # a step that is so many times farther off than one that was judged is judged on its own
+_TAKEN = "taken"  # file with the cases that the reference could take
+_LARGER = 4.0  # a step whose difference is this many times larger than an explained one needs a cause of its own
 
 
 @dataclass
 class Outcome:
-    """One topology's steps against the reference's.
+    """Steps of one topology, compared with the reference's.
 
     Attributes:
-        topology: as it was asked for; `single` is the reference taken once more.
-        steps: results, step by step.
+        topology: as it was written; `single` is the reference taken once more.
+        steps: one result per step.
         cause: of the first difference.
-        failed: why it could not be run at all.
+        failed: the error, if the topology could not be run.
     """
 
     topology: str
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def first(self) -> tuple[int, Difference] | None:
-        """The first step that differs (counted from 0), and what differs first in it."""
+        """The first step that differs (counted from 0), and its first difference."""
         for result in self.steps:
             if result.first is not None:
                 return result.step, result.first
@@ -59,20 +59,21 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
+        """Whether the topology took the same steps, up to rounding."""
         rounding = self.cause is not None and not self.cause.is_error
         return self.failed is None and (self.first is None or rounding)
 
 
 @dataclass
 class Verdict:
-    """What `verify` found.
+    """Result of `verify`.
 
     Attributes:
         outcomes: the reference taken twice, then each topology.
-        steps: how many were compared.
-        micro_batches: in each of them.
-        exact: every bit had to be equal.
-        notices: lines to be said.
+        steps: number of steps that were compared.
+        micro_batches: number per step.
+        exact: whether every bit had to be equal.
+        notices: settings that were changed for the comparison, as lines to print.
     """
 
     outcomes: list[Outcome]
@@ -83,11 +84,12 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
+        """Whether all topologies took the same steps."""
         return all(outcome.passed for outcome in self.outcomes)
 
 
 Start = Callable[[Callable[..., Any], Sequence[Any], int], None]
-"""(function, arguments, number of ranks): run it on so many ranks of this machine and wait for them."""
+"""Runs a function with arguments on a number of ranks of this machine, and waits for them."""
 
 
 def verify(
@@ -97,20 +99,20 @@ def verify(
     """Compare topologies with one process.
 
     Args:
-        subject: a config that names model and data; or a function at the top of a module that builds both, a `Subject`
-            or (model, data), in every process anew.
+        subject: a config that names model and data; or a function at the top of a module that returns a `Subject` or
+            (model, data), and is called in every process.
         against: topologies: `ddp:2`, `fsdp:4`, `hybrid:2x2`, `pipeline:2*fsdp:2` … Unset: ddp:2, fsdp:2 and the
             strategy that the config names, on few ranks.
         config: with a function: the settings of the run.
-        steps: how many.
-        start: how ranks are started; unset: `lockstep.spawn`.
-        report: told what is being done.
+        steps: number of steps.
+        start: starts ranks; unset: `lockstep.spawn`.
+        report: called with lines about the progress.
 
     Returns:
-        what was found; `passed` says whether all topologies took the same steps.
+        the verdict; `passed` is whether all topologies took the same steps.
 
     Raises:
-        UsageError: a topology or the config is wrong, or the reference itself can't be trained.
+        UsageError: a topology or the config is wrong, or the reference cannot be trained.
     """
     config, make = (subject, None) if isinstance(subject, Config) else (config or Config(), subject)
     against = default_against(config) if against is None else against
@@ -123,14 +125,14 @@ def verify(
         start(_record, ([(spec, (main,), folder)],), 1)
         for topology in (SINGLE, *against):
             report(f"{topology}: {spec.steps} steps")
-            outcomes += compare([Job(spec, topology, folder, (main,))], start, report)
+            outcomes += compare([VerifyJob(spec, topology, folder, (main,))], start, report)
     size = spec.config.training
     assert size.global_batch_size is not None
     return Verdict(outcomes, spec.steps, size.global_batch_size // size.batch_size, spec.exact, notices)
 
 
 def default_against(config: Config) -> list[str]:
-    """ddp:2, fsdp:2, and what the config itself would train on, on as few ranks as show it."""
+    """Return ddp:2, fsdp:2 and the config's own strategy, on the fewest ranks that test it."""
     strategy = config.distributed.strategy
     return [
         "ddp:2",
@@ -140,7 +142,7 @@ def default_against(config: Config) -> list[str]:
 
 
 def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int) -> tuple[Spec, list[str]]:
-    """With a global batch that is the same for all topologies."""
+    """Return the spec, whose global batch is the same for all topologies, and notices of changed settings."""
     if steps < 1:
         raise UsageError(f"--steps {steps} compares nothing", fix="write a number from 1 on")
     if not against:
@@ -183,7 +185,7 @@ def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int)
 
 
 def _threads(ranks: int) -> int:
-    """What each rank of the largest topology gets; all processes use as many."""
+    """Return the CPU threads per rank of the largest topology; all processes use as many."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if asked.isdigit() and int(asked) > 0 else threads_per_rank(ranks)
 
@@ -193,8 +195,8 @@ def _data_parallel_size(topology: str) -> int:
     return ranks // int(values.get("pipeline_size") or 1)
 
 
-def compare(jobs: Sequence[Job], start: Start, report: Callable[[str], None]) -> list[Outcome]:
-    """Topologies of as many ranks each, in one launch, against references that are written down already."""
+def compare(jobs: Sequence[VerifyJob], start: Start, report: Callable[[str], None]) -> list[Outcome]:
+    """Run topologies with the same number of ranks in one launch, and compare them with references on disk."""
     outcomes = [Outcome(job.topology) for job in jobs]
     try:
         start(_compare, (jobs,), jobs[0].ranks)
@@ -209,7 +211,7 @@ def compare(jobs: Sequence[Job], start: Start, report: Callable[[str], None]) ->
         for job, _, found in wanted:
             report(f"{job.topology}: differs in step {found.step + 1}; looking for the cause")
         _find_causes(wanted, start)
-        # Rounding in one step excuses the others only where they are not farther off.
+        # Rounding in one step explains the other steps only if their differences are not larger.
         pending = [
             (job, outcome, None if outcome.cause is None or outcome.cause.is_error else _next(outcome, found))
             for job, outcome, found in wanted
@@ -218,7 +220,7 @@ def compare(jobs: Sequence[Job], start: Start, report: Callable[[str], None]) ->
 
 
 def _next(outcome: Outcome, judged: StepResult | None = None) -> StepResult | None:
-    """The next step whose difference is to be explained."""
+    """Return the next step whose difference needs a cause."""
     for result in outcome.steps:
         if not result.differences:
             continue
@@ -230,16 +232,16 @@ def _next(outcome: Outcome, judged: StepResult | None = None) -> StepResult | No
     return None
 
 
-def _read(job: Job) -> Results:
+def _read(job: VerifyJob) -> Results:
     found: Results = pickle.loads(job.results.read_bytes())
     return found
 
 
-def _find_causes(different: Sequence[tuple[Job, Outcome, StepResult]], start: Start) -> None:
+def _find_causes(different: Sequence[tuple[VerifyJob, Outcome, StepResult]], start: Start) -> None:
     wanted = []
     for job, _, found in different:
         _, subject = job.spec.build({})
-        wanted.append((job.spec, experiments(job.spec, job.topology, found, subject.data), job.folder))
+        wanted.append((job.spec, experiments_for(job.spec, job.topology, found, subject.data), job.folder))
         subject.close()
     start(_record, (wanted,), 1)
     jobs, left_out = [], []
@@ -251,7 +253,7 @@ def _find_causes(different: Sequence[tuple[Job, Outcome, StepResult]], start: St
     ended = ""
     try:
         start(_compare, (jobs,), jobs[0].ranks)
-    except LockstepError as error:  # what differs, and how far, is known all the same
+    except LockstepError as error:  # the difference and its size are known nevertheless
         ended = str(error).splitlines()[0]
     for job, (_, outcome, found), impossible in zip(jobs, different, left_out, strict=True):
         results = _read(job)
@@ -260,7 +262,7 @@ def _find_causes(different: Sequence[tuple[Job, Outcome, StepResult]], start: St
         if ended:
             missing |= {case.name: ended for case in job.cases if case.name not in tried}
         outcome.cause = cause_of(Evidence(found, tried, missing, job.folder, job.spec.config))
-        outcome.cause.is_error |= job.spec.exact  # every bit has to be equal: rounding is no excuse
+        outcome.cause.is_error |= job.spec.exact  # if every bit must be equal, rounding is an error
 
 
 def _record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]]) -> None:
@@ -270,7 +272,7 @@ def _record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]]) -> None:
         (folder / _TAKEN).write_bytes(pickle.dumps(worker.record(spec, cases, folder)))
 
 
-def _compare(jobs: Sequence[Job]) -> None:
+def _compare(jobs: Sequence[VerifyJob]) -> None:
     from lockstep.verify import worker
 
     worker.compare(jobs)

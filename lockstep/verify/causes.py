@@ -1,7 +1,7 @@
-"""Why a step differs: experiments that change one thing at a time, and what follows from which of them agree.
+"""Finds out why a step differs, by experiments that change one thing at a time.
 
-The step in which a topology first departs from the reference is taken again by both, from the reference's state before
-it, with one thing changed on both sides. If the difference is gone, it came from there.
+The first step in which a topology differs is taken again by it and the reference, from the reference's state before
+it, with one thing changed on both sides. If the difference disappears, that thing was the cause.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,27 +19,27 @@ from lockstep.verify.experiments import (
     DOUBLE,
     DRAWS,
     FLOAT32,
-    NUDGE,
     ONE_EACH,
+    PERTURB,
     RECOMPUTATION,
     SAME,
     SEEDS,
 )  # fmt: skip
-from lockstep.verify.trace import Facts, Trace
+from lockstep.verify.trace import StepFacts, Trace
 
-GONE = 1e-2  # an experiment that leaves less than this share of a difference has taken it away
-LOW_ROUNDING = 8 * 2.0**-8  # what bfloat16 may make of a gradient, relatively, when the same things are added up
+GONE = 1e-2  # an experiment that leaves less than this fraction of a difference has removed it
+LOW_ROUNDING = 8 * 2.0**-8  # largest relative rounding of a gradient by bfloat16 when the same terms are summed
 
 
 @dataclass
 class Cause:
-    """What a difference comes from.
+    """Cause of a difference.
 
     Attributes:
         kind: one word or two: data order, random numbers, loss normalisation …
         text: one sentence.
-        found_by: the experiments that say so.
-        is_error: False where it is rounding after all.
+        found_by: the experiments that show it.
+        is_error: False for rounding.
     """
 
     kind: str
@@ -50,12 +50,12 @@ class Cause:
 
 @dataclass
 class Evidence:
-    """All that is known of one topology's difference.
+    """All that is known about one topology's difference.
 
     Attributes:
         found: the first step that differs, in the main run.
         tried: experiment → the topology's result.
-        left_out: experiment that could not be made → why.
+        left_out: experiment that could not be made → reason.
         folder: of the reference's traces.
         config: of the run.
     """
@@ -67,9 +67,9 @@ class Evidence:
     config: Config
 
     def agrees(self, name: str) -> bool:
-        """Whether the experiment was made, and the difference of gradients and values was gone in it.
+        """Return whether the experiment was made and removed the difference of gradients and values.
 
-        What rounding leaves counts: a difference that is no larger than rounding in the experiment is not explained.
+        Rounding counts: a difference that is not larger than the experiment's rounding is not explained by it.
         """
         result = self.tried.get(name)
         if result is None or result.has("start"):
@@ -78,7 +78,8 @@ class Evidence:
             return False
         return all(result.distance(a) <= GONE * self.found.distance(a) for a in ("gradient", "value"))
 
-    def facts(self, name: str) -> Facts | None:
+    def facts(self, name: str) -> StepFacts | None:
+        """Return the reference's facts of an experiment; None if it was not made."""
         trace = Trace(self.folder / name)
         step = self.tried[name].step if name in self.tried else self.found.step
         try:
@@ -91,7 +92,7 @@ Rule = Callable[[Evidence], Cause | None]
 
 
 def cause_of(evidence: Evidence) -> Cause:
-    """The first rule that applies; direct evidence comes before experiments, and narrow ones before wide ones."""
+    """Return the cause by the first rule that applies: direct evidence before experiments, narrow before wide ones."""
     for rule in RULES:
         cause = rule(evidence)
         if cause is not None:
@@ -119,7 +120,7 @@ def _start(e: Evidence) -> Cause | None:
     )
 
 
-def _chance(e: Evidence) -> Cause | None:
+def _nondeterminism(e: Evidence) -> Cause | None:
     once, twice = e.facts(AGAIN), e.facts(AGAIN_TOO)
     if once is not None and twice is not None and once.outputs != twice.outputs:
         pairs = zip(once.outputs, twice.outputs, strict=False)
@@ -130,8 +131,8 @@ def _chance(e: Evidence) -> Cause | None:
             ["the same step twice in one process"],
         )  # fmt: skip
     first, second = e.tried.get(AGAIN), e.tried.get(AGAIN_TOO)
-    if first is not None and second is not None and first.prints != second.prints:
-        name = next(n for n in first.prints if first.prints[n] != second.prints.get(n))
+    if first is not None and second is not None and first.fingerprints != second.fingerprints:
+        name = next(n for n in first.fingerprints if first.fingerprints[n] != second.fingerprints.get(n))
         return Cause(
             "non-deterministic operation",
             f"the gradient of {name} is another one each time that these ranks take the step, not so in one process",
@@ -140,14 +141,15 @@ def _chance(e: Evidence) -> Cause | None:
     return None
 
 
-def _unsynchronised(e: Evidence) -> Cause | None:
-    seen = e.tried.get(CLIP, e.found)  # where one norm is another, clipping sets everything apart
-    apart = seen.apart
-    if not apart:
+def _not_synchronized(e: Evidence) -> Cause | None:
+    seen = e.tried.get(CLIP, e.found)  # where the norm differs, clipping makes all gradients differ
+    unsynchronized = seen.unsynchronized
+    if not unsynchronized:
         return None
-    everything = len(apart) == len(seen.prints)
+    everything = len(unsynchronized) == len(seen.fingerprints)
     if not everything:
-        listed = ", ".join(apart[:4]) + (f" and {len(apart) - 4} more" if len(apart) > 4 else "")
+        more = len(unsynchronized) - 4
+        listed = ", ".join(unsynchronized[:4]) + (f" and {more} more" if more > 0 else "")
         return Cause(
             "unsynchronised parameter",
             f"replicas keep their own gradients of {listed}: they are not reduced",
@@ -169,8 +171,8 @@ def _buffers(e: Evidence) -> Cause | None:
     return Cause("buffer", f"the buffer {names[0]} drifts; its gradients do not", ["values of buffers"])
 
 
-def _only_shown(e: Evidence) -> Cause | None:
-    """Gradients and values agree, and what the record says of them does not."""
+def _record_only(e: Evidence) -> Cause | None:
+    """Return a cause if gradients and values agree, but a number of the record does not."""
     if e.found.has("gradient", "value"):
         return None
     for aspect, kind in (("loss", "loss"), ("norm", "clip norm")):
@@ -236,11 +238,11 @@ def _rounding(e: Evidence) -> Cause | None:
     return None
 
 
-def _rounds_alike(e: Evidence) -> Cause | None:
-    """The reference itself rounds as far: against float64; or, where that draws other numbers, when last bits move."""
+def _reference_rounds_as_much(e: Evidence) -> Cause | None:
+    """Return rounding if the reference rounds as much: against float64, or else when last bits are changed."""
     texts = {
         DOUBLE: "about as near to a float64 reference ({:.1e}) as one process in float32",
-        NUDGE: "about as far ({:.1e}) as the last bits of parameters move the reference",
+        PERTURB: "about as far ({:.1e}) as the last bits of parameters move the reference",
     }
     for name, text in texts.items():
         result = e.tried.get(name)
@@ -252,12 +254,12 @@ def _rounds_alike(e: Evidence) -> Cause | None:
 RULES: Sequence[Rule] = (
     _data,
     _start,
-    _chance,
-    _rounds_alike,
+    _nondeterminism,
+    _reference_rounds_as_much,
     _when(COMPRESSION, "compression", "what is sent in place of gradients does not add up to them"),
-    _unsynchronised,
+    _not_synchronized,
     _buffers,
-    _only_shown,
+    _record_only,
     _update,
     _recomputation,
     _random,

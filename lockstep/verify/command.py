@@ -1,14 +1,15 @@
-"""`lockstep verify CONFIG --against …`."""
+"""Runs `lockstep verify CONFIG --against …`, and formats its verdict as a table or as JSON."""
 
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lockstep.config import load_config, require_runnable
 from lockstep.errors import EXIT_DONE, EXIT_FAILED
-from lockstep.verify import DEFAULT_STEPS, verify
-from lockstep.verify.table import as_json, text
+from lockstep.strategy import SINGLE
+from lockstep.verify import DEFAULT_STEPS, Outcome, Verdict, verify
 
 
 def run(
@@ -17,7 +18,7 @@ def run(
     """Verify what a config trains.
 
     Returns:
-        0 where all topologies take the same steps, else 1.
+        0 if all topologies take the same steps, else 1.
     """
     config = load_config(path, overrides)
     require_runnable(config)
@@ -29,3 +30,114 @@ def run(
     verdict = verify(config, topologies, steps=DEFAULT_STEPS if steps is None else steps, report=report)
     print(json.dumps(as_json(verdict), indent=2) if in_json else text(verdict))
     return EXIT_DONE if verdict.passed else EXIT_FAILED
+
+
+_COLUMNS = ("samples", "loss", "norm", "gradient", "value", "buffer")
+_HEADINGS = ("topology", "samples", "loss", "norm", "gradients", "values", "buffers", "")
+
+
+def text(verdict: Verdict) -> str:
+    """Format a verdict as a table, followed by each difference with its cause."""
+    how = "every bit" if verdict.exact else "up to the order of summation"
+    lines = [f"{verdict.steps} steps of {verdict.micro_batches} micro-batches, compared with one process, {how}"]
+    lines += verdict.notices
+    rows = [_HEADINGS, *(_row(outcome) for outcome in verdict.outcomes)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
+    lines += ["", *("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
+    for outcome in verdict.outcomes:
+        lines += _explanation(outcome)
+    return "\n".join(lines)
+
+
+def _row(outcome: Outcome) -> Sequence[str]:
+    name = "single, again" if outcome.topology == SINGLE else outcome.topology
+    if outcome.failed is not None:
+        return (name, *("-" for _ in _COLUMNS), "✗ did not run")
+    cells = []
+    for aspect in _COLUMNS:
+        aspects = ("start", aspect) if aspect == "value" else (aspect,)
+        fine = not any(result.has(*aspects) for result in outcome.steps)
+        cells.append("✓" if fine else ("≈" if outcome.passed else "✗"))
+    rounding = max((result.rounding for result in outcome.steps), default=0.0)
+    if not outcome.passed:
+        result = "✗"
+    elif all(result.same_bits for result in outcome.steps):
+        result = "✓ the same bits"
+    else:
+        result = f"✓ {rounding:.0e}" if outcome.first is None else "✓ rounding"
+    return (name, *cells, result)
+
+
+def _explanation(outcome: Outcome) -> list[str]:
+    if outcome.failed is not None:
+        return ["", f"{outcome.topology}: did not run", *(f"  {line}" for line in outcome.failed.splitlines())]
+    if outcome.first is None:
+        return []
+    step, _ = outcome.first
+    lines = ["", f"{outcome.topology}: step {step + 1}, {_description(outcome)}"]
+    if outcome.cause is not None:
+        lines.append(f"  cause: {outcome.cause.kind}: {outcome.cause.text}")
+        lines.append(f"  found by: {', '.join(outcome.cause.found_by)}")
+    return lines
+
+
+def _description(outcome: Outcome) -> str:
+    assert outcome.first is not None
+    step, first = outcome.first
+    where = "" if not first.ranks else " on rank" + ("s " if len(first.ranks) > 1 else " ") + _joined(first.ranks)
+    if first.aspect in ("loss", "norm"):
+        return f"{first.aspect} {first.name}{where}"
+    if first.aspect == "samples":
+        return f"samples: {first.name}{where}"
+    kind = {"start": "first value", "gradient": "gradient", "value": "value", "buffer": "buffer"}[first.aspect]
+    result = next(r for r in outcome.steps if r.step == step)
+    others = sum(d.aspect == first.aspect for d in result.differences) - 1
+    more = f" (and of {others} more)" if others else ""
+    if first.missing:
+        return f"{kind} of {first.name}: there is none on one side{where}{more}"
+    return f"{kind} of {first.name} differs by {first.relative:.1e} of its norm{where}{more}"
+
+
+def _joined(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+
+
+def as_json(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as JSON data."""
+    return {
+        "passed": verdict.passed,
+        "steps": verdict.steps,
+        "micro_batches": verdict.micro_batches,
+        "every_bit": verdict.exact,
+        "notices": verdict.notices,
+        "topologies": [_outcome(outcome) for outcome in verdict.outcomes],
+    }
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    first = None
+    if outcome.first is not None:
+        step, difference = outcome.first
+        first = {
+            "step": step + 1,
+            "what": difference.aspect,
+            "name": difference.name,
+            "relative": _finite(difference.relative),
+            "ranks": difference.ranks,
+        }
+    cause = outcome.cause
+    return {
+        "topology": outcome.topology,
+        "passed": outcome.passed,
+        "same_bits": outcome.failed is None and all(result.same_bits for result in outcome.steps),
+        "largest_rounding": max((result.rounding for result in outcome.steps), default=0.0),
+        "failed": outcome.failed,
+        "first_difference": first,
+        "cause": None
+        if cause is None
+        else {"kind": cause.kind, "text": cause.text, "found_by": cause.found_by, "is_error": cause.is_error},
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None

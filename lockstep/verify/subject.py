@@ -1,4 +1,4 @@
-"""What is verified: a config, or a model and data of the user's own, built anew in every process that runs it."""
+"""Defines what is verified: a config, or a user's model and data, built anew in every process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,15 +19,15 @@ MAIN = "main"  # the case that compares all steps; the others are experiments
 
 @dataclass
 class Subject:
-    """A training run before it is placed.
+    """A training run before placement.
 
     Attributes:
         model: not wrapped, not yet trained.
-        data: what `Trainer.steps` takes.
+        data: the argument of `Trainer.steps`.
         loss_fn: None: the one that the config names, else the model's own.
-        optimizer: `parameters -> optimizer`; None: as the config says.
-        prepare: told of each trainer that is made of it, on every rank, before its first step.
-        close: called when it is no longer needed.
+        optimizer: `parameters -> optimizer`; None: the config's.
+        prepare: called with each trainer on every rank before its first step.
+        close: called when the subject is no longer needed.
     """
 
     model: "nn.Module"
@@ -44,12 +44,12 @@ Make = Callable[[], "Subject | tuple[nn.Module, Any]"]
 
 @dataclass(frozen=True)
 class Spec:
-    """What every process is told.
+    """What every process needs to know.
 
     Attributes:
         config: of the run.
-        make: None: what the config names.
-        steps: how many are compared.
+        make: None: model and data are the config's.
+        steps: number of steps to compare.
         threads: of each process on the CPU.
     """
 
@@ -60,11 +60,11 @@ class Spec:
 
     @property
     def exact(self) -> bool:
-        """Whether every bit has to be equal."""
+        """Whether every bit must be equal."""
         return self.config.distributed.reproducible
 
     def build(self, settings: dict[str, Any]) -> tuple[Config, Subject]:
-        """The config with some settings changed, and what it trains."""
+        """Return the config with some settings changed, and what it trains."""
         config = config_from(settings, self.config) if settings else self.config
         if self.make is not None:
             made = self.make()
@@ -78,14 +78,14 @@ class Spec:
 
 @dataclass(frozen=True)
 class Case:
-    """One stretch of steps that the reference and a topology both take.
+    """Consecutive steps that the reference and a topology both take.
 
     Attributes:
-        name: of the folder that holds the reference's trace.
-        settings: dotted keys in which it departs from the spec's config.
-        start: its first step, counted from 0; the state before it is the reference's of the case `main`.
-        steps: how many.
-        switches: what is changed in the running trainer (see `lockstep.verify.switches`).
+        name: name of the folder with the reference's trace.
+        settings: dotted keys that differ from the spec's config.
+        start: first step, counted from 0; the state before it is the reference's in the case `main`.
+        steps: number of steps.
+        switches: changes to the running trainer (see `lockstep.verify.experiments`).
     """
 
     name: str = MAIN
@@ -96,8 +96,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What one topology is to do.
+class VerifyJob:
+    """Cases that one topology has to take.
 
     Attributes:
         folder: holds the reference's traces of these cases.
@@ -110,22 +110,23 @@ class Job:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks of the topology."""
         return parse_topology(self.topology)[1]
 
     @property
     def results(self) -> Path:
-        """Written by rank 0: `Results`, pickled, as far as it got."""
+        """The file to which rank 0 pickles `Results` after each case."""
         name = "".join(c if c.isalnum() else "_" for c in self.topology)
         return self.folder / f"result-{name}.pickle"
 
 
 @dataclass
 class Results:
-    """What a topology's ranks found.
+    """Results of a topology's ranks.
 
     Attributes:
         steps: case → results, step by step.
-        left_out: case that could not be taken → why.
+        left_out: case that could not be taken → reason.
     """
 
     steps: dict[str, list["StepResult"]] = field(default_factory=dict)

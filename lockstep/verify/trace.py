@@ -1,18 +1,19 @@
-"""What the reference did, step by step, on disk.
+"""Records what a trainer's steps compute, and stores the reference's steps on disk.
 
     FOLDER/CASE/start.safetensors              first values of parameters and buffers
     FOLDER/CASE/step-00000003.json             samples, loss, norm of its fourth step
-    FOLDER/CASE/step-00000003.safetensors      gradients as the optimizer got them, values after the update, buffers
-    FOLDER/CASE/states/step-00000004/          a checkpoint: from it every topology takes its next step
+    FOLDER/CASE/step-00000003.safetensors      gradients before the update, values after it, buffers
+    FOLDER/CASE/states/step-00000004/          a checkpoint from which every topology takes its next step
 
-In plain mode, gradients have bounds: what a sum of the same micro-batches in another order may differ by. Two sums of M
-terms differ by 2·(M−1)·u·Σ|term| at most, element by element, with u the unit roundoff of the sum's dtype (Higham 2002,
-section 4.2). To that is added a little of the largest element, for weights that are used several times.
+In plain mode, gradients have bounds: by how much a sum of the same micro-batches in another order may differ. Two sums
+of M terms differ by at most 2·(M−1)·u·Σ|term|, element by element, with u the unit roundoff of the sum's dtype (Higham
+2002, section 4.2). A fraction of the largest element is added, for weights that are used several times.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,31 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+
+from lockstep.data.batches import MicroBatch
+from lockstep.parallel.divergence import fingerprint
+from lockstep.parallel.loss_accumulator import LossAccumulator
+from lockstep.parallel.parallel_model import local
+from lockstep.records import StepRecord, plain
+from lockstep.trainer import Trainer
 
 GRADIENT, BOUND, VALUE, BUFFER = "gradient", "bound", "value", "buffer"
 
 
 @dataclass
-class Facts:
-    """Of one step, what is no tensor.
+class StepFacts:
+    """One step, without its tensors.
 
     Attributes:
-        samples: micro-batch → a hash of what it holds.
-        loss, norm: as the record has them.
+        samples: micro-batch → hash of its contents.
+        loss, norm: as in the record.
         learning_rate: largest of the optimizer's groups.
-        scale: what the sum of the micro-batches' gradients was multiplied by.
-        skipped: the update was left out.
+        scale: factor by which the sum of the micro-batches' gradients was multiplied.
+        skipped: whether the update was left out.
         norms: parameter → 2-norm of its gradient.
-        bound, elements: 2-norm of the bounds of all gradients, and how many numbers these are.
-        outputs: (module, fingerprint of its output) in the order in which forward passes ended, where asked for.
+        bound, elements: 2-norm of the bounds of all gradients, and their number of elements.
+        outputs: (module, fingerprint of its output) in the order in which forward passes ended, if they are recorded.
     """
 
     samples: dict[int, str] = field(default_factory=dict)
@@ -53,36 +61,40 @@ class Facts:
 
 
 class Trace:
-    """One case's folder."""
+    """Folder of one case."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @property
     def states(self) -> Path:
+        """Folder of the checkpoints."""
         return self.folder / "states"
 
     def state(self, step: int) -> Path:
-        """The checkpoint of the state before step `step`."""
+        """Return the path of the checkpoint before step `step`."""
         return self.states / f"step-{step:08d}"
 
     def write_start(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write the first values."""
         self.folder.mkdir(parents=True, exist_ok=True)
         _save(tensors, self.folder / "start.safetensors")
 
-    def write(self, step: int, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, step: int, facts: StepFacts, tensors: Mapping[str, Tensor]) -> None:
+        """Write a step."""
         _save(tensors, self._path(step, "safetensors"))
         self._path(step, "json").write_text(json.dumps(asdict(facts)))
 
-    def facts(self, step: int) -> Facts:
+    def facts(self, step: int) -> StepFacts:
+        """Read a step without its tensors."""
         found: dict[str, Any] = json.loads(self._path(step, "json").read_text())
         found["samples"] = {int(index): text for index, text in found["samples"].items()}
         found["outputs"] = [(name, value) for name, value in found["outputs"]]
-        return Facts(**found)
+        return StepFacts(**found)
 
     @contextmanager
     def tensors(self, step: int | None) -> Iterator["Stored"]:
-        """Those of a step, or of the start; read one by one."""
+        """Open the tensors of a step, or of the start; each is read when it is used."""
         path = self.folder / "start.safetensors" if step is None else self._path(step, "safetensors")
         with safe_open(path, framework="pt") as file:
             yield Stored(file)
@@ -98,17 +110,164 @@ class Stored:
         self._file, self._keys = file, set(file.keys())
 
     def get(self, kind: str, name: str) -> Tensor | None:
+        """Read a tensor; None if there is none."""
         key = f"{kind}/{name}"
         return self._file.get_tensor(key) if key in self._keys else None
 
     def names(self, kind: str) -> list[str]:
+        """Return the names of one kind."""
         return sorted(key.removeprefix(f"{kind}/") for key in self._keys if key.startswith(f"{kind}/"))
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    # Tied or viewed storage is refused by the format.
+    # The format rejects tied or viewed storage.
     save_file({key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}, path)
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
+    """Return half the distance between 1 and the next larger number."""
     return float(torch.finfo(dtype).eps) / 2
+
+
+class StepObserver:
+    """Records each step of a trainer without changing it.
+
+    Args:
+        bounds: whether to add up the absolute values of micro-batches' gradients; for a process that holds all
+            parameters.
+        outputs: whether to record the output of each module.
+
+    Attributes:
+        gradients: of the last step, before the update.
+        fingerprints: their fingerprints on this rank.
+    """
+
+    def __init__(self, trainer: Trainer, *, bounds: bool = False, outputs: bool = False) -> None:
+        self._trainer = trainer
+        self.gradients: dict[str, Tensor] = {}
+        self.fingerprints: dict[str, int] = {}
+        self._samples: dict[int, str] = {}
+        self._sizes: dict[str, Tensor] = {}
+        self._outputs: list[tuple[str, int]] = []
+        self._micro_batches_per_step, self._factor = 1, 1.0
+        self._opened = ExitStack()
+        self._run = trainer.placed.forward_backward
+        trainer.placed.forward_backward = self._observed
+        self._opened.callback(setattr, trainer.placed, "forward_backward", self._run)
+        self._opened.callback(trainer.optimizer.register_step_pre_hook(self._before_update).remove)
+        if outputs:
+            self._opened.enter_context(outputs_of(trainer.placed.parts, self._outputs))
+        for name, parameter in trainer.placed.parameters.items() if bounds else ():
+            if parameter.requires_grad:
+                self._opened.callback(parameter.register_hook(self._sizes_of(name)).remove)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Stop recording."""
+        self._opened.close()
+
+    def facts(self, done: StepRecord) -> StepFacts:
+        """Return the facts of the step just made."""
+        rate = max((float(group["lr"]) for group in self._trainer.optimizer.param_groups), default=0.0)
+        return StepFacts(
+            dict(self._samples), float(plain(done.loss)), float(plain(done.grad_norm)), rate, self._scale(done),
+            bool(done.skipped), outputs=list(self._outputs),
+        )  # fmt: skip
+
+    def bounds(self, done: StepRecord) -> dict[str, Tensor]:
+        """Return how far a gradient's elements may differ when its micro-batches are summed in another order."""
+        roundoff = unit_roundoff(torch.float32)
+        additions = 2 * max(1, self._micro_batches_per_step - 1) * roundoff * self._scale(done)
+        bounds = {}
+        for name, gradient in self.gradients.items():
+            # For scaling to the mean, clipping, and the gradients' own rounding.
+            bounds[name] = 32 * roundoff * gradient.abs()
+            if name in self._sizes:
+                # A pipeline also sums the uses of a shared weight in another order, and kernels round differently when
+                # parameters lie elsewhere in memory (FSDP). The sizes of these terms are unknown: the largest element
+                # stands for them.
+                largest = self._sizes[name].max() if gradient.numel() else 0.0
+                bounds[name] += additions * self._sizes[name] + 64 * roundoff * self._scale(done) * largest
+        return bounds
+
+    def _scale(self, done: StepRecord) -> float:
+        scale = 1.0 / (self._factor * max(1.0, float(plain(done.tokens))))
+        clip = self._trainer.config.training.gradient_clip
+        if clip.strategy == "norm":
+            scale *= min(1.0, clip.value / (float(plain(done.grad_norm)) + 1e-6))
+        return scale
+
+    def _observed(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float) -> None:
+        self._samples = {
+            micro_batch.index: _hash(micro_batch.batch)
+            for micro_batch in micro_batches
+            if micro_batch.real and micro_batch.batch is not None
+        }
+        self._micro_batches_per_step, self._factor = accumulator.micro_batches_per_step, factor
+        self.gradients, self.fingerprints = {}, {}
+        self._outputs.clear()
+        self._sizes.clear()
+        self._run(micro_batches, accumulator, factor)
+
+    def _before_update(self, *_: object) -> None:
+        for name, parameter in self._trainer.placed.parameters.items():
+            if parameter.grad is not None:
+                self.gradients[name] = parameter.grad.detach().clone()
+                self.fingerprints[name] = int(fingerprint(local(parameter.grad)))
+
+    def _sizes_of(self, name: str) -> Any:
+        def hook(gradient: Tensor) -> None:
+            size = gradient.detach().abs().float()
+            self._sizes[name] = self._sizes[name] + size if name in self._sizes else size
+
+        return hook
+
+
+def _hash(batch: Any) -> str:
+    found = hashlib.blake2b(digest_size=12)
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            found.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key, member in value.items():
+                found.update(repr(key).encode())
+                add(member)
+        elif isinstance(value, tuple | list):
+            for member in value:
+                add(member)
+        else:
+            found.update(repr(value).encode())
+
+    add(batch)
+    return found.hexdigest()
+
+
+@contextmanager
+def outputs_of(parts: list[nn.Module], into: list[tuple[str, int]]) -> Iterator[None]:
+    """Record a fingerprint of each module's output in forward passes inside the block, innermost modules first."""
+
+    def hook_of(name: str) -> Any:
+        def after(_module: nn.Module, _args: object, output: object) -> None:
+            for tensor in _tensors(output):
+                into.append((name, int(fingerprint(tensor.detach()))))
+
+        return after
+
+    handles = [m.register_forward_hook(hook_of(name)) for part in parts for name, m in part.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from _tensors(value)

@@ -1,4 +1,4 @@
-"""What runs in the processes: one takes the reference's steps and writes them down, ranks take them and compare."""
+"""Runs in the started processes: one takes the reference's steps and stores them, ranks take them and compare."""
 
 import copy
 import pickle
@@ -17,21 +17,35 @@ from lockstep.errors import LockstepError, RunError
 from lockstep.step import Progress
 from lockstep.strategy import SINGLE, parse_topology, strategy_named
 from lockstep.trainer import Trainer
-from lockstep.verify import switches
-from lockstep.verify.bounds import against, against_double, against_nudged, limit_of_norm, wire_of
-from lockstep.verify.differences import Expected, Piece, Report, StepResult, put_together
-from lockstep.verify.subject import MAIN, Case, Job, Results, Spec, Subject
-from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, Trace
-from lockstep.verify.watch import Watch
+from lockstep.verify import experiments
+from lockstep.verify.differences import (
+    Expected,
+    RankReport,
+    StepResult,
+    TensorDifference,
+    combine_reports,
+    compare_with_float64,
+    compare_with_perturbed,
+    compare_with_reference,
+    limit_of_norm,
+    message_rounding,
+)
+from lockstep.verify.subject import MAIN, Case, Results, Spec, Subject, VerifyJob
+from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, StepObserver, Trace
 
 _SIZES = ("distributed.pipeline_size", "distributed.replicate_size", "distributed.shard_size")
-_QUIET: dict[str, Any] = {"distributed.divergence_check_steps": None}  # it would stop what is to be looked at
+# The check for divergence would stop the steps to compare.
+_NO_DIVERGENCE_CHECK: dict[str, Any] = {"distributed.divergence_check_steps": None}
 
 
 def settings_of(topology: str) -> dict[str, Any]:
-    """What a topology (`ddp:2`, `single`) changes in a config."""
+    """Return the settings that a topology (`ddp:2`, `single`) changes in a config."""
     values, _ = parse_topology(topology)
-    settings = {**dict.fromkeys(_SIZES), **_QUIET, **{f"distributed.{key}": value for key, value in values.items()}}
+    settings = {
+        **dict.fromkeys(_SIZES),
+        **_NO_DIVERGENCE_CHECK,
+        **{f"distributed.{key}": value for key, value in values.items()},
+    }
     if not strategy_named(values["strategy"]).reduces_by_ddp:
         settings["distributed.ddp.compression.kind"] = "none"
     return settings
@@ -41,10 +55,10 @@ def settings_of(topology: str) -> dict[str, Any]:
 
 
 def record(spec: Spec, cases: Sequence[Case], folder: Path) -> tuple[list[Case], dict[str, str]]:
-    """Take the steps of each case in this process alone, and write them down.
+    """Take the steps of each case in this process alone, and store them.
 
     Returns:
-        the cases that could be taken; and of those that could not (a model that has no float64), why.
+        the cases that could be taken; and for the others (e.g. a model without float64) the reason.
     """
     taken, left_out = [], {}
     with _threads(spec.threads):
@@ -64,21 +78,21 @@ def record(spec: Spec, cases: Sequence[Case], folder: Path) -> tuple[list[Case],
 def _record(trainer: Trainer, data: Any, case: Case, folder: Path, *, exact: bool) -> None:
     trace, placed = Trace(folder / case.name), trainer.placed
     trace.write_start(_named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers))
-    watch = Watch(trainer, bounds=not exact, outputs=switches.OUTPUTS in case.switches)
+    observer = StepObserver(trainer, bounds=not exact, outputs=experiments.OUTPUTS in case.switches)
     if case.name == MAIN:
         trainer.save_checkpoint(trace.states)
     step = case.start - 1
     for step, done in enumerate(islice(trainer.steps(data), case.steps), start=case.start):
-        facts, bounds = watch.facts(done), watch.bounds(done)
-        facts.norms = {name: float(g.double().norm()) for name, g in watch.gradients.items()}
+        facts, bounds = observer.facts(done), observer.bounds(done)
+        facts.norms = {name: float(g.double().norm()) for name, g in observer.gradients.items()}
         facts.norms |= {name: facts.norms.get(name, 0.0) for name in placed.parameters}
         facts.bound = sum(float(b.double().square().sum()) for b in bounds.values()) ** 0.5
         facts.elements = sum(b.numel() for b in bounds.values())
-        tensors = _named(GRADIENT, watch.gradients) | _named(BOUND, bounds)
+        tensors = _named(GRADIENT, observer.gradients) | _named(BOUND, bounds)
         trace.write(step, facts, tensors | _named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers))
         if case.name == MAIN:
             trainer.save_checkpoint(trace.states)
-    watch.close()
+    observer.close()
     if step + 1 < case.start + case.steps:
         raise RunError(
             f"the reference ended after {step + 1} of {case.steps} steps",
@@ -94,8 +108,8 @@ def _named(kind: str, tensors: Any) -> dict[str, Any]:
 # ---- a topology ----
 
 
-def compare(jobs: Sequence[Job]) -> None:
-    """Take the steps of each job's cases on this rank, and compare; rank 0 writes the results, case by case."""
+def compare(jobs: Sequence[VerifyJob]) -> None:
+    """Take the steps of each job's cases on this rank, and compare; rank 0 writes the results after each case."""
     for job in jobs:
         with _threads(job.spec.threads):
             for results in _results(job):
@@ -105,7 +119,7 @@ def compare(jobs: Sequence[Job]) -> None:
         dist.barrier()
 
 
-def _results(job: Job) -> Iterator[Results]:
+def _results(job: VerifyJob) -> Iterator[Results]:
     results = Results()
     yield results
     for case in job.cases:
@@ -115,67 +129,68 @@ def _results(job: Job) -> Iterator[Results]:
         except LockstepError as error:
             if case.name == MAIN:
                 raise
-            results.left_out[case.name] = str(error).splitlines()[0]  # all ranks find it in the same way
+            results.left_out[case.name] = str(error).splitlines()[0]  # the same on all ranks
         yield results
 
 
 def _compare(trainer: Trainer, data: Any, case: Case, folder: Path, exact: bool) -> Iterator[StepResult]:
     trace, states = Trace(folder / case.name), Trace(folder / MAIN)
-    double = switches.DOUBLE in case.switches
-    wire = wire_of(trainer)
-    watch = Watch(trainer)
-    at_start: dict[str, Piece] = {}
-    if case.start == 0 and not case.switches & {switches.DOUBLE, switches.NUDGE}:
+    double = experiments.DOUBLE in case.switches
+    rounding = message_rounding(trainer)
+    observer = StepObserver(trainer)
+    at_start: dict[str, TensorDifference] = {}
+    if case.start == 0 and not case.switches & {experiments.DOUBLE, experiments.PERTURB}:
         with trace.tensors(None) as stored:
-            at_start = against(trainer, stored)[VALUE]
+            at_start = compare_with_reference(trainer, stored)[VALUE]
     for step, done in enumerate(islice(trainer.steps(data), case.steps), start=case.start):
-        facts, reference = watch.facts(done), trace.facts(step)
-        useless = ""
+        facts, reference = observer.facts(done), trace.facts(step)
+        not_comparable = ""
         with trace.tensors(step) as stored, states.tensors(step) as in_float32:
             if double:
-                pieces, useless = against_double(watch.gradients, stored, in_float32)
+                pieces, not_comparable = compare_with_float64(observer.gradients, stored, in_float32)
                 found = {GRADIENT: pieces}
-            elif switches.NUDGE in case.switches:
-                found = {GRADIENT: against_nudged(watch.gradients, stored, in_float32)}
+            elif experiments.PERTURB in case.switches:
+                found = {GRADIENT: compare_with_perturbed(observer.gradients, stored, in_float32)}
             else:
-                found = against(
-                    trainer, stored, watch, rate=None if exact else max(facts.learning_rate, reference.learning_rate),
-                    exact=exact, factor=wire.factor, floor=wire.floor * facts.scale,
+                found = compare_with_reference(
+                    trainer, stored, observer,
+                    rate=None if exact else max(facts.learning_rate, reference.learning_rate), exact=exact,
+                    factor=rounding.factor, floor=rounding.floor * facts.scale,
                 )  # fmt: skip
-        report = Report(
+        report = RankReport(
             collectives.rank(), _replica(trainer), facts.samples, facts.loss, facts.norm, facts.skipped,
-            {**found, "start": at_start}, watch.prints, trainer.placed.random_state.seed, useless,
+            {**found, "start": at_start}, observer.fingerprints, trainer.placed.random_state.seed, not_comparable,
         )  # fmt: skip
         expected = Expected(
             reference.samples, reference.loss, reference.norm, reference.skipped, reference.norms,
-            list(reference.norms), limit_of_norm(reference, wire),
+            list(reference.norms), limit_of_norm(reference, rounding),
         )  # fmt: skip
-        result = put_together(step, _from_all(report), expected, exact=exact)
+        result = combine_reports(step, _from_all(report), expected, exact=exact)
         yield result
         if result.differences and exact:
-            break  # what follows is another run
+            break  # the steps after it are another run
         at_start = {}
         if not exact and case.name == MAIN and step + 1 < case.start + case.steps:
-            # Each step is taken from the reference's own state: rounding does not pile up, and an error shows where
-            # it is made.
+            # Each step starts from the reference's state: rounding does not accumulate, and an error shows in the step
+            # that makes it.
             trainer.load_checkpoint(states.state(step + 1))
-    watch.close()
+    observer.close()
 
 
 def _replica(trainer: Trainer) -> tuple[int, ...]:
-    """Ranks with the same number hold the same pieces."""
+    """Return a number that is the same on ranks with the same tensors."""
     layout, rank = trainer.layout, collectives.rank()
     return rank // layout.data_parallel_size, rank % layout.shard
 
 
-def _from_all(report: Report) -> list[Report]:
+def _from_all(report: RankReport) -> list[RankReport]:
     everyone: list[Any] = [report]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, report)
-    useless = next((theirs.useless for theirs in everyone if theirs.useless), "")
-    if useless:
-        raise RunError(useless)
+    not_comparable = next((theirs.not_comparable for theirs in everyone if theirs.not_comparable), "")
+    if not_comparable:
+        raise RunError(not_comparable)
     return everyone
 
 
@@ -184,7 +199,7 @@ def _from_all(report: Report) -> list[Report]:
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """On the CPU, another number of threads is another order of summation within one operation."""
+    """Set the number of CPU threads: another number is another order of summation within one operation."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -195,33 +210,33 @@ def _threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def _trainer(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tuple[Trainer, Any]]:
-    """A trainer that stands where the case begins, and its data."""
-    double = switches.DOUBLE in case.switches and topology == SINGLE
+    """Build a trainer at the case's first step, and its data."""
+    double = experiments.DOUBLE in case.switches and topology == SINGLE
     with ExitStack() as stack:
         if double:
-            stack.enter_context(switches.double_by_default())
+            stack.enter_context(experiments.float64_by_default())
         config, subject = spec.build({**settings_of(topology), **case.settings})
         stack.callback(subject.close)
-        # A copy: whoever builds what is verified may hand out one model each time, which goes on in float32.
+        # A copy: the user's function may return the same model each time, and later cases need it in float32.
         model = copy.deepcopy(subject.model).double() if double else subject.model
         if topology == SINGLE:
             stack.callback(cluster.cleanup)
         trainer = Trainer(model, subject.optimizer, subject.loss_fn, config=config)
-        if topology != SINGLE or case.name != MAIN:  # the reference says it once
+        if topology != SINGLE or case.name != MAIN:  # the reference logs its result once
             trainer.loss_check.skip()
         subject.prepare(trainer)
-        switches.apply(trainer, case.switches)
+        experiments.apply(trainer, case.switches)
         if double:
-            _take_up_values(trainer, Trace(folder / MAIN), case.start)
+            _load_values(trainer, Trace(folder / MAIN), case.start)
         elif case.start:
             trainer.load_checkpoint(Trace(folder / MAIN).state(case.start))
-        if switches.NUDGE in case.switches and topology == SINGLE:
-            switches.nudge(trainer)
+        if experiments.PERTURB in case.switches and topology == SINGLE:
+            experiments.perturb(trainer)
         yield trainer, _data(subject, case.switches, double=double)
 
 
 @torch.no_grad()
-def _take_up_values(trainer: Trainer, trace: Trace, start: int) -> None:
+def _load_values(trainer: Trainer, trace: Trace, start: int) -> None:
     with trace.tensors(start - 1 if start else None) as stored:
         for name, parameter in trainer.placed.parameters.items():
             value = stored.get(VALUE, name)
@@ -231,14 +246,14 @@ def _take_up_values(trainer: Trainer, trace: Trace, start: int) -> None:
 
 
 def _data(subject: Subject, wanted: frozenset[str], *, double: bool) -> Any:
-    if switches.SAME in wanted:
-        return switches.SameData(subject.data)
+    if experiments.SAME in wanted:
+        return experiments.SameData(subject.data)
     if double:
-        return _InDouble(subject.data)
+        return _InFloat64(subject.data)
     return subject.data
 
 
-class _InDouble(Dataset[Any]):
+class _InFloat64(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self.deterministic = getattr(dataset, "deterministic", False)
@@ -247,4 +262,4 @@ class _InDouble(Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return switches.in_double(self._dataset[index])
+        return experiments.in_float64(self._dataset[index])

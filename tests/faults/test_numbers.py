@@ -115,10 +115,10 @@ def test_patience_ends(tmp_path: Path) -> None:
 
 def test_a_bad_step_can_be_told_between_processes() -> None:
     """It travels as a pickle."""
-    error = BadNumbersError(Anomaly(7, "the loss of step 7 is nan", math.nan, 1.0), goes_back=True, in_order=3)
+    error = BadNumbersError(Anomaly(7, "the loss of step 7 is nan", math.nan, 1.0), rolls_back=True, consecutive=3)
     again = pickle.loads(pickle.dumps(error))
     assert isinstance(again, BadNumbersError)
-    assert (str(again), again.goes_back, again.in_order) == (str(error), True, 3)
+    assert (str(again), again.rolls_back, again.consecutive) == (str(error), True, 3)
 
 
 def test_trap_61_numbers_are_read_without_waiting_for_the_device() -> None:

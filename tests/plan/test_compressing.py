@@ -5,10 +5,8 @@ import pytest
 from lockstep.config import config_from
 from lockstep.costs.hardware import cluster_of
 from lockstep.costs.steps import Pieces
-from lockstep.plan.candidates import judge
-from lockstep.plan.compressing import advice
-from lockstep.plan.facts import facts_of
-from lockstep.plan.report import why
+from lockstep.plan.candidates import compression_advice, evaluate_layout, model_size_of
+from lockstep.plan.command import why
 from lockstep.plan.workload import workload_of
 from lockstep.strategy import resolve
 
@@ -22,7 +20,7 @@ def said(kind: str, interconnect: str | None, per_node: int, micro_batches: int 
     settings = {"distributed.strategy": "ddp", "distributed.ddp.compression.kind": kind, **more}
     config = config_from(settings)
     cluster = cluster_of(GPUS, "A100-80GB", interconnect, per_node=per_node)
-    return advice(PIECES, config, resolve(config.distributed, GPUS, per_node), cluster, micro_batches)
+    return compression_advice(PIECES, config, resolve(config.distributed, GPUS, per_node), cluster, micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +55,7 @@ def test_low_rank_is_planned_as_it_is_sent() -> None:
         settings = {"model.name": "transformer", "model.args": SIZES, "distributed.ddp.compression.kind": kind}
         config = config_from(settings)
         cluster, work = cluster_of(GPUS, "A100-80GB", "Ethernet 1G", per_node=1), workload_of(config)
-        step = judge(work, config, cluster, {"distributed.strategy": "ddp"}, facts_of(work, config)).step
+        step = evaluate_layout(work, config, cluster, {"distributed.strategy": "ddp"}, model_size_of(work, config)).step
         assert step is not None
         sent[kind] = step.between
     assert 0 < sent["powersgd"] < 0.1 * sent["none"]
@@ -66,5 +64,5 @@ def test_low_rank_is_planned_as_it_is_sent() -> None:
 def test_the_advice_is_in_what_a_plan_says() -> None:
     config = config_from({"model.name": "transformer", "model.args": SIZES, "training.batch_size": 1})
     cluster, work = cluster_of(GPUS, "A100-80GB", "Ethernet 1G", per_node=1), workload_of(config)
-    found = judge(work, config, cluster, {"distributed.strategy": "ddp"}, facts_of(work, config))
+    found = evaluate_layout(work, config, cluster, {"distributed.strategy": "ddp"}, model_size_of(work, config))
     assert any("bf16 would take" in line for line in why([found]))

@@ -4,8 +4,7 @@ import pytest
 
 from lockstep.config import config_from
 from lockstep.costs.hardware import cluster_of
-from lockstep.plan.candidates import Candidate, candidates, judge
-from lockstep.plan.facts import facts_of
+from lockstep.plan.candidates import Candidate, candidates, evaluate_layout, model_size_of
 from lockstep.plan.workload import workload_of
 
 SIZES = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 8192, "block_size": 16}
@@ -16,7 +15,7 @@ CLUSTER = cluster_of(4, "A100-80GB", "Ethernet 1G", per_node=1)
 def judged(**changes: object) -> Candidate:
     work = workload_of(CONFIG)
     named = {key.replace("__", "."): value for key, value in changes.items()}
-    return judge(work, CONFIG, CLUSTER, named, facts_of(work, CONFIG))
+    return evaluate_layout(work, CONFIG, CLUSTER, named, model_size_of(work, CONFIG))
 
 
 def test_what_is_sent_and_held() -> None:
@@ -34,7 +33,7 @@ def test_what_is_sent_and_held() -> None:
     assert ddp.memory is not None
     assert local.memory is not None
     assert int8.memory is not None
-    parameters = facts_of(workload_of(CONFIG), CONFIG).parameters
+    parameters = model_size_of(workload_of(CONFIG), CONFIG).parameters
     assert local.memory["parameters"] - ddp.memory["parameters"] == 8 * parameters
     assert int8.memory["parameters"] - local.memory["parameters"] == 4 * parameters
 

@@ -11,8 +11,7 @@ import pytest
 
 from lockstep.config import load_config
 from lockstep.costs.hardware import cluster_of
-from lockstep.plan.candidates import judge, largest_batch
-from lockstep.plan.facts import facts_of
+from lockstep.plan.candidates import evaluate_layout, largest_batch, model_size_of
 from lockstep.plan.workload import workload_of
 
 SMALL = """
@@ -85,7 +84,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path) -> Non
 
     def needed(size: int) -> float:
         sized = {**changes, "training.batch_size": size, "training.global_batch_size": None}
-        return judge(work, config, cluster, sized, facts_of(work, config)).needed
+        return evaluate_layout(work, config, cluster, sized, model_size_of(work, config)).needed
 
     assert found > 1000
     assert needed(found) <= cluster.usable_memory < needed(round(found * 1.02))

@@ -4,14 +4,13 @@ import math
 
 import pytest
 
-from lockstep.costs.hardware import GPUS, LINKS, cluster_of, find_gpu, known_gpu
-from lockstep.costs.network import group_of
-from lockstep.costs.timeline import ScheduledPass, pipeline
+from benchmarks.goodput import Reliability, best_interval, expected_goodput, simulate
+from lockstep.costs.hardware import GPUS, LINKS, cluster_of, find_gpu, group_of, known_gpu
+from lockstep.costs.steps import ScheduledPass, pipeline
 from lockstep.errors import UsageError
 from lockstep.monitor.flops import DEVICES
 from lockstep.plan import calculate_resources
-from lockstep.plan.command import Asked, cluster_for
-from lockstep.plan.goodput import Reliability, best_interval, expected_goodput, simulate
+from lockstep.plan.command import PlanOptions, cluster_for
 from lockstep.plan.resources import typical_shape
 
 
@@ -46,7 +45,7 @@ def test_a_size_below_one_is_refused() -> None:
     with pytest.raises(UsageError, match="GPUs a node of 0 makes no cluster"):
         cluster_of(8, "H100", per_node=0)
     with pytest.raises(UsageError, match="a number of GPUs of 0"):
-        cluster_for(Asked(gpus=0))
+        cluster_for(PlanOptions(gpus=0))
 
 
 def test_trap_45_gpipe_and_1f1b_have_the_same_bubble() -> None:

@@ -92,7 +92,7 @@ def write_run(
             now += 6
             event("restart", reason="rank 3 of 4 failed: killed by SIGKILL", left=2)
             step = step // 100 * 100
-            run.forget_after(step)
+            run.drop_after(step)
             now += 8
             event("resume", step=step, checkpoint=f"checkpoints/step-{step:08}")
             event("start", step=step, **about)

@@ -410,13 +410,13 @@ def test_compiled_blocks_are_compared_as_they_are_written(
         return torch._dynamo.utils.counters["stats"]["unique_graphs"], texts
 
     found = []
-    judge = LossCheck._judge
+    judge = LossCheck._conclude
 
     def kept(check: LossCheck, findings: Any) -> None:
         found.extend(finding.adds_up for finding in findings)
         judge(check, findings)
 
-    with patch.object(LossCheck, "_judge", kept):
+    with patch.object(LossCheck, "_conclude", kept):
         compiled, texts = graphs()
     assert len(texts) == warned
     assert found == ([False] if warned else [True] * 3)

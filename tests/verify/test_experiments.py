@@ -2,7 +2,7 @@
 
 from lockstep.config import Config, config_from
 from lockstep.verify.differences import StepResult
-from lockstep.verify.experiments import CLIP, COMPILE, COMPRESSION, FLOAT32, RECOMPUTATION, experiments
+from lockstep.verify.experiments import CLIP, COMPILE, COMPRESSION, FLOAT32, RECOMPUTATION, experiments_for
 from lockstep.verify.subject import Spec
 from lockstep.verify.worker import settings_of
 
@@ -17,7 +17,7 @@ EVERYTHING = {
 
 
 def tried(config: Config, topology: str) -> dict[str, Config]:
-    cases = experiments(Spec(config, None, 5), topology, StepResult(2), [])
+    cases = experiments_for(Spec(config, None, 5), topology, StepResult(2), [])
     return {case.name: config_from({**settings_of(topology), **case.settings}, config) for case in cases}
 
 

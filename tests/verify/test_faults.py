@@ -9,7 +9,7 @@ import pytest
 from lockstep import verify as package
 from lockstep.config import config_from
 from lockstep.verify import Outcome
-from lockstep.verify.subject import Case, Job, Spec
+from lockstep.verify.subject import Case, Spec, VerifyJob
 from tests.verify import subjects
 
 COMMON: dict[str, Any] = {
@@ -58,12 +58,12 @@ SOUND: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def job(make: Callable[[], Any], topology: str, settings: dict[str, Any], folder: Path, steps: int = 2) -> Job:
+def job(make: Callable[[], Any], topology: str, settings: dict[str, Any], folder: Path, steps: int = 2) -> VerifyJob:
     folder.mkdir()
     spec = Spec(config_from({**COMMON, **settings}), make, steps)
     case = Case(steps=steps)
     package._record([(spec, (case,), folder)])
-    return Job(spec, topology, folder, (case,))
+    return VerifyJob(spec, topology, folder, (case,))
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 
 from lockstep.config import StepConfig
-from lockstep.costs.hardware import GpuCluster
-from lockstep.costs.network import group_of, send
-from lockstep.costs.steps import StepTime, agreements
-from lockstep.costs.timeline import ScheduledPass, pipeline
+from lockstep.costs.hardware import GpuCluster, group_of, send
+from lockstep.costs.steps import ScheduledPass, StepTime, agreements, pipeline
 from lockstep.layout import Layout
 from lockstep.parallel.pipeline.partition import rank_of
 from lockstep.parallel.pipeline.schedules import facts_of

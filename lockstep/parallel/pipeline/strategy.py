@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import DistributedConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize
-from lockstep.layout import Layout, multiplied
+from lockstep.layout import Layout, layout_of_sizes
 from lockstep.parallel.fsdp import describe_shards
 from lockstep.parallel.pipeline.schedules import SCHEDULES
 from lockstep.registry import STRATEGIES
@@ -34,7 +34,7 @@ class Pipeline(Strategy):
             replicate = config.replicate_size or 1
             pipeline = max(1, world_size // (replicate * shard))
         sizes = {"pipeline": pipeline, "replicate": replicate, "shard": shard}
-        return multiplied(self.name, sizes, world_size, given_sizes(config))
+        return layout_of_sizes(self.name, sizes, world_size, given_sizes(config))
 
     def describe(self, layout: Layout) -> str:
         whole = f"{self.name}:{layout.pipeline}"

@@ -1,8 +1,8 @@
-"""Long runs on machines that fail: how often to save, and how much of the time is training.
+"""Predicts long runs on machines that fail: how often to save, and the fraction of time spent on training.
 
-A run that saves every T seconds loses, at each failure, what it did since the last save, and the time to notice, to
-restart and to load. Young (1974): T = √(2·δ·M) with δ what a save costs and M the mean time between failures; Daly
-(2006) is right for short M, too.
+At each failure, a run that saves every T seconds loses its work since the last save, and the time to notice, restart
+and load. Young (1974): T = √(2·δ·M), where δ is the time of a save and M the mean time between failures; Daly (2006)
+also covers short M.
 """
 
 import heapq
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reliability:
-    """How a job fails.
+    """Failures of a job.
 
     Attributes:
-        gpu_hours_per_failure: mean, over all causes, of GPU-hours between two interruptions.
+        gpu_hours_per_failure: mean GPU-hours between two interruptions, over all causes.
         restart_seconds: from a failure to the first new step: noticing, rescheduling, loading.
-        save_seconds: in which training waits for a checkpoint.
+        save_seconds: time in which training waits for a checkpoint.
     """
 
     gpu_hours_per_failure: float
@@ -26,15 +26,15 @@ class Reliability:
     save_seconds: float
 
     def mean_time(self, num_gpus: int) -> float:
-        """Seconds between failures of a job."""
+        """Return the mean seconds between failures of a job."""
         return self.gpu_hours_per_failure * 3600 / num_gpus
 
 
 def best_interval(save: float, mean_time: float) -> float:
-    """Seconds of work between two saves that lose least (Daly's higher-order estimate).
+    """Return the seconds of work between two saves that lose least (Daly's higher-order estimate).
 
     Args:
-        save: seconds that a save costs; from twice `mean_time` on no interval helps, and it is `mean_time`.
+        save: seconds per save; from twice `mean_time` on no interval helps, and `mean_time` is returned.
     """
     if save <= 0:
         return 0.0
@@ -45,15 +45,15 @@ def best_interval(save: float, mean_time: float) -> float:
 
 
 def expected_goodput(interval: float, save: float, restart: float, mean_time: float) -> float:
-    """The share of time that is training and is kept, for failures at random moments (Daly 2006, exact)."""
-    # Expected wall time of one interval of work and its save, restarts included.
+    """Return the fraction of time with training that is kept, for failures at random times (Daly 2006, exact)."""
+    # Expected wall time of one interval of work and its save, including restarts.
     wall = math.exp(restart / mean_time) * mean_time * math.expm1((interval + save) / mean_time)
     return interval / wall
 
 
 @dataclass(frozen=True)
 class Run:
-    """A simulated run: seconds of wall time, of kept training, of work lost, and how many failures."""
+    """A simulated run: seconds of wall time, of kept training and of lost work, and the number of failures."""
 
     wall: float
     trained: float
@@ -62,13 +62,14 @@ class Run:
 
     @property
     def goodput(self) -> float:
+        """Fraction of time with training that is kept."""
         return self.trained / self.wall
 
 
 def simulate(
     work: float, interval: float, reliability: Reliability, num_gpus: int, *, gpus_per_node: int = 8, seed: int = 0
 ) -> Run:
-    """Run `work` seconds of training on nodes that fail one by one, each at exponential times of its own.
+    """Simulate `work` seconds of training on nodes that fail independently, at exponential times.
 
     Args:
         interval: seconds of training between two saves.
