@@ -7,12 +7,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lockstep.plan.rehearsal import pretended_ranks
+from lockstep.plan.rehearsal import fake_ranks
 from lockstep.torch_compat.fsdp_state import expect_reduction
 
 
 def test_the_groups_of_a_unit_are_found_and_know_the_mark() -> None:
-    with pretended_ranks(2):
+    with fake_ranks(2):
         unit: Any = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
         unit(torch.ones(1, 4))
         states = unit._get_fsdp_state()._state_ctx.all_states

@@ -4,12 +4,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lockstep.plan.rehearsal import pretended_ranks
+from lockstep.plan.rehearsal import fake_ranks
 from lockstep.torch_compat.local_tensor import local_tensor
 
 
 def test_a_sharded_tensor_has_its_part() -> None:
-    with pretended_ranks(2):
+    with fake_ranks(2):
         whole = torch.arange(4.0)
         sharded = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
         assert isinstance(sharded, DTensor)
