@@ -31,6 +31,7 @@ class Flag:
 
     @property
     def option(self) -> str:
+        """The option of the command line."""
         return "--" + self.name.replace("_", "-")
 
 

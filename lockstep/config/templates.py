@@ -153,7 +153,7 @@ class _Library:
         return self.prepared[path].source, path, lambda: True
 
     def chain(self, file: ResolvedFile) -> list[ResolvedFile]:
-        """Return the file, its parent, its parent's parent …"""
+        """Return the file, its parent, its parent's parent and so on."""
         chain: list[ResolvedFile] = []
         following: ResolvedFile | None = file
         while following is not None:

@@ -230,8 +230,8 @@ def test_a_frozen_normalisation_stays_frozen_over_an_evaluation() -> None:
     ("settings", "message"),
     [
         ({"strategy": "diloco"}, "strategy diloco is not supported by lockstep.place()"),
-        ({"reproducible": True}, "distributed.reproducible can't be had"),
-        ({"precision": "fp16"}, r"precision fp16 can't be had(.|\n)*or write bf16"),
+        ({"reproducible": True}, "distributed.reproducible is not supported by lockstep.place()"),
+        ({"precision": "fp16"}, r"precision fp16 is not supported(.|\n)*or write bf16"),
         ({"learning_rate": 0.1}, "training.learning_rate means nothing to lockstep.place"),
         ({"stategy": "ddp"}, "unknown setting stategy(.|\n)*write strategy"),
     ],
