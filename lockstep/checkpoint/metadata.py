@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from lockstep.checkpoint.manifest import count_of, text_of
 from lockstep.checkpoint.snapshot import dtype_of
 from lockstep.torch_compat.checkpoint_format import GET_LAYOUT, METADATA_MODULE, METADATA_RECORDS, STORAGE_INFO
 
@@ -107,7 +108,7 @@ def parse_metadata(data: bytes) -> StoredPart:
     """
     try:
         top = _Unpickler(data).load()
-        tensors = {_text(k): _tensor(v) for k, v in _typed(_field(top, "state_dict_metadata"), dict).items()}
+        tensors = {text_of(k): _tensor(v) for k, v in _typed(_field(top, "state_dict_metadata"), dict).items()}
         places = {_index(k): _place(v) for k, v in _typed(_field(top, "storage_data"), dict).items()}
     except ValueError:
         raise
@@ -156,14 +157,14 @@ def _tensor(record: Any) -> TensorStorageMetadata:
 
 
 def _index(record: Any) -> MetadataIndex:
-    return MetadataIndex(_text(_field(record, "fqn")), _size(_field(record, "offset")))
+    return MetadataIndex(text_of(_field(record, "fqn")), _size(_field(record, "offset")))
 
 
 def _place(record: Any) -> StoredAt:
-    path = _text(_field(record, "relative_path"))
+    path = text_of(_field(record, "relative_path"))
     if not _TENSOR_FILE.fullmatch(path):
         raise ValueError(f"it points at {path!r}, which is not one of its own tensor files")
-    offset, length = _count(_field(record, "offset")), _count(_field(record, "length"))
+    offset, length = count_of(_field(record, "offset")), count_of(_field(record, "length"))
     if record.__dict__.get("transform_descriptors"):
         raise ValueError("its blocks are transformed (compressed or encrypted)")
     return StoredAt(path, offset, length)
@@ -193,17 +194,7 @@ def _typed(value: Any, kind: Callable[..., Any]) -> Any:
     return value
 
 
-def _text(value: Any) -> str:
-    return str(_typed(value, str))
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"it holds {value!r}, where a count is needed")
-    return value
-
-
 def _size(value: Any) -> torch.Size:
     if not isinstance(value, tuple):
         raise ValueError("it lacks a size")
-    return torch.Size([_count(v) for v in value])
+    return torch.Size([count_of(v) for v in value])
