@@ -240,9 +240,9 @@ class UncachedFile(io.RawIOBase):
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._buffer, self._other = _page_aligned_buffer(), _page_aligned_buffer()
         self._thread = ThreadPoolExecutor(1)  # starts with the first full buffer
-        self._under_way: Future[None] | None = None
-        self._held = 0  # bytes in the buffer
-        self._at_page = True  # the file ends at a page boundary, which direct writes need
+        self._pending_write: Future[None] | None = None
+        self._buffered = 0  # bytes in the buffer
+        self._at_page_end = True  # the file ends at a page boundary, which direct writes need
 
     def writable(self) -> bool:
         return True
@@ -251,11 +251,11 @@ class UncachedFile(io.RawIOBase):
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
-            more = view[done : done + _BUFFER - self._held]
-            self._buffer[self._held : self._held + len(more)] = more
-            self._held += len(more)
+            more = view[done : done + _BUFFER - self._buffered]
+            self._buffer[self._buffered : self._buffered + len(more)] = more
+            self._buffered += len(more)
             done += len(more)
-            if self._held == _BUFFER:
+            if self._buffered == _BUFFER:
                 self._swap_buffers()
         return len(view)
 
@@ -275,34 +275,34 @@ class UncachedFile(io.RawIOBase):
 
     def _swap_buffers(self) -> None:
         """Give the full buffer to the thread, and go on with the other one."""
-        self._held = 0  # after a failure, `close` does not write it again
+        self._buffered = 0  # after a failure, `close` does not write it again
         self._wait()
-        self._under_way = self._thread.submit(self._write_out, self._buffer, _BUFFER, direct=True)
+        self._pending_write = self._thread.submit(self._write_out, self._buffer, _BUFFER, direct=True)
         self._buffer, self._other = self._other, self._buffer
 
     def _finish(self) -> None:
         """Hand all bytes to the system."""
-        held, self._held = self._held, 0
+        held, self._buffered = self._buffered, 0
         self._wait()
         self._write_out(self._buffer, held, direct=False)
 
     def _wait(self) -> None:
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        pending, self._pending_write = self._pending_write, None
+        if pending is not None:
+            pending.result()
 
     def _write_out(self, buffer: mmap.mmap, held: int, *, direct: bool) -> None:
         done = 0
         while done < held:  # a write may be short, just before the disk is full
-            self._at_page = self._at_page and (held - done) % mmap.PAGESIZE == 0
-            _set_direct(self._handle, direct and self._at_page)
+            self._at_page_end = self._at_page_end and (held - done) % mmap.PAGESIZE == 0
+            _set_direct(self._handle, direct and self._at_page_end)
             with memoryview(buffer) as whole, whole[done:held] as left:
                 try:
                     done += os.write(self._handle, left)
                 except OSError as error:
-                    if error.errno != errno.EINVAL or not (direct and self._at_page):
+                    if error.errno != errno.EINVAL or not (direct and self._at_page_end):
                         raise
-                    self._at_page = False  # the file system refuses direct writes: through the page cache from here on
+                    self._at_page_end = False  # the file system has no direct writes: use the page cache from here on
 
 
 def _page_aligned_buffer() -> mmap.mmap:

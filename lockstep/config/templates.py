@@ -51,7 +51,7 @@ def render(file: ResolvedFile) -> Node:
     Raises:
         UsageError: the template or the YAML has a mistake; with file and line.
     """
-    rendered = within_limits(lambda: _rendered(file), file.shown)
+    rendered = within_limits(lambda: _render_chain(file), file.shown)
     plain, origins = strip_marks(rendered.text)
 
     def origin(line: int) -> Origin:
@@ -70,17 +70,17 @@ class _Rendered:
     files: list[str]
 
 
-def _rendered(file: ResolvedFile) -> _Rendered:
-    library = _Library()
+def _render_chain(file: ResolvedFile) -> _Rendered:
+    library = _TemplateFiles()
     chain = library.chain(file)
     _check_blocks(chain, library)
     variables: dict[str, Any] = {}
-    texts = [_run(library, lambda: _fill(library.environment.get_template(str(file.path)), variables))]
+    texts = [_checked(library, lambda: _fill(library.environment.get_template(str(file.path)), variables))]
     for member in reversed(chain):
         outside = library.prepared[str(member.path)].outside
         if outside:
             texts.append(
-                _run(library, lambda text=outside: _fill(library.environment.from_string(text), variables), member)
+                _checked(library, lambda text=outside: _fill(library.environment.from_string(text), variables), member)
             )
     numbers = {name: value for name, value in variables.items() if type(value) in (int, float)}
     return _Rendered("\n".join(texts), numbers, [member.shown for member in library.files])
@@ -112,7 +112,7 @@ class _Environment(SandboxedEnvironment):
     Names of templates are absolute paths.
     """
 
-    def __init__(self, library: "_Library") -> None:
+    def __init__(self, library: "_TemplateFiles") -> None:
         super().__init__(
             loader=jinja2.FunctionLoader(library.source),
             undefined=jinja2.StrictUndefined,
@@ -131,7 +131,7 @@ class _Environment(SandboxedEnvironment):
         return str(found.path)
 
 
-class _Library:
+class _TemplateFiles:
     """The template files that one rendering uses."""
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class _Library:
 
     def _parent(self, file: ResolvedFile) -> ResolvedFile | None:
         prepared = self.add(file)
-        parsed = _run(self, lambda: self.environment.parse(prepared.source, filename=str(file.path)), file)
+        parsed = _checked(self, lambda: self.environment.parse(prepared.source, filename=str(file.path)), file)
         found = parsed.find(nodes.Extends)
         if found is None:
             return None
@@ -178,7 +178,7 @@ class _Library:
         return parent_file(str(found.template.value), file, where)
 
 
-def _check_blocks(chain: list[ResolvedFile], library: _Library) -> None:
+def _check_blocks(chain: list[ResolvedFile], library: _TemplateFiles) -> None:
     """Refuse a block that no parent has, which Jinja would drop silently."""
     known: list[str] = []
     for member in reversed(chain):
@@ -193,7 +193,7 @@ def _check_blocks(chain: list[ResolvedFile], library: _Library) -> None:
         known += [block.name for block in blocks if block.name not in known]
 
 
-def _run(library: _Library, work: Any, file: ResolvedFile | None = None) -> Any:
+def _checked(library: _TemplateFiles, work: Any, file: ResolvedFile | None = None) -> Any:
     """Return the result of `work()`, with Jinja's errors turned into UsageErrors."""
     try:
         return work()
@@ -215,7 +215,7 @@ def _run(library: _Library, work: Any, file: ResolvedFile | None = None) -> Any:
         ) from None
 
 
-def _shown(library: _Library, path: str | None, file: ResolvedFile | None) -> str:
+def _shown(library: _TemplateFiles, path: str | None, file: ResolvedFile | None) -> str:
     known = library.by_path.get(str(Path(path))) if path else None
     return (known or file or library.files[0]).shown
 
