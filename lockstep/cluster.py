@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lockstep import groups
+from lockstep import collectives
 from lockstep.config import DistributedConfig
 from lockstep.cores import threads_per_rank
 from lockstep.environment import RankFacts, check_numbers, rank_facts, set_rank_facts
@@ -138,7 +138,7 @@ def cleanup() -> None:
     """Leave the process group that `setup` created; without one, do nothing."""
     global _current, _world, _group_is_ours
     _stop_sharing()
-    groups.leave_world(destroy=_group_is_ours)
+    collectives.leave_world(destroy=_group_is_ours)
     _current, _world, _group_is_ours = None, None, False
     set_rank_facts(None)
 
@@ -268,9 +268,9 @@ def _share_calls(facts: RankFacts) -> None:
     if facts.local_rank == 0 and facts.local_world_size > 1:
         with suppress(OSError):  # no space on disk: calls are not compared
             _calls_folder = scratch_folder("calls")
-    told: list[Any] = [None] * facts.world_size
-    dist.all_gather_object(told, (facts.node_rank, None if _calls_folder is None else str(_calls_folder)))
-    folder = next((Path(path) for node, path in told if node == facts.node_rank and path is not None), None)
+    folders: list[Any] = [None] * facts.world_size
+    dist.all_gather_object(folders, (facts.node_rank, None if _calls_folder is None else str(_calls_folder)))
+    folder = next((Path(path) for node, path in folders if node == facts.node_rank and path is not None), None)
     if folder is not None and folder.is_dir():
         share_calls(folder, facts.rank, facts.local_world_size)
 

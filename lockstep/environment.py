@@ -134,9 +134,9 @@ def facts_for_group(rank: int, world_size: int, env: Mapping[str, str]) -> tuple
     """
     numbers = dict(zip(_OF_TORCH, (rank, world_size), strict=True))
     if any(name in env and _number(env, name) != number for name, number in numbers.items()):
-        said = " and ".join(f"{name}={env[name]}" for name in _OF_TORCH if name in env)
+        variables = " and ".join(f"{name}={env[name]}" for name in _OF_TORCH if name in env)
         raise UsageError(
-            f"this process is rank {rank} of {world_size} in its process group, but the environment says {said}",
+            f"this process is rank {rank} of {world_size} in its process group, but the environment says {variables}",
             where="init_process_group(…), and the environment",
             why="RANK numbers processes over all machines and WORLD_SIZE counts them; processes that a script starts"
             " inherit both",

@@ -63,11 +63,11 @@ def layout_of_sizes(
     layout = Layout(strategy, along["pipeline"], along["replicate"], along["shard"])
     if layout.world_size != world_size:
         equation = " × ".join(f"{axis} {size}" for axis, size in along.items())
-        said = ", ".join(f"{axis}_size={n}" for axis, n in given.items() if n) or "no sizes"
+        given_text = ", ".join(f"{axis}_size={n}" for axis, n in given.items() if n) or "no sizes"
         raise UsageError(
             f"{equation} = {layout.world_size} ranks, but {world_size} were started",
             where="distributed",
-            why=f"strategy {strategy} with {said}",
+            why=f"strategy {strategy} with {given_text}",
             fix=f"start {layout.world_size} ranks, or let the sizes multiply to {world_size}",
         )
     return layout

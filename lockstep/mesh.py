@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from lockstep.collectives import create_once
 from lockstep.environment import RankFacts
-from lockstep.groups import once
 from lockstep.layout import AXES, Layout
 from lockstep.strategy import AUTO, REPLICAS, SINGLE, resolve
 
@@ -19,7 +19,7 @@ def device_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
     from torch.distributed.device_mesh import init_device_mesh
 
     sizes = (layout.pipeline, layout.replicate, layout.shard)
-    return once(("mesh", device_type, sizes), lambda: init_device_mesh(device_type, sizes, mesh_dim_names=AXES))
+    return create_once(("mesh", device_type, sizes), lambda: init_device_mesh(device_type, sizes, mesh_dim_names=AXES))
 
 
 def layout_of(config: "DistributedConfig", facts: RankFacts) -> Layout:

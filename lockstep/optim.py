@@ -176,7 +176,8 @@ class Schedule:
     """The learning rate as a function of the number of updates.
 
     Attributes:
-        kind: a name of `lockstep.registry.SCHEDULES`, or package.module:Name.
+        kind: a name of `lockstep.registry.SCHEDULES`, or package.module:name of a function such as `linear`, which
+            returns the factor of the peak learning rate after the warm-up.
         total: updates in the whole run.
         warmup: updates over which the rate rises to its peak.
         min_ratio: final rate over peak rate.
@@ -200,6 +201,35 @@ class Schedule:
         """Return the learning rate of each parameter group."""
         factor = self.factor(updates)
         return [group["initial_lr"] * factor for group in groups]
+
+
+def constant(updates: int, schedule: Schedule) -> float:
+    """Return 1: the rate stays at its peak."""
+    return 1.0
+
+
+def linear(updates: int, schedule: Schedule) -> float:
+    """Return a factor that falls in a straight line from the end of the warm-up."""
+    return _left(1 - _progress(updates, schedule.warmup, schedule.total), schedule)
+
+
+def cosine(updates: int, schedule: Schedule) -> float:
+    """Return a factor that falls in one half-cosine from the end of the warm-up."""
+    return _left(0.5 * (1 + math.cos(math.pi * _progress(updates, schedule.warmup, schedule.total))), schedule)
+
+
+def warmup_stable_decay(updates: int, schedule: Schedule) -> float:
+    """Return 1, and in the last updates a factor that falls in a straight line."""
+    start = max(schedule.warmup, schedule.total - round(schedule.total * schedule.decay_ratio))
+    return _left(1 - _progress(updates, start, schedule.total), schedule)
+
+
+def _progress(updates: int, start: int, total: int) -> float:
+    return min(1.0, max(0.0, (updates - start) / max(1, total - start)))
+
+
+def _left(shape: float, schedule: Schedule) -> float:
+    return schedule.min_ratio + (1 - schedule.min_ratio) * shape
 
 
 class CallersRate:
@@ -228,7 +258,7 @@ class TorchSchedule:
     def __init__(self, scheduler: LRScheduler) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise UsageError(
-                "ReduceLROnPlateau follows a metric, so the learning rate is no function of the updates made",
+                "ReduceLROnPlateau follows a metric, so the learning rate is not a function of the updates made",
                 where="Trainer(scheduler=…)",
                 why="a run that resumes, or goes back, could not know it",
                 fix="take another scheduler, or set optimizer.param_groups[…]['initial_lr'] in a loop of your own",

@@ -140,10 +140,10 @@ SCHEDULES = Registry(
     "schedule",
     "training.lr_schedule",
     {
-        "constant": "lockstep.schedules:constant",
-        "linear": "lockstep.schedules:linear",
-        "cosine": "lockstep.schedules:cosine",
-        "wsd": "lockstep.schedules:warmup_stable_decay",
+        "constant": "lockstep.optim:constant",
+        "linear": "lockstep.optim:linear",
+        "cosine": "lockstep.optim:cosine",
+        "wsd": "lockstep.optim:warmup_stable_decay",
     },
 )
 

@@ -178,8 +178,8 @@ def facts_over_store(facts: RankFacts, store: Store, environ: Mapping[str, str] 
         return facts
     own = {"machine": machine_id(), "local_rank": local_rank}
     store.set(f"lockstep/place/{facts.rank}", json.dumps(own))
-    told = [json.loads(store.get(f"lockstep/place/{rank}")) for rank in range(facts.world_size)]
-    found, _ = facts_from_places(facts.rank, [Place(**one, cuda=None) for one in told])
+    received = [json.loads(store.get(f"lockstep/place/{rank}")) for rank in range(facts.world_size)]
+    found, _ = facts_from_places(facts.rank, [Place(**one, cuda=None) for one in received])
     return replace(found, launcher=facts.launcher)
 
 
@@ -196,10 +196,12 @@ def facts_from_places(rank: int, places: Sequence[Place]) -> tuple[RankFacts, in
     """
     machines = list(dict.fromkeys(place.machine for place in places))
     here = [other for other, place in enumerate(places) if place.machine == places[rank].machine]
-    told = [index if places[other].local_rank is None else places[other].local_rank for index, other in enumerate(here)]
-    local_rank = told[here.index(rank)]
+    local_ranks = [
+        index if places[other].local_rank is None else places[other].local_rank for index, other in enumerate(here)
+    ]
+    local_rank = local_ranks[here.index(rank)]
     assert local_rank is not None
-    same = [str(other) for other, theirs in zip(here, told, strict=True) if theirs == local_rank]
+    same = [str(other) for other, theirs in zip(here, local_ranks, strict=True) if theirs == local_rank]
     if len(same) > 1:
         raise UsageError(
             f"ranks {' and '.join(same)} are on one machine, and both have the local rank {local_rank}",

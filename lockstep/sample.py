@@ -33,7 +33,7 @@ def sample(
     """
     directory = RunDirectory(run)
     if not directory.config.is_file():
-        raise UsageError(f"{run} is no run directory", why="there is no config.yaml in it")
+        raise UsageError(f"{run} is not a run directory", why="there is no config.yaml in it")
     config = load_config(directory.config)
     storage = config.checkpoint.storage
     folder = directory.checkpoints if storage is None else checkpoint.build_storage(storage)
@@ -46,7 +46,7 @@ def sample(
     data = build_data(config.data, seed=config.training.seed)
     if data.encode is None or data.decode is None:
         raise UsageError(
-            f"the data {config.data.name} are no text",
+            f"the data {config.data.name} are not text",
             where=str(directory.config),
             fix="only language models write: data whose samples are tokens of a text",
         )

@@ -166,7 +166,7 @@ PROVOKED: list[tuple[str, Callable[[], Any]]] = [
     ("the second argument of spawn is a tuple of the function's arguments", spawned(10)),
     ("the function's arguments are a tuple, not a str", spawned("ten")),
     ("there is no average with decay=2.0", average),
-    ("is no class, and its arguments are outputs and targets", loss_with_arguments),
+    ("is not a class, and its arguments are outputs and targets", loss_with_arguments),
     ("not YAML: a tab where spaces should be", config("training:\n\tmax_steps: 1\n")),
     ("not YAML:", config("training: {max_steps: 1\n")),
     ("is written twice, first in line", config("training: {seed: 1}\ntraining: {seed: 2}\n")),

@@ -33,8 +33,8 @@ from lockstep.checkpoint.storage import (
     step_of,
 )
 from lockstep.checkpoint.write import Format, WrittenFiles, writer_of
+from lockstep.collectives import create_once
 from lockstep.errors import RunError, UsageError
-from lockstep.groups import once
 
 _FIRST_PAUSE = 0.5  # seconds before the second try; doubled for each further one
 _ATTEMPTS, _SECONDS_BETWEEN_ATTEMPTS = 5, 0.2  # a network file system may show a new folder a moment later
@@ -347,7 +347,7 @@ class AsyncSaver:
 
 
 def _gloo(use: str) -> dist.ProcessGroup | None:
-    group: dist.ProcessGroup | None = once(f"checkpoint: {use}", partial(dist.new_group, backend="gloo"))
+    group: dist.ProcessGroup | None = create_once(f"checkpoint: {use}", partial(dist.new_group, backend="gloo"))
     return group
 
 

@@ -193,8 +193,8 @@ def known_gpu(device_name: str) -> Gpu | None:
 
     Only whole words count: an "NVIDIA L40" is not an L4.
     """
-    said = set(re.findall(r"\w+", device_name.lower()))
-    fitting = [gpu for gpu in _GPUS if said.issuperset(gpu.name.lower().split("-"))]
+    words = set(re.findall(r"\w+", device_name.lower()))
+    fitting = [gpu for gpu in _GPUS if words.issuperset(gpu.name.lower().split("-"))]
     return max(fitting, key=lambda gpu: len(gpu.name), default=None)
 
 

@@ -250,11 +250,11 @@ def sharded_step(
         if len(sizes) == 1:
             line.add("compute", pieces.forward, gathered)
         units = list(reversed(sizes[1:] or sizes))
-        asked = [line.add("links", shards.gather(size * width)) for size in units[:1] if again]
+        prefetched = [line.add("links", shards.gather(size * width)) for size in units[:1] if again]
         for place, size in enumerate(units):
-            here = asked
+            here = prefetched
             if again:  # prefetch: the next unit is gathered before this one computes
-                asked = [line.add("links", shards.gather(more * width)) for more in units[place + 1 : place + 2]]
+                prefetched = [line.add("links", shards.gather(more * width)) for more in units[place + 1 : place + 2]]
             done = line.add("compute", pieces.backward / shares, here)
             if reduces:
                 _reduce(line, shards, replicas, size, last, done)

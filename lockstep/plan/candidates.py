@@ -150,7 +150,7 @@ def candidates(
     Args:
         low: whether to include bf16 weights, which change results.
         pipelines: whether to include pipelines.
-        says: whether to show the progress, if it takes long.
+        shows: whether to show the progress, if it takes long.
         first: called with the first layout whose memory is known, long before all are.
     """
     facts = model_size_of(work, config)

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import collectives
+from lockstep.collectives import object_device
 from lockstep.config import require_equation
 from lockstep.data import batch_length, move
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import RunError, UsageError
-from lockstep.groups import object_device
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.records import StepRecord
@@ -124,8 +124,8 @@ def _calls_in_a_step(trainer: "Trainer", first: Any) -> int:
     calls, rest = divmod(training.global_batch_size, size * ranks)
     if rest:
         raise UsageError(
-            f"a step of {training.global_batch_size} samples is no whole number of micro-batches of {size} on each of "
-            f"{ranks} rank{'s' * (ranks != 1)}",
+            f"a step of {training.global_batch_size} samples is not a whole number of micro-batches of {size} on each "
+            f"of {ranks} rank{'s' * (ranks != 1)}",
             where="training.global_batch_size",
             fix=f"set it to a multiple of {size * ranks}, or use Trainer.steps(data), which shares out any number",
         )

@@ -227,7 +227,7 @@ def resume(trainer: "Trainer", how: str) -> Resumed:
         return Resumed(None, [])
     if trainer.scales_rate:  # the config's own optimizer; a user's brings its options
         apply_changed_options(trainer.optimizer.param_groups, fresh, changed)
-    log_lines = [*loaded.log_lines, f"goes on after step {loaded.step}, from {found}"]
+    log_lines = [*loaded.log_lines, f"resumes after step {loaded.step}, from {found}"]
     if changed:
         log_lines.append(f"changed since that step: {', '.join(map(str, changed))}")
     if trainer.run_directory is not None and trainer.is_main_process:
@@ -342,7 +342,7 @@ def _named(path: Path, how: str) -> checkpoint.CheckpointPath:
             return found
     if not (path / checkpoint.MANIFEST).exists():
         raise UsageError(
-            f"{how} is no checkpoint",
+            f"{how} is not a checkpoint",
             where="--resume",
             why=f"there is no {checkpoint.MANIFEST} in it" if path.is_dir() else "there is no such folder",
             fix="give a folder checkpoints/step-…, a run directory, auto or never",

@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.collectives import is_main_process
+from lockstep.collectives import is_main_process, object_device
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
-from lockstep.groups import object_device
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import num_samples
 from lockstep.monitor.over_ranks import gather_objects
@@ -56,13 +55,13 @@ class _Finding:
 
     Attributes:
         adds_up: None: unknown.
-        told: whether torch's loss functions show the divisor of the loss; None: this rank does not compute it.
+        divisor_known: whether torch's loss functions show the divisor of the loss; None: this rank does not compute it.
         auxiliary: whether the loss has a term that depends on the split by design.
         text: if it does not add up: (what, fix).
     """
 
     adds_up: bool | None
-    told: bool | None
+    divisor_known: bool | None
     auxiliary: bool
     text: tuple[str, str] | None = None
 
@@ -121,8 +120,8 @@ class LossCheck:
     def _conclude(self, findings: list[_Finding]) -> None:
         """Warn or raise because of the findings of all ranks."""
         must_be_told = self._placed.objective.must_be_told
-        text = next((f.text for f in findings if f.text and not (f.told and f.auxiliary)), None)
-        if text is None and must_be_told and any(f.adds_up is None and f.told is False for f in findings):
+        text = next((f.text for f in findings if f.text and not (f.divisor_known and f.auxiliary)), None)
+        if text is None and must_be_told and any(f.adds_up is None and f.divisor_known is False for f in findings):
             text = ("nothing tells what the model's loss is a mean over", fix_for_count())
         if text is None:
             return
@@ -159,8 +158,8 @@ class LossCheck:
         text = None
         if adds_up is False and cut is not None:
             text = _message(cut, losses, counted=observed is None)
-        told, auxiliary = (True, False) if observed is None else (observed.told, observed.auxiliary)
-        return _Finding(adds_up, told, auxiliary, text)
+        divisor_known, auxiliary = (True, False) if observed is None else (observed.told, observed.auxiliary)
+        return _Finding(adds_up, divisor_known, auxiliary, text)
 
     def _losses(self, batches: Sequence[Any], step: int, phase: str) -> list[tuple[float, float]]:
         """Return (mean, count) of each batch; fewer if the model returns no loss in evaluation mode."""

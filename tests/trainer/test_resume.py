@@ -132,7 +132,7 @@ def test_a_resume_whose_model_differs_names_what_differs(config: Path, undisturb
     assert "of another shape" in output
     assert "Traceback" not in output
     output = finish(start(config, tmp_path, "--resume", str(tmp_path)), code=2)
-    assert "is no checkpoint" in output
+    assert "is not a checkpoint" in output
 
 
 # ---- what changed since the checkpoint ----
@@ -163,7 +163,7 @@ def test_a_trainer_with_a_run_directory_resumes_as_the_command_does(
     again = trainer(saved)
     assert again.train(regression()) is None
     said = capsys.readouterr().out
-    assert "goes on after step 4, from " in said
+    assert "resumes after step 4, from " in said
     assert "nothing left to do: 4 steps are done, and the run has 4" in said
     more = trainer(saved, max_steps=6)
     more.train(regression())

@@ -112,7 +112,7 @@ def test_a_loss_that_the_config_names_counts_unless_another_is_given() -> None:
     assert float(named.loss) == pytest.approx(float(next(Trainer(linear(), None, nn.MSELoss()).steps(data)).loss))
     assert float(given.loss) == pytest.approx(float(next(Trainer(linear(), None, nn.L1Loss()).steps(data)).loss))
     config = config.replaced({"loss_fn": {"name": "torch.nn.functional:mse_loss", "args": {"reduction": "sum"}}})
-    with pytest.raises(UsageError, match="mse_loss is no class"):
+    with pytest.raises(UsageError, match="mse_loss is not a class"):
         Trainer(linear(), config=config)
 
 
@@ -186,7 +186,7 @@ def test_a_global_batch_size_says_how_many_calls_of_training_step_make_a_step() 
         trainer.training_step(regression()[:4])
         assert trainer.step.progress.updates == call // 3
     trainer = Trainer(linear(), loss_fn=nn.MSELoss(), global_batch_size=12)
-    with pytest.raises(UsageError, match="12 samples is no whole number of micro-batches of 5 on each of 1 rank\n"):
+    with pytest.raises(UsageError, match="12 samples is not a whole number of micro-batches of 5 on each of 1 rank\n"):
         trainer.training_step(regression()[:5])
 
 

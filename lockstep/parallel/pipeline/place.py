@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.groups import object_device, once
+from lockstep.collectives import create_once, object_device
 from lockstep.layout import Layout
 from lockstep.parallel import fsdp
 from lockstep.parallel.buffers import RunningBuffers
@@ -167,7 +167,9 @@ def _data_parallel(layout: Layout, mesh: DeviceMesh) -> tuple[int, dist.ProcessG
     column = mesh["replicate"].get_local_rank() * layout.shard + mesh["shard"].get_local_rank()
     mine = None
     for ranks in mesh.mesh.flatten(1).tolist():  # every rank makes every group
-        made = once(("columns", *ranks), partial(dist.new_group, ranks)) if layout.data_parallel_size > 1 else None
+        made = (
+            create_once(("columns", *ranks), partial(dist.new_group, ranks)) if layout.data_parallel_size > 1 else None
+        )
         if dist.get_rank() in ranks:
             mine = made
     return column, mine

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.groups import once
+from lockstep.collectives import create_once
 
 
 class SharedSums:
@@ -33,7 +33,7 @@ class SharedSums:
         for ranks in sorted({tuple(ranks) for ranks in ranks_of.values()}):
             for pipeline in pipelines:
                 members = [pipeline[rank] for rank in ranks]
-                group = once(("shared", *members), partial(dist.new_group, members))
+                group = create_once(("shared", *members), partial(dist.new_group, members))
                 if me in members:
                     assert group is not None
                     groups[ranks] = group
