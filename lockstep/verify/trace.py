@@ -114,10 +114,6 @@ class Stored:
         key = f"{kind}/{name}"
         return self._file.get_tensor(key) if key in self._keys else None
 
-    def names(self, kind: str) -> list[str]:
-        """Return the names of one kind."""
-        return sorted(key.removeprefix(f"{kind}/") for key in self._keys if key.startswith(f"{kind}/"))
-
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     # The format rejects tied or viewed storage.
