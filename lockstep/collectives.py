@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lockstep.environment import facts_for_group, rank_facts
 from lockstep.errors import UsageError
-from lockstep.heartbeat import together
+from lockstep.heartbeat import called_by_all_ranks
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
 _OPERATIONS = {
@@ -60,7 +60,7 @@ def is_main_process() -> bool:
     return rank() == 0
 
 
-@together
+@called_by_all_ranks
 def barrier() -> None:
     """Wait until every rank is here. All ranks must call it."""
     if _joined():
@@ -71,7 +71,7 @@ def barrier() -> None:
 def all_reduce(value: torch.Tensor, op: ReduceOp = ...) -> torch.Tensor: ...
 @overload
 def all_reduce(value: float, op: ReduceOp = ...) -> float: ...
-@together
+@called_by_all_ranks
 def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tensor | float:
     """Reduce `value` over all ranks and return the result on each of them. All ranks must call it.
 

@@ -209,7 +209,7 @@ def stop_sharing_calls() -> None:
         _mine._share(None, 0, 1)
 
 
-def together(function: Callable[P, R]) -> Callable[P, R]:
+def called_by_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a public function as one that all ranks call together, under its own name."""
     name = function.__name__
 

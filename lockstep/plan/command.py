@@ -177,12 +177,12 @@ def as_text(
     rows = [header]
     for c in found:
         if c.memory is None:
-            rows.append([c.name(), f"≥ {c.needed / GIB:.1f}", _by_how_much(c), *[""] * 6])
+            rows.append([c.name(), f"≥ {c.needed / GIB:.1f}", _fit(c), *[""] * 6])
             continue
         assert c.step is not None
         rows.append(
             [
-                c.name(), f"{c.needed / GIB:.1f}", _by_how_much(c), f"{c.step.seconds:.3g}",
+                c.name(), f"{c.needed / GIB:.1f}", _fit(c), f"{c.step.seconds:.3g}",
                 f"{c.step.exposed / c.step.seconds:.0%}", f"{c.step.bubble / c.step.seconds:.0%}",
                 _bytes(c.step.inside + c.step.between), f"{mfu(c, cluster):.0%}",
                 f"{c.samples_per_second * tokens_per_sample:,.0f}",
@@ -192,7 +192,7 @@ def as_text(
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
-    lines += ["", *bars(found), "", *why(found)]
+    lines += ["", *memory_bars(found), "", *why(found)]
     best = found[0] if found and found[0].fits else None
     if best is not None and best.step is not None and steps:
         seconds = best.step.seconds * steps
@@ -202,7 +202,7 @@ def as_text(
     return "\n".join(lines)
 
 
-def _by_how_much(candidate: Candidate) -> str:
+def _fit(candidate: Candidate) -> str:
     missing = candidate.needed - candidate.limit
     return "yes" if candidate.fits else f"no: {missing / GIB:+.1f}"
 
@@ -214,7 +214,7 @@ def _bytes(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def bars(found: Sequence[Candidate]) -> list[str]:
+def memory_bars(found: Sequence[Candidate]) -> list[str]:
     """Return bars of memory by kind, with `|` at the GPU's memory."""
     shown = [c for c in found if c.memory is not None]
     if not shown:

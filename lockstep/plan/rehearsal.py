@@ -120,7 +120,7 @@ def rehearse(
         start = tracker.record.start
         if left_out:
             reduces = strategy.reduces_by_ddp and layout.replicate > 1
-            start = with_left_out(start, blocks_of(model)[REPEATED][1], optimizer, left_out, buckets=reduces)
+            start = with_blocks_left_out(start, blocks_of(model)[REPEATED][1], optimizer, left_out, buckets=reduces)
     return Rehearsal(
         peak_over(start, regions),
         dict(zip(KINDS, start, strict=True)),
@@ -267,7 +267,7 @@ def _tag_persistent(tracker: Tracker, model: nn.Module, optimizer: torch.optim.O
     tracker.tag([t for state in states for t in state.values() if isinstance(t, Tensor)], "optimizer")
 
 
-def with_left_out(
+def with_blocks_left_out(
     start: tuple[int, ...], block: nn.Module, optimizer: torch.optim.Optimizer, left_out: int, *, buckets: bool = False
 ) -> tuple[int, ...]:
     """Add the memory of blocks that were left out to what is live before a step.

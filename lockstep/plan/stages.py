@@ -43,7 +43,7 @@ from lockstep.plan.rehearsal import (
     optimizer_of,
     precision_of,
     update,
-    with_left_out,
+    with_blocks_left_out,
 )
 from lockstep.plan.tracker import (
     KINDS,
@@ -105,7 +105,7 @@ def rehearse_rank(
     update_cost = changes["update", 0, True].cost
     in_all = Work(*whole, update_cost._replace(moved=round(update_cost.moved * grown)))
     sent = [sum(_bytes(meta) for meta in metas[stage]) for stage in range(len(metas))]
-    return Rehearsal(peak_over(start, _played(order, changes)), persistent, in_all, stages, sent)
+    return Rehearsal(peak_over(start, _in_schedule_order(order, changes)), persistent, in_all, stages, sent)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _bytes(meta: Meta) -> int:
     return math.prod(meta.shape) * meta.dtype.itemsize
 
 
-def _played(order: Sequence[Action], changes: Changes) -> list[Region]:
+def _in_schedule_order(order: Sequence[Action], changes: Changes) -> list[Region]:
     """Return the changes in schedule order. For a backward pass in two halves, the second frees the memory."""
     seen: set[tuple[str, int]] = set()
     regions = [changes["start", 0, True]]
@@ -300,7 +300,7 @@ class _Rank:
         for stage in self.cut.plan.parts.of_rank(self.rank):
             if stage in self.cut.left_out:
                 block = self.blocks[self.cut.repeated[stage]][1]
-                found = with_left_out(found, block, self.optimizer, self.cut.left_out[stage])
+                found = with_blocks_left_out(found, block, self.optimizer, self.cut.left_out[stage])
         return found
 
 

@@ -12,7 +12,7 @@ from lockstep import checkpoint, collectives
 from lockstep.bad_numbers import Anomaly, BadNumbersError
 from lockstep.data import StepSource
 from lockstep.errors import RunError, UsageError
-from lockstep.heartbeat import together
+from lockstep.heartbeat import called_by_all_ranks
 from lockstep.monitor import Monitor
 from lockstep.records import RunDirectory
 from lockstep.trainer.run_state import Loaded, apply_changed_options, compare
@@ -76,7 +76,7 @@ class Checkpointer:
         elif self._saver is not None:
             self._guard(self._saver.poll, must_succeed=False)
 
-    @together
+    @called_by_all_ranks
     def save(self, *, must_succeed: bool) -> None:
         """Save the run now; in the background, unless it must have succeeded when this returns."""
         step = self._trainer.step.progress.step

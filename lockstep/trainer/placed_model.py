@@ -25,7 +25,7 @@ from lockstep.cluster import Cluster
 from lockstep.config import Config, apply_flags, check, config_from
 from lockstep.data import StepBatches
 from lockstep.errors import UsageError
-from lockstep.heartbeat import together
+from lockstep.heartbeat import called_by_all_ranks
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import objective_of
 from lockstep.parallel.gradient_hooks import run_hooks
@@ -44,7 +44,7 @@ _SECTIONS = ("distributed", "precision")
 _OF_TRAINING = ("seed", "compile", "gradient_checkpointing", "gradient_checkpointing_every")
 
 
-@together
+@called_by_all_ranks
 def place(
     model: nn.Module, strategy: str | None = None, loss_fn: Callable[..., Tensor] | None = None, *,
     config: Config | None = None, **settings: Any,
@@ -117,7 +117,7 @@ class PlacedModel:
         """Return this rank's parameters with their names in the model."""
         return iter(self._placed.parameters.items())
 
-    @together
+    @called_by_all_ranks
     def backward(self, *batches: Any) -> Tensor:
         """Run forward and backward of one step; `.grad` is then the gradient of its mean loss, on all ranks.
 
@@ -158,7 +158,7 @@ class PlacedModel:
         self.step += 1
         return tensor_of(loss_sum / valid)
 
-    @together
+    @called_by_all_ranks
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm is at most `max_norm`.
 
@@ -175,7 +175,7 @@ class PlacedModel:
         """Clear the gradients of all parameters, of all optimizers."""
         self._placed.clear_gradients()
 
-    @together
+    @called_by_all_ranks
     def evaluate(self, micro_batches: Iterable[Any]) -> float:
         """Return the mean loss over all valid targets of all ranks' micro-batches, in evaluation mode.
 
@@ -184,14 +184,14 @@ class PlacedModel:
         """
         return evaluate(self._placed, self._windows(iter(micro_batches)))
 
-    @together
+    @called_by_all_ranks
     def __call__(self, *inputs: Any, **more: Any) -> Any:
         """Return the model's outputs, in evaluation mode and without a graph; the same arguments on all ranks."""
         with evaluating(self._placed), self._placed.random_state.running("sample", self.step):
             self._placed.random_state.at(0)
             return self._placed.forward(*inputs, **more)
 
-    @together
+    @called_by_all_ranks
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers, whole, on the CPU, for the plain model's `load_state_dict`.
 
@@ -200,7 +200,7 @@ class PlacedModel:
         """
         return checkpoint.gather(self._placed.kept(), self._aliases())
 
-    @together
+    @called_by_all_ranks
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what `state_dict` returned, or the plain model's.
 
@@ -213,7 +213,7 @@ class PlacedModel:
         with evaluating(self._placed):
             checkpoint.scatter(state, self._placed.kept(), self._aliases())
 
-    @together
+    @called_by_all_ranks
     def save_checkpoint(
         self,
         path: str | Path,
@@ -232,7 +232,7 @@ class PlacedModel:
         config_yaml = self._config.to_yaml()
         return _save(self._placed, Path(path), self.step, optimizers or {}, metadata or {}, config_yaml=config_yaml)
 
-    @together
+    @called_by_all_ranks
     def load_checkpoint(
         self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None
     ) -> dict[str, Any]:  # fmt: skip

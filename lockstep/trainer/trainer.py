@@ -22,7 +22,7 @@ from lockstep.checkpoint import Snapshot
 from lockstep.config import Config
 from lockstep.data import StepBatches, StepSource, holds_token_ids
 from lockstep.errors import UsageError
-from lockstep.heartbeat import own_heartbeat, together, write_limits
+from lockstep.heartbeat import called_by_all_ranks, own_heartbeat, write_limits
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.monitor import Monitor
@@ -313,7 +313,7 @@ class Trainer:
 
     # ---- one micro-batch at a time ----
 
-    @together
+    @called_by_all_ranks
     def training_step(self, batch: Any) -> Tensor:
         """Run forward and backward of one micro-batch, and update with the last one of a step.
 
@@ -329,14 +329,14 @@ class Trainer:
         self.last_record = record or self.last_record
         return loss
 
-    @together
+    @called_by_all_ranks
     def flush(self) -> None:
         """Train on an incomplete window of `training_step`, weighted by its contents; all ranks call it together."""
         self.last_record = self._window.flush() or self.last_record
 
     # ---- evaluation, checkpoints ----
 
-    @together
+    @called_by_all_ranks
     def evaluate(self, val_data: Any) -> float:
         """Return the mean loss over `val_data`, weighted by valid targets; all ranks call it, and get the same number.
 
@@ -344,7 +344,7 @@ class Trainer:
         """
         return evaluate(self.placed, validation_source(self, val_data), limit=self.config.training.eval_batches)
 
-    @together
+    @called_by_all_ranks
     def save_checkpoint(
         self, path: str | Path, include_optimizer: bool = True, metadata: dict[str, Any] | None = None
     ) -> Path:
@@ -372,7 +372,7 @@ class Trainer:
         }
         return self.state.snapshot(facts, metadata or {}, include_optimizer=include_optimizer)
 
-    @together
+    @called_by_all_ranks
     def load_checkpoint(self, path: str | Path) -> tuple[int, dict[str, Any]]:
         """Load a checkpoint, whatever strategy and number of ranks wrote it; all ranks call it.
 
@@ -392,7 +392,7 @@ class Trainer:
         self._start_lines += loaded.log_lines
         return loaded.step, loaded.metadata
 
-    @together
+    @called_by_all_ranks
     def resume(self, how: str) -> checkpoint.CheckpointPath | None:
         """Resume from the run directory's newest whole checkpoint (`auto`), from nowhere (`never`), or from a path.
 

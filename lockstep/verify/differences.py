@@ -187,7 +187,7 @@ def combine_reports(
             elif kind == "gradient":
                 result.rounding = max(result.rounding, relative)
     result.same_bits &= not result.differences
-    result.unsynchronized = _apart(reports)
+    result.unsynchronized = _differing_between_replicas(reports)
     for report in reports:
         for name, value in report.fingerprints.items():
             result.fingerprints[name] = result.fingerprints.get(name, 0) + value
@@ -249,7 +249,7 @@ def _backward_order(reports: Sequence[RankReport], kind: str, order: Sequence[st
     return known + sorted(names - set(known))
 
 
-def _apart(reports: Sequence[RankReport]) -> list[str]:
+def _differing_between_replicas(reports: Sequence[RankReport]) -> list[str]:
     """Return the parameters whose gradients differ between replicas."""
     held: dict[tuple[tuple[int, ...], str], set[int]] = {}
     for report in reports:
