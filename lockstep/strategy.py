@@ -112,6 +112,14 @@ class Strategy:
         """
         raise NotImplementedError(f"{type(self).__name__}.place")
 
+    def rehearse(self, placement: "PlacementContext") -> "ParallelModel":
+        """Place a model without values, for `lockstep plan`: what it allocates and computes is counted.
+
+        Args:
+            placement: with `dry_run`; collectives over its mesh do nothing.
+        """
+        return self.place(placement)
+
     def keys_random_numbers(self, device: "torch.device") -> bool:
         """Return whether the model's random numbers can be keyed, so that they are the same on any layout."""
         return True

@@ -23,7 +23,7 @@ from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import Pieces, StepTime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
-from lockstep.parallel.ddp import bucketed_step_time, torch_contradictions
+from lockstep.parallel.ddp import bucketed_step_time, rehearse_replicas, torch_contradictions
 from lockstep.parallel.in_order import placed_in_order
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
@@ -78,6 +78,9 @@ class Accelerate(Strategy):
             compression=compression,
         )
         return placed_in_order(p, applied)
+
+    def rehearse(self, placement: PlacementContext) -> ParallelModel:
+        return rehearse_replicas(placement)
 
 
 @dataclass

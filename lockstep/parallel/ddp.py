@@ -74,6 +74,20 @@ class DDP(Strategy):
         )
         return placed_in_order(p, applied)
 
+    def rehearse(self, placement: PlacementContext) -> ParallelModel:
+        return rehearse_replicas(placement)
+
+
+def rehearse_replicas(placement: PlacementContext) -> ParallelModel:
+    """Place a model without values whose gradients DDP is to reduce."""
+    assert placement.dry_run is not None
+    placement.materialise()
+    reducer = placement.dry_run.reducer(placement.model, placement.config.distributed.ddp)
+    applied = AppliedStrategy(
+        shared_out(assign_contiguous, placement), gradient_sync=reducer, multiplier=float(placement.ranks)
+    )
+    return placed_in_order(placement, applied)
+
 
 def bucketed_step_time(
     pieces: Pieces, config: StepConfig, layout: Layout, cluster: GpuCluster, micro_batches: int

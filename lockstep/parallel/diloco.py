@@ -122,6 +122,11 @@ class DiLoCo(Strategy):
         _bring_workers(p, placed)
         return placed
 
+    def rehearse(self, placement: PlacementContext) -> ParallelModel:
+        """Place a replica alone: what workers keep besides is `further_state`."""
+        placement.materialise()
+        return placed_in_order(placement, AppliedStrategy(partial(_assigned, *_numbers(placement)), statistics_over=1))
+
 
 def _numbers(p: PlacementContext) -> tuple[range, int]:
     """(the workers of this rank, how many there are)."""

@@ -136,17 +136,20 @@ class FSDP(Strategy):
         p, mesh, layout = placement, placement.mesh, placement.layout
         assert mesh is not None
         options = p.config.distributed.fsdp
-        if p.first is None:
+        if p.has_values:
             p.model.to(p.device)  # a shard is cut on the device that it stays on
         p.log_lines += apply_fsdp(
-            p.model, mesh, options, p.blocks, param_dtype=p.config.precision.param_dtype, replicas_apart=p.reproducible
-        )
-        if p.first is not None:
+            p.model, mesh, options, p.blocks, param_dtype=p.config.precision.param_dtype,
+            replicas_apart=p.reproducible, device_type=p.device_type,
+        )  # fmt: skip
+        if not p.has_values:
             p.materialise()
         shards = mesh["shard"].get_group() if layout.shard > 1 else None
         scalars = Scalars(p.model)
-        around: list[AroundMicroBatch] = [scalars, Usage(p.model, p.device, shards)]
-        if p.device.type == "cpu":
+        around: list[AroundMicroBatch] = [scalars]
+        if p.dry_run is None:  # ranks compare what they use, and without values there is nothing to compare
+            around.append(Usage(p.model, p.device, shards))
+        if p.device_type == "cpu":
             around += over_gloo(p.model, layout, reproducible=p.reproducible)
         assign, tree = shared_out(assign_strided, p), None
         if p.reproducible:

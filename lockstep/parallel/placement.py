@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.config import StepConfig
+from lockstep.config import DDPConfig, StepConfig
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.compression import Compression, compress
@@ -20,6 +20,21 @@ from lockstep.precision import Precision
 from lockstep.randomness import RandomState
 
 Blocks = list[tuple[str, nn.Module]]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What is different where a model is placed without values, as `lockstep plan` does, on fake tensors.
+
+    Attributes:
+        mesh: over a fake process group; None on one rank.
+        device_type: the device that the run will have, `cuda` or `cpu`; the fake tensors are on the CPU.
+        reducer: makes what replaces DDP's reducer, which refuses fake tensors.
+    """
+
+    mesh: DeviceMesh | None
+    device_type: str
+    reducer: Callable[[nn.Module, DDPConfig], AroundMicroBatch]
 
 
 @dataclass
@@ -38,6 +53,7 @@ class PlacementContext:
         blocks: the model's repeated blocks, by name.
         first: makes the first values; None where the model has them.
         log_lines: lines to be said at start; strategies add theirs.
+        dry_run: set where the model has no values, and gets none.
     """
 
     model: nn.Module
@@ -51,6 +67,17 @@ class PlacementContext:
     blocks: Blocks
     first: FirstValues | None
     log_lines: list[str] = field(default_factory=list)
+    dry_run: DryRun | None = None
+
+    @property
+    def device_type(self) -> str:
+        """The type of the device on which the model will run."""
+        return self.device.type if self.dry_run is None else self.dry_run.device_type
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the model has its values already."""
+        return self.first is None and self.dry_run is None
 
     @property
     def reproducible(self) -> bool:
@@ -68,11 +95,12 @@ class PlacementContext:
         return self.layout.data_parallel_size
 
     def materialise(self) -> None:
-        """Bring the model to its device; a model on meta gets storage and its first values."""
-        if self.first is None:
+        """Bring the model to its device; a model on meta gets storage and, except in a dry run, its first values."""
+        if self.has_values:
             self.model.to(self.device)
-        else:
-            self.model.to_empty(device=self.device)
+            return
+        self.model.to_empty(device=self.device)
+        if self.first is not None:
             materialise(self.model, self.first, self.model.named_parameters())
 
     def compress(self) -> Compression:

@@ -1,8 +1,7 @@
 """Rehearses one rank's step on fake tensors: the strategy's own code runs, and every byte is counted.
 
-The model is placed by the same functions as in training, over a fake process group, under torch's FakeTensorMode. The
-optimizer already has its state. From a long chain of equal blocks five run, and the record of one is repeated for those
-left out.
+`place` places the model as for training, over a fake process group, under torch's FakeTensorMode. The optimizer already
+has its state. From a long chain of equal blocks five run, and the record of one is repeated for those left out.
 
 The device is always the CPU; on a GPU the same tensors are created, apart from autocast's list of operations and
 kernels' own workspaces.
@@ -11,6 +10,7 @@ kernels' own workspaces.
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.config import Config
+from lockstep.config import Config, StepConfig
 from lockstep.costs.hardware import Cost
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import RunError
@@ -26,13 +26,10 @@ from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
 from lockstep.models.protocol import blocks_of
 from lockstep.optim import build_optimizer
-from lockstep.parallel import fsdp
-from lockstep.parallel.activation import apply_activation_checkpointing
-from lockstep.parallel.blocks import key_model
-from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.micro_step import AroundMicroBatch, MicroStep, micro_step_of
-from lockstep.parallel.parallel_model import local
+from lockstep.parallel.parallel_model import ParallelModel, local
+from lockstep.parallel.place import place
+from lockstep.parallel.placement import DryRun
 from lockstep.plan.tracker import (
     KINDS,
     EqualChunks,
@@ -48,7 +45,6 @@ from lockstep.plan.tracker import (
 )
 from lockstep.plan.workload import REPEATED, Workload, kept_blocks
 from lockstep.precision import Precision, resolve_mode
-from lockstep.randomness import RandomState
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat.fake_tensors import FakeTensorMode
 
@@ -109,13 +105,13 @@ def rehearse(
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(EqualChunks())
         tracker = modes.enter_context(Tracker())
-        parts = _place_model(tracker, model, work, config, layout, mesh, device_type)
-        optimizer = optimizer_of(config, list(model.parameters()))
+        placed = _place_model(tracker, model, work, config, layout, mesh, device_type)
+        optimizer = optimizer_of(config, list(placed.parameters.values()))
         batch = work.batch(config.training.batch_size)
         fill_state(optimizer)
         _tag_persistent(tracker, model, optimizer)
         tracker.restart()
-        _step(tracker, parts, optimizer, batch, min(micro_batches, 2), layout)
+        _step(tracker, placed, optimizer, batch, min(micro_batches, 2), layout)
         regions = repeated(tracker.record.regions(), (f"F{REPEATED}", f"B{REPEATED}"), left_out)
         start = tracker.record.start
         if left_out:
@@ -174,34 +170,25 @@ def precision_of(config: Config) -> Precision:
     return Precision(mode, "cpu")
 
 
-@dataclass
-class _Parts:
-    micro_step: MicroStep
-    random_state: RandomState
+def planned(config: StepConfig) -> StepConfig:
+    """Return the config of a rehearsal: eager, on the device, with plain sums."""
+    fsdp = config.distributed.fsdp.model_copy(update={"cpu_offload": False})
+    distributed = config.distributed.model_copy(update={"reproducible": False})
+    distributed.fsdp = fsdp
+    return StepConfig(
+        config.training.model_copy(update={"compile": False}),
+        config.precision.model_copy(update={"fp8": "none"}),
+        distributed,
+    )
 
 
 def _place_model(
     tracker: Tracker, model: nn.Module, work: Workload, config: Config, layout: Layout, mesh: DeviceMesh | None,
     device_type: str,
-) -> _Parts:  # fmt: skip
+) -> ParallelModel:  # fmt: skip
+    """Place the model as for training, with marks in the tracker's record where its passes begin."""
+    mark_blocks(tracker, blocks_of(model))
     objective = work.objective(model)
-    random_state = RandomState(config.training.seed, CPU)
-    blocks = blocks_of(model)
-    mark_blocks(tracker, blocks)
-    key_model(model, random_state, blocks)
-    training = config.training
-    apply_activation_checkpointing(
-        blocks, training.gradient_checkpointing, random_state, every=training.gradient_checkpointing_every
-    )
-    buffers = RunningBuffers(model, layout.data_parallel_size, reproducible=False)
-    strategy = strategy_named(layout.strategy)
-    sharded = mesh is not None and strategy.cuts_parameters(layout)
-    if sharded and mesh is not None:
-        options = config.distributed.fsdp.model_copy(update={"cpu_offload": False})
-        fsdp.apply_fsdp(
-            model, mesh, options, blocks, param_dtype=config.precision.param_dtype, device_type=device_type
-        )  # fmt: skip
-    model.to_empty(device="cpu")
     whole = objective.loss
 
     def loss(outputs: Any, batch: Any) -> Tensor:
@@ -209,27 +196,26 @@ def _place_model(
         on_backward(value, lambda: tracker.mark("backward"))
         return value
 
-    objective = replace(objective, loss=loss)
-    if strategy.reduces_by_ddp and layout.world_size > 1:
-        syncs: list[AroundMicroBatch] = [Reducer(tracker, model, config)]
-    else:
-        syncs = [fsdp.FSDPSync(model, accumulate=options.accumulate)] if sharded else []
-        tag_gradients(tracker, model.parameters())
-    around = fsdp.over_gloo(model, layout) if sharded and device_type == "cpu" else []
-    around += [buffers, *syncs] if buffers.any else syncs
-    micro_step = micro_step_of(model, objective, random_state, precision_of(config), around)
-    return _Parts(micro_step, random_state)
+    placed = place(
+        model, layout, planned(config.step), objective=replace(objective, loss=loss), device=CPU,
+        precision=precision_of(config), dry_run=DryRun(mesh, device_type, partial(Reducer, tracker)),
+    )  # fmt: skip
+    strategy = strategy_named(layout.strategy)
+    if not strategy.reduces_by_ddp or layout.world_size == 1:  # else the reducer does it
+        tag_gradients(tracker, placed.parameters.values())
+    return placed
 
 
 def _step(
-    tracker: Tracker, parts: _Parts, optimizer: torch.optim.Optimizer, batch: Any, count: int, layout: Layout
+    tracker: Tracker, placed: ParallelModel, optimizer: torch.optim.Optimizer, batch: Any, count: int, layout: Layout
 ) -> None:
     # The count is over all ranks: the accumulator allocates space for all micro-batches.
     accumulator = LossAccumulator(count * layout.data_parallel_size, CPU, shared=layout.world_size > 1)
-    with parts.random_state.running("train", 0):
-        for place in range(count):
+    assert placed.micro_step is not None
+    with placed.random_state.running("train", 0):
+        for index in range(count):
             tracker.mark("forward")
-            parts.micro_step(MicroBatch(place, batch), accumulator, 1.0, place == count - 1)
+            placed.micro_step(MicroBatch(index, batch), accumulator, 1.0, index == count - 1)
     tracker.mark("update")
     update(optimizer)
 

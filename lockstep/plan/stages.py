@@ -1,6 +1,6 @@
 """Predicts the memory of a pipeline's ranks: each stage's passes are rehearsed once, and repeated in schedule order.
 
-A stage runs as in training (its `Part`, torch's stage with our sends and receives, FSDP2 under it), for two
+The rank's stages are placed and run as in training (torch's stage with our sends and receives, FSDP2 under it), for two
 micro-batches, and the changes of each pass are recorded. The first pass gathers parameters or creates gradients, all
 later ones are equal. The schedule's list of actions then gives the micro-batches in flight.
 """
@@ -24,15 +24,13 @@ from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
 from lockstep.models.chain import lent, run_segment, shared_parameters_of
 from lockstep.models.protocol import Objective, blocks_of, require_segments
-from lockstep.parallel import fsdp
-from lockstep.parallel.activation import apply_activation_checkpointing
-from lockstep.parallel.blocks import key_model
-from lockstep.parallel.pipeline.build import part_of, shard_parts
-from lockstep.parallel.pipeline.holding import Holding, holding_of, release, survey
-from lockstep.parallel.pipeline.part import CurrentMicroBatch as Io
-from lockstep.parallel.pipeline.plan import PipelinePlan, frees_after_forward, plan_of
+from lockstep.parallel.pipeline.holding import survey
+from lockstep.parallel.pipeline.place import local_stages
+from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of
 from lockstep.parallel.pipeline.torch_schedule import Action, actions
 from lockstep.parallel.pipeline.torch_stage import Meta, Metas, Stage, reduce_gradients
+from lockstep.parallel.place import prepared
+from lockstep.parallel.placement import DryRun
 from lockstep.plan.rehearsal import (
     CPU,
     GROUPED,
@@ -41,6 +39,7 @@ from lockstep.plan.rehearsal import (
     fake_ranks,
     fill_state,
     optimizer_of,
+    planned,
     precision_of,
     update,
     with_blocks_left_out,
@@ -49,6 +48,7 @@ from lockstep.plan.tracker import (
     KINDS,
     EqualChunks,
     Record,
+    Reducer,
     Region,
     Tracker,
     join_regions,
@@ -58,7 +58,7 @@ from lockstep.plan.tracker import (
     tag_gradients,
 )
 from lockstep.plan.workload import REPEATED, Workload, block_description, kept_blocks
-from lockstep.randomness import RandomState
+from lockstep.strategy import strategy_named
 from lockstep.torch_compat.fake_tensors import FakeTensorMode
 
 Changes = dict[tuple[str, int, bool], Region]
@@ -212,28 +212,16 @@ class _Rank:
     def __post_init__(self) -> None:
         config, plan, model = self.config, self.cut.plan, self.cut.model
         self.batch = self.work.batch(config.training.batch_size)
-        random_state = RandomState(config.training.seed, CPU)
-        blocks = blocks_of(model)
-        mark_blocks(self.tracker, blocks)
-        key_model(model, random_state, blocks, cut=True)
-        apply_activation_checkpointing(
-            blocks,
-            config.training.gradient_checkpointing,
-            random_state,
-            every=config.training.gradient_checkpointing_every,
-        )
-        units = fsdp.units_of(model, config.distributed.fsdp, blocks)
-        self.frees = frees_after_forward(self.layout, config.step)
-        holding = holding_of(self.rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
-        self.io = Io(lambda: self.objective.inputs(self.batch), lambda out: self.objective.summed(out, self.batch))
-        stages = plan.parts.of_rank(self.rank)
-        self.parts = [part_of(plan, s, holding, blocks, self.io, precision_of(config)) for s in stages]
-        release(plan.model, holding)
-        _materialise(holding)
-        self.unit: nn.Module | None = None
-        if self.layout.data_parallel_size > 1:
-            shard = partial(fsdp.shard_stage, self.mesh, config.step, device_type=self.device_type)
-            self.unit, _ = shard_parts(self.parts, holding, units, shard, self.frees)
+        mark_blocks(self.tracker, blocks_of(model))
+        placement = prepared(
+            model, strategy_named(self.layout.strategy), self.layout, planned(config.step), self.objective, CPU,
+            precision_of(config), DryRun(self.mesh, self.device_type, partial(Reducer, self.tracker)),
+        )  # fmt: skip
+        here = local_stages(placement, self.mesh, plan)
+        here.work.inputs = lambda: self.objective.inputs(self.batch)
+        here.work.finish = lambda outputs: self.objective.summed(outputs, self.batch)
+        self.parts, self.unit, holding = here.parts, here.unit, here.holding
+        blocks = placement.blocks
         self.parameters = list(holding.named_parameters().values())
         self.holding, self.blocks = holding, blocks
         tag_gradients(self.tracker, self.parameters)
@@ -302,14 +290,3 @@ class _Rank:
                 block = self.blocks[self.cut.repeated[stage]][1]
                 found = with_blocks_left_out(found, block, self.optimizer, self.cut.left_out[stage])
         return found
-
-
-def _materialise(holding: Holding) -> None:
-    """Replace parameters and buffers on meta by fake tensors on the device."""
-    with torch.no_grad():
-        for name, old in holding.named_parameters().items():
-            holding.replace(name, nn.Parameter(torch.empty_like(old, device=CPU), old.requires_grad))
-        for spots in holding.buffers.values():
-            values = torch.empty_like(spots[0].tensor(), device=CPU)
-            for spot in spots:
-                setattr(spot.module, spot.attribute, values)

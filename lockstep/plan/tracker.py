@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from lockstep.config import Config
+from lockstep.config import DDPConfig
 from lockstep.costs.hardware import Cost
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
@@ -328,9 +328,8 @@ class Reducer(AroundMicroBatch):
     DDP's own reducer, in C++, rejects fake tensors.
     """
 
-    def __init__(self, tracker: Tracker, model: nn.Module, config: Config) -> None:
+    def __init__(self, tracker: Tracker, model: nn.Module, options: DDPConfig) -> None:
         self._last = True
-        options = config.distributed.ddp
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._buckets = [torch.empty_like(p) for p in self._parameters]
         tracker.tag(self._buckets, "buckets")

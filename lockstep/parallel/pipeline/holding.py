@@ -179,6 +179,17 @@ def release(model: Survey, holding: Holding) -> None:
 
 
 @torch.no_grad()
+@torch.no_grad()
+def make_empty(holding: Holding, device: torch.device) -> None:
+    """Give what a rank holds storage on a device, without values."""
+    for name, old in holding.named_parameters().items():
+        holding.replace(name, nn.Parameter(torch.empty_like(old, device=device), old.requires_grad))
+    for spots in holding.buffers.values():
+        values = torch.empty_like(spots[0].tensor(), device=device)
+        for spot in spots:
+            setattr(spot.module, spot.attribute, values)
+
+
 def materialise(holding: Holding, first: FirstValues | None, device: torch.device) -> None:
     """Bring what a rank holds to its device: values from `first` where there are only descriptions."""
     for name, old in holding.named_parameters().items():

@@ -22,7 +22,7 @@ from lockstep.parallel.micro_step import Explain, explained
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.pipeline.build import part_of, shard_parts
 from lockstep.parallel.pipeline.forward import Relay
-from lockstep.parallel.pipeline.holding import Holding, holding_of, materialise, release
+from lockstep.parallel.pipeline.holding import Holding, holding_of, make_empty, materialise, release
 from lockstep.parallel.pipeline.part import CurrentMicroBatch, StageModule
 from lockstep.parallel.pipeline.plan import PipelinePlan, frees_after_forward, plan_of, splits_backward
 from lockstep.parallel.pipeline.runner import Runner
@@ -30,14 +30,14 @@ from lockstep.parallel.pipeline.shapes import Shapes
 from lockstep.parallel.pipeline.shared import SharedSums
 from lockstep.parallel.pipeline.torch_schedule import PipelineSchedule
 from lockstep.parallel.pipeline.torch_stage import Stage
-from lockstep.parallel.pipeline.trees import StageTrees, Uses
+from lockstep.parallel.pipeline.trees import StageTrees
 from lockstep.parallel.placement import PlacementContext
 from lockstep.parallel.reproducible import explain_kernel
 from lockstep.parallel.tree import assign_tree
 
 
 @dataclass
-class _LocalStages:
+class LocalStages:
     """This rank's stages, and what runs them.
 
     Attributes:
@@ -45,18 +45,16 @@ class _LocalStages:
         column: which of the pipelines side by side this rank is in.
         columns: the group of the ranks with the same stages.
         frees: stages let go of gathered parameters after each forward pass.
-        halves: backward passes are cut in two, for gradients of inputs and of weights.
     """
 
     plan: PipelinePlan
     holding: Holding
     parts: list[StageModule]
     work: CurrentMicroBatch
-    column: int
-    columns: dist.ProcessGroup | None
     frees: bool
-    halves: bool
     unit: nn.Module | None = None
+    column: int = 0
+    columns: dist.ProcessGroup | None = None
     trees: StageTrees | None = None
 
 
@@ -74,12 +72,18 @@ def place(placement: PlacementContext) -> ParallelModel:
     group = mesh["pipeline"].get_group()
     plan = plan_of(p.model, layout.pipeline, p.config)
     uses = plan.uses()
-    cut = _cut(p, mesh, plan, uses)
+    p.log_lines.append(
+        f"pipeline: {plan.facts.name}, {len(plan.parts.stages)} stages on {layout.pipeline} ranks\n{plan.table()}"
+    )
+    halves, said = splits_backward(plan, uses, p.config)
+    p.log_lines += said
+    cut = local_stages(p, mesh, plan)
+    cut.column, cut.columns = _data_parallel(layout, mesh)
     shared = SharedSums(plan.across(), mesh.mesh.flatten(1).T.tolist(), cut.holding.named_parameters)
     if p.reproducible:
         here = [part.index for part in cut.parts]
         cut.trees = StageTrees(cut.holding, uses, here, p.device, mesh, cut.columns, shared.group_of)
-    runner = _runner(p, cut, group)
+    runner = _runner(p, cut, group, halves=halves)
     exact = p.reproducible
     explanations: list[Explain] = [
         *([partial(explain_mixing, explanation=used_elsewhere)] if layout.data_parallel_size > 1 else []),  # FSDP2's
@@ -106,31 +110,27 @@ def place(placement: PlacementContext) -> ParallelModel:
     )
 
 
-def _cut(p: PlacementContext, mesh: DeviceMesh, plan: PipelinePlan, uses: Uses) -> _LocalStages:
+def local_stages(p: PlacementContext, mesh: DeviceMesh, plan: PipelinePlan) -> LocalStages:
     """Keep this rank's stages, let go of the others, and shard or replicate what is left."""
     rank, layout = mesh["pipeline"].get_local_rank(), p.layout
-    p.log_lines.append(
-        f"pipeline: {plan.facts.name}, {len(plan.parts.stages)} stages on {layout.pipeline} ranks\n{plan.table()}"
-    )
     units = fsdp.units_of(p.model, p.config.distributed.fsdp, p.blocks)  # in the unsplit model
-    halves, said = splits_backward(plan, uses, p.config)
-    p.log_lines += said
     holding = holding_of(rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
     work = CurrentMicroBatch(observes=p.objective.in_outputs and p.objective.observed is not None)
     parts = [part_of(plan, stage, holding, p.blocks, work, p.precision) for stage in plan.parts.of_rank(rank)]
     release(plan.model, holding)
-    materialise(holding, p.first, p.device)
-    column, columns = _data_parallel(layout, mesh)
-    cut = _LocalStages(
-        plan, holding, parts, work, column, columns, frees_after_forward(layout, p.config), halves
-    )  # fmt: skip
+    if p.dry_run is None:
+        materialise(holding, p.first, p.device)
+    else:
+        make_empty(holding, p.device)
+    cut = LocalStages(plan, holding, parts, work, frees_after_forward(layout, p.config))
     if layout.data_parallel_size > 1:
-        cut.unit, said = shard_parts(parts, holding, units, partial(fsdp.shard_stage, mesh, p.config), cut.frees)
+        shard = partial(fsdp.shard_stage, mesh, p.config, device_type=p.device_type)
+        cut.unit, said = shard_parts(parts, holding, units, shard, cut.frees)
         p.log_lines += said
     return cut
 
 
-def _runner(p: PlacementContext, cut: _LocalStages, group: dist.ProcessGroup) -> Runner:
+def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, halves: bool) -> Runner:
     plan, parts, columns = cut.plan, cut.parts, p.layout.data_parallel_size
     stages = len(plan.parts.stages)
     objects_on = object_device(p.device)
@@ -151,7 +151,7 @@ def _runner(p: PlacementContext, cut: _LocalStages, group: dist.ProcessGroup) ->
     )
     at = {"forward_at": runner.forward_at, "backward_at": runner.backward_at}
     runner.stages = [
-        Stage(part, part.index, stages, p.device, group, **at, leaves=cut.trees, halves=cut.halves) for part in parts
+        Stage(part, part.index, stages, p.device, group, **at, leaves=cut.trees, halves=halves) for part in parts
     ]
     dist.all_reduce(torch.zeros(1, device=p.device), group=group)  # the pipeline's communicator is there before a send
     return runner
