@@ -4,7 +4,7 @@
 
 Needs root: two hosts are network namespaces whose links `tc` shapes (`tests.hosts`); on `loopback` both ranks share one
 host. Kinds take steps in turn, so that what else the machine does falls on all of them. Bytes are those that a host's
-interface has counted; what is calculated is `lockstep.parallel.compression.sent_numbers`. Losses are those of runs of
+interface has counted; `lockstep.parallel.comm.compression.sent_numbers` calculates them. Losses are those of runs of
 the same seed over the same data, which no link changes: they are taken where the link is fastest.
 """
 
@@ -25,7 +25,7 @@ from torch.utils.data import Subset
 from lockstep.config import config_from
 from lockstep.data import Data, build_data
 from lockstep.models import get_model
-from lockstep.parallel.compression import choose, measure_link, sent_numbers
+from lockstep.parallel.comm.compression import choose, measure_link, sent_numbers
 from lockstep.records import StepRecord
 from lockstep.trainer import Trainer
 from tests.hosts import hosts

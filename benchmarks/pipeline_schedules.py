@@ -24,9 +24,9 @@ from lockstep.config import config_from
 from lockstep.data.batches import MicroBatch
 from lockstep.models.protocol import Objective
 from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.pipeline.picture import ScheduleTimeline, clocked
+from lockstep.parallel.pipeline.picture import UNITS, ScheduleTimeline, simulate
 from lockstep.parallel.pipeline.schedules import SCHEDULES
-from lockstep.parallel.pipeline.torch_schedule import Action, actions
+from lockstep.parallel.pipeline.torch_schedule import actions
 from lockstep.parallel.place import place
 from lockstep.precision import Precision
 from lockstep.strategy import resolve
@@ -86,14 +86,12 @@ class Case(NamedTuple):
         """The run with each action's own time."""
         splits = SCHEDULES[self.schedule].splits_backward
 
-        def cost(action: Action) -> float:
-            whole = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}[action.kind]
-            if splits and action.stage == 0 and action.kind in "IW":
-                whole = {"I": 0.0, "W": 2.0}[action.kind]
-            return whole * seconds
-
-        lists = actions(self.schedule, self.ranks, self.stages_per_rank, self.micro_batches)
-        return clocked(lists, self.ranks * self.stages_per_rank, cost)
+        times = {
+            (kind, stage): seconds * ({"I": 0.0, "W": 2.0}.get(kind, cost) if splits and stage == 0 else cost)
+            for kind, cost in UNITS.items()
+            for stage in range(self.ranks * self.stages_per_rank)
+        }
+        return simulate(actions(self.schedule, self.ranks, self.stages_per_rank, self.micro_batches), times)
 
 
 def measure(cases: list[tuple[Any, ...]], seconds: float, repeats: int) -> list[list[float]]:

@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 
 from benchmarks.page import RESULTS, machine, page, tell
 from lockstep.config import config_from
-from lockstep.parallel.compression import sent_numbers
+from lockstep.parallel.comm.compression import sent_numbers
 from lockstep.trainer import Trainer
 from tests.hosts import hosts, sent_bytes
 from tests.ranks import run_ranks

@@ -26,10 +26,9 @@ from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed
 from lockstep.monitor import PhaseClock
 from lockstep.optim import CallersRate, Schedule, TorchSchedule, unfuse
-from lockstep.parallel.layer_norms import layer_norms
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.numbers import Number, at_least, at_most, exceeds, inverse, tensor_of
-from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.parallel_model import ParallelModel, layer_norms
 from lockstep.precision import LossScale
 from lockstep.records import StepRecord
 from lockstep.torch_compat import foreach
@@ -249,7 +248,7 @@ class Step:
         if numbers.anomaly is not None:
             for name, before in self._buffers.items():
                 self.placed.buffers[name].copy_(before)
-        self.placed.settle(record.skipped)
+        self.placed.finish_update(record.skipped)
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
         self.placed.clear_gradients()

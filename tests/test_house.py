@@ -22,6 +22,7 @@ _REWRITTEN = [
     "*.py",
     "trainer",
     "plan",
+    "parallel",
 ]  # the rooms whose docstrings are sentences; ruff's pydocstyle rules hold there, too
 _NO_SENTENCE = re.compile(
     r"(Of|What|Whether|Who|Whom|Whose|Which|How|Where|When|While|Why|Since|Until|So|As|For|In|From|Before|After|By|If|It"

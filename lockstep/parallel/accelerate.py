@@ -1,10 +1,11 @@
-"""Hugging Face Accelerate places the model and synchronises its gradients; the step, the data and their order are ours.
+"""Replicas by Hugging Face Accelerate, which wraps the model and synchronises its gradients.
+
+The step, the data and their order are Lockstep's.
 
 On several processes Accelerate wraps the model in DistributedDataParallel, under its own state, which finds the process
 group that exists. It works under Lockstep's launcher and under `accelerate launch`, whose other settings (precision,
-accumulation) are not taken from its environment: what the config says holds. Accelerate's samplers, which repeat
-samples to fill a batch, and its `join_uneven_inputs` are not used: a rank that is short of a micro-batch runs a
-weightless one.
+accumulation) are not read from its environment: the config decides. Accelerate's samplers, which repeat samples to
+fill a batch, and its `join_uneven_inputs` are not used: a rank that lacks a micro-batch runs a dummy.
 """
 
 import os
@@ -24,10 +25,9 @@ from lockstep.costs.steps import Pieces, StepTime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.ddp import bucketed_step_time, rehearse_replicas, torch_contradictions
-from lockstep.parallel.in_order import placed_in_order
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
-from lockstep.parallel.placement import AppliedStrategy, PlacementContext, shared_out
+from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
 from lockstep.rules import Contradiction
 from lockstep.strategy import Strategy
 
@@ -154,7 +154,7 @@ def prepare(model: nn.Module, config: StepConfig, device: torch.device, hook: An
 
 
 def refuse_other_engines() -> None:
-    """Refuse `accelerate launch` with an engine that Lockstep has a strategy of its own for.
+    """Refuse `accelerate launch` with an engine for which Lockstep has its own strategy.
 
     Raises:
         UsageError: naming the strategy.
@@ -162,7 +162,7 @@ def refuse_other_engines() -> None:
     for name, fix in _OTHER_ENGINES.items():
         if os.environ.get(name, "false").lower() in ("true", "1"):
             raise UsageError(
-                f"accelerate launch was told to use another engine ({name}=true)",
+                f"accelerate launch is set to use another engine ({name}=true)",
                 where="distributed.strategy",
                 why="under strategy accelerate, Accelerate synchronises replicas",
                 fix=f"{fix}, or launch without it",

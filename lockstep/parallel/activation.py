@@ -1,25 +1,36 @@
-"""Activation checkpointing: forget what is inside a block, and recompute it in the backward pass.
+"""Activation checkpointing: drop what a block saves, and recompute it in the backward pass.
 
 A block's `forward` is replaced on the instance, so canonical names stay, and hooks on the block (keyed random numbers,
-FSDP's gathering) lie outside of what is recomputed. The recomputation restores the random state of the forward pass:
+FSDP's gathering) run outside of what is recomputed. The recomputation restores the random state of the forward pass:
 under a pipeline another micro-batch is current by then.
+
+`sequential` keeps only the input of the first of several blocks in a row. The model's own code calls these blocks, one
+after the other. While they run, what autograd would save is left out; the first time the backward pass asks for any of
+it, the whole run is computed again. A block continues a run if it is given what the block before returned; where a
+model does something in between, a run ends, so that nothing but blocks is computed again.
+(`torch.utils.checkpoint` recomputes one function; here no function has the whole run.)
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lockstep.errors import UsageError
-from lockstep.parallel.recomputed_runs import recompute_runs
-from lockstep.randomness import Captured, RandomState
+from lockstep.randomness import Captured, RandomState, generator_of
 from lockstep.torch_compat.operators import FUSED_ATTENTION
+from lockstep.torch_compat.pytree import tree_leaves, tree_map
+from lockstep.torch_compat.tensor_versions import base_of
 
-# What selective checkpointing keeps: results that cost much to compute for their size. The rest is recomputed.
+# Selective checkpointing keeps results that cost much to compute for their size. The rest is recomputed.
 _KEPT = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -42,7 +53,7 @@ def apply_activation_checkpointing(
     Args:
         blocks: (name, module) in the order in which they run.
         mode: none | full (each block) | selective (each block, keeping products of matrices) | every_n (each
-            `every`-th) | sequential (runs of `every` blocks: see `lockstep.parallel.recomputed_runs`).
+            `every`-th) | sequential (runs of `every` blocks).
         every: n of every_n and of sequential.
         compiled: the blocks will be compiled; the random context is then left to the hooks outside of them.
 
@@ -113,3 +124,191 @@ class _Both(AbstractContextManager[None]):
 
 def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute_runs(blocks: Sequence[tuple[str, nn.Module]], length: int, random_state: RandomState) -> None:
+    """Replace the `forward` of blocks in place, so that runs of `length` of them are recomputed at once."""
+    runs = _Runs(random_state)
+    for place, (_, block) in enumerate(blocks):
+        block.forward = runs.over(block, starts=place % length == 0)
+
+
+@dataclass(frozen=True)
+class _Previous:
+    """A placeholder for an output of the previous block, by its place among the outputs."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One block's call in a forward pass.
+
+    Attributes:
+        arguments: (positional, keyword); tensors are detached, and those from the block before are left out.
+        generator: state of the device's generator when the block began.
+        captured: the position of `random_state`.
+    """
+
+    block: nn.Module
+    forward: Callable[..., Any]
+    arguments: Any
+    generator: Tensor
+    captured: Captured
+
+
+class _Runs:
+    """The runs of a model's blocks. One is open at a time: forward passes of micro-batches do not interleave."""
+
+    def __init__(self, random_state: RandomState) -> None:
+        self._random_state = random_state
+        self._open: _Run | None = None
+        self._returned: list[weakref.ref[Tensor]] = []  # by the block that ran last
+
+    def over(self, block: nn.Module, *, starts: bool) -> Callable[..., Any]:
+        forward = block.forward
+
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            arguments = tree_map(self._linked, (args, kwargs))
+            continues = any(isinstance(leaf, _Previous) for leaf in tree_leaves(arguments))
+            run = self._open
+            if run is None or starts or not continues:
+                run = self._open = _Run(self._random_state)
+                arguments = (args, kwargs)
+            run.calls.append(
+                _Call(
+                    block,
+                    forward,
+                    tree_map(_detached, arguments),
+                    _state(self._random_state),
+                    self._random_state.capture(),
+                )
+            )
+            with saved_tensors_hooks(run.pack, run.unpack):
+                outputs = forward(*args, **kwargs)
+            self._returned = [weakref.ref(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            return outputs
+
+        return recomputed
+
+    def _linked(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            for place, returned in enumerate(self._returned):
+                if _same(leaf, returned()):
+                    return _Previous(place)
+        return leaf
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A placeholder for a tensor that autograd saves."""
+
+    run: "_Run"
+    place: int
+
+
+@dataclass(eq=False)
+class _Run:
+    """Blocks that are recomputed at once."""
+
+    random_state: RandomState
+    calls: list[_Call] = field(default_factory=list)
+    _saved: int = 0
+    _values: dict[int, Tensor] = field(default_factory=dict)  # place → tensor, once recomputed
+
+    def __post_init__(self) -> None:
+        kind = self.random_state.device.type
+        self._autocast = (
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            if torch.is_autocast_enabled(kind)
+            else None
+        )
+
+    def pack(self, _tensor: Tensor) -> _Slot:
+        self._saved += 1
+        return _Slot(self, self._saved - 1)
+
+    def unpack(self, slot: _Slot) -> Tensor:
+        if slot.place not in self._values:
+            self._recompute()
+        return self._values.pop(slot.place)
+
+    def _recompute(self) -> None:
+        found: list[Tensor] = []
+        generator, outer = generator_of(self.random_state.device), _state(self.random_state)
+        outputs: list[Any] = []
+        try:
+            with torch.enable_grad(), self._precision(), saved_tensors_hooks(_collected_in(found), _never):
+                for call in self.calls:
+                    _gather(call.block)
+                    generator.set_state(call.generator)
+                    args, kwargs = tree_map(_attached(outputs), call.arguments)
+                    with self.random_state.recomputing(call.captured):
+                        made = call.forward(*args, **kwargs)
+                    outputs[:] = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        finally:
+            generator.set_state(outer)
+        if len(found) != self._saved:
+            raise RuntimeError(
+                f"blocks saved {self._saved} tensors in the forward pass, and {len(found)} when they were recomputed"
+            )
+        self._values = dict(enumerate(found))
+
+    def _precision(self) -> Any:
+        if self._autocast is None:
+            return nullcontext()
+        kind, dtype, cached = self._autocast
+        return torch.autocast(kind, dtype, cache_enabled=cached)
+
+
+def _state(random_state: RandomState) -> Tensor:
+    return generator_of(random_state.device).get_state()
+
+
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    """Return whether two tensors are one, or aliases of one: FSDP2 passes inputs through its own autograd node."""
+    if other is None or one.shape != other.shape or one.stride() != other.stride():
+        return False
+    bases = [tensor if (base := base_of(tensor)) is None else base for tensor in (one, other)]
+    return bases[0] is bases[1] and one.storage_offset() == other.storage_offset()
+
+
+@dataclass(frozen=True)
+class _Input:
+    """A tensor that a run was given, without the graph that made it."""
+
+    tensor: Tensor
+    requires_grad: bool
+
+
+def _detached(leaf: Any) -> Any:
+    return _Input(leaf.detach(), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _attached(outputs: Sequence[Tensor]) -> Callable[[Any], Any]:
+    def attached(leaf: Any) -> Any:
+        if isinstance(leaf, _Previous):
+            return outputs[leaf.place]
+        return leaf.tensor.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, _Input) else leaf
+
+    return attached
+
+
+def _collected_in(found: list[Tensor]) -> Callable[[Tensor], None]:
+    def collect(tensor: Tensor) -> None:
+        found.append(tensor.detach())
+
+    return collect
+
+
+def _never(_nothing: None) -> Tensor:
+    raise AssertionError("the graph of a recomputation is not differentiated")
+
+
+def _gather(block: nn.Module) -> None:
+    """Gather a block's parameters, which FSDP2 has freed; it frees them again after the backward pass."""
+    for module in block.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()

@@ -1,23 +1,23 @@
-"""Buffers that a forward pass changes: batch normalisation's running statistics, and all others.
+"""Buffers that a forward pass changes: running statistics of batch normalisation, and others.
 
 A running average depends on the order in which micro-batches update it. On several ranks each sees only its own, so
-replicas would drift apart, and the average would depend on their number (1 rank × 4 micro-batches against 4 × 1 gives
+replicas would diverge, and the average would depend on their number (1 rank × 4 micro-batches against 4 × 1 gives
 variances of 2.5 and 0.97); under activation checkpointing each micro-batch would count twice. So here
 
-- during a forward pass the running statistics are exchanged for empty ones, which pick up what this micro-batch adds;
-- what is recomputed, and what a zero-weight dummy runs, writes to statistics that nobody reads;
+- during a forward pass empty statistics replace the running ones, and collect what this micro-batch adds;
+- recomputed forward passes and zero-weight dummies write to statistics that nobody reads;
 - after the last backward pass the records of all ranks are gathered and replayed in the order of the micro-batches.
 
-With n earlier calls, momentum m and a module called k times in a forward pass, one micro-batch takes the average r to
-(1 - m)^k r + c, where c is what the pass makes of an average of zero. Without momentum (cumulative average) it takes it
-to (n r + k c) / (n + k).
+With n earlier calls, momentum m and a module called k times in a forward pass, one micro-batch changes the average r to
+(1 - m)^k r + c, where c is the result for an average of zero. Without momentum (cumulative average) it changes it to
+(n r + k c) / (n + k).
 
-The vectors of spectral normalisation follow from the weights alone: each forward pass takes them one power iteration
-further, so their values would depend on how many micro-batches a rank runs. Here each micro-batch begins with the
+The vectors of spectral normalisation follow from the weights alone: each forward pass makes one more power iteration,
+so their values would depend on how many micro-batches a rank runs. Here each micro-batch begins with the
 vectors that the step began with, and the step ends with one iteration made, as a plain loop over the whole batch does.
 
-Any other buffer that changes in a training forward pass has no law to replay: ranks take rank 0's after each step, and
-it is said, or refused where the same bits are asked for.
+Changes to any other buffer follow no known rule, so they can't be replayed: ranks take rank 0's after each step and a
+warning is logged, or the model is refused where the same bits are asked for.
 """
 
 import logging
@@ -46,7 +46,7 @@ _log = logging.getLogger("lockstep")
 
 
 def normalisations(model: nn.Module) -> dict[str, BatchNorm]:
-    """Name → batch normalisation that keeps running statistics."""
+    """Return name → batch normalisation, of those that keep running statistics."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -101,7 +101,7 @@ class RunningBuffers(AroundMicroBatch):
     _iterated: list[Tensor] = field(default_factory=list)  # the vectors after a micro-batch of this step
     _others: dict[str, tuple[nn.Module, str]] = field(init=False)  # name → its module, and its name there
     _records: dict[int, Tensor] = field(default_factory=dict)  # micro-batch → flat statistics
-    _moving: list[str] | None = None  # other buffers that change; None before the first step's end
+    _changing: list[str] | None = None  # other buffers that change; None before the first step's end
     _changed: set[str] = field(default_factory=set)
     _versions: dict[str, tuple[int, int]] = field(default_factory=dict)  # of the others, before the forward pass
     _index: int = 0  # of the micro-batch that runs
@@ -158,7 +158,7 @@ class RunningBuffers(AroundMicroBatch):
                 setattr(module, name, buffer)
 
     def forward_done(self) -> None:
-        """The forward pass is over: what the statistics hold now is this micro-batch's; recomputation comes later."""
+        """Record the statistics of this micro-batch after its forward pass; recomputation comes later."""
         self._iterated = [getattr(module, name) for module, name in self._vectors]
         if not self._norms and not self._others:
             return
@@ -180,14 +180,14 @@ class RunningBuffers(AroundMicroBatch):
         for (module, name), iterated in zip(self._vectors, self._iterated, strict=True) if self._iterated else ():
             getattr(module, name).copy_(iterated)
         if self._others:
-            self._settle_others()
+            self._synchronize_others()
 
     def _active(self) -> list[BatchNorm]:
-        """Those that update their averages; frozen ones, in evaluation mode, normalise with theirs."""
+        """Return those that update their averages; frozen ones, in evaluation mode, do not."""
         return [module for module in self._norms.values() if module.training]
 
     def _gathered(self, micro_batches_per_step: int, active: list[BatchNorm]) -> Tensor:
-        """[micro-batches, statistics] over all ranks, in order; rows of zeros, which change nothing, come first."""
+        """Return [micro-batches, statistics] over all ranks, in order, after rows of zeros, which change nothing."""
         if self.ranks == 1:
             return torch.stack([self._records[index] for index in sorted(self._records)])
         rows = -(-micro_batches_per_step // self.ranks)
@@ -200,25 +200,25 @@ class RunningBuffers(AroundMicroBatch):
         table = torch.cat(theirs)
         return table[table[:, -1].argsort(stable=True), :-1]  # sorted on the device: nothing waits for it
 
-    def _settle_others(self) -> None:
-        """Which other buffers change is agreed on after the first step; from then on ranks take rank 0's."""
-        if self._moving is None:
+    def _synchronize_others(self) -> None:
+        """Find the other buffers that change, after the first step; broadcast rank 0's after each step."""
+        if self._changing is None:
             names = list(self._others)
             if self.ranks > 1:
                 flags = torch.tensor([name in self._changed for name in names], dtype=torch.int32)
                 flags = flags.to(self._other(names[0]).device)
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-                self._moving = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+                self._changing = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
             else:
-                self._moving = [name for name in names if name in self._changed]
-            self._say(self._moving)
-        if self._moving and self.ranks > 1:
+                self._changing = [name for name in names if name in self._changed]
+            self._report(self._changing)
+        if self._changing and self.ranks > 1:
             source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-            for name in self._moving:
+            for name in self._changing:
                 dist.broadcast(self._other(name), src=source, group=self.group)
 
     def _other(self, name: str) -> Tensor:
-        """That buffer as it is now: a forward pass may put another tensor in its place."""
+        """Return the buffer that is registered now: a forward pass may replace it."""
         module, own = self._others[name]
         buffer: Tensor = getattr(module, own)
         return buffer
@@ -227,7 +227,7 @@ class RunningBuffers(AroundMicroBatch):
         buffers = {name: self._other(name) for name in self._others}
         return {name: (id(buffer), version_of(buffer)) for name, buffer in buffers.items()}
 
-    def _say(self, names: list[str]) -> None:
+    def _report(self, names: list[str]) -> None:
         if not names:
             return
         why = "how it changes is the model's own, so it depends on which micro-batches a rank runs"

@@ -1,4 +1,4 @@
-"""torch.compile, block by block, and how long the first forward and backward pass takes for it.
+"""torch.compile, block by block, and the time that it adds to the first forward and backward pass.
 
 Blocks are compiled inside of the hooks on them: the seed of a block is set before its compiled code runs, and FSDP
 gathers it outside. Random numbers of compiled code are not those of eager code; compiled runs equal compiled runs.
@@ -17,7 +17,7 @@ _COMPILED: WeakSet[nn.Module] = WeakSet()
 
 
 def compile_blocks(blocks: Sequence[tuple[str, nn.Module]]) -> None:
-    """Replace the `forward` of each; names stay. Blocks of one class share what is compiled, where torch sees it."""
+    """Compile the `forward` of each block in place; names stay. torch shares compiled code within a class."""
     for _, block in blocks:
         block.forward = torch.compile(block.forward)
         _COMPILED.add(block)
@@ -32,7 +32,7 @@ class ColdStart(AroundMicroBatch):
     """Measures how much longer a step's first micro-batch takes than its second, which needs nothing compiled.
 
     Args:
-        later_log_lines: receives the line.
+        later_log_lines: receives a line with the time.
     """
 
     def __init__(self, num_blocks: int, later_log_lines: list[str]) -> None:

@@ -1,11 +1,11 @@
-"""torch.nn.DataParallel: one process copies the model to its GPUs for each forward pass, and shares out the batch.
+"""torch.nn.DataParallel: one process copies the model to its GPUs for each forward pass, and divides the batch.
 
 It needs no launcher, and is slower than ddp: one Python process drives all GPUs, the model is copied each time, and the
-first GPU holds all outputs. Here each micro-batch is what is shared out. Running statistics of batch normalisation are
+first GPU holds all outputs. Here it divides each micro-batch. Running statistics of batch normalisation are
 those of the first GPU's part.
 
 The GPUs are driven by threads, in which keyed random numbers can't be seeded one segment after the other: a model that
-draws is repeatable on the same number of GPUs, but does not draw what it draws under the other strategies.
+draws random numbers is repeatable on the same number of GPUs, but draws others than under the other strategies.
 """
 
 from collections.abc import Iterator
@@ -19,10 +19,9 @@ from lockstep.config import DistributedConfig, StepConfig
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
-from lockstep.parallel.in_order import placed_in_order
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
-from lockstep.parallel.placement import AppliedStrategy, PlacementContext, shared_out
-from lockstep.parallel.tree_local import LocalTree
+from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
+from lockstep.parallel.reproducible.gradient_trees import LocalTree
 from lockstep.randomness import RandomState, derive_key
 from lockstep.rules import Contradiction
 from lockstep.strategy import Strategy
@@ -62,7 +61,7 @@ class DP(Strategy):
     def place(self, placement: PlacementContext) -> ParallelModel:
         p = placement
         p.materialise()
-        refuse_means_of_parts(p.model, p.objective, num_gpus(p.device))
+        refuse_mean_losses(p.model, p.objective, num_gpus(p.device))
         runs = apply_dp(p.model, p.config, p.random_state, p.log_lines)
         applied = AppliedStrategy(
             shared_out(assign_contiguous, p),
@@ -74,15 +73,15 @@ class DP(Strategy):
 
 
 def num_gpus(device: torch.device) -> int:
-    """GPUs that share a micro-batch; 1 where there is nothing to share."""
+    """Return the number of GPUs that share a micro-batch; 1 on the CPU."""
     return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
 
 
 def apply_dp(model: nn.Module, config: StepConfig, random_state: RandomState, log_lines: list[str]) -> nn.Module:
-    """Wrap a model that lies on the first GPU; on the CPU or one GPU the model itself is returned, and it is said.
+    """Wrap a model that is on the first GPU; on the CPU or one GPU return the model itself, and log it.
 
     Args:
-        log_lines: lines to be said at start are added.
+        log_lines: receives lines to log at start.
 
     Raises:
         UsageError: something replaces the `forward` of blocks, which copies of the model would share.
@@ -96,7 +95,7 @@ def apply_dp(model: nn.Module, config: StepConfig, random_state: RandomState, lo
     for key, asked in (("compile", training.compile), ("gradient_checkpointing", training.gradient_checkpointing)):
         if asked not in (False, "none"):
             raise UsageError(
-                f"dp can't be had with training.{key}",
+                f"dp does not work with training.{key}",
                 where="distributed.strategy",
                 why="it copies the model to each GPU, and the copies would share one block's replaced forward",
                 fix="write strategy: ddp, which is faster as well",
@@ -110,11 +109,11 @@ def apply_dp(model: nn.Module, config: StepConfig, random_state: RandomState, lo
     return wrapped
 
 
-def refuse_means_of_parts(model: nn.Module, objective: Objective, gpus: int) -> None:
+def refuse_mean_losses(model: nn.Module, objective: Objective, gpus: int) -> None:
     """Refuse a model that takes means in its forward pass: there it would be a mean for each GPU's part of the samples.
 
-    What a part's mean is over is neither observed, for parts run in threads at once, nor told by `count(batch)`, which
-    knows the whole micro-batch. Sums of parts add up.
+    The number of targets in a part's mean is unknown: parts run in threads at once, so it can't be observed, and
+    `count(batch)` counts the whole micro-batch. Sums of parts add up.
 
     Raises:
         UsageError: several GPUs share out each micro-batch.
@@ -131,7 +130,7 @@ def refuse_means_of_parts(model: nn.Module, objective: Objective, gpus: int) -> 
 
 
 def over_parts(objective: Objective) -> Objective:
-    """Return the objective where a sum that the model itself returns comes as one number for each GPU's part."""
+    """Return the objective for a model that returns its sum as one number for each GPU's part."""
 
     def loss(outputs: Any, batch: Any) -> Tensor:
         if objective.in_outputs and isinstance(outputs, Tensor):

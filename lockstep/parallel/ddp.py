@@ -1,7 +1,7 @@
 """DistributedDataParallel: every rank holds the whole model; gradients are averaged once a step, while backward runs.
 
 DDP's built-in reduction is a mean over ranks; the loss is multiplied by their number, which gives the bits of a sum.
-Buffers are not broadcast here: what changes them is the same on every rank, or is said to be different.
+Buffers are not broadcast here: `lockstep.parallel.buffers` keeps them equal.
 """
 
 import inspect
@@ -21,13 +21,12 @@ from lockstep.costs.steps import ModelSize, Pieces, StepTime, replicated_step
 from lockstep.errors import RunError, listed
 from lockstep.layout import Layout
 from lockstep.monitor.phases import watch_ddp
-from lockstep.parallel.in_order import placed_in_order
+from lockstep.parallel.comm.compression import Hook
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
-from lockstep.parallel.placement import AppliedStrategy, PlacementContext, shared_out
-from lockstep.parallel.tree import assign_tree
-from lockstep.parallel.tree_local import ReplicaTree
-from lockstep.parallel.trial import Hook
+from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
+from lockstep.parallel.reproducible.gradient_trees import ReplicaTree
+from lockstep.parallel.reproducible.tree import assign_tree
 from lockstep.registry import STRATEGIES
 from lockstep.rules import Contradiction
 from lockstep.strategy import Strategy
@@ -117,7 +116,7 @@ def apply_ddp(
     """Wrap a whole model, its values already equal on all ranks, for the replicate axis of `mesh`.
 
     Args:
-        hook: takes the place of DDP's own reduction.
+        hook: replaces DDP's own reduction.
     """
     device = next(model.parameters()).device
     settings: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" else {}
@@ -139,14 +138,14 @@ def apply_ddp(
 
 
 class DDPSync(AroundMicroBatch):
-    """Lets the next backward pass reduce gradients (`last`), or only accumulate them, as `no_sync()` does.
+    """The switch between backward passes that reduce gradients (`last`) and those that accumulate, as in `no_sync()`.
 
-    With a static graph DDP learns the graph in the first backward pass of all, and dies if that one does not reduce.
-    So it does: what is reduced twice is then already the same on all ranks, and their mean leaves it as it is.
+    With a static graph DDP learns the graph in the very first backward pass, and fails if that one does not reduce. So
+    that one reduces, too: gradients that are reduced twice are the same on all ranks, and their mean does not change
+    them.
 
-    After a backward pass that was to reduce, it checks that DDP has reduced all gradients. A parameter without a
-    gradient keeps its bucket from being sent. DDP says so in the next step's forward pass, by number at best, and only
-    there.
+    After a backward pass that reduces, it checks that DDP has reduced all gradients. A parameter without a gradient
+    keeps its bucket from being sent. DDP itself reports this only in the next step's forward pass, by number at best.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:

@@ -2,10 +2,10 @@
 
 Replicas make the same update from the same gradients, so their parameters are equal in every bit. Every K steps each
 one adds up the bits of each parameter, and of each buffer, as integers: one pass over them, and one number sent. A
-change of one bit always changes the sum; more than one, all but surely. Only where the numbers differ are those of the
-single parameters compared, to name what differs and where. Every rank then stops with the same error, those of other
-shards and stages too. (The host waits for the device in a check. A last bit that the next update rounds away is not
-seen: the replicas are equal again.)
+change of one bit always changes the sum; several changes almost always do. If the numbers differ, those of the single
+parameters are compared, to name the parameters and ranks. Every rank then stops with the same error, those of other
+shards and stages too. (The host waits for the device in a check. A check does not see a bit that a later update has
+rounded away: the replicas are equal again.)
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ def guard_replicas(placed: ParallelModel, config: StepConfig, mesh: DeviceMesh |
 
 
 def guard(placed: ParallelModel, group: dist.ProcessGroup, every: int) -> Callable[[int], None]:
-    """A check to be called after each step with the number of steps made; every rank calls it.
+    """Return a check to be called after each step with the number of steps made; every rank calls it.
 
     Args:
         group: of the ranks that hold the same parameters, or the same shards of them.
@@ -52,7 +52,7 @@ def guard(placed: ParallelModel, group: dist.ProcessGroup, every: int) -> Callab
 
 
 def _raise_together(error: RunError | None, device: torch.device) -> None:
-    """Ranks whose own replicas agree would go on, and wait for the others."""
+    """Raise the error of any rank on all ranks, or the others would wait for it."""
     anywhere = torch.tensor([error is not None], dtype=torch.uint8, device=device)
     dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
     if anywhere.item():
@@ -63,7 +63,7 @@ def _raise_together(error: RunError | None, device: torch.device) -> None:
 
 @torch.no_grad()
 def compare(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, step: int) -> RunError | None:
-    """What differs between the replicas of a group; None: nothing."""
+    """Return an error that names the differences between the replicas of a group; None if there are none."""
     names = sorted(tensors)
     if not names:
         return None
@@ -77,7 +77,7 @@ def compare(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, step: int) 
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, read as integers; 0-dim int64, modulo 2⁶⁴."""
+    """Return the sum of a tensor's bits, read as integers; 0-dim int64, modulo 2⁶⁴."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.dtype == torch.bool:
@@ -93,7 +93,7 @@ def _agree(value: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _diverged(prints: Tensor, names: list[str], group: dist.ProcessGroup, step: int) -> RunError:
-    """From the fingerprints [ranks, names]: which ranks are alone with which parameters."""
+    """Return the error for fingerprints [ranks, names]: which ranks differ in which parameters."""
     ranks = [dist.get_global_rank(group, place) for place in range(group.size())]
     apart: dict[str, list[int]] = {}
     for name, column in zip(names, prints.T.tolist(), strict=True):

@@ -26,14 +26,14 @@ _CAPABILITY = (8, 9)  # of the first NVIDIA GPUs that multiply in float8
 def apply_fp8(model: nn.Module, blocks: Blocks, kind: str, device: torch.device) -> list[str]:
     """Let the linears inside `blocks` multiply in float8; call it before anything wraps them.
 
-    Taken are linears of torch's own class, both of whose dims are multiples of 16, without hooks, which would be lost.
-    What is outside blocks (embedding, head) and a block that is a linear itself stay as they are.
+    This converts linears of torch's own class with both dims multiples of 16 and without hooks, which would be lost.
+    Modules outside blocks (embedding, head) and a block that is a linear itself stay as they are.
 
     Args:
         kind: `precision.fp8`: none, linears, or emulated, which rounds to float8 and multiplies in float32.
 
     Returns:
-        a line to be said at start, unless the kind is none.
+        a line to log at start, unless the kind is none.
 
     Raises:
         UsageError: torchao or the hardware is missing, or there is no such linear.

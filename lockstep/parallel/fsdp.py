@@ -1,39 +1,40 @@
 """Fully sharded data parallelism on FSDP2: each rank holds a share of every parameter, gradient and optimizer state.
 
-A *unit* is what is gathered at once: a repeated block, or what a wrap policy picks; what is left belongs to the root.
-Gradients are summed, not averaged. Parameters are cut along a dim that the ranks divide, dim 0 if it is one of them.
+A *unit* is gathered at once: a repeated block, or what a wrap policy picks; all other parameters belong to the root.
+Gradients are summed, not averaged. Parameters are cut along a dim that the number of ranks divides, dim 0 if it does.
 Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.fully_shard.
+
+FSDP2 can't cut parameters without a dim: a scale, a temperature (CLIP's `logit_scale`). Every rank holds them whole and
+FSDP2 ignores them. The optimizer and checkpoints see a replicated DTensor that shares the parameter's memory, because
+torch's fused updates take DTensors or plain tensors, not both. The ranks collect the step's gradients in one table with
+a row for each micro-batch, which each rank adds up the tree: the same bits as in one process, for a few bytes.
 """
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lockstep.config import DistributedConfig, FSDPConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, sharded_step
 from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout, layout_of_sizes
-from lockstep.models.chain import shared_parameters_of
-from lockstep.models.protocol import segments_of
-from lockstep.parallel.fsdp_gloo import GlooMessages, own_parameters
-from lockstep.parallel.fsdp_scalars import Scalars, scalars_of
-from lockstep.parallel.fsdp_usage import Usage, callable_units, implements_forward
-from lockstep.parallel.in_order import placed_in_order
+from lockstep.parallel.comm.gloo import GlooMessages
+from lockstep.parallel.fsdp_units import UnitUsage, own_parameters, units_of
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
-from lockstep.parallel.placement import AppliedStrategy, PlacementContext, shared_out
-from lockstep.parallel.tree import assign_hybrid
-from lockstep.parallel.tree_fsdp import ShardTree
-from lockstep.registry import STRATEGIES, load_object
+from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
+from lockstep.parallel.reproducible.gradient_trees import ShardTree
+from lockstep.parallel.reproducible.tree import Partials, assign_hybrid, clear_zero_signs
+from lockstep.registry import STRATEGIES
 from lockstep.rules import Contradiction
 from lockstep.strategy import Strategy, given_sizes
 
@@ -41,7 +42,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 class FSDP(Strategy):
-    """A shard of the model on every rank; first values are made a parameter at a time, and cut."""
+    """A shard of the model on every rank; first values are made one parameter at a time, and cut."""
 
     topologies = {"fsdp": ("shard",), "hybrid": ("replicate", "shard")}
 
@@ -148,7 +149,7 @@ class FSDP(Strategy):
         scalars = Scalars(p.model)
         around: list[AroundMicroBatch] = [scalars]
         if p.dry_run is None:  # ranks compare what they use, and without values there is nothing to compare
-            around.append(Usage(p.model, p.device, shards))
+            around.append(UnitUsage(p.model, p.device, shards))
         if p.device_type == "cpu":
             around += over_gloo(p.model, layout, reproducible=p.reproducible)
         assign, tree = shared_out(assign_strided, p), None
@@ -171,17 +172,10 @@ class FSDP(Strategy):
 
 
 def describe_shards(layout: Layout) -> str:
-    """Return replicas and shards as people write them: `fsdp:4`, or `hybrid:2x2`."""
+    """Return replicas and shards as a topology: `fsdp:4`, or `hybrid:2x2`."""
     if layout.replicate > 1 and layout.shard > 1:
         return f"hybrid:{layout.replicate}x{layout.shard}"
     return f"fsdp:{layout.replicate * layout.shard}"
-
-
-def _counted(model: nn.Module, scalars: Scalars, shard: int) -> set[str] | None:
-    """Names of what this rank counts in a norm over the shards: of what each holds whole, the first."""
-    if not scalars.placed or shard == 0:
-        return None
-    return {name for name, _ in model.named_parameters()} - set(scalars.placed)
 
 
 def over_gloo(model: nn.Module, layout: Layout, *, reproducible: bool = False) -> list[AroundMicroBatch]:
@@ -218,7 +212,7 @@ def shard_stage(
 
 
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of the mesh over which FSDP2 works: 1-D to shard; 2-D, the first dim replicating, for hybrids."""
+    """Return the part of the mesh over which FSDP2 works: 1-D to shard; 2-D, the first dim replicating, for hybrids."""
     return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
 
 
@@ -239,7 +233,7 @@ def apply_fsdp(
         device_type: on which it will run; unset: the mesh's.
 
     Returns:
-        lines to be said at start.
+        lines to log at start.
     """
     over = mesh["shard"] if replicas_apart else shard_mesh(mesh)
     if reshard_after_forward is None:
@@ -253,7 +247,7 @@ def apply_fsdp(
     }
     log_lines = _cast_buffers(model, config)
     units = units_of(model, config, blocks)
-    for unit in (*(unit for _, unit in units), model):  # inner ones first: what is left belongs to the outer one
+    for unit in (*(unit for _, unit in units), model):  # inner ones first: parameters in none belong to the outer one
         own = own_parameters(unit)
         _refuse_mixture(unit, own)
         fully_shard(unit, mp_policy=_precision_of(own, config, param_dtype, exact=replicas_apart), **settings)
@@ -274,7 +268,7 @@ def apply_fsdp(
 
 
 def _refuse_mixture(unit: nn.Module, own: Sequence[nn.Parameter]) -> None:
-    """FSDP2 reduces a unit's gradients as one flat tensor.
+    """Refuse parameters of several types: FSDP2 reduces a unit's gradients as one flat tensor.
 
     Raises:
         UsageError: they are of several types.
@@ -294,10 +288,10 @@ def _refuse_mixture(unit: nn.Module, own: Sequence[nn.Parameter]) -> None:
 def _precision_of(
     parameters: Sequence[nn.Parameter], config: FSDPConfig, param_dtype: str, *, exact: bool
 ) -> MixedPrecisionPolicy:
-    """The types in which a unit with these parameters is computed with, and its gradients are summed over ranks."""
+    """Return the types in which a unit with these parameters computes and its gradients are summed over ranks."""
     reduce_dtype = DTYPES[config.reduce_dtype]
     low = param_dtype != "fp32" and torch.float32
-    # Gradients of low-precision parameters are summed in fp32 unless told otherwise; those of float64 never are, and
+    # Gradients of low-precision parameters are summed in fp32 by default; those of float64 never are, and
     # where the bits count each is summed in its own type, as one process sums them.
     if exact or any(parameter.dtype == torch.float64 for parameter in parameters):
         reduce_dtype, low = None, False
@@ -309,7 +303,7 @@ def _precision_of(
 
 
 class FSDPSync(AroundMicroBatch):
-    """Says before each forward pass what its backward pass sends.
+    """The switch that sets, before each forward pass, what its backward pass sends.
 
     With `sharded` accumulation each micro-batch's gradient is scattered at once, and a rank never holds more than its
     share; replicas add up once a step. With `unsharded` nothing is sent before the last micro-batch, and each rank
@@ -328,86 +322,11 @@ class FSDPSync(AroundMicroBatch):
             self._model.set_requires_all_reduce(run.last)
 
 
-def units_of(
-    model: nn.Module, config: FSDPConfig, blocks: Sequence[tuple[str, nn.Module]]
-) -> list[tuple[str, nn.Module]]:
-    """(name, module) of what is gathered at once, inner ones first, without the root.
-
-    A module is no unit if a parameter of it is also used outside of it: tied weights stay in one unit, the root.
-    """
-    chosen = callable_units((name, m) for name, m in _candidates(model, config, blocks) if m is not model)
-    users: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            users.setdefault(id(parameter), set()).add(id(module))
-    segments = dict(segments_of(model) or ())
-    for segment, names in shared_parameters_of(model).items():  # segments that borrow a parameter use it too
-        for name in names.values():
-            users[id(model.get_parameter(name))].add(id(segments[segment]))
-
-    def self_contained(unit: nn.Module) -> bool:
-        inside = {id(m) for m in unit.modules()}
-        return all(users[id(p)] <= inside for p in unit.parameters())
-
-    depth = {name: name.count(".") for name, _ in chosen}
-    return sorted(((n, m) for n, m in chosen if self_contained(m)), key=lambda item: -depth[item[0]])
-
-
-def _candidates(
-    model: nn.Module, config: FSDPConfig, blocks: Sequence[tuple[str, nn.Module]]
-) -> list[tuple[str, nn.Module]]:
-    policy = config.auto_wrap_policy
-    if policy == "transformer":
-        return list(blocks)
-    if policy == "size":
-        return _by_size(model, config.min_num_params)
-    if isinstance(policy, list):
-        found = [(name, m) for name, m in model.named_modules() if type(m).__name__ in policy]
-        if not found:
-            raise UsageError(
-                f"no module of the model is a {' or '.join(policy)}",
-                where="distributed.fsdp.auto_wrap_policy",
-                fix="name classes of it: " + ", ".join(sorted({type(m).__name__ for m in model.modules()})[:12]),
-            )
-        return found
-    pick = _picking(load_object(policy, "distributed.fsdp.auto_wrap_policy"), policy)
-    return [(name, m) for name, m in model.named_modules() if name and pick(m)]
-
-
-def _picking(policy: Any, name: str) -> Callable[[nn.Module], object]:
-    """`module -> is it a unit` of what the config names: such a function, one of torch's policies
-    (`ModuleWrapPolicy`, a `partial` of `transformer_auto_wrap_policy` …), or a function that returns either.
-    """
-    if not callable(policy):
-        raise UsageError(
-            f"{name} can't be called",
-            where="distributed.fsdp.auto_wrap_policy",
-            fix="name a function of a module that says whether it is a unit, or one that returns a ModuleWrapPolicy",
-        )
-    parameters = inspect.signature(policy).parameters
-    if "recurse" in parameters:  # torch's: they are also asked whether to look inside, which we always do
-        return lambda module: policy(
-            module, recurse=False, nonwrapped_numel=sum(p.numel() for p in module.parameters())
-        )
-    if not any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-        return _picking(policy(), name)
-    return policy  # type: ignore[no-any-return]
-
-
-def _by_size(model: nn.Module, least: int) -> list[tuple[str, nn.Module]]:
-    """Modules with `least` parameters or more that are in no unit yet, from the leaves up."""
-    taken: set[int] = set()
-    found = []
-    for name, module in reversed(list(model.named_modules())):  # children come before their parents
-        free = [p for p in module.parameters() if id(p) not in taken]
-        if name and sum(p.numel() for p in free) >= least and implements_forward(module):
-            found.append((name, module))
-            taken |= {id(p) for p in free}
-    return found[::-1]
-
-
 def _divisible_dim(ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """BDH's weights have 4 heads in dim 0: cut there, 8 ranks would hold 1.66 or 0.34 of their share."""
+    """Return FSDP2's choice of a dim to cut.
+
+    BDH's weights have 4 heads in dim 0: cut there, 8 ranks would hold 1.66 or 0.34 of their share.
+    """
 
     def placement(parameter: nn.Parameter) -> Shard:
         dims = [dim for dim, size in enumerate(parameter.shape) if size % ranks == 0 and size]
@@ -439,3 +358,76 @@ def _cast_buffers(model: nn.Module, config: FSDPConfig) -> list[str]:
             if buffer.is_floating_point():
                 setattr(module, name, buffer.to(dtype))
     return [f"buffers are kept in {config.buffer_dtype}, as distributed.fsdp.buffer_dtype says"]
+
+
+def scalars_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return name → parameter without a dim."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 0}
+
+
+class Scalars(AroundMicroBatch):
+    """The parameters without a dim of a sharded model, which every rank holds whole.
+
+    Args:
+        model: sharded, its values in place.
+
+    Attributes:
+        placed: name → the trained parameter, a replicated DTensor over the parameter's memory.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = scalars_of(model)
+        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+        self.placed = {name: _replicated(parameter, meshes) for name, parameter in self._own.items()}
+        self._trained = [name for name, parameter in self._own.items() if parameter.requires_grad]
+        self._rows: dict[int, list[Tensor | None]] = {}
+
+    def after(self, run: MicroBatchPass) -> None:
+        """Keep the gradients of a micro-batch; after the last one, give the placed parameters theirs."""
+        if not self._trained:
+            return
+        gradients = [self._own[name].grad for name in self._trained]
+        if run.micro_batch.real:
+            self._rows[run.micro_batch.index] = gradients
+        for name in self._trained:
+            self._own[name].grad = None
+        if run.last:
+            self._reduce(run.micro_batches_per_step)
+
+    @torch.no_grad()
+    def _reduce(self, micro_batches_per_step: int) -> None:
+        first = self._own[self._trained[0]]
+        # Adding zeros changes no bit of a row; each value has a second column that says whether it is there.
+        table = torch.zeros(micro_batches_per_step, len(self._trained), 2, dtype=torch.float64, device=first.device)
+        for index, row in self._rows.items():
+            for place, gradient in enumerate(row):
+                if gradient is not None:
+                    table[index, place, 0], table[index, place, 1] = gradient, 1.0
+        self._rows.clear()
+        dist.all_reduce(table)
+        there = table[..., 1].bool().tolist()
+        sums = Partials(micro_batches_per_step)
+        for index in range(micro_batches_per_step):
+            sums.add(index, [
+                table[index, place, 0].to(self._own[name].dtype) if there[index][place] else None
+                for place, name in enumerate(self._trained)
+            ])  # fmt: skip
+        for name, total in zip(self._trained, sums.total() or [], strict=True):
+            if total is not None:
+                clear_zero_signs([total])
+                placed = self.placed[name]
+                assert isinstance(placed, DTensor)
+                placed.grad = DTensor.from_local(total, placed.device_mesh, placed.placements, run_check=False)
+
+
+def _replicated(parameter: nn.Parameter, meshes: Iterable[DeviceMesh]) -> nn.Parameter:
+    mesh = next(iter(meshes))
+    over = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return nn.Parameter(over, parameter.requires_grad)
+
+
+def _counted(model: nn.Module, scalars: Scalars, shard: int) -> set[str] | None:
+    """Return the names that this rank counts in a norm over the shards: the first shard counts what all hold whole."""
+    if not scalars.placed or shard == 0:
+        return None
+    return {name for name, _ in model.named_parameters()} - set(scalars.placed)

@@ -1,8 +1,8 @@
 """Hooks on parameters: `parameter.register_hook(function)`.
 
-A hook expects the gradient of the loss, whole. In a distributed backward pass it would see that of one micro-batch, in
-another scale, under FSDP2 nothing at all. So hooks are taken off when a model is placed, and called once a step, on the
-gradient of the step's mean loss, before it is clipped: what they see in a plain loop over the whole batch.
+A hook expects the whole gradient of the loss. In a distributed backward pass it would see the gradient of one
+micro-batch, in another scale, under FSDP2 nothing at all. So hooks are removed when a model is placed, and called once
+a step, on the gradient of the step's mean loss, before it is clipped, as in a plain loop over the whole batch.
 
 `register_post_accumulate_grad_hook` is refused: it is there to update, or to send, while the backward pass goes on.
 """
@@ -22,7 +22,7 @@ GradientHooks = dict[str, list[Callable[[Tensor], Any]]]
 
 
 def take_hooks(model: nn.Module, *, workers: bool = False) -> GradientHooks:
-    """Take the gradient hooks off a model that is about to be placed.
+    """Remove and return the gradient hooks of a model that is about to be placed.
 
     Args:
         workers: several models train by themselves on its parameters, so there is no gradient of a step.

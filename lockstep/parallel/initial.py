@@ -25,12 +25,12 @@ from lockstep.randomness import derive_key, seeded
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Whether the model is a description whose values are still to be made."""
+    """Return whether the model is on meta, and its values are still to be made."""
     return any(p.is_meta for p in model.parameters())
 
 
 def canonical_names(model: nn.Module) -> tuple[dict[int, str], dict[str, list[str]]]:
-    """id of each parameter → its canonical name (the first that the unwrapped model lists), and its aliases."""
+    """Return id of a parameter → canonical name (the first that the model lists), and canonical name → aliases."""
     names: dict[int, str] = {}
     aliases: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -41,7 +41,7 @@ def canonical_names(model: nn.Module) -> tuple[dict[int, str], dict[str, list[st
 
 
 class FirstValues:
-    """Makes first values of a model's parameters and buffers by name.
+    """The source of first values of a model's parameters and buffers, by name.
 
     Args:
         model: on meta, before it is placed; it is copied, not changed.
@@ -63,12 +63,12 @@ class FirstValues:
                 self._meta[names[id(parameter)]] = parameter
 
     def parameter(self, name: str) -> Tensor:
-        """The whole first value of one parameter, on the CPU."""
+        """Return the whole first value of one parameter, on the CPU."""
         meta = self._meta[name]
         real = nn.Parameter(torch.full(meta.shape, torch.nan, dtype=meta.dtype, device="cpu"), meta.requires_grad)
         self._put(name, real)
         try:
-            with seeded(derive_key(self._seed, "init", name)), torch.no_grad(), _MetaIsLeftAlone():
+            with seeded(derive_key(self._seed, "init", name)), torch.no_grad(), _SkipMeta():
                 self._model.init_weights()  # type: ignore[operator]
         except (RuntimeError, NotImplementedError) as error:
             raise RunError(
@@ -90,7 +90,7 @@ class FirstValues:
             setattr(module, attribute, parameter)
 
     def buffers(self) -> dict[str, Tensor]:
-        """All buffers, on the CPU, by name."""
+        """Return all buffers by name, on the CPU."""
         if not any(True for _ in self._model.buffers()):
             return {}
         for module in self._model.modules():
@@ -101,8 +101,8 @@ class FirstValues:
         return dict(self._model.named_buffers())
 
 
-class _MetaIsLeftAlone(TorchFunctionMode):
-    """Nothing is written to tensors on meta: torch would take 2 ms for each, for each parameter that is made."""
+class _SkipMeta(TorchFunctionMode):
+    """A mode that skips writes to tensors on meta: torch would take 2 ms for each, for each parameter that is made."""
 
     def __torch_function__(
         self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -146,8 +146,8 @@ def fill(parameter: Tensor, make: Callable[[], Tensor]) -> None:
         parameter.copy_(whole)
 
 
-def agree(model: nn.Module) -> bool:
-    """Make every rank hold rank 0's values; returns whether they already did.
+def broadcast_values(model: nn.Module) -> bool:
+    """Give every rank the values of rank 0; return whether all had them already.
 
     Compares a fingerprint of each parameter and buffer (sum and sum of absolute values in float64) before sending them.
     """

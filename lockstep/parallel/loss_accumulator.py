@@ -61,7 +61,7 @@ class LossAccumulator:
             self._table[1, micro_batch.index] = loss.targets
 
     def vote_to_stop(self) -> None:
-        """Tell all ranks, with the next reduction, that this rank was asked to stop after this step."""
+        """Tell all ranks, with the next reduction, that this rank wants to stop after this step."""
         self._table[0, -1] = 1.0
 
     def mark_step(self, step: int) -> None:
@@ -84,12 +84,12 @@ class LossAccumulator:
 
     @property
     def stop_votes(self) -> Number:
-        """How many ranks voted to stop; known after `totals`, equal on all ranks."""
+        """Number of ranks that voted to stop; known after `totals`, equal on all ranks."""
         return self._table[0, -1]
 
     @property
     def step_marks(self) -> Number:
-        """The sum of the steps that the ranks are in, after `totals`; equal on all ranks if the sum paired theirs."""
+        """Sum of the steps that the ranks are in, after `totals`; equal on all ranks if they reduced together."""
         return self._table[1, -1]
 
     def _finish(self) -> None:

@@ -2,7 +2,7 @@
 
     steps before, in order → forward → loss added → backward → the same steps after, in reverse order
 
-All that wraps a micro-batch is a list of `AroundMicroBatch`; `lockstep.parallel.in_order` puts it together.
+What wraps a micro-batch is a list of `AroundMicroBatch` (see `lockstep.parallel.placement.around_micro_batches`).
 """
 
 from collections.abc import Callable, Sequence
@@ -129,7 +129,7 @@ def in_order(micro_step: MicroStep) -> ForwardBackward:
     return forward_backward
 
 
-def evaluated(model: nn.Module, objective: Objective, random_state: RandomState, precision: Precision) -> Evaluate:
+def evaluation_of(model: nn.Module, objective: Objective, random_state: RandomState, precision: Precision) -> Evaluate:
     """Return forward passes only, under `no_grad`; the caller has put the model into evaluation mode."""
 
     @torch.no_grad()

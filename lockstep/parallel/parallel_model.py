@@ -1,14 +1,16 @@
-"""`ParallelModel`: a model as a strategy has placed it on this rank, and all that the step knows about it.
+"""`ParallelModel`: a model as a strategy has placed it on this rank, with all that a step needs of it.
 
 A strategy decides where a micro-batch runs and where a parameter lies. It never decides what a step is: the samples,
 the random numbers, the loss and its normalisation are the same for all of them.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -16,11 +18,11 @@ from torch.optim import Optimizer
 
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
-from lockstep.parallel.exact_norm import exact_norm, gradient_norm
 from lockstep.parallel.gradient_hooks import GradientHooks, run_hooks
 from lockstep.parallel.loss_accumulator import HostLossAccumulator, LossAccumulator
 from lockstep.parallel.micro_step import Evaluate, ForwardBackward, MicroStep
 from lockstep.parallel.numbers import Number, number, tensor_of
+from lockstep.parallel.reproducible.exact_norm import exact_norm, gradient_norm
 from lockstep.randomness import RandomState
 from lockstep.torch_compat import foreach
 
@@ -87,7 +89,7 @@ class ParallelModel:
     """A model as a rank holds it.
 
     Attributes:
-        layout: where ranks stand.
+        layout: the number of ranks along each axis.
         parts: the modules that this rank holds, unwrapped: what has parameters.
         parameters: canonical name → parameter (a DTensor where it is sharded), of this rank.
         aliases: canonical name → further names of the same parameter (tied weights).
@@ -99,19 +101,19 @@ class ParallelModel:
         evaluate: see `lockstep.parallel.micro_step.Evaluate`.
         forward: the model's forward pass outside of the step, for sampling from it.
         micro_step: see `lockstep.parallel.micro_step.MicroStep`; None where micro-batches can't be run one at a time.
-        finish_gradients: what is left to do to `.grad` after the last backward.
-        settle: told after each update whether it was skipped.
+        finish_gradients: called after the last backward pass; completes `.grad`.
+        finish_update: called after each update with whether it was skipped.
         checks: called after each step with the number of steps made: they find replicas that drift apart.
         norm_groups: process groups over which squared norms of the local gradients add up.
         counted: names whose gradients this rank counts in a norm; None: all. Of what several ranks of a norm group hold
             whole, one counts it.
         wants_data: whether this rank's micro-batches need their batches.
-        log_lines: lines to be said at start.
-        later_log_lines: lines that become known while it trains; who says them takes them out.
+        log_lines: logged at start.
+        later_log_lines: lines that become known while it trains; see `take_log_lines`.
         state: tensors of the strategy's own that a checkpoint keeps (error feedback of a compression).
         local_training: where models train by themselves.
         reproducible: the step must be the same in every bit on any layout.
-        gradient_hooks: hooks of the user's on parameters, to be called once a step.
+        gradient_hooks: the user's hooks on parameters, called once a step.
         num_parameters: of the whole model, tied ones counted once.
     """
 
@@ -128,7 +130,7 @@ class ParallelModel:
     aliases: dict[str, list[str]] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     finish_gradients: Callable[[], None] = lambda: None
-    settle: Callable[[bool], None] = lambda _skipped: None
+    finish_update: Callable[[bool], None] = lambda _skipped: None
     checks: list[Callable[[int], None]] = field(default_factory=list)
     norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
     counted: set[str] | None = None
@@ -195,7 +197,7 @@ class ParallelModel:
         return [local(grad) if isinstance(grad, DTensor) else grad for grad in found]  # in each step: no needless calls
 
     def counted_gradients(self) -> list[Tensor]:
-        """Return those whose squares add up, over the norm groups, to that of the whole gradient."""
+        """Return the gradients whose squares add up, over the norm groups, to the square of the whole gradient."""
         if self.counted is None:
             return self.gradients()
         return [local(p.grad) for name, p in self.parameters.items() if name in self.counted and p.grad is not None]
@@ -220,13 +222,50 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def assign_contiguous(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
-    """Assign runs of neighbours, as even as can be; a rank that is left with none runs one dummy."""
+    """Assign runs of neighbours, as evenly as possible; a rank without any runs one dummy."""
     first, last = (micro_batches * rank) // ranks, (micro_batches * (rank + 1)) // ranks
     return [(i, True) for i in range(first, last)] or [(0, False)]
 
 
 def assign_strided(micro_batches: int, rank: int, ranks: int) -> list[tuple[int, bool]]:
-    """Assign every `ranks`-th one, the same number on each rank: the short ones run a dummy at the end."""
+    """Assign every `ranks`-th one, the same number on each rank: ranks with fewer run a dummy at the end."""
     rounds = -(-micro_batches // ranks)
     indices = [rank + k * ranks for k in range(rounds)]
     return [(i, True) if i < micro_batches else (i % micro_batches, False) for i in indices]
+
+
+_NUMBER = re.compile(r"\.\d+(\.|$)")
+
+
+def layer_of(name: str) -> str:
+    """Return `layers.3` for `layers.3.attention.weight`; for names without a number their first part."""
+    found = _NUMBER.search(name)
+    return name[: found.end()].rstrip(".") if found else name.partition(".")[0]
+
+
+def layer_norms(placed: ParallelModel, factor: Number) -> dict[str, float]:
+    """Return layer → 2-norm of its gradient times `factor`. All ranks call it together; it waits for the device."""
+    squares: dict[str, Any] = {}
+    counted = placed.parameters if placed.counted is None else placed.counted
+    for name, parameter in placed.parameters.items():
+        if name in counted and parameter.grad is not None:
+            square = local(parameter.grad).double().square().sum()
+            squares[layer_of(name)] = squares.get(layer_of(name), 0.0) + square
+    names = list(squares)
+    values = torch.stack([squares[name] for name in names]).tolist() if names else []
+    sums = dict(zip(names, values, strict=True))
+    for group in placed.norm_groups:
+        sums = _summed(sums, group)
+    scale = float(factor)
+    return {name: float(f"{value**0.5 * scale:.6g}") for name, value in sums.items()}
+
+
+def _summed(sums: dict[str, float], group: dist.ProcessGroup) -> dict[str, float]:
+    """Return the sums over ranks by name: ranks along a pipeline hold different layers."""
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, sums, group=group)
+    result: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            result[name] = result.get(name, 0.0) + value
+    return result

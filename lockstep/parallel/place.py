@@ -1,29 +1,32 @@
-"""`place`: from a model and a layout to `ParallelModel`, as one ordered list.
+"""`place` makes a `ParallelModel` of a model and a layout, in one ordered list of steps.
 
 checks → names → keyed randomness → float8 → activation checkpointing → compile → shard or replicate → first values
 """
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
-from lockstep.config import StepConfig
+from lockstep.config import StepConfig, TrainingConfig
 from lockstep.config.checks import step_contradictions
+from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
-from lockstep.models.protocol import Objective, blocks_of
-from lockstep.parallel import divergence, reproducible, side_effects
-from lockstep.parallel.blocks import key_model, transform_blocks
+from lockstep.models.protocol import Objective, blocks_of, require_segments, segments_of
+from lockstep.parallel import divergence, side_effects
+from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.buffers import refuse_synchronised
+from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.fp8 import apply_fp8
-from lockstep.parallel.fsdp import units_of
+from lockstep.parallel.fsdp_units import units_of
 from lockstep.parallel.gradient_hooks import take_hooks
-from lockstep.parallel.initial import FirstValues, agree, canonical_names, on_meta
+from lockstep.parallel.initial import FirstValues, broadcast_values, canonical_names, on_meta
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.placement import DryRun, PlacementContext
-from lockstep.parallel.refused import refuse_parameters, refuse_wrapped
-from lockstep.parallel.unit_inputs import join_uses_of_inputs
+from lockstep.parallel.placement import Blocks, DryRun, PlacementContext
+from lockstep.parallel.reproducible.determinism import extra_traffic, join_uses_of_inputs, switch_on
 from lockstep.precision import Precision, switch_tf32
-from lockstep.randomness import RandomState
+from lockstep.randomness import RandomState, key_segments
 from lockstep.rules import refuse
 from lockstep.strategy import Strategy, strategy_named
 
@@ -76,7 +79,7 @@ def prepared(
     model: nn.Module, strategy: Strategy, layout: Layout, config: StepConfig, objective: Objective,
     device: torch.device, precision: Precision, dry_run: DryRun | None,
 ) -> PlacementContext:  # fmt: skip
-    """Return the model keyed and transformed, the same on all ranks, with all that strategies need to know."""
+    """Return the model keyed and transformed, the same on all ranks, with all that strategies need."""
     shared = layout.world_size > 1
     blocks = blocks_of(model)
     random_state = RandomState(config.training.seed, device)
@@ -87,8 +90,8 @@ def prepared(
     log_lines += transform_blocks(model, config.training, random_state, blocks)
     if config.distributed.reproducible:
         join_uses_of_inputs(units_of(model, config.distributed.fsdp, blocks))
-        log_lines += reproducible.switch_on(device) + reproducible.extra_traffic(config, layout)
-    if first is None and dry_run is None and shared and not agree(model):
+        log_lines += switch_on(device) + extra_traffic(config, layout)
+    if first is None and dry_run is None and shared and not broadcast_values(model):
         log_lines.append("the model's values differed between ranks: all took rank 0's")
     if shared:
         refuse_synchronised(model)
@@ -96,3 +99,76 @@ def prepared(
     return PlacementContext(
         model, layout, config, mesh, objective, device, precision, random_state, blocks, first, log_lines, dry_run
     )  # fmt: skip
+
+
+def key_model(model: nn.Module, random_state: RandomState, blocks: Blocks, *, cut: bool = False) -> None:
+    """Key random numbers by segment; a model that names none is one segment.
+
+    Args:
+        cut: the model runs in stages of a pipeline.
+    """
+    segments = require_segments(model) if cut else segments_of(model)
+    if segments is not None:
+        key_segments(random_state, segments, chain=True)
+    else:
+        key_segments(random_state, [("", model)], chain=True)
+        key_segments(random_state, blocks, chain=False)
+
+
+def transform_blocks(
+    model: nn.Module, training: TrainingConfig, random_state: RandomState, blocks: Blocks
+) -> list[str]:
+    """Apply activation checkpointing, then compilation, to each block; return lines to log at start."""
+    apply_activation_checkpointing(
+        blocks, training.gradient_checkpointing, random_state,
+        every=training.gradient_checkpointing_every, compiled=training.compile,
+    )  # fmt: skip
+    if not training.compile:
+        return []
+    compile_blocks(blocks or [("", model)])
+    return [f"compile: {len(blocks) or 1} block(s), at their first forward pass"]
+
+
+def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) -> None:
+    """Refuse parameters that do not exist yet, and gradients that this layout can't sum.
+
+    Raises:
+        UsageError: naming them, with what to write instead.
+    """
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise UsageError(
+            f"{listed(lazy)} has no shape yet: a lazy module makes its parameters at its first forward pass",
+            why="they are laid over the ranks before that",
+            fix="call the model once before it is handed over: model(*inputs of one batch)",
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UsageError(
+                f"{name or type(model).__name__} makes sparse gradients",
+                why="gradients are summed over micro-batches and ranks, and clipped, as dense tensors",
+                fix=f"write {type(module).__name__}(…, sparse=False)",
+            )
+    of_complex = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
+    if of_complex and (sharded or reproducible):
+        raise UsageError(
+            f"the parameter {listed(of_complex)} is complex",
+            where="distributed.strategy: fsdp" if sharded else "distributed.reproducible",
+            why="gradients are cut and summed there as real numbers",
+            fix="keep it real, with a last dim of 2, and take torch.view_as_complex(…) of it in forward; "
+            "or write strategy: ddp and reproducible: false",
+        )
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Refuse a model that is wrapped already: its gradients would be reduced twice.
+
+    Raises:
+        UsageError: names the line to delete.
+    """
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        name = type(model).__name__
+        raise UsageError(
+            f"the model is already wrapped in {name}",
+            why="Lockstep places it, and would synchronise it twice",
+            fix=f"delete the line model = {name}(model, …) and pass the model itself",
+        )

@@ -1,4 +1,7 @@
-"""A model on its way to its ranks: what `place` hands to a strategy, and what the strategy gives back."""
+"""What `place` hands to a strategy, what the strategy returns, and the `ParallelModel` that is made of it.
+
+`placed_in_order` builds the `ParallelModel` of every strategy but pipelines: micro-batches run one at a time.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,9 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.config import DDPConfig, StepConfig
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
-from lockstep.parallel.compression import Compression, compress
+from lockstep.parallel.buffers import RunningBuffers
+from lockstep.parallel.comm.compression import Compression, compress
+from lockstep.parallel.compiled import ColdStart
 from lockstep.parallel.initial import FirstValues, materialise
-from lockstep.parallel.micro_step import AroundMicroBatch
+from lockstep.parallel.micro_step import AroundMicroBatch, evaluation_of, in_order, micro_step_of, plain_forward
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.reproducible.determinism import DeterministicKernels
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
 
@@ -24,12 +31,12 @@ Blocks = list[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class DryRun:
-    """What is different where a model is placed without values, as `lockstep plan` does, on fake tensors.
+    """The differences where a model is placed without values, as `lockstep plan` does, on fake tensors.
 
     Attributes:
         mesh: over a fake process group; None on one rank.
         device_type: the device that the run will have, `cuda` or `cpu`; the fake tensors are on the CPU.
-        reducer: makes what replaces DDP's reducer, which refuses fake tensors.
+        reducer: makes the replacement for DDP's reducer, which refuses fake tensors.
     """
 
     mesh: DeviceMesh | None
@@ -39,11 +46,11 @@ class DryRun:
 
 @dataclass
 class PlacementContext:
-    """What every strategy is given.
+    """The arguments of a strategy's `place`.
 
     Attributes:
         model: keyed and transformed; strategies change it in place.
-        layout: where ranks stand.
+        layout: the number of ranks along each axis.
         config: the sections that say how a step is made.
         mesh: the ranks; None on one.
         objective: how a batch becomes a loss.
@@ -52,7 +59,7 @@ class PlacementContext:
         random_state: what random numbers depend on.
         blocks: the model's repeated blocks, by name.
         first: makes the first values; None where the model has them.
-        log_lines: lines to be said at start; strategies add theirs.
+        log_lines: logged at start; strategies add theirs.
         dry_run: set where the model has no values, and gets none.
     """
 
@@ -71,7 +78,7 @@ class PlacementContext:
 
     @property
     def device_type(self) -> str:
-        """The type of the device on which the model will run."""
+        """Type of the device on which the model will run."""
         return self.device.type if self.dry_run is None else self.dry_run.device_type
 
     @property
@@ -81,17 +88,17 @@ class PlacementContext:
 
     @property
     def reproducible(self) -> bool:
-        """Whether the step must be the same in every bit on any layout."""
+        """Whether the step must have the same bits on any layout."""
         return self.config.distributed.reproducible
 
     @property
     def rank(self) -> int:
-        """Of this process, in the world."""
+        """Global rank of this process."""
         return dist.get_rank() if self.mesh is not None else 0
 
     @property
     def ranks(self) -> int:
-        """Among which a step's micro-batches are shared out."""
+        """Data-parallel size."""
         return self.layout.data_parallel_size
 
     def materialise(self) -> None:
@@ -104,7 +111,7 @@ class PlacementContext:
             materialise(self.model, self.first, self.model.named_parameters())
 
     def compress(self) -> Compression:
-        """What replicas send in place of their gradients, as the config says; the model is whole, and on its device."""
+        """Return the compression of gradients that the config asks for; the model is whole, and on its device."""
         assert self.mesh is not None
         undoable = self.precision.mode == "fp16"
         compression = compress(self.model, self.mesh["replicate"], self.config, undoable=undoable)
@@ -112,31 +119,31 @@ class PlacementContext:
         return compression
 
 
-class Tree(AroundMicroBatch, ABC):
-    """Adds up the gradients of micro-batches in one fixed order (`lockstep.parallel.tree`)."""
+class GradientTree(AroundMicroBatch, ABC):
+    """A sum of the gradients of micro-batches in one fixed order (`lockstep.parallel.reproducible.tree`)."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Finish the gradients after the last backward pass of a step."""
+        """Complete the gradients after the last backward pass of a step."""
 
 
 @dataclass
 class AppliedStrategy:
-    """What a strategy made of a model whose micro-batches run one at a time.
+    """The result of a strategy for a model whose micro-batches run one at a time.
 
     Attributes:
         assign: micro-batches in a step → (index, real) of those that this rank runs.
-        runs: the model as it is called; None: the model itself.
+        runs: the wrapped model; None: the model itself.
         objective: in place of the placement's.
         gradient_sync: lets the last backward pass of a step reduce gradients, and those before it not.
         around: further steps before and after each micro-batch, outermost first.
         multiplier: undoes a mean that the strategy's own reduction takes (DDP: the number of ranks).
         tree: where the step must be the same in every bit.
-        finish_gradients: what is left to do to `.grad` after the last backward pass of a step without a tree.
+        finish_gradients: called after the last backward pass of a step without a tree; completes `.grad`.
         compression: of gradients on the link.
         norm_groups: process groups over which squared norms of the local gradients add up.
         counted: see `ParallelModel.counted`.
-        parameters: what is trained in place of the model's own parameter of that name.
+        parameters: trained in place of the model's own parameters of these names.
         statistics_over: ranks whose running statistics are one; None: all that share out a step.
     """
 
@@ -146,7 +153,7 @@ class AppliedStrategy:
     gradient_sync: AroundMicroBatch | None = None
     around: Sequence[AroundMicroBatch] = ()
     multiplier: float = 1.0
-    tree: Tree | None = None
+    tree: GradientTree | None = None
     finish_gradients: Callable[[], None] = lambda: None
     compression: Compression = field(default_factory=Compression)
     norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
@@ -158,5 +165,66 @@ class AppliedStrategy:
 def shared_out(
     how: Callable[..., list[tuple[int, bool]]], placement: PlacementContext
 ) -> Callable[[int], list[tuple[int, bool]]]:
-    """`how` for this rank of the placement's data-parallel ranks."""
+    """Return `how` for this rank among the placement's data-parallel ranks."""
     return partial(how, rank=placement.rank, ranks=placement.ranks)
+
+
+def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> ParallelModel:
+    """Return the placed model of a strategy that runs a step's micro-batches in order.
+
+    Args:
+        applied: what the strategy made of the placement's model.
+    """
+    p, model = placement, placement.model
+    later_log_lines = applied.compression.later_log_lines
+    objective, runs = applied.objective or p.objective, applied.runs or model
+    around = around_micro_batches(p, applied, later_log_lines)
+    micro_step = micro_step_of(
+        runs, objective, p.random_state, p.precision, around, multiplier=applied.multiplier
+    )  # fmt: skip
+    persistent = model.state_dict(keep_vars=True)
+    return ParallelModel(
+        layout=p.layout,
+        parts=[model],
+        parameters=dict(model.named_parameters()) | applied.parameters,
+        buffers={name: buffer for name, buffer in model.named_buffers() if name in persistent},
+        objective=p.objective,
+        random_state=p.random_state,
+        assign=applied.assign,
+        micro_step=micro_step,
+        forward_backward=in_order(micro_step),
+        evaluate=evaluation_of(model, p.objective, p.random_state, p.precision),
+        forward=plain_forward(model, p.precision),
+        finish_gradients=applied.finish_gradients if applied.tree is None else applied.tree.finish,
+        finish_update=applied.compression.finish_update,
+        norm_groups=applied.norm_groups,
+        counted=applied.counted,
+        log_lines=p.log_lines,
+        later_log_lines=later_log_lines,
+        state=applied.compression.state,
+        reproducible=p.reproducible,
+    )
+
+
+def around_micro_batches(
+    p: PlacementContext, applied: AppliedStrategy, log_lines: list[str]
+) -> list[AroundMicroBatch]:  # fmt: skip
+    """Return the steps around a micro-batch, outermost first; their order is decided here alone.
+
+    Args:
+        log_lines: receives lines that become known in the first steps.
+    """
+    around: list[AroundMicroBatch] = []
+    if applied.tree is not None:
+        around += [DeterministicKernels(), applied.tree]  # the tree takes the gradients that all others have made
+    if p.config.training.compile:
+        around.append(ColdStart(len(p.blocks) or 1, log_lines))
+    if applied.compression.powersgd is not None:
+        around.append(applied.compression.powersgd)
+    around += applied.around
+    buffers = RunningBuffers(p.model, applied.statistics_over or p.ranks, reproducible=p.reproducible)
+    if buffers.any:
+        around.append(buffers)
+    if applied.gradient_sync is not None:
+        around.append(applied.gradient_sync)  # innermost: it finds missing gradients before others exchange anything
+    return around

@@ -1,19 +1,19 @@
-"""What a forward pass changes beside its outputs, noticed in the first steps of a run.
+"""Side effects of a forward pass, detected in the first steps of a run.
 
 A rank runs its own micro-batches only, in an order of its own, and under FSDP2 sees parameters that are gathered for
-the moment. So what a forward pass leaves behind differs from that of one process, without an error:
+the moment. So its side effects differ from those in one process, without an error:
 
 - parameters that it writes (a teacher that follows its student, `nn.Embedding(max_norm=…)`): under FSDP2 the write is
   lost with the gathered copy, elsewhere each replica has its own;
 - counters that it advances in attributes of modules: a rank counts its own micro-batches;
-- generators of the model's own: they do not know which micro-batch they draw for.
+- the model's own generators: they do not know which micro-batch they draw for.
 
 On several ranks, and under `reproducible`, such a model is refused with what to write instead. One process trains it as
 plain PyTorch does, with a warning. Draws from Python's and NumPy's global generators are keyed and need no refusal
-(`lockstep.randomness`). Buffers are the business of `lockstep.parallel.buffers`.
+(`lockstep.randomness`). Buffers are handled by `lockstep.parallel.buffers`.
 
 A parameter counts as written if its version, its storage or the sum of its bits is another one after the forward pass:
-`.data` hides a write from the version. `Tensor._version` is the one private name of torch's here.
+`.data` hides a write from the version.
 """
 
 import logging
@@ -41,7 +41,7 @@ _log = logging.getLogger("lockstep")
 
 @dataclass(frozen=True)
 class _Values:
-    """Parameters of a unit, and what tells a write to them: version, place in memory, and the sum of the bits."""
+    """Parameters of a unit, with what a write to them changes: version, place in memory, and the sum of the bits."""
 
     parameters: dict[str, nn.Parameter]
     places: list[tuple[int, int]]
@@ -49,7 +49,7 @@ class _Values:
 
     @classmethod
     def of(cls, parameters: dict[str, nn.Parameter], device: torch.device) -> "_Values":
-        """Read them as they are now; of sharded ones this rank's piece."""
+        """Read the parameters as they are now; of sharded ones this rank's piece."""
         with torch.no_grad():
             values = [local(p).detach() for p in parameters.values()]
             sums = [fingerprint(v).to(device, non_blocking=True) for v in values]
@@ -59,7 +59,7 @@ class _Values:
     def written(self, unit: nn.Module, device: torch.device) -> list[str]:
         """Return the names of those that have changed since; the host waits for the device.
 
-        Those that FSDP2 has exchanged meanwhile are left out: the memory of a gathered one that it let go of is gone.
+        Parameters that FSDP2 has replaced meanwhile are left out: it has freed the memory of gathered ones.
         """
         here = dict(unit.named_parameters())
         kept = [place for place, (name, p) in enumerate(self.parameters.items()) if here.get(name) is p]
@@ -74,13 +74,13 @@ class _Values:
 
 
 def watch(placed: ParallelModel) -> None:
-    """Watch the first forward passes of a placed model, and end the keying of generators that nobody draws from."""
+    """Watch the first forward passes of a placed model, and stop keying generators that nobody draws from."""
     _Watch(placed).begin()
-    placed.checks.insert(0, partial(_settle_host_generators, placed))
+    placed.checks.insert(0, partial(_decide_host_generators, placed))
 
 
-def _settle_host_generators(placed: ParallelModel, _step: int) -> None:
-    """Decide, after the first step, whether Python's and NumPy's generators are keyed from now on."""
+def _decide_host_generators(placed: ParallelModel, _step: int) -> None:
+    """Decide after the first step whether Python's and NumPy's generators stay keyed."""
     host = placed.random_state.host
     if host is None or not host.trained or host.settled:
         return
@@ -95,7 +95,7 @@ def _settle_host_generators(placed: ParallelModel, _step: int) -> None:
 
 @dataclass
 class _Watch:
-    """Looks at a model before and after its forward passes.
+    """The comparison of a model before and after its forward passes.
 
     Attributes:
         placed: the model.
@@ -107,15 +107,15 @@ class _Watch:
     _open: dict[int, _Values] = field(default_factory=dict)  # unit → its parameters
     _attributes: dict[int, dict[str, Any]] = field(default_factory=dict)  # root → what it was before the pass
     _generators: dict[int, dict[str, Any]] = field(default_factory=dict)
-    _said: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
     _moved: dict[int, list[dict[str, float]]] = field(default_factory=dict)  # root → by how much, in each pass
 
     def begin(self) -> None:
-        """Look at each part of the model, and at each unit of FSDP2 in it while it is gathered."""
+        """Compare each part of the model, and each unit of FSDP2 in it while it is gathered."""
         for root in self.placed.parts:
             for module in root.modules():
                 if module is root or isinstance(module, FSDPModule):
-                    # After FSDP2 has gathered a unit, and before it lets go of it.
+                    # After FSDP2 has gathered a unit, and before it frees it.
                     self._handles += [
                         module.register_forward_pre_hook(self._before(root, module)),
                         module.register_forward_hook(self._after(root, module), prepend=True),
@@ -208,13 +208,13 @@ class _Watch:
             raise UsageError(what, where="distributed.reproducible", why=why, fix=fix)
         if self.placed.layout.world_size > 1:
             raise UsageError(what, where="the model's forward pass", why=why, fix=fix)
-        if what not in self._said:
-            self._said.add(what)
+        if what not in self._warned:
+            self._warned.add(what)
             _log.warning("%s: one process trains it as PyTorch does, but several ranks would refuse it: %s", what, why)
 
 
 def _attributes(root: nn.Module) -> Iterator[tuple[str, float]]:
-    """Numbers among the attributes of its modules."""
+    """Yield (name, value) of the numbers among the attributes of its modules."""
     for path, module in root.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -222,7 +222,7 @@ def _attributes(root: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def _generators(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Generators among the attributes of its modules, with their states."""
+    """Yield (name, state) of the generators among the attributes of its modules."""
     numpy = sys.modules.get("numpy")
     for path, module in root.named_modules():
         for name, value in vars(module).items():

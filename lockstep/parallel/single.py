@@ -1,4 +1,4 @@
-"""One process: nothing to shard and nothing to synchronise. Every strategy on one rank is this one."""
+"""One process: nothing to shard and nothing to synchronise. Every strategy on one rank becomes this one."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,10 +7,9 @@ from lockstep.config import DistributedConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize
 from lockstep.layout import Layout
-from lockstep.parallel.in_order import placed_in_order
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
-from lockstep.parallel.placement import AppliedStrategy, PlacementContext, shared_out
-from lockstep.parallel.tree_local import LocalTree
+from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
+from lockstep.parallel.reproducible.gradient_trees import LocalTree
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy
 

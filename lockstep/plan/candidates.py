@@ -10,8 +10,8 @@ from lockstep.costs.steps import ModelSize, Pieces, StepTime
 from lockstep.errors import UsageError
 from lockstep.layout import AXES, Layout
 from lockstep.models.protocol import blocks_of, pipeline_segments_of
-from lockstep.parallel import fsdp
-from lockstep.parallel.compression import sent_numbers
+from lockstep.parallel.comm.compression import sent_numbers
+from lockstep.parallel.fsdp_units import units_of
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.resources import GIB
 from lockstep.plan.workload import Workload
@@ -25,7 +25,7 @@ def model_size_of(work: Workload, config: Config) -> ModelSize:
     """Return the sizes of a config's model that do not depend on its layout."""
     model = work.description
     blocks = blocks_of(model)
-    units = fsdp.units_of(model, config.distributed.fsdp, blocks)
+    units = units_of(model, config.distributed.fsdp, blocks)
     held = sum(p.numel() for _, unit in units for p in unit.parameters())
     optimizer = _OPTIMIZER_BYTES.get(config.training.optimizer, 0.0)
     if config.training.optimizer_args.get("momentum"):

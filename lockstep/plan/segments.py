@@ -22,7 +22,7 @@ from lockstep.config import Config
 from lockstep.errors import UsageError
 from lockstep.models.chain import lent, run_segment, shared_parameters_of
 from lockstep.models.protocol import require_segments
-from lockstep.parallel.pipeline.partition import KEY, Partition, balanced_cuts, table
+from lockstep.parallel.pipeline.plan import KEY, Partition, balanced_cuts, table
 from lockstep.plan.workload import Workload, workload_of
 
 ROUNDS = 7

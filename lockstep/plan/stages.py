@@ -20,14 +20,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import Config
 from lockstep.costs.hardware import Cost
+from lockstep.costs.steps import ScheduledPass
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
 from lockstep.models.chain import lent, run_segment, shared_parameters_of
 from lockstep.models.protocol import Objective, blocks_of, require_segments
-from lockstep.parallel.pipeline.holding import survey
 from lockstep.parallel.pipeline.place import local_stages
 from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of
-from lockstep.parallel.pipeline.torch_schedule import Action, actions
+from lockstep.parallel.pipeline.stage_parameters import survey
+from lockstep.parallel.pipeline.torch_schedule import actions
 from lockstep.parallel.pipeline.torch_stage import Meta, Metas, Stage, reduce_gradients
 from lockstep.parallel.place import prepared
 from lockstep.parallel.placement import DryRun
@@ -154,7 +155,7 @@ def _bytes(meta: Meta) -> int:
     return math.prod(meta.shape) * meta.dtype.itemsize
 
 
-def _in_schedule_order(order: Sequence[Action], changes: Changes) -> list[Region]:
+def _in_schedule_order(order: Sequence[ScheduledPass], changes: Changes) -> list[Region]:
     """Return the changes in schedule order. For a backward pass in two halves, the second frees the memory."""
     seen: set[tuple[str, int]] = set()
     regions = [changes["start", 0, True]]
@@ -220,10 +221,10 @@ class _Rank:
         here = local_stages(placement, self.mesh, plan)
         here.work.inputs = lambda: self.objective.inputs(self.batch)
         here.work.finish = lambda outputs: self.objective.summed(outputs, self.batch)
-        self.parts, self.unit, holding = here.parts, here.unit, here.holding
+        self.parts, self.unit, held = here.parts, here.unit, here.held
         blocks = placement.blocks
-        self.parameters = list(holding.named_parameters().values())
-        self.holding, self.blocks = holding, blocks
+        self.parameters = list(held.named_parameters().values())
+        self.held, self.blocks = held, blocks
         tag_gradients(self.tracker, self.parameters)
         self.optimizer = optimizer_of(config, self.parameters)
         self.stages = [
@@ -236,7 +237,7 @@ class _Rank:
         """Run two micro-batches through each stage, forward in order, backward in reverse; return the changes."""
         tracker, changes = self.tracker, Changes()
         fill_state(self.optimizer)
-        tracker.tag([*self.parameters, *self.holding.named_buffers().values()], "parameters")
+        tracker.tag([*self.parameters, *self.held.named_buffers().values()], "parameters")
         states = self.optimizer.state.values()
         tracker.tag([t for state in states for t in state.values() if isinstance(t, Tensor)], "optimizer")
         tracker.restart()

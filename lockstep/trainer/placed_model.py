@@ -154,7 +154,7 @@ class PlacedModel:
         if gradients := placed.gradients():
             foreach.mul_(gradients, tensor_of(nominal / valid))
         run_hooks(placed.gradient_hooks, placed.parameters)
-        placed.settle(False)
+        placed.finish_update(False)
         self.step += 1
         return tensor_of(loss_sum / valid)
 

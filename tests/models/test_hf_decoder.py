@@ -11,7 +11,7 @@ from lockstep.errors import UsageError
 from lockstep.models.chain import run_segment
 from lockstep.models.hf_decoder import FAMILIES
 from lockstep.models.protocol import blocks_of, require_segments, segments_of
-from lockstep.parallel.blocks import key_model
+from lockstep.parallel.place import key_model
 from lockstep.randomness import RandomState
 from tests.models.decoders import decoder
 from tests.parity.toy import VOCAB

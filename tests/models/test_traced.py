@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.models.traced import trace
-from lockstep.parallel.blocks import key_model
+from lockstep.parallel.place import key_model
 from lockstep.randomness import RandomState
 from tests.models.decoders import decoder
 from tests.parity.pipelines import NoChain

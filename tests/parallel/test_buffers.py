@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.parallel.buffers import RunningBuffers, refuse_synchronised
-from lockstep.parallel.initial import agree
+from lockstep.parallel.initial import broadcast_values
 from lockstep.trainer import Trainer
 from tests.ranks import run_ranks
 
@@ -155,7 +155,7 @@ def counting_ranks() -> tuple[dict[str, Tensor], tuple[bool, int, bool]]:
     norm = nn.BatchNorm1d(FEATURES)
     assert norm.num_batches_tracked is not None
     norm.num_batches_tracked.fill_(dist.get_rank())
-    return buffers, (agree(norm), int(norm.num_batches_tracked), agree(norm))
+    return buffers, (broadcast_values(norm), int(norm.num_batches_tracked), broadcast_values(norm))
 
 
 @pytest.fixture(scope="module")

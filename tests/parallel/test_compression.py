@@ -9,9 +9,17 @@ from torch import Tensor
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
-from lockstep.parallel.compression import AllReduceCost, choose, measure_link, sent_numbers, worth_compressing
-from lockstep.parallel.powersgd import matrix_of
-from lockstep.parallel.trial import TURNS, WARM, Trial
+from lockstep.parallel.comm.compression import (
+    ROUNDS,
+    WARM_UP_STEPS,
+    AllReduceCost,
+    Trial,
+    choose,
+    measure_link,
+    sent_numbers,
+    worth_compressing,
+)
+from lockstep.parallel.comm.powersgd import matrix_of
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, gathered, language_model, losses, worst
 from tests.ranks import run_ranks
@@ -194,7 +202,7 @@ def test_trap_62_a_compression_that_backward_hides_is_dropped_after_its_trial(
     gain: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the link alone bf16 would pay; steps that are no shorter say otherwise. One rank, a clock by hand."""
-    import lockstep.parallel.trial as trial_module
+    import lockstep.parallel.comm.compression as trial_module
 
     now, said = 0.0, list[str]()
     monkeypatch.setattr(trial_module.time, "perf_counter", lambda: now)
@@ -203,11 +211,11 @@ def test_trap_62_a_compression_that_backward_hides_is_dropped_after_its_trial(
     trial = Trial("bf16", lambda *_: "plain", lambda *_: "small", group, torch.device("cpu"), said)  # type: ignore[arg-type,return-value]
     used = []
     bucket: Any = None
-    for step in range(1 + WARM + 2 * TURNS):
+    for step in range(1 + WARM_UP_STEPS + 2 * ROUNDS):
         used.append(str(trial.hook(None, bucket)))
-        now += 9.0 if step < WARM else 1.0 if used[-1] == "plain" else 1.0 - gain
-        trial.settle()
-    assert used == ["plain", "small"] * ((1 + WARM + 2 * TURNS) // 2) + ["plain"]
+        now += 9.0 if step < WARM_UP_STEPS else 1.0 if used[-1] == "plain" else 1.0 - gain
+        trial.finish_update()
+    assert used == ["plain", "small"] * ((1 + WARM_UP_STEPS + 2 * ROUNDS) // 2) + ["plain"]
     assert trial.hook(None, bucket) == ("small" if chosen == "bf16" else "plain")
     assert len(said) == 1
     assert f"compression auto: {chosen}, as a step takes" in said[0]

@@ -13,7 +13,7 @@ from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.models.protocol import objective_of
 from lockstep.parallel import data_parallel
-from lockstep.parallel.data_parallel import over_parts, refuse_means_of_parts
+from lockstep.parallel.data_parallel import over_parts, refuse_mean_losses
 from lockstep.randomness import RandomState
 
 
@@ -34,7 +34,7 @@ def test_it_says_that_ddp_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("setting", [{"training.compile": True}, {"training.gradient_checkpointing": "full"}])
 def test_what_its_copies_would_share_is_refused(monkeypatch: pytest.MonkeyPatch, setting: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="dp can't be had with") as error:
+    with pytest.raises(UsageError, match="dp does not work with") as error:
         wrapped(monkeypatch, **setting)
     assert "strategy: ddp" in str(error.value)
 
@@ -68,13 +68,13 @@ def of_two_parts(model: nn.Module) -> Any:
 def test_a_mean_of_each_gpus_part_is_refused_and_a_sum_adds_up(make: Callable[[str], nn.Module]) -> None:
     model = make("mean")
     objective = objective_of(model)
-    refuse_means_of_parts(model, objective, 1)
+    refuse_mean_losses(model, objective, 1)
     with pytest.raises(UsageError, match=r"can't weigh a mean loss(.|\n)*strategy: ddp"):
-        refuse_means_of_parts(model, objective, 2)
+        refuse_mean_losses(model, objective, 2)
 
     model = make("sum")
     objective = objective_of(model)
-    refuse_means_of_parts(model, objective, 2)
+    refuse_mean_losses(model, objective, 2)
     whole = objective.summed(model(**BATCH), BATCH)
     torch.testing.assert_close(over_parts(objective).summed(of_two_parts(model), BATCH), whole)
 
@@ -82,7 +82,7 @@ def test_a_mean_of_each_gpus_part_is_refused_and_a_sum_adds_up(make: Callable[[s
 def test_a_loss_function_gets_the_outputs_of_all_gpus() -> None:
     model, loss_fn = nn.Linear(4, 3), nn.CrossEntropyLoss(ignore_index=-1)
     objective = objective_of(model, loss_fn)
-    refuse_means_of_parts(model, objective, 2)
+    refuse_mean_losses(model, objective, 2)
     outputs = model(BATCH["x"])
     _, _, count = over_parts(objective).factors(outputs, (BATCH["x"], BATCH["y"]))
     assert count == 4

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.parallel.exact_norm import exact_norm
+from lockstep.parallel.reproducible.exact_norm import exact_norm
 
 CPU = torch.device("cpu")
 

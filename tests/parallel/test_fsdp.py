@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
-from lockstep.parallel.fsdp_usage import explain_mixing, used_elsewhere
+from lockstep.parallel.fsdp_units import explain_mixing, used_elsewhere
 from lockstep.parallel.micro_step import explained
 from lockstep.trainer import Trainer
 from tests.parity.matrix import MODELS, Case, Result, difference, reference, run_all
@@ -215,7 +215,7 @@ def test_a_layer_that_later_micro_batches_leave_out_keeps_its_gradient(ranks: li
 
 def test_a_policy_that_finds_nothing_names_the_models_classes() -> None:
     from lockstep.config import FSDPConfig
-    from lockstep.parallel.fsdp import units_of
+    from lockstep.parallel.fsdp_units import units_of
 
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with pytest.raises(UsageError, match="no module of the model is a Block"):
@@ -236,7 +236,7 @@ a_partial = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Line
 @pytest.mark.parametrize("name", ["module_wrap_policy", "a_policy", "a_partial"])
 def test_policies_of_torch_pick_units(name: str) -> None:
     from lockstep.config import FSDPConfig
-    from lockstep.parallel.fsdp import units_of
+    from lockstep.parallel.fsdp_units import units_of
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Sequential(nn.Linear(2, 2)))
     config = FSDPConfig(auto_wrap_policy=f"tests.parallel.test_fsdp:{name}")
@@ -245,7 +245,7 @@ def test_policies_of_torch_pick_units(name: str) -> None:
 
 def test_a_module_whose_parameter_is_used_outside_is_no_unit() -> None:
     from lockstep.config import FSDPConfig
-    from lockstep.parallel.fsdp import units_of
+    from lockstep.parallel.fsdp_units import units_of
 
     class Tied(nn.Module):
         def __init__(self) -> None:

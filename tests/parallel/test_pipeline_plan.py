@@ -14,11 +14,10 @@ from lockstep.config import config_from
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from lockstep.models import get_model
-from lockstep.parallel.pipeline.partition import Partition, balanced_cuts, cuts_of, partition, rank_of, table
 from lockstep.parallel.pipeline.picture import picture, timeline
-from lockstep.parallel.pipeline.plan import plan_of
+from lockstep.parallel.pipeline.plan import Partition, balanced_cuts, cuts_of, partition, plan_of, table
 from lockstep.parallel.pipeline.runner import cut_into_runs
-from lockstep.parallel.pipeline.schedules import SCHEDULES, facts_of
+from lockstep.parallel.pipeline.schedules import SCHEDULES, facts_of, rank_of
 from lockstep.parallel.pipeline.torch_schedule import actions
 
 NAMES = ["embed", *(f"layers.{i}" for i in range(10)), "head"]
@@ -65,7 +64,7 @@ def test_trap_23_cuts_stages_and_ranks_that_disagree_are_one_error_with_the_sum(
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"layer.4": "end"}, r"no segment of the model[\s\S]*did you mean layers.4"),
+        ({"layer.4": "end"}, r"not a segment of the model[\s\S]*did you mean layers.4"),
         ({"head": "end"}, "behind the last"),
         ({"embed": "beginning"}, "in front of the first"),
         ({"layers.4": "end", "layers.5": "beginning"}, "at the same place"),

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config import config_from
-from lockstep.parallel.compression import sent_numbers
-from lockstep.parallel.tree import traffic
-from lockstep.parallel.trial import TURNS, WARM
+from lockstep.parallel.comm.compression import ROUNDS, WARM_UP_STEPS, sent_numbers
+from lockstep.parallel.reproducible.tree import traffic
 from lockstep.trainer import Trainer
 from tests.hosts import hosts, require_root, sent_bytes
 from tests.parity.link import all_of
@@ -95,7 +94,7 @@ def on_four_ranks() -> dict[str, Any]:
 def what_auto_chooses() -> list[str]:
     """What is said at start, and after the steps in which it is tried."""
     trainer = trainer_with({KIND: "auto"})
-    for _ in zip(range(1 + WARM + 2 * TURNS), trainer.steps(Tokens()), strict=False):
+    for _ in zip(range(1 + WARM_UP_STEPS + 2 * ROUNDS), trainer.steps(Tokens()), strict=False):
         pass
     return [*trainer.placed.log_lines, *trainer.placed.later_log_lines]
 

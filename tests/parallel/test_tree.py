@@ -10,14 +10,14 @@ from torch import Tensor
 
 from lockstep.config import config_from
 from lockstep.layout import Layout
-from lockstep.parallel.reproducible import extra_traffic
-from lockstep.parallel.tree import (
+from lockstep.parallel.reproducible.determinism import extra_traffic
+from lockstep.parallel.reproducible.tree import (
     Node,
     Partials,
     assign_hybrid,
     assign_tree,
     children,
-    finish,
+    clear_zero_signs,
     leaves_of,
     traffic,
     tree_assignment,
@@ -112,7 +112,7 @@ def test_another_order_gives_other_bits() -> None:
 @settings(deadline=None, max_examples=40)
 @given(COUNTS, st.data())
 def test_a_missing_leaf_is_left_out_or_stands_as_zero(micro_batches: int, data: st.DataObject) -> None:
-    """The two give the same bits after `finish`: buffers with a place for a missing gradient hold +0 there."""
+    """Both give the same bits after `clear_zero_signs`: buffers with a place for a missing gradient hold +0 there."""
     present = data.draw(st.sets(st.integers(0, micro_batches - 1), min_size=1))
     out, zero = Partials(micro_batches), Partials(micro_batches)
     for index in range(micro_batches):
@@ -123,13 +123,13 @@ def test_a_missing_leaf_is_left_out_or_stands_as_zero(micro_batches: int, data: 
     left_out, with_zeros = out.total(), zero.total()
     assert left_out is not None
     assert with_zeros is not None
-    finish([left_out[0], with_zeros[0]])  # type: ignore[list-item]
+    clear_zero_signs([left_out[0], with_zeros[0]])  # type: ignore[list-item]
     assert torch.equal(left_out[0].view(torch.int32), with_zeros[0].view(torch.int32))  # type: ignore[union-attr]
 
 
 def test_finish_gives_zeros_their_sign() -> None:
     gradient = torch.tensor([-0.0, 0.0, -1.0])
-    finish([gradient])
+    clear_zero_signs([gradient])
     assert torch.signbit(gradient).tolist() == [False, False, True]
 
 

@@ -12,11 +12,11 @@ STRATEGY = '''
 import torch
 import torch.distributed as dist
 
-from lockstep.parallel.in_order import placed_in_order
+from lockstep.parallel.placement import placed_in_order
 from lockstep.parallel.parallel_model import assign_contiguous
 from lockstep.parallel.placement import AppliedStrategy, shared_out
-from lockstep.parallel.tree import assign_tree
-from lockstep.parallel.tree_local import ExchangedTree
+from lockstep.parallel.reproducible.tree import assign_tree
+from lockstep.parallel.reproducible.gradient_trees import ExchangedTree
 from lockstep.strategy import Strategy
 
 

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.environment import rank_facts
-from lockstep.parallel import activation, compression, ddp, placement
+from lockstep.parallel import activation, ddp, placement
+from lockstep.parallel.comm import compression
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.trainer import Trainer
 from lockstep.verify import Subject

@@ -2,6 +2,6 @@
 
     survey of the unsplit model → plan → each rank keeps its stages → shard or replicate → torch's schedule
 
-`strategy.py` is what the rest of Lockstep asks; `place.py` places a model. Nothing is imported here: torch's pipelining
-loads its compiler, which takes seconds.
+`strategy.py` has the strategy; `place.py` places a model. Nothing is imported here: torch's pipelining loads its
+compiler, which takes seconds.
 """

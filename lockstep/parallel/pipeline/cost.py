@@ -1,13 +1,12 @@
-"""How long a step of a pipeline takes: torch's order of actions, timed stage by stage."""
+"""The time of a pipeline's step: torch's order of actions, timed stage by stage."""
 
 from dataclasses import dataclass
 
 from lockstep.config import StepConfig
 from lockstep.costs.hardware import GpuCluster, group_of, send
-from lockstep.costs.steps import ScheduledPass, StepTime, agreements, pipeline
+from lockstep.costs.steps import StepTime, agreements, pipeline
 from lockstep.layout import Layout
-from lockstep.parallel.pipeline.partition import rank_of
-from lockstep.parallel.pipeline.schedules import facts_of
+from lockstep.parallel.pipeline.schedules import facts_of, rank_of
 from lockstep.parallel.pipeline.torch_schedule import actions
 
 
@@ -29,14 +28,11 @@ def pipeline_step(
     micro_batches: int,
     update: float = 0.0,
 ) -> StepTime:
-    """A step of a pipeline, the stages of which are replicated or sharded over `layout.data_parallel_size` ranks."""
+    """Return the time of a pipeline's step, with stages replicated or sharded over the data-parallel ranks."""
     options = config.distributed.pipeline
     facts = facts_of(options.schedule, options.stages_per_rank)
     count = facts.padded(micro_batches, layout.pipeline, len(stages))
-    orders = [
-        [ScheduledPass(a.kind, a.stage, a.micro_batch) for a in order]
-        for order in actions(options.schedule, layout.pipeline, options.stages_per_rank, count)
-    ]
+    orders = actions(options.schedule, layout.pipeline, options.stages_per_rank, count)
     seconds: dict[tuple[str, int], float] = {}
     for index, stage in enumerate(stages):
         halves = stage.backward / 2

@@ -1,19 +1,19 @@
-"""What a schedule looks like: who computes what when, and how much of the time ranks wait.
+"""Schedules as text: what each rank computes when, and the share of the time in which ranks wait.
 
-The lists of actions are torch's, as it runs them; the clock is ours. An action starts when its rank is free and what it
-needs is there: a forward pass the one of the stage before, a backward pass the one of the stage behind. Sending takes
-no time. Theory: with p ranks, m micro-batches and V stages a rank, GPipe and 1F1B both wait (p-1)/(m+p-1) of the time,
-and looped schedules (p-1)/(V·m+p-1). What 1F1B saves is memory.
+The order of passes is torch's, as it runs them; the times are calculated here. A pass starts when its rank is free
+and its input has arrived: for a forward pass from the previous stage, for a backward pass from the next one. Sending
+takes no time. Theory: with p ranks, m micro-batches and V stages a rank, GPipe and 1F1B both wait (p-1)/(m+p-1) of the
+time, and looped schedules (p-1)/(V·m+p-1). What 1F1B saves is memory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.config import StepConfig, require_equation
+from lockstep.costs.steps import ScheduledPass, pipeline
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.partition import rank_of
-from lockstep.parallel.pipeline.schedules import ScheduleFacts, facts_of
-from lockstep.parallel.pipeline.torch_schedule import Action, actions
+from lockstep.parallel.pipeline.schedules import ScheduleFacts, facts_of, rank_of
+from lockstep.parallel.pipeline.torch_schedule import actions
 from lockstep.strategy import AUTO, resolve, strategy_named
 
 UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # a backward pass costs as much as two forward
@@ -22,9 +22,9 @@ _COLUMNS = 240  # of text; a schedule that takes more of them is cut off
 
 @dataclass(frozen=True)
 class Timed:
-    """An action with its time, in units of a stage's forward pass."""
+    """A pass with its time, in units of a stage's forward pass."""
 
-    action: Action
+    work: ScheduledPass
     start: float
     end: float
 
@@ -34,29 +34,29 @@ class ScheduleTimeline:
     """A run of a schedule.
 
     Attributes:
-        ranks: what each rank does, in order.
-        end: when the last one is done.
+        ranks: the passes of each rank, in order.
     """
 
     ranks: tuple[tuple[Timed, ...], ...]
 
     @property
     def end(self) -> float:
+        """Time at which the last rank is done."""
         return max(timed.end for rank in self.ranks for timed in rank)
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait."""
+        """Share of all ranks' time in which they wait."""
         busy = sum(timed.end - timed.start for rank in self.ranks for timed in rank)
         return 1.0 - busy / (self.end * len(self.ranks))
 
     def kept(self) -> list[int]:
-        """Of each rank, the largest number of activations (of one micro-batch on one stage) that it keeps at a time."""
+        """Return the largest number of activations (of one micro-batch on one stage) that each rank keeps at a time."""
         most = []
         for rank in self.ranks:
             now = top = 0
             for timed in rank:
-                now += {"F": 1, "B": -1, "I": 0, "W": -1}[timed.action.kind]
+                now += {"F": 1, "B": -1, "I": 0, "W": -1}[timed.work.kind]
                 top = max(top, now)
             most.append(top)
         return most
@@ -65,59 +65,37 @@ class ScheduleTimeline:
 def timeline(
     name: str, ranks: int, stages_per_rank: int, micro_batches: int, costs: Mapping[str, float] = UNITS
 ) -> ScheduleTimeline:
-    """The run of a schedule over `micro_batches`, padded where it takes no such number.
+    """Return the run of a schedule over `micro_batches`, padded to a number that it accepts.
 
     Args:
-        costs: of an action on one stage, by kind: F forward, B backward, I of inputs alone, W of weights alone.
+        costs: of a pass on one stage, by kind: F forward, B backward, I of inputs alone, W of weights alone.
     """
-    count = facts_of(name, stages_per_rank).padded(micro_batches, ranks, ranks * stages_per_rank)
-    lists = actions(name, ranks, stages_per_rank, count)
-    return clocked(lists, ranks * stages_per_rank, lambda action: costs[action.kind])
+    stages = ranks * stages_per_rank
+    count = facts_of(name, stages_per_rank).padded(micro_batches, ranks, stages)
+    seconds = {(kind, stage): cost for kind, cost in costs.items() for stage in range(stages)}
+    return simulate(actions(name, ranks, stages_per_rank, count), seconds)
 
 
-def clocked(lists: Sequence[Sequence[Action]], stages: int, cost: Callable[[Action], float]) -> ScheduleTimeline:
-    """Give each action its time.
+def simulate(orders: Sequence[Sequence[ScheduledPass]], seconds: dict[tuple[str, int], float]) -> ScheduleTimeline:
+    """Simulate a run in which ranks compute in these orders, and sending takes no time.
 
     Args:
-        lists: of each rank, what it computes, in order.
-        cost: how long an action takes.
+        orders: of each rank, its passes in order.
+        seconds: (kind, stage) → time of a pass.
     """
-    done: dict[Action, float] = {}
-    places = [0] * len(lists)
-    free = [0.0] * len(lists)
-    ranks: list[list[Timed]] = [[] for _ in lists]
-    while any(place < len(actions_) for place, actions_ in zip(places, lists, strict=True)):
-        moved = False
-        for rank, wanted in enumerate(lists):
-            while places[rank] < len(wanted):
-                action = wanted[places[rank]]
-                ready = _ready(action, stages, done)
-                if ready is None:
-                    break
-                start = max(free[rank], ready)
-                free[rank] = done[action] = start + cost(action)
-                ranks[rank].append(Timed(action, start, free[rank]))
-                places[rank] += 1
-                moved = True
-        assert moved, "the schedule waits for itself"
-    return ScheduleTimeline(tuple(map(tuple, ranks)))
-
-
-def _ready(action: Action, stages: int, done: Mapping[Action, float]) -> float | None:
-    """When what the action needs is there; None while that is not known."""
-    stage, micro_batch = action.stage, action.micro_batch
-    if action.kind == "F":
-        return 0.0 if stage == 0 else done.get(Action("F", stage - 1, micro_batch))
-    if action.kind == "W":
-        return done.get(Action("I", stage, micro_batch))
-    if stage == stages - 1:
-        return done.get(Action("F", stage, micro_batch))
-    whole, half = Action("B", stage + 1, micro_batch), Action("I", stage + 1, micro_batch)
-    return done.get(whole, done.get(half))
+    holders = dict(sorted((each.stage, rank) for rank, order in enumerate(orders) for each in order))
+    line = pipeline(orders, seconds, [0.0] * len(holders), rank_of=list(holders.values()))
+    tasks = [[task for task in line.tasks if task.stream == ("compute", rank)] for rank in range(len(orders))]
+    return ScheduleTimeline(
+        tuple(
+            tuple(Timed(each, task.begin, task.end) for each, task in zip(order, done, strict=True))
+            for order, done in zip(orders, tasks, strict=True)
+        )
+    )
 
 
 def picture_of(config: StepConfig, ranks: int | None = None) -> str:
-    """The schedule that a config runs, as `picture` draws it: micro-batches of one run, on one of its pipelines.
+    """Return `picture` of the schedule that a config runs: one run, on one of its pipelines.
 
     Args:
         ranks: in all; unset: as many as the config's sizes multiply to, or two.
@@ -142,7 +120,7 @@ def picture_of(config: StepConfig, ranks: int | None = None) -> str:
 
 
 def picture(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> str:
-    """A schedule as text: a line a rank, time to the right, one column for as long as a forward pass takes."""
+    """Return a schedule as text: a line per rank, time to the right, one column for each forward pass's time."""
     run = timeline(schedule, ranks, stages_per_rank, micro_batches)
     facts = facts_of(schedule, stages_per_rank)
     count = facts.padded(micro_batches, ranks, ranks * stages_per_rank)
@@ -154,8 +132,8 @@ def picture(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int)
     for rank, done in enumerate(run.ranks):
         cells = ["·".ljust(width)] * int(run.end)
         for timed in done:
-            lap = chr(ord("a") + timed.action.stage // ranks) if laps else ""
-            text = f"{timed.action.kind}{lap}{timed.action.micro_batch}".ljust(width)
+            lap = chr(ord("a") + timed.work.stage // ranks) if laps else ""
+            text = f"{timed.work.kind}{lap}{timed.work.micro_batch}".ljust(width)
             for column in range(int(timed.start), int(timed.end)):
                 cells[column] = text
         lines.append(f"rank {rank}".ljust(left) + " ".join(cells[:shown]).rstrip())

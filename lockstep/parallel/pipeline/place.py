@@ -1,8 +1,8 @@
 """Placing a model under a pipeline: each rank keeps its stages, shards or replicates them, and builds its runner.
 
 The schedules are torch.distributed.pipelining's. Under replicas or shards each stage is FSDP2's: on a mesh of
-(replicas, 1) it replicates, and all schedules are right with it, which DDP's are not. FSDP2 holds the full gradients of
-a rank's stages until the end of a step here.
+(replicas, 1) it replicates, and all schedules give correct gradients with it, which does not hold for DDP. FSDP2 holds
+the full gradients of a rank's stages until the end of a step here.
 """
 
 from dataclasses import dataclass
@@ -17,44 +17,48 @@ from lockstep.collectives import create_once, object_device
 from lockstep.layout import Layout
 from lockstep.parallel import fsdp
 from lockstep.parallel.buffers import RunningBuffers
-from lockstep.parallel.fsdp_usage import explain_mixing, used_elsewhere
+from lockstep.parallel.fsdp_units import explain_mixing, units_of, used_elsewhere
 from lockstep.parallel.micro_step import Explain, explained
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
-from lockstep.parallel.pipeline.build import part_of, shard_parts
-from lockstep.parallel.pipeline.forward import Relay
-from lockstep.parallel.pipeline.holding import Holding, holding_of, make_empty, materialise, release
-from lockstep.parallel.pipeline.part import CurrentMicroBatch, StageModule
-from lockstep.parallel.pipeline.plan import PipelinePlan, frees_after_forward, plan_of, splits_backward
+from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, reshards_after_forward, splits_backward
+from lockstep.parallel.pipeline.relay import Relay, Shapes
 from lockstep.parallel.pipeline.runner import Runner
-from lockstep.parallel.pipeline.shapes import Shapes
-from lockstep.parallel.pipeline.shared import SharedSums
+from lockstep.parallel.pipeline.stage_module import CurrentMicroBatch, StageModule, shard_stages, stage_module_of
+from lockstep.parallel.pipeline.stage_parameters import (
+    SharedSums,
+    StageParameters,
+    make_empty,
+    materialise,
+    release,
+    stage_parameters_of,
+)
 from lockstep.parallel.pipeline.torch_schedule import PipelineSchedule
 from lockstep.parallel.pipeline.torch_stage import Stage
 from lockstep.parallel.pipeline.trees import StageTrees
 from lockstep.parallel.placement import PlacementContext
-from lockstep.parallel.reproducible import explain_kernel
-from lockstep.parallel.tree import assign_tree
+from lockstep.parallel.reproducible.determinism import explain_kernel
+from lockstep.parallel.reproducible.tree import assign_tree
 
 
 @dataclass
 class LocalStages:
-    """This rank's stages, and what runs them.
+    """This rank's stages, and the objects that run them.
 
     Attributes:
-        unit: FSDP2's unit for what stages share.
-        column: which of the pipelines side by side this rank is in.
-        columns: the group of the ranks with the same stages.
-        frees: stages let go of gathered parameters after each forward pass.
+        unit: FSDP2's unit for parameters that stages share.
+        dp_rank: which of the parallel pipelines this rank is in.
+        dp_group: the ranks with the same stages.
+        frees: FSDP2 frees gathered parameters after each forward pass.
     """
 
     plan: PipelinePlan
-    holding: Holding
+    held: StageParameters
     parts: list[StageModule]
     work: CurrentMicroBatch
     frees: bool
     unit: nn.Module | None = None
-    column: int = 0
-    columns: dist.ProcessGroup | None = None
+    dp_rank: int = 0
+    dp_group: dist.ProcessGroup | None = None
     trees: StageTrees | None = None
 
 
@@ -75,14 +79,14 @@ def place(placement: PlacementContext) -> ParallelModel:
     p.log_lines.append(
         f"pipeline: {plan.facts.name}, {len(plan.parts.stages)} stages on {layout.pipeline} ranks\n{plan.table()}"
     )
-    halves, said = splits_backward(plan, uses, p.config)
-    p.log_lines += said
+    halves, lines = splits_backward(plan, uses, p.config)
+    p.log_lines += lines
     cut = local_stages(p, mesh, plan)
-    cut.column, cut.columns = _data_parallel(layout, mesh)
-    shared = SharedSums(plan.across(), mesh.mesh.flatten(1).T.tolist(), cut.holding.named_parameters)
+    cut.dp_rank, cut.dp_group = _data_parallel(layout, mesh)
+    shared = SharedSums(plan.across(), mesh.mesh.flatten(1).T.tolist(), cut.held.named_parameters)
     if p.reproducible:
         here = [part.index for part in cut.parts]
-        cut.trees = StageTrees(cut.holding, uses, here, p.device, mesh, cut.columns, shared.group_of)
+        cut.trees = StageTrees(cut.held, uses, here, p.device, mesh, cut.dp_group, shared.group_of)
     runner = _runner(p, cut, group, halves=halves)
     exact = p.reproducible
     explanations: list[Explain] = [
@@ -93,17 +97,17 @@ def place(placement: PlacementContext) -> ParallelModel:
     return ParallelModel(
         layout=layout,
         parts=list(cut.parts),
-        parameters=cut.holding.named_parameters(),
+        parameters=cut.held.named_parameters(),
         objective=p.objective,
         random_state=p.random_state,
-        assign=partial(assign, rank=cut.column, ranks=layout.data_parallel_size),
+        assign=partial(assign, rank=cut.dp_rank, ranks=layout.data_parallel_size),
         forward_backward=explained(runner.forward_backward, explanations),
         evaluate=explained(runner.evaluate, explanations),
         forward=runner.forward,
-        buffers={n: b for n, b in cut.holding.named_buffers().items() if n in plan.model.persistent},
+        buffers={n: b for n, b in cut.held.named_buffers().items() if n in plan.model.persistent},
         finish_gradients=shared if cut.trees is None else cut.trees.finish,
         norm_groups=([mesh["shard"].get_group()] if layout.shard > 1 else []) + [group],
-        counted=_counted(cut.holding, mesh["pipeline"].get_local_rank()),
+        counted=_counted(cut.held, mesh["pipeline"].get_local_rank()),
         wants_data=any(part.is_first or part.is_last for part in cut.parts),
         log_lines=p.log_lines,
         reproducible=exact,
@@ -111,37 +115,37 @@ def place(placement: PlacementContext) -> ParallelModel:
 
 
 def local_stages(p: PlacementContext, mesh: DeviceMesh, plan: PipelinePlan) -> LocalStages:
-    """Keep this rank's stages, let go of the others, and shard or replicate what is left."""
+    """Keep this rank's stages, release the others, and shard or replicate the kept ones."""
     rank, layout = mesh["pipeline"].get_local_rank(), p.layout
-    units = fsdp.units_of(p.model, p.config.distributed.fsdp, p.blocks)  # in the unsplit model
-    holding = holding_of(rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
+    units = units_of(p.model, p.config.distributed.fsdp, p.blocks)  # in the unsplit model
+    held = stage_parameters_of(rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
     work = CurrentMicroBatch(observes=p.objective.in_outputs and p.objective.observed is not None)
-    parts = [part_of(plan, stage, holding, p.blocks, work, p.precision) for stage in plan.parts.of_rank(rank)]
-    release(plan.model, holding)
+    parts = [stage_module_of(plan, stage, held, p.blocks, work, p.precision) for stage in plan.parts.of_rank(rank)]
+    release(plan.model, held)
     if p.dry_run is None:
-        materialise(holding, p.first, p.device)
+        materialise(held, p.first, p.device)
     else:
-        make_empty(holding, p.device)
-    cut = LocalStages(plan, holding, parts, work, frees_after_forward(layout, p.config))
+        make_empty(held, p.device)
+    cut = LocalStages(plan, held, parts, work, reshards_after_forward(layout, p.config))
     if layout.data_parallel_size > 1:
         shard = partial(fsdp.shard_stage, mesh, p.config, device_type=p.device_type)
-        cut.unit, said = shard_parts(parts, holding, units, shard, cut.frees)
-        p.log_lines += said
+        cut.unit, lines = shard_stages(parts, held, units, shard, cut.frees)
+        p.log_lines += lines
     return cut
 
 
 def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, halves: bool) -> Runner:
-    plan, parts, columns = cut.plan, cut.parts, p.layout.data_parallel_size
+    plan, parts, dp_size = cut.plan, cut.parts, p.layout.data_parallel_size
     stages = len(plan.parts.stages)
     objects_on = object_device(p.device)
     runner = Runner(
         parts,
-        [RunningBuffers(part, columns, cut.columns, reproducible=p.reproducible) for part in parts],
+        [RunningBuffers(part, dp_size, cut.dp_group, reproducible=p.reproducible) for part in parts],
         p.objective,
         p.random_state,
         cut.work,
         Relay(parts, plan.parts.ranks, group, p.device, objects_on),
-        Shapes(cut.column, columns, knows_batches=parts[0].is_first, device=objects_on),
+        Shapes(cut.dp_rank, dp_size, knows_batches=parts[0].is_first, device=objects_on),
         make_schedule=partial(PipelineSchedule, plan.facts.name),
         padded=lambda count: plan.facts.padded(count, p.layout.pipeline, stages),
         per_run=p.config.distributed.pipeline.n_microbatches,
@@ -157,14 +161,14 @@ def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, 
     return runner
 
 
-def _counted(holding: Holding, rank: int) -> set[str]:
-    """Whose gradients this rank counts in a norm: of what several ranks of the pipeline hold, the first one."""
-    return {name for name in holding.parameters if holding.across.get(name, [rank])[0] == rank}
+def _counted(held: StageParameters, rank: int) -> set[str]:
+    """Return the names that this rank counts in a norm: the first rank counts what several hold."""
+    return {name for name in held.parameters if held.across.get(name, [rank])[0] == rank}
 
 
 def _data_parallel(layout: Layout, mesh: DeviceMesh) -> tuple[int, dist.ProcessGroup | None]:
-    """Which of the pipelines side by side this rank is in, and the group of the ranks with the same stages."""
-    column = mesh["replicate"].get_local_rank() * layout.shard + mesh["shard"].get_local_rank()
+    """Return which of the parallel pipelines this rank is in, and the group of the ranks with the same stages."""
+    dp_rank = mesh["replicate"].get_local_rank() * layout.shard + mesh["shard"].get_local_rank()
     mine = None
     for ranks in mesh.mesh.flatten(1).tolist():  # every rank makes every group
         made = (
@@ -172,4 +176,4 @@ def _data_parallel(layout: Layout, mesh: DeviceMesh) -> tuple[int, dist.ProcessG
         )
         if dist.get_rank() in ranks:
             mine = made
-    return column, mine
+    return dp_rank, mine

@@ -1,4 +1,4 @@
-"""Runs a rank's stages: a step's micro-batches through the schedule, evaluation and samples forward alone."""
+"""Run a rank's stages: a step's micro-batches by the schedule; evaluation and samples forward only."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +14,8 @@ from lockstep.data.batches import MicroBatch
 from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
-from lockstep.parallel.pipeline.forward import Relay
-from lockstep.parallel.pipeline.part import CurrentMicroBatch, StageModule
-from lockstep.parallel.pipeline.shapes import Agreement, Shapes
+from lockstep.parallel.pipeline.relay import Agreement, Relay, Shapes
+from lockstep.parallel.pipeline.stage_module import CurrentMicroBatch, StageModule
 from lockstep.parallel.pipeline.torch_schedule import PipelineSchedule
 from lockstep.parallel.pipeline.torch_stage import Metas, Stage, reduce_gradients
 from lockstep.parallel.pipeline.trees import StageTrees
@@ -25,18 +24,18 @@ from lockstep.randomness import RandomState
 
 @dataclass
 class Runner:
-    """A rank's stages and what runs them.
+    """The stages of a rank, and all that runs them.
 
     Attributes:
         parts: the stages' modules, ascending.
-        buffers: of each part, what keeps its running statistics.
-        work: what the parts work on.
+        buffers: the running statistics of each part.
+        work: the micro-batch that the parts work on.
         relay: forward passes alone.
-        shapes: what travels.
+        shapes: of the tensors that are sent.
         make_schedule: (stages, number of micro-batches) → schedule.
         padded: number of micro-batches → the number that the schedule takes.
         per_run: micro-batches that one run takes; None: all of a step.
-        shared_unit: what holds the parameters that several stages use, where FSDP2 shards or replicates them.
+        shared_unit: holds the parameters that several stages use, where FSDP2 shards or replicates them.
         frees: FSDP2 frees gathered parameters after each forward pass.
         trees: take the gradients of each micro-batch; None: they add up.
     """
@@ -65,7 +64,7 @@ class Runner:
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
     ) -> None:
-        """See `lockstep.parallel.parallel_model.ForwardBackward`."""
+        """Run a step (`lockstep.parallel.micro_step.ForwardBackward`)."""
         runs = cut_into_runs(micro_batches, self.per_run, self.padded)
         self._accumulator, self._factor = accumulator, factor
         agreement = self._learn_shapes(micro_batches)
@@ -99,7 +98,7 @@ class Runner:
 
     @contextmanager
     def forward_at(self, stage: int, place: int) -> Iterator[None]:
-        """A stage's forward pass of the micro-batch at `place` of the run goes on inside."""
+        """Prepare for a stage's forward pass of the micro-batch at `place` of the run, which happens inside."""
         micro_batch = self._run[place]
         part, buffers = self._part(stage)
         self._take_up(part, micro_batch)
@@ -109,7 +108,7 @@ class Runner:
 
     @contextmanager
     def backward_at(self, stage: int, place: int) -> Iterator[None]:
-        """Its backward pass. Recomputed forward passes write to statistics that nobody reads."""
+        """Prepare for its backward pass. Recomputed forward passes write to statistics that nobody reads."""
         micro_batch = self._run[place]
         with self._part(stage)[1].micro_batch(micro_batch.index, real=False):
             yield
@@ -133,7 +132,7 @@ class Runner:
     # ---- shapes ----
 
     def _learn_shapes(self, micro_batches: Sequence[MicroBatch]) -> Agreement:
-        """Send each new shape of batch through the stages once, up to the last one, which sends nothing on."""
+        """Send each new shape of batch through the stages once, up to the last one, which sends nothing."""
         agreement = self.shapes.agree([self._inputs_of(micro_batch) for micro_batch in micro_batches], training=True)
         if agreement.anyone:
             with self._gathered(keep=True), _restored_buffers(self.parts):
@@ -154,7 +153,7 @@ class Runner:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator) -> None:
-        """See `lockstep.parallel.parallel_model.Evaluate`."""
+        """Run forward passes only (`lockstep.parallel.micro_step.Evaluate`)."""
 
         def enter(outputs: Any) -> None:
             micro_batch = self._micro_batch
@@ -174,7 +173,7 @@ class Runner:
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass outside of the step; all ranks call it with the same arguments and get the outputs."""
+        """Run the forward pass outside of the step; all ranks call it with the same arguments and get the outputs."""
         self.work.inputs, self.work.finish = (lambda: (args, kwargs)), (lambda outputs: outputs)
         at = self.random_state.micro_batch
         with self._gathered(keep=False):
@@ -183,7 +182,7 @@ class Runner:
 
     @contextmanager
     def _gathered(self, *, keep: bool) -> Iterator[None]:
-        """Forward passes inside need no collectives: pipelines side by side may do different things.
+        """Gather parameters, so that forward passes inside need no collectives: parallel pipelines may differ.
 
         Args:
             keep: leave the parameters gathered; a run of the schedule follows.
@@ -203,7 +202,7 @@ class Runner:
 
 
 def _unshard(root: nn.Module) -> None:
-    """Gather all parameters of a root of FSDP2; those that are gathered already cost nothing."""
+    """Gather all parameters of a root of FSDP2, unless they are gathered already."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -217,7 +216,7 @@ def _reshard(root: nn.Module) -> None:
 
 @contextmanager
 def _restored_buffers(parts: Sequence[StageModule]) -> Iterator[None]:
-    """Forward passes inside leave no trace in buffers."""
+    """Restore all buffers after the forward passes inside."""
     buffers = [buffer for part in parts for buffer in part.buffers()]
     before = [buffer.clone() for buffer in buffers]
     try:
@@ -231,10 +230,9 @@ def _restored_buffers(parts: Sequence[StageModule]) -> Iterator[None]:
 def cut_into_runs(
     micro_batches: Sequence[MicroBatch], per_run: int | None, padded: Callable[[int], int]
 ) -> list[list[MicroBatch]]:
-    """A step's micro-batches, as many at a time as a run takes.
+    """Return a step's micro-batches, cut into runs of the schedule.
 
-    Runs that a schedule would refuse for their number are filled up with copies of their last micro-batch that weigh
-    nothing.
+    A run whose length the schedule would refuse is padded with dummies, copies of its last micro-batch.
     """
     size = per_run or len(micro_batches)
     runs = [list(micro_batches[begin : begin + size]) for begin in range(0, len(micro_batches), size)]

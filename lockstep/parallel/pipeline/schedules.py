@@ -1,4 +1,10 @@
-"""What each schedule asks for: stages a rank, how stages are placed, and which numbers of micro-batches it takes."""
+"""What each schedule needs: stages per rank, their placement, and numbers of micro-batches.
+
+A stage that is placed `loop` goes to rank (stage mod ranks); placed `v`, the ranks are walked back and forth:
+
+    loop, 2 ranks × 2    rank 0: stages 0, 2    rank 1: stages 1, 3
+    v                    rank 0: stages 0, 3    rank 1: stages 1, 2
+"""
 
 from dataclasses import dataclass
 
@@ -9,7 +15,7 @@ KEY = "distributed.pipeline"
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """What is to be known of a schedule before it is built.
+    """The properties of a schedule that are needed before it is built.
 
     Attributes:
         name: of torch's class, without `Schedule`.
@@ -24,7 +30,7 @@ class ScheduleFacts:
     splits_backward: bool = False
 
     def padded(self, count: int, ranks: int, stages: int) -> int:
-        """The smallest number of micro-batches, at least `count`, that the schedule takes."""
+        """Return the smallest number of micro-batches, at least `count`, that the schedule takes."""
         if self.name in ("1F1B", "DualPipeV"):
             return max(count, stages)
         if self.name in ("Interleaved1F1B", "InterleavedZeroBubble"):
@@ -47,7 +53,7 @@ SCHEDULES = {
 
 
 def facts_of(name: str, stages_per_rank: int) -> ScheduleFacts:
-    """The facts of a schedule, once it is sure that it takes so many stages a rank.
+    """Return the facts of a schedule, after checking that it takes `stages_per_rank`.
 
     Raises:
         UsageError: it does not, or there is no such schedule.
@@ -65,3 +71,9 @@ def facts_of(name: str, stages_per_rank: int) -> ScheduleFacts:
             fix=f"set {KEY}.stages_per_rank: {facts.stages_per_rank}",
         )
     return facts
+
+
+def rank_of(stage: int, ranks: int, *, v_shaped: bool) -> int:
+    """Return the pipeline rank that holds a stage."""
+    lap, place = divmod(stage, ranks)
+    return ranks - 1 - place if v_shaped and lap % 2 else place

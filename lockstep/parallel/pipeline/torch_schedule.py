@@ -1,8 +1,7 @@
-"""Schedules of torch.distributed.pipelining: run over our stages, or only read as lists of actions."""
+"""Schedules of torch.distributed.pipelining: run over a rank's stages, or only read as lists of actions."""
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleDualPipeV, get_schedule_class
 
+from lockstep.costs.steps import ScheduledPass
 from lockstep.parallel.pipeline.torch_stage import Stage
 from lockstep.torch_compat.pipeline_schedules import UnpairedDualPipeV, skip_shape_inference
 
@@ -32,14 +32,14 @@ class PipelineSchedule:
         self._count = count
 
     def run(self) -> None:
-        """Forward and backward of `count` micro-batches on this rank's stages, which were told to `begin`."""
+        """Run forward and backward of `count` micro-batches on this rank's stages, after their `begin`."""
         # The last stage returns its loss, made from a micro-batch that it knows: what is passed here is only counted.
         targets = {"target": torch.arange(self._count)} if self._has_last else {}
         self._schedule.step(**targets, return_outputs=False)
 
 
 def build(name: str, stages: Sequence[Any], count: int) -> Any:
-    """The schedule object of torch's; `stages` may be stand-ins where it is not to be run."""
+    """Return torch's schedule object; `stages` may be stand-ins if it is not run."""
     kind: Any = get_schedule_class(name)
     kind = UnpairedDualPipeV if kind is ScheduleDualPipeV else kind
     several = issubclass(kind, PipelineScheduleMulti)
@@ -53,21 +53,8 @@ def build(name: str, stages: Sequence[Any], count: int) -> Any:
     return schedule
 
 
-@dataclass(frozen=True)
-class Action:
-    """One entry of a rank's list of computations.
-
-    Attributes:
-        kind: F forward, B backward, I gradients of inputs alone, W of weights alone.
-    """
-
-    kind: str
-    stage: int
-    micro_batch: int
-
-
-def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[list[Action]]:
-    """What each rank computes in a run, in order. Needs no process group."""
+def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[list[ScheduledPass]]:
+    """Return what each rank computes in a run, in order. This needs no process group."""
     if name == "1F1B":  # torch runs it without a list of actions; the list that it draws is another one
         return [_one_forward_one_backward(rank, ranks, count) for rank in range(ranks)]
     stages = ranks * stages_per_rank
@@ -82,10 +69,10 @@ def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[lis
     return [[_action(entry) for entry in order[rank] if _computes(entry)] for rank in range(ranks)]
 
 
-def _one_forward_one_backward(rank: int, ranks: int, count: int) -> list[Action]:
+def _one_forward_one_backward(rank: int, ranks: int, count: int) -> list[ScheduledPass]:
     ahead = min(count, ranks - rank)
-    forward = [Action("F", rank, i) for i in range(count)]
-    backward = [Action("B", rank, i) for i in range(count)]
+    forward = [ScheduledPass("F", rank, i) for i in range(count)]
+    backward = [ScheduledPass("B", rank, i) for i in range(count)]
     pairs = [action for pair in zip(backward, forward[ahead:], strict=False) for action in pair]
     return forward[:ahead] + pairs + backward[count - ahead :]
 
@@ -94,5 +81,5 @@ def _computes(entry: Any) -> bool:
     return entry is not None and entry.computation_type.value in ("F", "B", "I", "W")
 
 
-def _action(entry: Any) -> Action:
-    return Action(entry.computation_type.value, entry.stage_index, entry.microbatch_index)
+def _action(entry: Any) -> ScheduledPass:
+    return ScheduledPass(entry.computation_type.value, entry.stage_index, entry.microbatch_index)

@@ -1,14 +1,14 @@
-"""The seam to torch.distributed.pipelining: its schedules drive stages that are ours.
+"""The seam to torch.distributed.pipelining: its schedules drive the stages defined here.
 
 A schedule of torch's is a list of actions for each rank (forward of micro-batch 3 on stage 1, send, receive …) and a
-loop that calls a stage's methods for them. `Stage` answers these calls itself, through the names without an underscore
-alone. Against torch's own stage
+loop that calls a stage's methods for them. `Stage` implements these methods itself, through public names only. It
+differs from torch's own stage:
 
 - receive buffers are made when a receive is posted and dropped after the backward pass, each with its micro-batch's own
   shapes: torch makes all of them beforehand in the shapes of the first micro-batch;
-- shapes are told to it, never inferred by running the model on uninitialised memory;
+- shapes are passed to it, never inferred by running the model on uninitialised memory;
 - gradients that are sent are contiguous: gloo refuses others (a `.sum()` makes one), and the peer would wait for ever;
-- gradients are reduced over replicas and shards only when told: once a step, not once a run of the schedule.
+- gradients are reduced over replicas and shards only on request: once a step, not once a run of the schedule.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,16 +20,116 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
 from lockstep.errors import RunError
-from lockstep.parallel.pipeline.torch_backward import Backward, Gradients
 from lockstep.torch_compat.fsdp_state import expect_reduction
+
+Gradients = tuple[Tensor | None, ...]
+
+# In torch 2.11 the operation of an `autograd.Function` is gone with the graph before it, though Python still names it.
+_KEEPS_FUNCTIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+@dataclass
+class Backward:
+    """A backward pass of one micro-batch through one stage, whole or in two halves.
+
+    The first half computes gradients of the inputs, and keeps the gradient that reached each operation with a weight.
+    The second half continues from there: torch finds these operations for each weight. It fails where a weight has
+    several of them in a row (layers that share it): the part of the graph between them is traversed again, and freed,
+    for each such weight. It skips a weight that has none, because its gradient does not meet the inputs'. And torch
+    2.11 adds up the gradients of an operation's several outputs, and can't continue from an `autograd.Function`. In
+    these cases the second half starts from the outputs.
+    """
+
+    outputs: tuple[Tensor, ...]
+    sent_back: Gradients | None  # None: the output is the loss
+    inputs: tuple[Tensor, ...]
+    groups: list[dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        self.differentiable = any(output.requires_grad for output in self.outputs)
+        self.nothing: Gradients = (None,) * len(self.inputs)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return torch's arguments for a whole backward pass."""
+        sent_back = (None,) if self.sent_back is None else self.sent_back
+        return {"stage_output": self.outputs, "output_grads": sent_back, "input_values": list(self.inputs)}
+
+    def remember(self) -> None:
+        """Keep what the second half needs; the first half detaches the outputs."""
+        pairs = zip(self.outputs, self.sent_back or (None,), strict=True)
+        kept = [(output, gradient) for output, gradient in pairs if output.requires_grad]
+        self._ends = [output for output, _ in kept]
+        self._edges = [get_gradient_edge(output) for output in self._ends]
+        self._gradients = [gradient for _, gradient in kept]
+        leaves = _leaves(self._edges)
+        inputs, used = {id(value) for value in self.inputs}, {id(node.variable) for node in leaves}
+        self._weights = {node for node in leaves if id(node.variable) not in inputs}
+        self._uses = [id(value) in used for value in self.inputs]
+        self.reaches_inputs = any(self._uses)
+
+    def arguments_of_first_half(self) -> dict[str, Any]:
+        """Return torch's arguments for the first half, without tensors that have no gradient.
+
+        torch 2.11 stops at outputs and inputs that have none, like integers, or leaves them out of what it returns.
+        """
+        return {
+            "stage_output": self._ends,
+            "output_grads": None if self.sent_back is None else self._gradients,
+            "input_values": [value for value, uses in zip(self.inputs, self._uses, strict=True) if uses],
+        }
+
+    def of_all_inputs(self, gradients: Gradients) -> Gradients:
+        """Return the gradients of torch's first half by input; None for inputs without one."""
+        found = iter(gradients)
+        return tuple(next(found) if uses else None for uses in self._uses)
+
+    def go_on_from(self, groups: list[dict[str, Any]] | None) -> None:
+        """Keep the groups of the first half if torch's second half is correct for this graph, else the outputs."""
+        assert groups is not None
+        found = {node for group in groups for node in group["params"]}
+        if found >= self._weights and all(map(_is_simple, groups)):
+            self.groups = groups
+            self._edges.clear()  # what lies behind the weights' operations can go
+
+    def weights_anew(self, weights: list[Tensor]) -> None:
+        """Compute the gradients of the weights, starting from the outputs."""
+        found = torch.autograd.grad(self._edges, weights, self._gradients, allow_unused=True)
+        for weight, gradient in zip(weights, found, strict=True):
+            if gradient is not None:
+                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+
+def _is_simple(group: dict[str, Any]) -> bool:
+    """Return whether a group has one operation to start from, of whose outputs only the first has a gradient."""
+    operations, gradients = list(group["intermediates"]), group["grads"]
+    return len(operations) == 1 and _can_start(operations[0]) and all(g is None for g in gradients[0][1:])
+
+
+def _can_start(operation: Any) -> bool:
+    """Return whether the second half can start at an operation."""
+    return _KEEPS_FUNCTIONS or not isinstance(operation, BackwardCFunction)
+
+
+def _leaves(edges: Sequence[Any]) -> set[Any]:
+    """Return the nodes of a graph that accumulate gradients."""
+    seen: set[Any] = set()
+    open_nodes = [edge.node for edge in edges]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            open_nodes += [following for following, _ in node.next_functions]
+    return {node for node in seen if hasattr(node, "variable")}
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What is to be known of a tensor before it arrives."""
+    """The description of a tensor, by which a buffer is made before the tensor arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,11 +137,11 @@ class Meta:
 
     @staticmethod
     def of(tensor: Tensor) -> "Meta":
-        """The description of a tensor."""
+        """Return the description of a tensor."""
         return Meta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:
-        """A tensor to receive it in."""
+        """Return an empty tensor of this description."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
@@ -50,19 +150,19 @@ At = Callable[[int, int], AbstractContextManager[None]]  # (stage, place in the 
 
 
 class Leaves(Protocol):
-    """Who takes a micro-batch's gradients from a stage, rather than let them add up in `.grad`.
+    """An object that takes a micro-batch's gradients from a stage, instead of accumulation in `.grad`.
 
-    What several stages share has a running sum that travels from stage to stage with the gradients of their inputs.
+    A parameter that several stages share has a running sum, sent from stage to stage with the gradients of inputs.
     """
 
     def buffers(self, stage: int) -> tuple[Tensor, ...]:
-        """Where running sums from the next stage arrive."""
+        """Return buffers for the running sums from the next stage."""
 
     def roots(self, stage: int, carried: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """(weight, running sum) with which the stage's backward pass starts."""
+        """Return (weight, running sum) pairs from which the stage's backward pass starts, too."""
 
     def done(self, stage: int, place: int, carried: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The weights' gradients of a micro-batch are there; returns the running sums for the stage before."""
+        """Take the weights' gradients of a micro-batch; return the running sums for the previous stage."""
 
 
 class Stage(PipelineStage):
@@ -97,11 +197,11 @@ class Stage(PipelineStage):
         self._half_done: dict[int, Backward] = {}  # inputs' gradients are there, weights' are still to come
 
     def begin(self, inputs: Sequence[Metas], outputs: Sequence[Metas], *, reduces: bool) -> None:
-        """Before a run of a schedule.
+        """Prepare for a run of a schedule.
 
         Args:
             inputs, outputs: of each micro-batch in the run, what this stage is sent and what it sends on.
-            reduces: reduce the gradients over replicas and shards after its last backward pass.
+            reduces: whether to reduce the gradients over replicas and shards after the last backward pass.
         """
         self._forget()
         self._input_metas, self._output_metas, self._reduces = inputs, outputs, reduces
@@ -218,7 +318,7 @@ class Stage(PipelineStage):
         return gradients
 
     def _first_half(self, chunk: int, call: Backward) -> Gradients:
-        """Gradients of the inputs; those of the weights wait for `backward_weight_one_chunk`."""
+        """Compute gradients of the inputs; those of the weights wait for `backward_weight_one_chunk`."""
         self._half_done[chunk] = call
         if self.is_first or not call.differentiable:
             return call.nothing
@@ -248,7 +348,7 @@ class Stage(PipelineStage):
                 call.weights_anew([p for p in self.submod.parameters() if p.requires_grad])
 
     def clear_runtime_states(self) -> None:
-        """Called by a schedule at its start; what this stage keeps was begun already."""
+        """Do nothing: `begin` has reset the state before the schedule starts."""
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self._reduces:
@@ -266,7 +366,7 @@ class Stage(PipelineStage):
 
 
 def _sendable(value: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """A gradient as the stage before waits for it; an input that was not used has one of zeros."""
+    """Return a gradient as the previous stage waits for it: zeros for an input that was not used."""
     if not value.requires_grad:
         return None
     return torch.zeros_like(value) if gradient is None else gradient.contiguous()
@@ -277,7 +377,7 @@ def _shapes(metas: Metas) -> str:
 
 
 def _reduces_by_hand(unit: Any) -> None:
-    """From torch 2.15 on FSDP2 wants to know before a forward pass that gradients are reduced when it is told to."""
+    """Announce, before a forward pass, that gradients are reduced on request; FSDP2 needs this from torch 2.15 on."""
     if hasattr(unit, "set_manual_backward_finalization") and torch.is_grad_enabled():
         unit.set_manual_backward_finalization(True)
 
@@ -290,6 +390,6 @@ def reduce_gradients(unit: Any) -> None:
     _reduces_by_hand(unit)
     unit.set_requires_gradient_sync(True)
     unit.set_reshard_after_backward(True)
-    expect_reduction(unit)  # its forward pass, which would have said so, is none of this step's
+    expect_reduction(unit)  # its own forward pass, which would announce it, does not run in this step
     unit.finalize_backward()
     unit.set_manual_backward_finalization(False)

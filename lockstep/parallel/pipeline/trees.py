@@ -1,12 +1,12 @@
-"""The same bits under a pipeline: what each stage adds up, and how it is summed over pipelines side by side.
+"""The same bits under a pipeline: the sums of each stage, and their sum over parallel pipelines.
 
 A stage's gradients of one micro-batch are a leaf of the tree. After the last backward pass the stage holds the sums of
 the nodes that its pipeline ran; an all-to-all among the ranks with the same stages brings each its share of them, cut
 as the parameters are, and replicas gather what they share. FSDP2 finds no gradients left to reduce.
 
 **Weights that several stages use.** One process adds up a weight's gradient of a micro-batch use by use, from the last
-segment to the first. So stages hand on the running sum with the gradient of their input, and the stage with the first
-use has the leaf: M·(boundaries crossed) gradients of these weights are sent a step, where a plain pipeline adds up once
+segment to the first. So stages send the running sum with the gradient of their input, and the stage with the first use
+has the leaf: M·(boundaries crossed) gradients of these weights are sent a step, where a plain pipeline adds up once
 a step. (To add up uses at the end instead, every strategy would have to sum and send each use's gradients by
 themselves: six times the traffic for six layers of BDH under ddp.) At the step's end the sum goes to all its holders.
 """
@@ -25,17 +25,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.data.batches import MicroBatch
 from lockstep.mesh import local_chunk
+from lockstep.parallel.comm import all_gather_flat
 from lockstep.parallel.parallel_model import local
-from lockstep.parallel.pipeline.holding import Holding
-from lockstep.parallel.tree import Partials, finish, tree_assignment
-from lockstep.parallel.tree_reduce import TreeReduceScatter, all_gather_flat
+from lockstep.parallel.pipeline.stage_parameters import StageParameters
+from lockstep.parallel.reproducible.tree import Partials, TreeReduceScatter, clear_zero_signs, tree_assignment
 
 _BUCKET = 25 << 20  # bytes of gradients that are sent at once
 
 
 @dataclass(frozen=True)
 class Uses:
-    """Where the trainable parameters are used, of the whole model.
+    """The stages that use each trainable parameter of the whole model.
 
     Attributes:
         stages: parameter → the stages that use it, ascending.
@@ -48,34 +48,34 @@ class Uses:
     rank_of: Sequence[int]
 
     def crossing(self, stage: int) -> list[str]:
-        """Parameters that `stage` or an earlier one uses, and a later one, too."""
+        """Return the parameters that a stage up to `stage` uses and a later one, too."""
         return sorted(name for name, used in self.stages.items() if used[0] <= stage < used[-1])
 
     def of(self, stage: int) -> list[str]:
-        """The parameters that a stage uses."""
+        """Return the parameters that a stage uses."""
         return sorted(name for name, used in self.stages.items() if stage in used)
 
 
 @dataclass
 class StageTrees:
-    """Sums of the gradients of one rank's stages.
+    """The sums of the gradients of one rank's stages.
 
     Args:
-        holding: what the rank holds.
+        held: what the rank holds.
         uses: where the model's parameters are used.
         stages: of this rank.
         device: of the gradients.
         mesh: with the axes `replicate` and `shard`.
-        column_group: of the ranks with the same stages; None where there is one pipeline.
+        dp_group: the ranks with the same stages; None where there is one pipeline.
         shared_groups: parameter → group of this pipeline's ranks that hold it, where there are several.
     """
 
-    holding: Holding
+    held: StageParameters
     uses: Uses
     stages: Sequence[int]
     device: torch.device
     mesh: DeviceMesh
-    column_group: dist.ProcessGroup | None
+    dp_group: dist.ProcessGroup | None
     shared_groups: Mapping[str, dist.ProcessGroup]
     run: Sequence[MicroBatch] = ()  # micro-batches of the schedule's run
     _partials: dict[int, Partials] = field(default_factory=dict)
@@ -86,24 +86,24 @@ class StageTrees:
         self._complete = {s: [n for n in self.uses.of(s) if self.uses.stages[n][0] == s] for s in self.stages}
 
     def begin(self, leaves: int) -> None:
-        """A step of so many micro-batches, over all ranks, begins."""
+        """Begin a step of `leaves` micro-batches over all ranks."""
         self._leaves = leaves
         self._partials = {stage: Partials(leaves) for stage in self.stages}
 
-    # ---- what stages hand on: see `torch_stage.Leaves` ----
+    # ---- what stages send: see `torch_stage.Leaves` ----
 
     def buffers(self, stage: int) -> tuple[Tensor, ...]:
-        """Where the running sums of shared weights arrive that later stages have used."""
+        """Return buffers for the running sums of shared weights that later stages have used."""
         return tuple(torch.empty_like(self.uses.like[n], device=self.device) for n in self.uses.crossing(stage))
 
     def roots(self, stage: int, carried: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """(weight, its running sum): the backward pass starts from them, too, so that they come before its own uses."""
+        """Return (weight, running sum): the backward pass starts from them, too, so that they precede its own uses."""
         here = set(self.uses.of(stage))
         arrived = zip(self.uses.crossing(stage), carried, strict=True)
         return [(self._parameter(name), value) for name, value in arrived if name in here]
 
     def done(self, stage: int, place: int, carried: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The gradients of a stage's weights are there: keep the leaf, return the running sums to be handed on."""
+        """Keep the gradients of a stage's weights as a leaf; return the running sums for the previous stage."""
         sums: dict[str, Tensor | None] = dict(zip(self.uses.crossing(stage), carried, strict=True))
         for name in self.uses.of(stage):
             parameter = self._parameter(name)
@@ -119,7 +119,7 @@ class StageTrees:
         )
 
     def _parameter(self, name: str) -> nn.Parameter:
-        found = self.holding.parameters[name][0].tensor()
+        found = self.held.parameters[name][0].tensor()
         assert isinstance(found, nn.Parameter)
         return found
 
@@ -127,28 +127,28 @@ class StageTrees:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After the last backward pass, when parameters are as the optimizer sees them: leave the sums in `.grad`."""
-        if self.column_group is None:
+        """Write the sums to `.grad`, after the last backward pass, when parameters are as the optimizer sees them."""
+        if self.dp_group is None:
             for stage, names in self._complete.items():
                 for name, total in zip(names, self._partials[stage].total() or [], strict=False):
                     self._parameter(name).grad = total
         else:
-            _OverColumns(self, self.column_group).run()
+            _DataParallelSum(self, self.dp_group).run()
         self._share_out()
-        finish([local(p.grad) for p in self.holding.named_parameters().values() if p.grad is not None])
+        clear_zero_signs([local(p.grad) for p in self.held.named_parameters().values() if p.grad is not None])
 
     def _share_out(self) -> None:
         for name, group in sorted((n, g) for n, g in self.shared_groups.items() if n in self.uses.stages):
             parameter = self._parameter(name)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            ranks = self.holding.across[name]
+            ranks = self.held.across[name]
             first = ranks.index(self.uses.rank_of[self.uses.stages[name][0]])
             dist.broadcast(local(parameter.grad), src=dist.get_global_rank(group, first), group=group)
 
-    def of_nodes(self, column: int, columns: int) -> Iterator[tuple[str, list[Tensor | None]]]:
-        """Each parameter that is complete here, and its sums over the nodes that this pipeline ran."""
-        nodes = tree_assignment(self._leaves, columns)[column]
+    def of_nodes(self, dp_rank: int, dp_size: int) -> Iterator[tuple[str, list[Tensor | None]]]:
+        """Yield each parameter that is complete here, with its sums over the nodes that this pipeline ran."""
+        nodes = tree_assignment(self._leaves, dp_size)[dp_rank]
         for stage, names in self._complete.items():
             values = [self._partials[stage].take(node) for node in nodes]
             for place, name in enumerate(names):
@@ -156,12 +156,12 @@ class StageTrees:
 
     @property
     def leaves(self) -> int:
-        """Micro-batches in the step, over all ranks."""
+        """Number of micro-batches in the step, over all ranks."""
         return self._leaves
 
 
-class _OverColumns:
-    """One step's sum over pipelines side by side, of all parameters that are complete on a rank."""
+class _DataParallelSum:
+    """The sum of one step over parallel pipelines, of all parameters that are complete on a rank."""
 
     def __init__(self, trees: StageTrees, group: dist.ProcessGroup) -> None:
         self._trees, self._group = trees, group
@@ -175,7 +175,7 @@ class _OverColumns:
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
         wanted = [item for item, was_used in zip(sums, used.tolist(), strict=True) if was_used]
         waiting: tuple[list[str], TreeReduceScatter] | None = None
-        for bucket in _buckets(wanted, self._trees.holding):
+        for bucket in _buckets(wanted, self._trees.held):
             started = [name for name, _ in bucket], self._start(bucket)
             if waiting is not None:
                 self._write(*waiting)
@@ -194,13 +194,13 @@ class _OverColumns:
         return TreeReduceScatter(rows, like, sum(widths), self._trees.leaves, self._group)
 
     def _width(self, name: str) -> int:
-        """Elements of a parameter that a rank gets: its replicas' part of the largest shard."""
+        """Return the number of elements of a parameter that a rank gets: its replica's part of the largest shard."""
         shape, dim = self._cut(name)
         rest = math.prod(shape) // max(1, shape[dim]) if shape else 1
         return -(-(-(-(shape[dim] if shape else 1) // self._shards) * rest) // self._replicas.size())
 
     def _rows(self, name: str, value: Tensor | None, width: int) -> Tensor:
-        """[ranks, width] of a whole gradient: row (replica, shard) in the order of the ranks."""
+        """Return a whole gradient as [ranks, width]: row (replica, shard) in the order of the ranks."""
         _, dim = self._cut(name)
         replicas = self._replicas.size()
         rows = torch.zeros(replicas, self._shards, width, device=self._trees.device)
@@ -211,8 +211,8 @@ class _OverColumns:
         return rows.view(-1, width)
 
     def _cut(self, name: str) -> tuple[tuple[int, ...], int]:
-        """A parameter's whole shape, and the dim along which it is sharded."""
-        parameter = self._trees.holding.named_parameters()[name]
+        """Return a parameter's whole shape, and the dim along which it is sharded."""
+        parameter = self._trees.held.named_parameters()[name]
         assert isinstance(parameter, DTensor)
         dims = [placement.dim for placement in parameter.placements if isinstance(placement, Shard)]
         return tuple(parameter.shape), dims[0] if dims else 0
@@ -227,7 +227,7 @@ class _OverColumns:
             whole = mine
         widths = [self._width(name) for name in names]
         for name, columns in zip(names, torch.split(whole.view(replicas, -1), widths, dim=1), strict=True):
-            parameter = self._trees.holding.named_parameters()[name]
+            parameter = self._trees.held.named_parameters()[name]
             assert isinstance(parameter, DTensor)
             piece = parameter.to_local()
             gradient = columns.reshape(-1)[: piece.numel()].view(piece.shape)
@@ -238,10 +238,10 @@ class _OverColumns:
 
 
 def _buckets(
-    sums: Sequence[tuple[str, list[Tensor | None]]], holding: Holding
+    sums: Sequence[tuple[str, list[Tensor | None]]], held: StageParameters
 ) -> list[list[tuple[str, list[Tensor | None]]]]:  # fmt: skip
-    """Runs of neighbours of about `_BUCKET` bytes; the same on every rank with the same stages."""
-    parameters = holding.named_parameters()
+    """Return runs of neighbours of about `_BUCKET` bytes; the same on every rank with the same stages."""
+    parameters = held.named_parameters()
     sizes = [parameters[name].numel() * 4 for name, _ in sums]
     ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
     numbered = zip(((end - size) // _BUCKET for end, size in zip(ends, sizes, strict=True)), sums, strict=True)

@@ -1,4 +1,4 @@
-"""The gradient norm as a number that does not depend on how gradients are cut or in which order they are added.
+"""The gradient norm, computed so that it does not depend on how gradients are cut or in which order they are added.
 
 A sum of floats depends on its order; a sum of integers does not. So each square is written in fixed point, as
 multiples of a unit that all ranks agree on, and the integers are added. With all |g| < 2^e and n elements in all,
@@ -26,7 +26,7 @@ _SMALL = 1 << 12  # gradients of fewer elements are put together: each operation
 def exact_norm(
     gradients: Sequence[Tensor], groups: Sequence[dist.ProcessGroup], device: torch.device, elements: int
 ) -> Tensor:
-    """The 2-norm over all gradients of all shards and stages, 0-dim float32, the same bits on any layout.
+    """Return the 2-norm over all gradients of all shards and stages, 0-dim float32, the same bits on any layout.
 
     Args:
         gradients: this rank's; float32 or narrower.
@@ -43,8 +43,8 @@ def exact_norm(
     totals = torch.zeros(2, dtype=torch.int64, device=device)
     for squares, high in _squares(gradients, device):
         torch.round(squares.mul_(coarse), out=high)
-        totals[0] += _whole(high)
-        totals[1] += _whole(squares.sub_(high).mul_(finer).round_())
+        totals[0] += _exact_sum(high)
+        totals[1] += _exact_sum(squares.sub_(high).mul_(finer).round_())
     for group in groups:
         dist.all_reduce(totals, group=group)
     square = (totals[0].double() + totals[1].double() / finer) / coarse
@@ -52,7 +52,7 @@ def exact_norm(
 
 
 def _largest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The largest absolute value, or nan where one is; 0-dim float32."""
+    """Return the largest absolute value, or nan if there is one; 0-dim float32."""
     if not gradients:
         return torch.zeros((), device=device)
     if device.type != "cpu":
@@ -62,7 +62,7 @@ def _largest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _squares(gradients: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """The squares of all elements, in float64, some at a time; and room for as many. The caller may write to both."""
+    """Yield squares of the elements in float64, some at a time, and a buffer of that size; both may be written to."""
     small = [gradient.reshape(-1) for gradient in gradients if gradient.numel() < _SMALL]
     large = [gradient.reshape(-1) for gradient in gradients if gradient.numel() >= _SMALL]
     flats = [*large, *([torch.cat(small)] if small else [])]
@@ -74,19 +74,19 @@ def _squares(gradients: Sequence[Tensor], device: torch.device) -> Iterator[tupl
             yield values.copy_(piece).square_(), room
 
 
-def _whole(values: Tensor) -> Tensor:
-    """The sum of float64 values that are whole numbers, exactly, in int64."""
+def _exact_sum(values: Tensor) -> Tensor:
+    """Return the exact sum of float64 values that are whole numbers, in int64."""
     # On a CPU there are 2^15 of at most 36 bits, whose sum float64 holds, in whichever order it is made.
     return values.sum().long() if values.device.type == "cpu" else values.long().sum()
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent in float64, exactly, for −1022 ≤ exponent ≤ 1023."""
+    """Return 2^exponent in float64, exactly, for −1022 ≤ exponent ≤ 1023."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def gradient_norm(gradients: list[Tensor], groups: list[dist.ProcessGroup], device: torch.device) -> Tensor:
-    """The 2-norm over all gradients of all shards and stages, 0-dim float32, the same number on every rank."""
+    """Return the 2-norm over all gradients of all shards and stages, 0-dim float32, the same number on every rank."""
     local = _local_norm(gradients) if gradients else torch.zeros((), device=device)
     if not groups:
         return local
@@ -97,6 +97,6 @@ def gradient_norm(gradients: list[Tensor], groups: list[dist.ProcessGroup], devi
 
 
 def _local_norm(gradients: list[Tensor]) -> Tensor:
-    """What `torch.nn.utils.get_total_norm` gives, which sorts tensors by device and dtype first: half of its time."""
+    """Return `torch.nn.utils.get_total_norm` in half of its time: it sorts tensors by device and dtype first."""
     norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach.norm(gradients)))
     return norm

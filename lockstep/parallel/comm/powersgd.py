@@ -36,7 +36,7 @@ _LEAST_GAIN = 2  # a tensor is compressed if it then takes at most one number in
 
 
 def matrix_of(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
-    """(n, m) of the matrix that a parameter's gradient is seen as, or None where compressing it does not pay.
+    """Return (n, m) of a parameter's gradient as a matrix, or None where compressing it does not pay.
 
     The dims are cut in two where n + m is least.
     """
@@ -46,7 +46,7 @@ def matrix_of(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
 
 
 @dataclass
-class _Waiting:
+class _PendingBucket:
     """A bucket between its hook and the last bucket's."""
 
     names: list[str]  # of the compressed ones
@@ -59,7 +59,7 @@ class _Waiting:
 
 
 class PowerSGD(AroundMicroBatch):
-    """The hook and its memory.
+    """PowerSGD's communication hook for DDP, and its memory.
 
     Args:
         parameters: canonical name → parameter of the wrapped model.
@@ -103,7 +103,7 @@ class PowerSGD(AroundMicroBatch):
                 self._errors[name] = error
                 # Each rank has an error of its own: together, a stack of them, of which a rank holds one slice.
                 self.state[f"{name}//error"] = DTensor.from_local(error.unsqueeze(0), mesh, [Shard(0)], run_check=False)
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_PendingBucket] = []
         self._undo: dict[str, tuple[Tensor | None, Tensor]] = {}  # name → (error, Q) before this step
 
     def before(self, run: MicroBatchPass) -> None:
@@ -111,11 +111,11 @@ class PowerSGD(AroundMicroBatch):
 
     @property
     def steps(self) -> int:
-        """How many times gradients were reduced; the counter lies in host memory."""
+        """Number of times that gradients were reduced; the counter is in host memory."""
         return int(self._steps.item())
 
     def hook(self, _state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """What DDP calls when a bucket's gradients are there; the result is their mean over ranks."""
+        """Reduce a bucket, when DDP has its gradients; the result is their mean over ranks."""
         buffer, last = bucket.buffer(), bucket.is_last()
         if self.steps < self.start_step:
             if last:
@@ -130,8 +130,8 @@ class PowerSGD(AroundMicroBatch):
             self._finish()
         return waiting.done
 
-    def settle(self, skipped: bool) -> None:
-        """After the update: a step that was skipped leaves no trace in the memory."""
+    def finish_update(self, skipped: bool) -> None:
+        """Restore the memory if the step was skipped."""
         if skipped:
             for name, (error, q) in self._undo.items():
                 self._qs[name].copy_(q)
@@ -139,7 +139,7 @@ class PowerSGD(AroundMicroBatch):
                     self._errors[name].copy_(error)
         self._undo.clear()
 
-    def _begin(self, bucket: GradBucket, buffer: Tensor) -> _Waiting:
+    def _begin(self, bucket: GradBucket, buffer: Tensor) -> _PendingBucket:
         names, matrices, plain = [], [], []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             name = self._names[id(parameter)]
@@ -160,10 +160,10 @@ class PowerSGD(AroundMicroBatch):
         assert work is not None
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        return _Waiting(names, matrices, plain, sent, work, buffer, done)
+        return _PendingBucket(names, matrices, plain, sent, work, buffer, done)
 
     def _finish(self) -> None:
-        """All buckets are there: Q of each, then the approximations."""
+        """Reduce Q of each bucket, and write the approximations; all buckets have been reduced to P."""
         second = []
         for bucket in self._waiting:
             bucket.work.wait()
@@ -187,7 +187,7 @@ class PowerSGD(AroundMicroBatch):
         self._waiting.clear()
 
     def _approximate(self, name: str, matrix: Tensor, p: Tensor, q: Tensor) -> None:
-        """Replace a gradient by its approximation, scaled again; keep what was lost."""
+        """Replace a gradient by its approximation, scaled again; keep the error."""
         error = self._errors.get(name)
         if self.undoable:
             self._undo[name] = (None if error is None else error.clone(), self._qs[name].clone())
@@ -200,7 +200,7 @@ class PowerSGD(AroundMicroBatch):
         self._qs[name].copy_(q)
 
     def _first_q(self, name: str) -> Tensor:
-        """[m, r] of orthonormal columns, a function of (seed, name, step), drawn on the CPU."""
+        """Return [m, r] with orthonormal columns, a function of (seed, name, step), drawn on the CPU."""
         generator = torch.Generator().manual_seed(derive_key(self.seed, "powersgd", name, self.steps))
         n, m = self._matrix[name]
         orthonormal: Tensor = torch.linalg.qr(torch.randn(m, min(self.rank, n), generator=generator))[0]

@@ -1,13 +1,13 @@
-"""The mean over workers of one flat tensor each, in a form that fits on a slow link.
+"""All-reduce with few bits: the mean over workers of one flat tensor each, for slow links.
 
 Each worker has a share of the numbers, 1/W of them. An all-to-all brings a rank its workers' shares of every worker's
 tensor; it adds them in the order of the workers; an all-gather brings the shares of the mean together. With one worker
 a rank these are the bytes of a ring all-reduce, 2·(R−1)/R of the tensor a rank, and the sum is the same expression on
-any number of ranks: the same bits, also where what travels is rounded, since it is rounded in blocks that do not depend
-on the ranks, and on one rank all the same.
+any number of ranks: the same bits, also where the numbers sent are rounded, since they are rounded in blocks that do
+not depend on the ranks, and on one rank as well.
 
 `int8` and `int4` send a block of 256 numbers as its largest absolute value (fp32) and one signed byte, or half of one,
-each, in both directions. What is rounded away is handed back, to go with the next exchange (error feedback: Seide et
+each, in both directions. Rounding errors are returned, to be added to the next exchange (error feedback: Seide et
 al. 2014; four bits: Douillard et al. 2025, arXiv:2501.18512).
 """
 
@@ -19,17 +19,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.parallel.comm import all_gather_flat
+
 BLOCK = 256  # numbers that share a scale
 LARGEST = {"int8": 127, "int4": 7}  # what is sent for the largest number of a block
-
-# The new name since torch 2.13; the old one warns there.
-_all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def bytes_each(kind: str) -> float:
-    """Bytes that one number takes on the link."""
+    """Return the bytes that one number takes on the link."""
     return _block_bytes(kind) / BLOCK if kind in LARGEST else float(_TYPES[kind].itemsize)
 
 
@@ -38,33 +37,33 @@ def _block_bytes(kind: str) -> int:
 
 
 def encode(values: Tensor, kind: str) -> Tensor:
-    """fp32 […, a multiple of BLOCK] as bytes: uint8 […, `bytes_each` times as many]."""
+    """Encode fp32 […, a multiple of BLOCK] as bytes: uint8 […, `bytes_each` times as many]."""
     if kind not in LARGEST:
         return values.to(_TYPES[kind]).contiguous().view(torch.uint8)
     blocks = _blocks(values)
     scale = blocks.abs().amax(-1, keepdim=True) / LARGEST[kind]
     rounded = (blocks / scale.clamp(min=1e-38)).round().to(torch.int8).flatten(-2)
-    packed = rounded.view(torch.uint8) if kind == "int8" else _in_pairs(rounded)
+    packed = rounded.view(torch.uint8) if kind == "int8" else _pack_nibbles(rounded)
     return torch.cat([packed, scale.squeeze(-1).contiguous().view(torch.uint8)], -1)
 
 
 def decode(coded: Tensor, kind: str) -> Tensor:
-    """What `encode` made, as fp32."""
+    """Decode the result of `encode` to fp32."""
     if kind not in LARGEST:
         return coded.view(_TYPES[kind]).float()
     border = coded.shape[-1] - 4 * (coded.shape[-1] // _block_bytes(kind))
     packed, scale = coded[..., :border], coded[..., border:].contiguous().view(torch.float32)
-    rounded = packed.view(torch.int8) if kind == "int8" else _out_of_pairs(packed)
+    rounded = packed.view(torch.int8) if kind == "int8" else _unpack_nibbles(packed)
     return (_blocks(rounded.float()) * scale.unsqueeze(-1)).flatten(-2)
 
 
-def _in_pairs(rounded: Tensor) -> Tensor:
-    """int8 […, n] in −7..7 as uint8 […, n / 2]: a number of the first half and one of the second share a byte."""
+def _pack_nibbles(rounded: Tensor) -> Tensor:
+    """Pack int8 […, n] in −7..7 to uint8 […, n / 2]: a number of the first half and one of the second share a byte."""
     low, high = (rounded + 8).view(torch.uint8).chunk(2, -1)
     return low | high << 4
 
 
-def _out_of_pairs(packed: Tensor) -> Tensor:
+def _unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.cat([packed & 15, packed >> 4], -1).view(torch.int8) - 8
 
 
@@ -73,7 +72,7 @@ def _blocks(values: Tensor) -> Tensor:
 
 
 class QuantizedAllReduce:
-    """How the ranks of a group exchange what their workers changed.
+    """The all-reduce by which the ranks of a group exchange what their workers changed.
 
     Args:
         kind: fp32, fp16, bf16, int8 or int4.
@@ -85,16 +84,15 @@ class QuantizedAllReduce:
         self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
 
     def mean(self, rows: Tensor, kind: str | None = None) -> tuple[Tensor, Tensor]:
-        """The mean over all workers; every rank calls it.
+        """Return the mean over all workers; every rank calls it.
 
         Args:
             rows: fp32 [workers of this rank, numbers].
-            kind: in place of the wire's own.
+            kind: in place of the object's own.
 
         Returns:
-            (the mean, fp32 [numbers], the same on all ranks; what this rank's rows lack of it, in their shape: what was
-            rounded away of a row, and of the mean in the worker's own share, so that rows which carry it the next time
-            make up for both).
+            (the mean, fp32 [numbers], the same on all ranks; the rounding errors of this rank's rows, in their shape:
+            of each row, and of the mean in the worker's own share. Added to the next rows, they correct both).
         """
         kind, (held, numbers) = kind or self._kind, rows.shape
         workers = held * self._ranks
@@ -102,19 +100,19 @@ class QuantizedAllReduce:
         padded = F.pad(rows, (0, workers * share - numbers)).view(held, workers, share)
         coded = encode(padded, kind)
         to_each = coded.view(held, self._ranks, -1).transpose(0, 1).contiguous()
-        theirs = decode(self._swapped(to_each, dist.all_to_all_single).view(workers, held, -1), kind)
+        theirs = decode(self._exchanged(to_each, dist.all_to_all_single).view(workers, held, -1), kind)
         total = theirs[0]
         for row in theirs[1:]:  # in their order
             total = total + row
         mean = total / workers
         coded_mean = encode(mean, kind)
-        whole = decode(self._swapped(coded_mean, _all_gather_flat, self._ranks).view(workers, -1), kind)
+        whole = decode(self._exchanged(coded_mean, all_gather_flat, self._ranks).view(workers, -1), kind)
         lost, lost_of_mean = padded - decode(coded, kind), workers * (mean - decode(coded_mean, kind))
         for place in range(held):
             lost[place, self._rank * held + place] += lost_of_mean[place]
         return whole.view(-1)[:numbers], lost.view(held, -1)[:, :numbers]
 
-    def _swapped(self, sent: Tensor, collective: Callable[..., Any], times: int = 1) -> Tensor:
+    def _exchanged(self, sent: Tensor, collective: Callable[..., Any], times: int = 1) -> Tensor:
         if self._group is None:
             return sent
         received = sent.new_empty(times * sent.numel())

@@ -1,7 +1,7 @@
-"""FSDP2's messages over gloo: on their way while the model computes, and no more of them than a ring sends.
+"""FSDP2's messages over gloo: sent while the model computes, with no more bytes than a ring sends.
 
-On a GPU FSDP2 lays its collectives on streams beside computation. A CPU has none: each would hold the caller up, and
-gloo's reduce-scatter is an all-reduce of which a part is kept, twice the bytes. Here
+On a GPU FSDP2 runs its collectives on streams beside computation. A CPU has no streams: each collective would block
+the caller, and gloo's reduce-scatter is an all-reduce of which a part is kept, twice the bytes. Here
 
     a unit's parameters    are gathered in pieces and waited for where they are used; the next unit's are asked for
                            before this one computes
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lockstep.parallel.comm import MESSAGE, all_gather_flat
+from lockstep.parallel.fsdp_units import own_parameters
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import local
-from lockstep.parallel.tree_reduce import MESSAGE, all_gather_flat
 
 
 class GlooMessages(AroundMicroBatch):
@@ -50,7 +51,7 @@ class GlooMessages(AroundMicroBatch):
 
     def after(self, run: MicroBatchPass) -> None:
         """Complete the gradients, which are added up here: FSDP2 would add to a sum that is still under way."""
-        self.settle()
+        self.wait()
         if run.last:
             for parameter, total in self._sums.items():  # of those that this micro-batch has no gradient of
                 parameter.grad = total
@@ -59,14 +60,14 @@ class GlooMessages(AroundMicroBatch):
     def begin(
         self, output: Tensor, gradient: Tensor, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter]
     ) -> None:
-        """Reduce-scatter a unit's gradient into `output`: now, or by the next `settle`."""
-        self.settle()
+        """Reduce-scatter a unit's gradient into `output`: now, or by the next `wait`."""
+        self.wait()
         self._under_way = _GradientSum(AllToAll(gradient, group), output, parameters)
         if not self._may_wait or {output.dtype} != self._dtypes:  # FSDP2 converts what is there when this returns
             self._under_way.finish()
 
-    def settle(self) -> None:
-        """Wait for what is under way, and add it up."""
+    def wait(self) -> None:
+        """Wait for the gradient under way, and add it up."""
         if self._under_way is None:
             return
         unit, self._under_way = self._under_way, None
@@ -104,7 +105,7 @@ class AllToAll:
         ]
 
     def received(self) -> Iterator[Tensor]:
-        """What the ranks sent here, once it is there: [W, a part of the share], part by part."""
+        """Yield the received rows, [W, a part of the share], part by part, as they arrive."""
         for work, got in zip(self._works, self._got, strict=True):
             work.wait()
             yield got
@@ -122,7 +123,7 @@ class _GradientSum:
         self._out, self.parameters = out, parameters
 
     def finish(self) -> None:
-        """Wait, and write the sum."""
+        """Wait for the exchange, and write the sum."""
         if self._exchange is None:
             return
         begin = 0
@@ -133,7 +134,7 @@ class _GradientSum:
 
 
 class _Gather:
-    """As FSDP2 calls it; what is returned is waited for before the parameters are used."""
+    """FSDP2's all-gather; FSDP2 waits for the returned work before it uses the parameters."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -151,7 +152,7 @@ class _Gather:
 
 
 class _ReduceScatter:
-    """As FSDP2 calls it; it only ever adds up."""
+    """FSDP2's reduce-scatter, which always sums."""
 
     def __init__(self, messages: GlooMessages, parameters: Sequence[nn.Parameter]) -> None:
         self._messages, self._parameters = messages, parameters
@@ -166,7 +167,7 @@ class _ReduceScatter:
 
 
 class _Works(dist.Work):
-    """Several at once."""
+    """Several works as one."""
 
     def __init__(self, works: list[Any]) -> None:
         super().__init__()
@@ -179,17 +180,6 @@ class _Works(dist.Work):
 
 
 def _pieces(share: Tensor) -> Iterator[slice]:
-    """Of so many elements as make one message."""
+    """Return slices of at most `MESSAGE` bytes."""
     each = max(1, MESSAGE // share.element_size())
     return (slice(start, min(start + each, share.numel())) for start in range(0, max(1, share.numel()), each))
-
-
-def own_parameters(unit: nn.Module) -> list[nn.Parameter]:
-    """Those of a unit that are in no unit inside of it."""
-    inside = {
-        id(parameter)
-        for module in unit.modules()
-        if isinstance(module, FSDPModule) and module is not unit
-        for parameter in module.parameters()
-    }
-    return [parameter for parameter in unit.parameters() if id(parameter) not in inside]

@@ -1,12 +1,14 @@
-"""Gradients in half precision on the wire, and whether that pays on this link.
+"""Gradients in half precision on the link, and the measurements that decide whether this pays.
 
 A compression is a communication hook of DDP, which averages over ranks: so do these. Both types lose digits in every
 element; fp16 also loses elements below 6e-8 and turns those above 65504 into inf. torch's own bf16 hook refuses gloo,
 though gloo reduces bf16; the one here does not.
 
 Half the bytes is not half the time: gloo reduces on the CPU, where a byte of fp16 takes 2.6 times as long as one of
-fp32. `auto` therefore measures both on the ranks' own link, before the first step; where that promises something, it
-tries both in the first steps (`lockstep.parallel.trial`), because what backward hides costs nothing.
+fp32. `auto` therefore measures both on the ranks' own link, before the first step. Where that promises something, the
+first steps alternate between both (`Trial`): traffic that the backward pass hides costs nothing. Alternating lets
+other load on the machine fall on both, and so does waiting for data: where that is most of a step, compression is not
+worth the lost digits.
 """
 
 import time
@@ -22,8 +24,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch'
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import StepConfig
-from lockstep.parallel.powersgd import PowerSGD, matrix_of
-from lockstep.parallel.trial import TURNS, WARM, Hook, Trial
+from lockstep.parallel.comm.powersgd import PowerSGD, matrix_of
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -32,13 +35,67 @@ _PAYS_BELOW = 0.8  # of the uncompressed time; less of a gain is not worth the l
 _PAYS_FROM_SECONDS = 0.01  # per step: a gain below it is no gain
 
 
+WARM_UP_STEPS = 2  # steps: buckets are cut anew after the first
+ROUNDS = 5  # of each
+TRIAL_PAYS_BELOW = 0.9  # of the time of a step
+
+
+class Trial:
+    """A hook of DDP that alternates between plain and compressed gradients, measures steps, and then keeps one.
+
+    Args:
+        name: of the compression.
+        plain, small: the hooks.
+        later_log_lines: receives the line with the result.
+    """
+
+    def __init__(
+        self, name: str, plain: Hook, small: Hook, group: dist.ProcessGroup, device: torch.device,
+        later_log_lines: list[str],
+    ) -> None:  # fmt: skip
+        self._name, self._plain, self._small = name, plain, small
+        self._group, self._device, self._log_lines = group, device, later_log_lines
+        self._compresses = False
+        self._over = False
+        self._began: float | None = None
+        self._seconds: list[float] = []  # of each step but the first
+
+    def hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Reduce a bucket; DDP calls it."""
+        return (self._small if self._compresses else self._plain)(state, bucket)
+
+    def finish_update(self) -> None:
+        """Measure the step that an update ended, and choose the next one's hook; every rank calls it."""
+        if self._over:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # a measurement has to wait
+        now = time.perf_counter()
+        if self._began is not None:
+            self._seconds.append(now - self._began)
+        self._began, self._compresses = now, not self._compresses
+        if len(self._seconds) == WARM_UP_STEPS + 2 * ROUNDS:
+            self._decide()
+
+    def _decide(self) -> None:
+        """Choose a hook by the slowest rank's medians, so that all ranks choose the same."""
+        # The run's first step is plain and not in the list: that begins with a compressed one.
+        small, plain = self._seconds[WARM_UP_STEPS::2], self._seconds[WARM_UP_STEPS + 1 :: 2]
+        times = torch.tensor([median(plain), median(small)], dtype=torch.float64, device=self._device)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self._group)
+        before, after = times.tolist()
+        self._compresses, self._over = after < TRIAL_PAYS_BELOW * before, True
+        found = f"a step takes {after:.3g} s with {self._name} and {before:.3g} s without"
+        self._log_lines.append(f"compression auto: {self._name if self._compresses else 'none'}, as {found}")
+
+
 @dataclass
 class Compression:
-    """What `place` needs to know of a compression.
+    """A compression as `place` uses it.
 
     Attributes:
         hook: DDP's communication hook; None: DDP reduces by itself.
-        log_lines: lines to be said at start.
+        log_lines: logged at start.
         powersgd: the memory of PowerSGD, where that is the kind.
         trial: of a compression that may pay.
         later_log_lines: lines that become known in the first steps.
@@ -52,19 +109,19 @@ class Compression:
 
     @property
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint keeps."""
+        """Tensors for the checkpoint."""
         return {} if self.powersgd is None else {"powersgd": self.powersgd.state}
 
-    def settle(self, skipped: bool) -> None:
-        """After each update; `skipped`: it was not made."""
+    def finish_update(self, skipped: bool) -> None:
+        """Tell the compression that an update was made, or `skipped`."""
         if self.powersgd is not None:
-            self.powersgd.settle(skipped)
+            self.powersgd.finish_update(skipped)
         if self.trial is not None:
-            self.trial.settle()
+            self.trial.finish_update()
 
 
 def compress(model: nn.Module, replicas: DeviceMesh, config: StepConfig, *, undoable: bool) -> Compression:
-    """The compression that the config asks for; every rank calls it.
+    """Return the compression that the config asks for; every rank calls it.
 
     Args:
         model: before it is wrapped, on its device.
@@ -80,7 +137,7 @@ def compress(model: nn.Module, replicas: DeviceMesh, config: StepConfig, *, undo
         kind, line = choose(sum(p.numel() for p in parameters.values()), measure_link(replicas.get_group(), device))
         log_lines.append(line)
         if kind != "none":
-            return _tried(kind, replicas.get_group(), device, log_lines)
+            return _with_trial(kind, replicas.get_group(), device, log_lines)
     if kind in HALF:
         return Compression(half_precision_hook(HALF[kind], replicas.get_group()), log_lines)
     if kind == "none":
@@ -97,7 +154,7 @@ def compress(model: nn.Module, replicas: DeviceMesh, config: StepConfig, *, undo
     return Compression(powersgd.hook, log_lines, powersgd)
 
 
-def _tried(kind: str, group: dist.ProcessGroup, device: torch.device, log_lines: list[str]) -> Compression:
+def _with_trial(kind: str, group: dist.ProcessGroup, device: torch.device, log_lines: list[str]) -> Compression:
     later_log_lines: list[str] = []
     small = half_precision_hook(HALF[kind], group)
     trial = Trial(kind, half_precision_hook(torch.float32, group), small, group, device, later_log_lines)
@@ -105,7 +162,7 @@ def _tried(kind: str, group: dist.ProcessGroup, device: torch.device, log_lines:
 
 
 def half_precision_hook(dtype: torch.dtype, group: dist.ProcessGroup) -> Hook:
-    """A hook that sends a bucket in `dtype` and gives back its mean over `group` in the bucket's own type.
+    """Return a hook that sends a bucket in `dtype` and returns its mean over `group` in the bucket's own type.
 
     With the bucket's own type it does what DDP does without a hook.
     """
@@ -129,7 +186,7 @@ def half_precision_hook(dtype: torch.dtype, group: dist.ProcessGroup) -> Hook:
 
 @dataclass(frozen=True)
 class AllReduceCost:
-    """What an all-reduce of gradients costs on the ranks' link, in seconds per number, without and with compression.
+    """The cost of an all-reduce of gradients on the ranks' link, in seconds per number, without and with compression.
 
     Attributes:
         plain: of fp32.
@@ -146,7 +203,7 @@ class AllReduceCost:
 
 
 def worth_compressing(numbers: int, link: AllReduceCost) -> bool:
-    """Whether sending `numbers` gradients a step in bf16 pays: by a fifth of the time, and by more than 10 ms."""
+    """Return whether bf16 for `numbers` gradients a step saves a fifth of the time and more than 10 ms."""
     before, after = numbers * link.plain, numbers * link.half
     return after < _PAYS_BELOW * before and before - after > _PAYS_FROM_SECONDS
 
@@ -169,7 +226,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> AllReduceCos
 
 
 def _seconds(action: Callable[[], None], device: torch.device) -> float:
-    """The median of three runs, after one that opens connections."""
+    """Return the median of three runs, after one that opens connections."""
     times = []
     for _ in range(4):
         begin = time.perf_counter()
@@ -181,9 +238,9 @@ def _seconds(action: Callable[[], None], device: torch.device) -> float:
 
 
 def choose(numbers: int, link: AllReduceCost) -> tuple[str, str]:
-    """What `compression: auto` tries: (kind, the line that says why)."""
+    """Return what `compression: auto` tries: (kind, a log line with the reason)."""
     if worth_compressing(numbers, link):
-        saved, tried = numbers * (link.plain - link.half), 1 + WARM + 2 * TURNS
+        saved, tried = numbers * (link.plain - link.half), 1 + WARM_UP_STEPS + 2 * ROUNDS
         return "bf16", (
             f"compression auto: bf16 may save {saved:.2f} s a step ({link.text}); the first {tried} steps take turns "
             "with and without it"
@@ -192,7 +249,7 @@ def choose(numbers: int, link: AllReduceCost) -> tuple[str, str]:
 
 
 def sent_numbers(shapes: Mapping[str, tuple[int, ...]], kind: str, rank: int = 1) -> float:
-    """Gradients that a rank hands to all-reduce in a step, in units of fp32 numbers.
+    """Return the size of a step's all-reduces on a rank, in units of fp32 numbers.
 
     A ring of W ranks puts 2 (W - 1) / W times as much on each rank's link.
     """

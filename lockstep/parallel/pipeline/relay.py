@@ -1,9 +1,16 @@
-"""Forward passes alone, over all stages: for evaluation, for samples from the model, and to learn shapes.
+"""Forward passes alone, over all stages (for evaluation, sampling and to learn shapes), and the shapes of what is sent.
 
 torch's schedules can run forward only, but not where stages are placed back and forth. This pass works for every
-placement. Micro-batches whose shapes are known go through a window at a time, (window, stage, micro-batch) being the
-order of all that is sent anywhere, so that no two ranks wait for each other. Others go one by one, a description ahead
-of each tensor.
+placement. Micro-batches whose shapes are known go through a window at a time; all sends follow the order (window,
+stage, micro-batch), so that no two ranks wait for each other. Others go one by one, a description ahead of each tensor.
+
+A receiver must know the shape of a tensor, and stages in the middle never see a batch. So each shape of batch gets a
+*signature*, a number that the first stage sends to all others before a run. A new one is sent through the stages once,
+with a description ahead of each tensor; from then on every rank knows what its stages receive and send. One run can
+contain micro-batches of different shapes: a short last one, texts of all lengths.
+
+The signatures of all data-parallel ranks are gathered together: FSDP2's collectives need these ranks to do the same
+things, and one of them may see a shape that the others do not.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,17 +21,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.parallel.pipeline.part import StageModule
+from lockstep.parallel.pipeline.stage_module import StageModule
 from lockstep.parallel.pipeline.torch_stage import Meta, Metas
-from lockstep.torch_compat.pytree import tree_leaves, tree_map
+from lockstep.randomness import derive_key
+from lockstep.torch_compat.pytree import tree_flatten, tree_leaves, tree_map
 
 Start = Callable[[StageModule, int], None]
-"""(stage, place among the micro-batches): the stage's forward pass of this micro-batch begins."""
+"""(stage, place among the micro-batches): called before the stage's forward pass of this micro-batch."""
 
 
 @dataclass
 class Relay:
-    """Passes tensors from stage to stage.
+    """Forward passes that send tensors from stage to stage.
 
     Args:
         parts: this rank's stages, ascending.
@@ -52,18 +60,18 @@ class Relay:
         self, start: Start, place: int = 0, *, learn: Callable[[int, Metas, Metas], None] | None = None,
         to_last: bool = True,
     ) -> Any:  # fmt: skip
-        """One micro-batch of any shape; returns what the last stage returns, None on ranks that do not hold it.
+        """Run one micro-batch of any shape; return the last stage's result, None on ranks that do not hold it.
 
         Args:
             place: of the micro-batch, for `start`.
-            learn: told (stage, what it receives, what it sends on).
+            learn: called with (stage, received, sent) descriptions.
             to_last: run the last stage, too.
         """
         result, kept = None, ()
         for part in self.parts:
             received, metas = self._receive(part, kept)
             if part.is_last:
-                if learn is not None:  # before it runs: the ranks have agreed to know these shapes, even if it fails
+                if learn is not None:  # before it runs: the ranks count these shapes as known, even if it fails
                     learn(part.index, metas, ())
                 if to_last:
                     start(part, place)
@@ -102,14 +110,14 @@ class Relay:
             dist.send(output.detach(), dst=target, group=self.group)
 
     def many(self, start: Start, places: Sequence[int], shapes: Callable[[int, int], tuple[Metas, Metas]]) -> None:
-        """Micro-batches of known shapes, a window at a time; the last stage keeps what it makes of them.
+        """Run micro-batches of known shapes, a window at a time; the last stage handles its results itself.
 
         Args:
             places: of the micro-batches, for `start`.
-            shapes: (place, stage) → what the stage receives, what it sends on.
+            shapes: (place, stage) → (received, sent) descriptions.
         """
         window = dist.get_world_size(self.group)
-        works: list[tuple[dist.Work | None, Tensor]] = []  # what is under way must be kept until it has arrived
+        works: list[tuple[dist.Work | None, Tensor]] = []  # a tensor must be kept until it has been sent
         for begin in range(0, len(places), window):
             now = places[begin : begin + window]
             kept: dict[int, tuple[Tensor, ...]] = {}
@@ -133,7 +141,7 @@ class Relay:
     def _arriving(
         self, part: StageModule, places: Sequence[int], shapes: Callable[[int, int], tuple[Metas, Metas]]
     ) -> dict[int, Callable[[], tuple[Tensor, ...]]]:
-        """Place → waits for the tensors and returns them; empty for a stage that is sent nothing."""
+        """Return place → a function that waits for its tensors; empty for a stage that receives none."""
         if part.is_first or self._is_here(part.index - 1):
             return {}
         source = self._global(part.index - 1)
@@ -154,7 +162,7 @@ class Relay:
         return waits
 
     def share_result(self, result: Any) -> Any:
-        """What the last stage returned, on all ranks of the pipeline."""
+        """Broadcast the last stage's result, and return it on all ranks of the pipeline."""
         source = self._global(len(self.rank_of) - 1)
         holds = self._is_here(len(self.rank_of) - 1)
         box: list[Any] = [None]
@@ -168,3 +176,76 @@ class Relay:
             if isinstance(leaf, Tensor):
                 dist.broadcast(leaf, src=source, group=self.group)
         return result
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The signatures that the ranks exchanged before a run.
+
+    Attributes:
+        signatures: of each of this pipeline's micro-batches.
+        new: places in the run of micro-batches with signatures new to this pipeline, one for each signature.
+        anyone: whether any pipeline has new ones.
+    """
+
+    signatures: list[int]
+    new: list[int]
+    anyone: bool
+
+
+class Shapes:
+    """The shapes that a rank's stages receive and send, by signature.
+
+    Args:
+        dp_rank: which of the `dp_size` parallel pipelines this rank belongs to.
+        knows_batches: this rank has the first stage.
+        device: on which all ranks exchange small messages.
+    """
+
+    def __init__(self, dp_rank: int, dp_size: int, *, knows_batches: bool, device: torch.device) -> None:
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._knows_batches, self._device = knows_batches, device
+        self._seen: set[tuple[int, int]] = set()  # (dp_rank, signature)
+        self._metas: dict[tuple[int, int], tuple[Metas, Metas]] = {}  # (signature, stage) → what it receives, sends
+
+    def agree(self, batches: Sequence[Any], *, training: bool) -> Agreement:
+        """Exchange signatures; all ranks call it together, with the same number of micro-batches.
+
+        Args:
+            batches: the inputs of this rank's micro-batches; used on the ranks of first stages only.
+        """
+        table = torch.zeros(self._dp_size, len(batches), dtype=torch.int64, device=self._device)
+        if self._knows_batches:
+            table[self._dp_rank] = torch.tensor([signature(batch, training) for batch in batches])
+        dist.all_reduce(table)
+        rows = table.tolist()  # the hosts agree here; no device is waited for where the CPU has a process group
+        mine: list[int] = rows[self._dp_rank]
+        new = [
+            place
+            for place, key in enumerate(mine)
+            if key not in mine[:place] and (self._dp_rank, key) not in self._seen
+        ]
+        received = {(dp_rank, key) for dp_rank, keys in enumerate(rows) for key in keys}
+        anyone = bool(received - self._seen)
+        self._seen |= received
+        return Agreement(mine, new, anyone)
+
+    def learn(self, key: int, stage: int, received: Metas, sent: Metas) -> None:
+        """Store what a stage receives and sends for micro-batches of a signature."""
+        self._metas[key, stage] = (received, sent)
+
+    def of(self, key: int, stage: int) -> tuple[Metas, Metas]:
+        """Return (received, sent) descriptions of a stage for a micro-batch of this signature."""
+        return self._metas[key, stage]
+
+
+def signature(batch: Any, training: bool) -> int:
+    """Return a hash of the shapes and the plain values in a batch."""
+    leaves, structure = tree_flatten(batch)
+    return derive_key(training, str(structure), [_leaf(leaf) for leaf in leaves])
+
+
+def _leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), str(leaf.dtype)
+    return leaf if isinstance(leaf, bool | int | float) else type(leaf).__name__

@@ -1,16 +1,18 @@
-"""Which units and parameters of a sharded model a forward pass uses, where ranks or micro-batches differ in that.
+"""Units of FSDP2: which modules are gathered at once, and which of them the forward passes use.
 
-FSDP2 takes for granted that every rank calls the same units in the same order, by calling the units themselves, and
-that the same parameters get gradients on all of them. Where a model routes by its data this is not so. Here
+FSDP2 requires that every rank calls the same units in the same order, by calling the units themselves, and that the
+same parameters get gradients on all ranks. Where a model routes by its data this does not hold. `UnitUsage` therefore
+sees to it that
 
-- a parameter that some rank does not use stands there as zeros; one that no rank uses in a step gets no gradient, as in
-  one process;
-- in the first step ranks compare which unit is called before they gather it; and after each step (on GPUs, where a
-  comparison would hold up the host, after those of models that left something unused) in which order they called the
-  units: a difference is an error, not a hang or another unit's values;
-- a unit whose parameters are used though it is never called is named.
+- a parameter that some rank does not use has a gradient of zeros there; one that no rank uses in a step gets no
+  gradient, as in one process;
+- ranks compare in the first step which unit is called before they gather it, and after each step the order in which
+  they called the units (on GPUs, where a comparison would hold up the host, only where a model left something unused):
+  a difference is an error, not a hang or another unit's values;
+- an error names a unit whose parameters are used though it is never called.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,11 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lockstep.config import FSDPConfig
 from lockstep.errors import UsageError
-from lockstep.parallel.fsdp_gloo import own_parameters
+from lockstep.models.chain import shared_parameters_of
+from lockstep.models.protocol import segments_of
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
+from lockstep.registry import load_object
 
-_MIXED = "mixed torch.Tensor and DTensor"  # what torch says where a sharded parameter meets a plain tensor
+_MIXED = "mixed torch.Tensor and DTensor"  # part of torch's message where a sharded parameter meets a plain tensor
 _END = 0  # the place of the model itself in the list of units: its forward pass is over
 
 
@@ -35,7 +40,7 @@ def explain_mixing(error: BaseException, explanation: Callable[[], UsageError]) 
 
 
 def used_elsewhere() -> UsageError:
-    """Explain that a parameter is used outside of its module, where it can't be told which one."""
+    """Return the error for a parameter that is used outside of its module, where its name is not known."""
     return UsageError(
         "the forward pass uses a parameter outside of the module that it belongs to, where it is sharded",
         where="the model's forward pass",
@@ -45,12 +50,104 @@ def used_elsewhere() -> UsageError:
     )
 
 
-class Usage(AroundMicroBatch):
-    """Watches the units of a sharded model.
+def units_of(
+    model: nn.Module, config: FSDPConfig, blocks: Sequence[tuple[str, nn.Module]]
+) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of each unit, inner ones first, without the root.
+
+    A module is not a unit if a parameter of it is also used outside of it: tied weights stay in one unit, the root.
+    """
+    chosen = callable_units((name, m) for name, m in _candidates(model, config, blocks) if m is not model)
+    users: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), set()).add(id(module))
+    segments = dict(segments_of(model) or ())
+    for segment, names in shared_parameters_of(model).items():  # segments that borrow a parameter use it too
+        for name in names.values():
+            users[id(model.get_parameter(name))].add(id(segments[segment]))
+
+    def self_contained(unit: nn.Module) -> bool:
+        inside = {id(m) for m in unit.modules()}
+        return all(users[id(p)] <= inside for p in unit.parameters())
+
+    depth = {name: name.count(".") for name, _ in chosen}
+    return sorted(((n, m) for n, m in chosen if self_contained(m)), key=lambda item: -depth[item[0]])
+
+
+def _candidates(
+    model: nn.Module, config: FSDPConfig, blocks: Sequence[tuple[str, nn.Module]]
+) -> list[tuple[str, nn.Module]]:
+    policy = config.auto_wrap_policy
+    if policy == "transformer":
+        return list(blocks)
+    if policy == "size":
+        return _by_size(model, config.min_num_params)
+    if isinstance(policy, list):
+        found = [(name, m) for name, m in model.named_modules() if type(m).__name__ in policy]
+        if not found:
+            raise UsageError(
+                f"no module of the model is a {' or '.join(policy)}",
+                where="distributed.fsdp.auto_wrap_policy",
+                fix="name classes of it: " + ", ".join(sorted({type(m).__name__ for m in model.modules()})[:12]),
+            )
+        return found
+    pick = _picking(load_object(policy, "distributed.fsdp.auto_wrap_policy"), policy)
+    return [(name, m) for name, m in model.named_modules() if name and pick(m)]
+
+
+def _picking(policy: Any, name: str) -> Callable[[nn.Module], object]:
+    """Return the function `module -> is it a unit` for the object that the config names.
+
+    Args:
+        policy: such a function, one of torch's policies (`ModuleWrapPolicy`, a `partial` of
+            `transformer_auto_wrap_policy` …), or a function that returns either.
+    """
+    if not callable(policy):
+        raise UsageError(
+            f"{name} can't be called",
+            where="distributed.fsdp.auto_wrap_policy",
+            fix="name a function of a module that says whether it is a unit, or one that returns a ModuleWrapPolicy",
+        )
+    parameters = inspect.signature(policy).parameters
+    if "recurse" in parameters:  # torch's: it is also called to ask whether to look inside, which is always done here
+        return lambda module: policy(
+            module, recurse=False, nonwrapped_numel=sum(p.numel() for p in module.parameters())
+        )
+    if not any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        return _picking(policy(), name)
+    return policy  # type: ignore[no-any-return]
+
+
+def _by_size(model: nn.Module, least: int) -> list[tuple[str, nn.Module]]:
+    """Return modules with `least` or more parameters that are in no unit yet, from the leaves up."""
+    taken: set[int] = set()
+    found = []
+    for name, module in reversed(list(model.named_modules())):  # children come before their parents
+        free = [p for p in module.parameters() if id(p) not in taken]
+        if name and sum(p.numel() for p in free) >= least and implements_forward(module):
+            found.append((name, module))
+            taken |= {id(p) for p in free}
+    return found[::-1]
+
+
+def own_parameters(unit: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a unit that are in no unit inside it."""
+    inside = {
+        id(parameter)
+        for module in unit.modules()
+        if isinstance(module, FSDPModule) and module is not unit
+        for parameter in module.parameters()
+    }
+    return [parameter for parameter in unit.parameters() if id(parameter) not in inside]
+
+
+class UnitUsage(AroundMicroBatch):
+    """The record of which units and parameters of a sharded model a step uses.
 
     Args:
         model: sharded; its own forward pass is the root's.
-        device: on which ranks exchange what they saw.
+        device: on which ranks exchange their records.
         shards: the ranks that gather units together; None: each rank holds the whole model. Ranks of other replicas may
             run another number of micro-batches.
     """
@@ -63,7 +160,7 @@ class Usage(AroundMicroBatch):
         self._used: set[str] = set()
         self._order = 0  # a checksum of the units called in this step, in order
         self._calls: dict[int, int] = {}  # place of a unit → calls in this forward pass
-        self._ever: set[int] = set()  # units that were called
+        self._called: set[int] = set()  # units that were called
         self._forward, self._first_step = False, True
         self._varies = False  # whether a rank left a parameter unused when they last compared
         for place, (name, unit) in enumerate(self._units):
@@ -76,7 +173,7 @@ class Usage(AroundMicroBatch):
         self._forward = True
 
     def after(self, run: MicroBatchPass) -> None:
-        """Compare, after the last call, what ranks used: parameters that no rank used have no gradient.
+        """Compare, after the last micro-batch, what ranks used: parameters that no rank used have no gradient.
 
         Raises:
             UsageError: ranks call other units.
@@ -89,7 +186,7 @@ class Usage(AroundMicroBatch):
             self._order, self._first_step = 0, False
 
     def failed(self, error: BaseException) -> Exception | None:
-        """Explain that parameters are used of a unit that was not called."""
+        """Return an error if parameters of a unit were used that was not called."""
         self._forward = False
         self._calls.clear()
         return explain_mixing(error, self._not_called)
@@ -97,7 +194,7 @@ class Usage(AroundMicroBatch):
     def _before(self, place: int, unit: nn.Module, _args: object) -> None:
         if not self._forward:
             return
-        self._ever.add(place)
+        self._called.add(place)
         self._order = crc32(place.to_bytes(4, "little"), self._order)
         self._calls[place] = self._calls.get(place, 0) + 1
         if self._calls[place] == 2:
@@ -111,7 +208,7 @@ class Usage(AroundMicroBatch):
         self._forward = False
 
     def _agree(self, place: int) -> None:
-        """All ranks that gather units together call the same one now, or all have called their last one."""
+        """Check that all ranks that gather units together call the same one, or that all have called their last one."""
         if self._shards is None:
             return
         both = torch.tensor([place, -place], device=self._device)
@@ -120,10 +217,10 @@ class Usage(AroundMicroBatch):
         if high != low:
             unit = self._units[high][0] if low == _END else self._units[low][0]
             other = "none" if low == _END else self._units[high][0]
-            raise self._differing(unit, f"one rank's forward pass calls {unit} where another's calls {other}")
+            raise self._mismatch(unit, f"one rank's forward pass calls {unit} where another's calls {other}")
 
     def _watching(self, unit_name: str, unit: nn.Module) -> Any:
-        """A hook that, once, has each whole parameter of the unit note that it got a gradient."""
+        """Return a hook that registers, once, on each whole parameter of the unit a hook that notes its gradient."""
         seen = False
         own = {id(parameter) for parameter in own_parameters(unit)}
         mine = [name for name, parameter in unit.named_parameters() if id(parameter) in own and parameter.ndim]
@@ -162,14 +259,14 @@ class Usage(AroundMicroBatch):
         high, low = order.tolist()
         self._varies = bool(varies)
         if high != -low:
-            raise self._differing(
+            raise self._mismatch(
                 self._units[-1][0], "ranks called other units, or called them in another order, in one step"
             )
         for name, there in zip(self._names, used, strict=True):
             if not there:
                 self._model.get_parameter(name).grad = None
 
-    def _differing(self, unit: str, what: str) -> UsageError:
+    def _mismatch(self, unit: str, what: str) -> UsageError:
         outer = [
             module for depth in range(unit.count("."), 0, -1)
             for module in [self._model.get_submodule(unit.rsplit(".", depth)[0])] if implements_forward(module)
@@ -186,7 +283,7 @@ class Usage(AroundMicroBatch):
         )
 
     def _not_called(self) -> UsageError:
-        name, unit = next((u for place, u in enumerate(self._units) if place not in self._ever), self._units[_END])
+        name, unit = next((u for place, u in enumerate(self._units) if place not in self._called), self._units[_END])
         inside = sorted({_class_of(m) for _, m in callable_units(unit.named_children())})
         return UsageError(
             f"parameters of {name or 'the model'} are used, but its forward() is not called",
@@ -198,23 +295,23 @@ class Usage(AroundMicroBatch):
 
 
 def _class_of(module: nn.Module) -> str:
-    """The name of its class, without what FSDP2 makes of it."""
+    """Return the name of the module's class before FSDP2 replaced it."""
     return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _fill_unused(unit: nn.Module, wanted: bool) -> None:
-    """Whether zeros stand for the gradients of parameters that a backward pass does not reach; since torch 2.13."""
+    """Set whether FSDP2 takes zeros for gradients that a backward pass does not make; since torch 2.13."""
     if hasattr(unit, "set_reduce_scatter_unused_params"):
         unit.set_reduce_scatter_unused_params(wanted, recurse=False)  # type: ignore[operator]
 
 
 def implements_forward(module: nn.Module) -> bool:
-    """Whether the module can be called; containers such as ModuleList can't."""
+    """Return whether the module can be called; containers such as ModuleList can't."""
     return type(module).forward is not nn.Module.forward
 
 
 def callable_units(modules: Any) -> Sequence[tuple[str, nn.Module]]:
-    """(name, module) of those that can be called and have parameters; in place of a container, its members."""
+    """Return (name, module) of those that can be called and have parameters; in place of a container, its members."""
     found: list[tuple[str, nn.Module]] = []
     for name, module in modules:
         if not any(True for _ in module.parameters()):

@@ -1,0 +1,399 @@
+"""The workers of `diloco` on one rank: models that train by themselves, and the outer step in which they exchange.
+
+The mean over workers of what they changed, θ − θ_w, is an outer gradient; a step of SGD along it, with momentum
+(Nesterov's or plain), moves the common parameters θ, and every worker continues from there.
+
+Assumes parameters of one floating type (`require_one_type`).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.config import DiLoCoConfig
+from lockstep.data.batches import MicroBatch
+from lockstep.errors import UsageError
+from lockstep.parallel.comm.quantized_allreduce import BLOCK, LARGEST, QuantizedAllReduce
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.parallel.micro_step import MicroStep
+from lockstep.parallel.numbers import Number, number
+from lockstep.parallel.parallel_model import ModelUpdate, ParallelModel, assign_contiguous
+
+_ALIGNED = 64  # elements: kernels are faster on aligned parameters
+
+
+class FlatParameters:
+    """The trainable parameters in one tensor, with a view for each: an exchange is then a few operations.
+
+    Args:
+        parameters: of one floating type.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        first, size = next(iter(parameters.values())), 0
+        starts = {}
+        for name, parameter in parameters.items():
+            starts[name] = size
+            size += -(-parameter.numel() // _ALIGNED) * _ALIGNED
+        self.data = torch.zeros(-(-size // BLOCK) * BLOCK, dtype=first.dtype, device=first.device)
+        self.views = {
+            name: self.data[starts[name] : starts[name] + p.numel()].view(p.shape) for name, p in parameters.items()
+        }
+
+    def named(self, prefix: str) -> dict[str, Tensor]:
+        """Return prefix/name → view, for a checkpoint."""
+        return {f"{prefix}/{name}": view for name, view in self.views.items()}
+
+
+@dataclass
+class Worker:
+    """One model that trains by itself.
+
+    Attributes:
+        number: among all workers.
+        values: its parameters.
+        buffers: its persistent buffers.
+        error: what int8 or int4 rounded away of its last change, and of its share of the last mean.
+        gradients: of its step, while another worker is in place.
+        optimizer: its state of the inner optimizer, while another worker is in place.
+        update: its update of this step; None where it had no micro-batch.
+    """
+
+    number: int
+    values: FlatParameters
+    buffers: dict[str, Tensor]
+    error: FlatParameters | None
+    gradients: list[Tensor | None] = field(default_factory=list)
+    optimizer: Any = field(default_factory=lambda: defaultdict(dict))
+    update: ModelUpdate | None = None
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of its names in a checkpoint."""
+        return f"worker-{self.number}"
+
+
+def require_one_type(parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse parameters that an exchange as one tensor would have to convert.
+
+    Raises:
+        UsageError: there is no parameter, or there are several types, or one that is not floating.
+    """
+    kinds = {p.dtype: name for name, p in parameters.items()}
+    if len(kinds) != 1 or not next(iter(kinds)).is_floating_point:
+        listed = ", ".join(f"{name} is {dtype}" for dtype, name in kinds.items()) or "there is none that trains"
+        raise UsageError(
+            "diloco exchanges parameters of one floating type",
+            where="distributed.strategy: diloco",
+            why=listed,
+            fix="give all parameters that train one type (model.float()), or use ddp",
+        )
+
+
+class WorkersLossAccumulator(LossAccumulator):
+    """Accumulates under local updates, where each worker adds its gradient's norm after its backward pass.
+
+    Args:
+        workers: their number over all ranks.
+    """
+
+    def __init__(self, micro_batches_per_step: int, device: torch.device, *, shared: bool, workers: int) -> None:
+        super().__init__(micro_batches_per_step + workers, device, shared=shared)
+        self.micro_batches_per_step = micro_batches_per_step
+
+    def add_norm(self, worker: int, norm: Tensor) -> None:
+        """Add the norm of a worker's gradient."""
+        self._table[0, self.micro_batches_per_step + worker] = norm
+        self._table[1, self.micro_batches_per_step + worker] = 1.0
+
+    def start_reduce(self) -> None:
+        """Do nothing yet: norms are still to come, so the all-reduce starts in `totals`."""
+
+    def totals(self) -> tuple[Number, Number]:
+        super().start_reduce()
+        self._finish()
+        sums = self._table[:, : self.micro_batches_per_step].sum(dim=1)
+        return number(sums[0]), number(sums[1])
+
+    @property
+    def mean_norm(self) -> Number:
+        """Mean norm of the workers' gradients, after `totals`; equal on all ranks."""
+        norms, noted = self._table[:, self.micro_batches_per_step : -1].sum(dim=1)
+        return number(norms / noted.clamp(min=1))
+
+    @property
+    def stop_votes(self) -> Number:
+        return number(self._table[0, -1])
+
+    @property
+    def step_marks(self) -> Number:
+        return number(self._table[1, -1])
+
+
+class OuterStep:
+    """The rule and the state of the exchange; every rank makes the same calls.
+
+    Args:
+        common: the parameters from which all workers go on.
+        momentum: of the outer step, as `common`.
+        buffers: the running statistics that go with `common`.
+        all_reduce: by which the workers exchange.
+    """
+
+    def __init__(
+        self,
+        common: FlatParameters,
+        momentum: FlatParameters,
+        buffers: dict[str, Tensor],
+        config: DiLoCoConfig,
+        all_reduce: QuantizedAllReduce,
+    ) -> None:
+        self._common, self._momentum, self._buffers = common, momentum, buffers
+        self._config, self._all_reduce = config, all_reduce
+        blocks, parts = common.data.numel() // BLOCK, config.fragments
+        bounds = [BLOCK * (blocks * k // parts) for k in range(parts + 1)]
+        self._pieces = [slice(*ends) for ends in pairwise(bounds)]
+
+    def after(self, step: int, workers: Sequence[Worker], *, last: bool) -> None:
+        """Exchange what is due after `step` steps; everything at the end of the run.
+
+        Args:
+            workers: of this rank.
+        """
+        for piece in self._due(step, last):
+            self._step(piece, workers)
+        if last or step % self._config.inner_steps == 0:
+            self._average_buffers(workers)
+
+    def _due(self, step: int, last: bool) -> Iterator[slice]:
+        inner = self._config.inner_steps
+        for place, piece in enumerate(self._pieces, 1):
+            if last or step % inner == place * inner // len(self._pieces) % inner:
+                yield piece
+
+    @torch.no_grad()
+    def _step(self, piece: slice, workers: Sequence[Worker]) -> None:
+        config = self._config
+        common, momentum = self._common.data[piece], self._momentum.data[piece]
+        changes = torch.stack([(common - worker.values.data[piece]).float() for worker in workers])
+        errors = [worker.error.data[piece] for worker in workers if worker.error is not None]
+        if errors:
+            changes += torch.stack(errors)
+        mean, lost = self._all_reduce.mean(changes)
+        for error, of_worker in zip(errors, lost, strict=False):
+            error.copy_(of_worker)
+        momentum.mul_(config.outer_momentum).add_(mean)
+        along = mean.add(momentum, alpha=config.outer_momentum) if config.nesterov else momentum
+        common.add_(along, alpha=-config.outer_learning_rate)
+        for worker in workers:
+            worker.values.data[piece].copy_(common)
+
+    @torch.no_grad()
+    def _average_buffers(self, workers: Sequence[Worker]) -> None:
+        """Set running statistics to their mean over workers in fp32; counts are the same or nearly so."""
+        if not self._buffers:
+            return
+        rows = [torch.cat([b.reshape(-1).float() for b in worker.buffers.values()]) for worker in workers]
+        mean, _ = self._all_reduce.mean(torch.stack(rows), "fp32")
+        begin = 0
+        for name, common in self._buffers.items():
+            values, begin = mean[begin : begin + common.numel()], begin + common.numel()
+            common.copy_((values if common.is_floating_point() else values.round()).view(common.shape))
+            for worker in workers:
+                worker.buffers[name].copy_(common)
+
+
+class LocalWorkers:
+    """The workers of this rank, and the common model. Every rank makes the same calls.
+
+    Args:
+        placed: the model that they train in turn.
+        micro_step: forward and backward of one micro-batch on the model as it stands.
+        mine: the numbers of this rank's workers.
+        total: over all ranks.
+        all_reduce: by which they exchange.
+
+    Raises:
+        UsageError: the parameters are not of one floating type.
+    """
+
+    def __init__(
+        self,
+        placed: ParallelModel,
+        micro_step: MicroStep,
+        mine: range,
+        total: int,
+        config: DiLoCoConfig,
+        all_reduce: QuantizedAllReduce,
+    ) -> None:
+        self.total = total
+        self._placed, self._micro_step = placed, micro_step
+        self._parameters = {name: p for name, p in placed.parameters.items() if p.requires_grad}
+        self._live_buffers = dict(placed.buffers)
+        require_one_type(self._parameters)
+        self._values, self._momentum = FlatParameters(self._parameters), FlatParameters(self._parameters)
+        for name, parameter in self._parameters.items():
+            self._values.views[name].copy_(parameter.detach())
+        buffers = {name: buffer.clone() for name, buffer in self._live_buffers.items()}
+        frozen = {name: p.detach() for name, p in placed.parameters.items() if not p.requires_grad}
+        self._common_buffers = buffers
+        order = placed.parameters.keys()
+        whole = {**self._values.views, **frozen}
+        self.common: dict[str, Tensor] = {name: whole[name] for name in order} | buffers
+        feeds_back = config.send_as in LARGEST and config.error_feedback
+        self._workers = [self._worker(number, feeds_back) for number in mine]
+        self._in_place = self._workers[0]
+        self._put(self._in_place.values.views, self._in_place.buffers)
+        self._count: Any = 0  # valid targets of the worker that runs
+        self._outer = OuterStep(self._values, self._momentum, buffers, config, all_reduce)
+
+    def _worker(self, number: int, feeds_back: bool) -> Worker:
+        values = FlatParameters(self._parameters)
+        values.data.copy_(self._values.data)
+        buffers = {name: buffer.clone() for name, buffer in self._live_buffers.items()}
+        return Worker(number, values, buffers, FlatParameters(self._parameters) if feeds_back else None)
+
+    # ---- a step ----
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
+    ) -> None:
+        """Run this rank's micro-batches of a step, worker by worker."""
+        left = iter(micro_batches)
+        for worker in self._workers:
+            count = len(assign_contiguous(accumulator.micro_batches_per_step, worker.number, self.total))
+            with self._entered(worker):
+                for place in range(1, count + 1):
+                    self._run(worker, next(left), accumulator, factor, last=place == count)
+
+    @property
+    def micro_step(self) -> MicroStep | None:
+        """Forward and backward of one micro-batch of the only worker; None where there are several."""
+        if len(self._workers) > 1:
+            return None
+        worker = self._workers[0]
+        return lambda micro_batch, accumulator, factor, last: self._run(
+            worker, micro_batch, accumulator, factor, last=last
+        )
+
+    def _run(
+        self, worker: Worker, micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, *, last: bool
+    ) -> Loss:
+        loss = self._micro_step(micro_batch, accumulator, factor, last)
+        if micro_batch.real:
+            self._count = self._count + loss.targets
+        worker.update = None
+        if last:
+            if not isinstance(self._count, int) or self._count > 0 or micro_batch.real:
+                worker.update = self._update(worker, factor, accumulator)
+            self._count = 0
+        return loss
+
+    def _update(self, worker: Worker, factor: float, accumulator: LossAccumulator) -> ModelUpdate:
+        count = torch.as_tensor(self._count, dtype=torch.float64, device=self._placed.random_state.device).clamp(min=1)
+        to_mean = (1.0 / factor / count).float()
+        gradients = self._placed.gradients()
+        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(to_mean)
+        assert isinstance(accumulator, WorkersLossAccumulator)
+        accumulator.add_norm(worker.number, norm * to_mean)
+        return ModelUpdate(number(to_mean), number(norm * to_mean), in_place=partial(self._entered, worker))
+
+    def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator:
+        """Return an empty accumulator for a step."""
+        placed = self._placed
+        return WorkersLossAccumulator(
+            micro_batches_per_step, placed.random_state.device, shared=placed.layout.world_size > 1, workers=self.total
+        )
+
+    def model_updates(self, accumulator: LossAccumulator) -> tuple[list[ModelUpdate], Number]:
+        """Return the updates of this rank's workers, and the mean norm of all workers' gradients.
+
+        Args:
+            accumulator: of the step, after its `totals`.
+        """
+        assert isinstance(accumulator, WorkersLossAccumulator)
+        return [worker.update for worker in self._workers if worker.update is not None], accumulator.mean_norm
+
+    @contextmanager
+    def _entered(self, worker: Worker, optimizer: Optimizer | None = None) -> Iterator[None]:
+        """Have a worker's parameters, buffers, gradients and optimizer state in place inside."""
+        if len(self._workers) == 1:
+            yield
+            return
+        if worker is not self._in_place:
+            self._put(worker.values.views, worker.buffers)
+            self._in_place = worker
+        parameters = self._parameters.values()
+        for parameter, gradient in zip(parameters, worker.gradients, strict=False):
+            parameter.grad = gradient
+        if optimizer is not None:
+            outside, optimizer.state = optimizer.state, worker.optimizer
+        try:
+            yield
+        finally:
+            worker.gradients = [parameter.grad for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+            if optimizer is not None:
+                optimizer.state = outside
+
+    def _put(self, values: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.data = values[name]
+        for name, buffer in self._live_buffers.items():
+            buffer.data = buffers[name]
+
+    def synchronize(self, step: int, *, last: bool) -> None:
+        """Exchange what is due after `step` steps; everything at the end of the run."""
+        for worker in self._workers:
+            worker.gradients = []
+        self._outer.after(step, self._workers, last=last)
+
+    # ---- what is evaluated and saved ----
+
+    def on_common(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `run` on the common parameters."""
+
+        def run_on_common(*args: Any, **kwargs: Any) -> Any:
+            self._put(self._values.views, self._common_buffers)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._put(self._in_place.values.views, self._in_place.buffers)
+
+        return run_on_common
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Buffers of all workers of this rank."""
+        return {f"{w.prefix}/buffers/{name}": b for w in self._workers for name, b in w.buffers.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps beside the common model: momentum, and each worker as it stands."""
+        kept = self._momentum.named("momentum") | self.buffers
+        for worker in self._workers:
+            kept |= worker.values.named(f"{worker.prefix}/values")
+            kept |= worker.error.named(f"{worker.prefix}/error") if worker.error is not None else {}
+        return kept
+
+    def each(self, optimizer: Optimizer) -> Iterator[str]:
+        """Yield the prefix of each worker's names in a checkpoint; its optimizer state is in place meanwhile."""
+        for worker in self._workers:
+            with self._entered(worker, optimizer):
+                yield f"{worker.prefix}/"
+
+    def begin_from_common(self) -> None:
+        """Let all workers begin from the common parameters, such as those of a run without workers."""
+        self._momentum.data.zero_()
+        for worker in self._workers:
+            worker.values.data.copy_(self._values.data)
+            for name, buffer in worker.buffers.items():
+                buffer.copy_(self._common_buffers[name])

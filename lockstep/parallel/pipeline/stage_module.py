@@ -1,0 +1,184 @@
+"""One stage's module: a run of the model's segments, and the parameters that they borrow.
+
+`StageModule.forward` folds tensors through its segments, as the whole model's forward pass does. The first stage takes
+its inputs from the micro-batch that the rank works on, the last one turns outputs into what the pass is for (a loss, or
+the outputs themselves), as `CurrentMicroBatch` says. So nothing but tensors travels between stages, and the batch stays
+where it is. Where there are replicas or shards, FSDP2 gets the stages.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Parameter
+
+from lockstep.models.chain import run_segment
+from lockstep.models.observed import LossCalls
+from lockstep.parallel.pipeline.plan import PipelinePlan
+from lockstep.parallel.pipeline.stage_parameters import Registration, StageParameters
+from lockstep.precision import Precision
+from lockstep.randomness import RandomState
+from lockstep.torch_compat.tensor_versions import base_of
+
+
+@dataclass
+class CurrentMicroBatch:
+    """The micro-batch that the stages of a rank work on; the runner sets it.
+
+    Attributes:
+        inputs: the arguments of the model's forward pass.
+        finish: the model's outputs → what the last stage returns.
+        observes: record calls of torch's loss functions in the last stage.
+        calls: those of its latest forward pass.
+    """
+
+    inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] = lambda: ((), {})
+    finish: Callable[[Any], Any] = lambda outputs: outputs
+    observes: bool = False
+    calls: LossCalls | None = None
+
+
+@dataclass(frozen=True)
+class StageSegment:
+    """A segment within its stage: its name, and the parameters that it borrows at each call, by keyword."""
+
+    name: str
+    borrowed: Mapping[str, Registration] = field(default_factory=dict)
+
+
+class StageModule(nn.Module):
+    """Stage `index` of `count`.
+
+    Args:
+        segments: (name, module) in order.
+        borrowed: segment name → {keyword: where the parameter is}.
+        blocks: the model's repeated blocks among the segments.
+        earlier: segment name → how often a module that draws under this name ran in earlier stages.
+        owns: registers parameters that only segments of this stage borrow.
+    """
+
+    def __init__(
+        self, index: int, count: int, segments: Sequence[tuple[str, nn.Module]], *,
+        borrowed: Mapping[str, Mapping[str, Registration]], blocks: Sequence[tuple[str, nn.Module]],
+        earlier: Mapping[str, int], work: CurrentMicroBatch, precision: Precision, owns: nn.Module | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.index = index
+        self.is_first, self.is_last = index == 0, index == count - 1
+        self.segments_here = nn.ModuleList(module for _, module in segments)
+        self.owns = owns
+        self._links = [StageSegment(name, borrowed.get(name, {})) for name, _ in segments]
+        self._blocks = list(blocks)
+        self._earlier = dict(earlier)
+        self._work, self._precision = work, precision
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        """Return the model's repeated blocks in this stage."""
+        return list(self._blocks)
+
+    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
+        """Yield own and borrowed parameters: schedules that split the backward pass differentiate by these."""
+        own = list(super().parameters(recurse))
+        yield from own
+        seen = {id(parameter) for parameter in own}
+        for registration in self.borrowed_registrations():
+            if id(registration.tensor()) not in seen:
+                seen.add(id(registration.tensor()))
+                yield registration.tensor()
+
+    def borrowed_registrations(self) -> Iterator[Registration]:
+        """Yield the registration of each parameter that segments of this stage borrow."""
+        for link in self._links:
+            yield from link.borrowed.values()
+
+    def enter(self, random_state: RandomState, micro_batch: int) -> None:
+        """Begin a forward pass of this stage: random numbers continue where the earlier stages stopped."""
+        random_state.at(micro_batch)
+        random_state.calls.update(self._earlier)
+
+    def forward(self, *values: Any) -> Any:
+        keywords: Mapping[str, Any] = {}
+        work = self._work
+        # Stages in the middle have no batch.
+        inputs = work.inputs() if self.is_first or self.is_last else ((), {})
+        given = {id(value) for value in values}
+        observing = LossCalls() if self.is_last and work.observes else nullcontext()
+        with self._precision.autocast(), observing as work.calls:
+            if self.is_first:
+                values, keywords = inputs
+            outputs: Any = values
+            for link, segment in zip(self._links, self.segments_here, strict=True):
+                lent = {keyword: registration.tensor() for keyword, registration in link.borrowed.items()}
+                outputs = run_segment(segment, values, {**keywords, **lent}, inputs)
+                values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
+        if self.is_last:
+            with self._precision.autocast():
+                return work.finish(outputs)
+        return tuple(_own(value, given) for value in values)
+
+
+def _own(value: Tensor, given: set[int]) -> Tensor:
+    """Return a tensor that nothing else uses, to be sent: torch's runtime detaches it in place."""
+    if base_of(value) is not None or id(value) in given:
+        return value.clone().contiguous()
+    return value.contiguous()
+
+
+Blocks = list[tuple[str, nn.Module]]
+Shard = Callable[[nn.Module, Blocks, set[nn.Parameter], bool], list[str]]
+"""(root, its units, parameters that are another root's, free parameters after each forward pass) → lines to log."""
+
+
+def stage_module_of(
+    plan: PipelinePlan, stage: int, held: StageParameters, blocks: Blocks, work: CurrentMicroBatch, precision: Precision
+) -> StageModule:
+    """Return the module of stage `stage`, which this rank holds."""
+    segments = [plan.segments[i] for i in plan.parts.stages[stage]]
+    inside = {id(module) for _, segment in segments for module in segment.modules()}
+    borrowed = {
+        name: {keyword: held.parameters[parameter][0] for keyword, parameter in plan.model.lent.get(name, {}).items()}
+        for name, _ in segments
+    }
+    # A module that is a segment several times draws new numbers in each run, and counts its runs under all its names.
+    before = [id(module) for i in range(plan.parts.stages[stage].start) for module in [plan.segments[i][1]]]
+    earlier = {name: before.count(id(module)) for name, module in plan.segments if id(module) in before}
+    return StageModule(
+        stage, len(plan.parts.stages), segments, borrowed=borrowed,
+        blocks=[(name, block) for name, block in blocks if id(block) in inside],
+        earlier=earlier, work=work, precision=precision, owns=held.of_stage.get(stage),
+    )  # fmt: skip
+
+
+class SharedUnit(nn.Module):
+    """One unit of FSDP2 for all parameters that several stages use: its children own or register them."""
+
+    def forward(self) -> None:
+        """Do nothing: the parameters are gathered and reduced by hand."""
+
+
+def shard_stages(
+    parts: list[StageModule], held: StageParameters, units: Blocks, shard: Shard, frees: bool
+) -> tuple[nn.Module | None, list[str]]:
+    """Apply FSDP2 to each stage; parameters that several stages share become a unit of their own."""
+    doubled = sorted(held.doubled & set(held.parameters))
+    unit: nn.Module | None = None
+    log_lines: list[str] = []
+    if doubled:
+        owners = {id(s.module): s.module for name in doubled for s in held.parameters[name]}
+        unit = SharedUnit()
+        for index, owner in enumerate(owners.values()):
+            unit.add_module(str(index), owner)
+        others = {p for name, p in held.named_parameters().items() if name not in held.doubled}
+        shard(unit, [], others, False)
+        assert isinstance(unit, FSDPModule)
+        unit()  # FSDP2 prepares a root in its first forward pass
+        unit.reshard()
+    shared = {held.parameters[name][0].tensor() for name in doubled}
+    for part in parts:
+        inside = {id(module) for module in part.modules()}
+        own = [(n, m) for n, m in units if id(m) in inside and not shared.issuperset(m.parameters())]
+        log_lines += [line for line in shard(part, own, shared, frees) if line not in log_lines]
+    return unit, log_lines

@@ -1,0 +1,269 @@
+"""Parameters and buffers of a pipeline's stages: which ranks hold them, and sums of gradients that ranks share.
+
+Names and identities are read from the unsplit model, before anything is cut. A parameter that segments of several
+stages use (it is registered in several modules, or lent to several segments) is held by each of these stages' ranks. A
+rank holds it once, however many of its stages use it.
+
+Each of these ranks holds the whole parameter (or the same shard of it) and makes the same update from the same sum, so
+the copies stay equal, bit for bit. Norms count it on the first of its ranks alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.collectives import create_once
+from lockstep.errors import UsageError
+from lockstep.models.chain import shared_parameters_of
+from lockstep.parallel.initial import FirstValues, canonical_names
+from lockstep.parallel.parallel_model import local
+
+Segments = Sequence[tuple[str, nn.Module]]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The module and attribute where a tensor is registered. Looked up at each use: FSDP2 replaces parameters."""
+
+    module: nn.Module
+    attribute: str
+
+    def tensor(self) -> Any:
+        """Return the tensor that is registered now."""
+        return getattr(self.module, self.attribute)
+
+
+@dataclass
+class Survey:
+    """The parameters and buffers of the unsplit model, and the segments that use them.
+
+    Attributes:
+        parameters, buffers: canonical name → all places where it is registered.
+        users: parameter name → names of the segments that use it, in order; empty for one that none uses.
+        lent: segment name → {keyword: parameter name}.
+        sizes: parameter name → number of elements.
+        persistent: names of the buffers that checkpoints keep.
+    """
+
+    parameters: dict[str, list[Registration]]
+    buffers: dict[str, list[Registration]]
+    users: dict[str, list[str]]
+    lent: dict[str, dict[str, str]]
+    sizes: dict[str, int]
+    persistent: set[str]
+
+    def costs(self, names: Sequence[str]) -> list[float]:
+        """Return for each segment the number of elements of the parameters that it uses."""
+        costs = dict.fromkeys(names, 0.0)
+        for parameter, users in self.users.items():
+            for user in users:
+                costs[user] += self.sizes[parameter]
+        return [costs[name] for name in names]
+
+
+def survey(model: nn.Module, segments: Segments) -> Survey:
+    """Read an unsplit model whose forward pass is the chain `segments`.
+
+    Raises:
+        UsageError: a segment borrows a parameter that the model does not have.
+    """
+    names, _ = canonical_names(model)
+    parameters = _registrations(model, names)
+    lent = {segment: dict(wanted) for segment, wanted in shared_parameters_of(model).items()}
+    known = set(parameters)
+    users: dict[str, list[str]] = {name: [] for name in parameters}
+    for segment, module in segments:
+        used = {names[id(p)] for p in module.parameters() if id(p) in names} | set(lent.get(segment, {}).values())
+        if missing := used - known:
+            raise UsageError(
+                f"segment {segment} borrows {', '.join(sorted(missing))}, which the model does not have",
+                fix="shared_parameters() must name parameters as named_parameters() does",
+            )
+        for name in used:
+            users[name].append(segment)
+    persistent = set(model.state_dict(keep_vars=True))
+    buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+    return Survey(
+        parameters, _registrations(model, buffers), users, lent,
+        {name: registrations[0].tensor().numel() for name, registrations in parameters.items()}, persistent &
+        set(buffers.values()),
+    )  # fmt: skip
+
+
+def _registrations(model: nn.Module, names: Mapping[int, str]) -> dict[str, list[Registration]]:
+    found: dict[str, list[Registration]] = {name: [] for name in names.values()}
+    for module in model.modules():
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for attribute, tensor in (*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)):
+            if id(tensor) in names:
+                found[names[id(tensor)]].append(Registration(module, attribute))
+    return found
+
+
+class Borrowed(nn.Module):
+    """Registers parameters of which this rank has uses, but not the module that owns them."""
+
+    def add(self, parameter: nn.Parameter) -> Registration:
+        """Register a parameter; return where."""
+        attribute = f"parameter_{sum(1 for _ in self.named_parameters(remove_duplicate=False))}"
+        self.register_parameter(attribute, parameter)
+        return Registration(self, attribute)
+
+
+@dataclass
+class StageParameters:
+    """The parameters and buffers that one rank holds.
+
+    Attributes:
+        parameters, buffers: canonical name → the places on this rank where it is registered.
+        across: names of those parameters that stages of several ranks use → these pipeline ranks, ascending.
+        doubled: names of parameters that several stages use, on this rank or others.
+        extra: owns parameters that segments of several stages only borrow.
+        of_stage: stage → owner of parameters that only its segments borrow.
+    """
+
+    parameters: dict[str, list[Registration]]
+    buffers: dict[str, list[Registration]]
+    across: dict[str, list[int]] = field(default_factory=dict)
+    doubled: set[str] = field(default_factory=set)
+    extra: Borrowed = field(default_factory=Borrowed)
+    of_stage: dict[int, Borrowed] = field(default_factory=dict)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return name → the tensor that is registered now."""
+        return {name: registrations[0].tensor() for name, registrations in self.parameters.items()}
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """Return name → the tensor that is registered now."""
+        return {name: registrations[0].tensor() for name, registrations in self.buffers.items()}
+
+    def replace(self, name: str, parameter: nn.Parameter) -> None:
+        """Put another parameter in all places of one."""
+        for registration in self.parameters[name]:
+            setattr(registration.module, registration.attribute, parameter)
+
+
+def stage_parameters_of(
+    rank: int, model: Survey, segments: Segments, stage_of: Mapping[str, int], rank_of: Sequence[int]
+) -> StageParameters:
+    """Return the parameters and buffers that pipeline rank `rank` holds.
+
+    Args:
+        stage_of: segment name → stage.
+        rank_of: of each stage, its rank.
+    """
+    mine = {id(m) for name, s in segments if rank_of[stage_of[name]] == rank for m in s.modules()}
+    held = StageParameters({}, {})
+    for name, registrations in model.parameters.items():
+        stages = {stage_of[user] for user in model.users[name]} or {0}  # what no segment uses stays with the first
+        ranks = sorted({rank_of[stage] for stage in stages})
+        if len(stages) > 1:
+            held.doubled.add(name)
+        if rank not in ranks:
+            continue
+        if len(ranks) > 1:
+            held.across[name] = ranks
+        here = [registration for registration in registrations if id(registration.module) in mine]
+        if not here:
+            owner = held.extra if len(stages) > 1 else held.of_stage.setdefault(min(stages), Borrowed())
+            here = [owner.add(registrations[0].tensor())]
+        held.parameters[name] = here
+    owners: dict[int, set[int]] = {}
+    for name, segment in segments:
+        for module in segment.modules():
+            owners.setdefault(id(module), set()).add(rank_of[stage_of[name]])
+    for name, registrations in model.buffers.items():
+        here = [
+            registration for registration in registrations if rank in owners.get(id(registration.module), {rank_of[0]})
+        ]
+        if here:
+            held.buffers[name] = here
+    return held
+
+
+def release(model: Survey, held: StageParameters) -> None:
+    """Replace all that other ranks hold by tensors on meta in the unsplit model."""
+    for name, registrations in model.parameters.items():
+        kept = {(id(s.module), s.attribute) for s in held.parameters.get(name, [])}
+        described = nn.Parameter(torch.empty_like(registrations[0].tensor(), device="meta"))
+        for registration in registrations:
+            if (id(registration.module), registration.attribute) not in kept:
+                setattr(registration.module, registration.attribute, described)
+    for name, registrations in model.buffers.items():
+        if name not in held.buffers:
+            for registration in registrations:
+                setattr(
+                    registration.module, registration.attribute, torch.empty_like(registration.tensor(), device="meta")
+                )
+
+
+@torch.no_grad()
+def make_empty(held: StageParameters, device: torch.device) -> None:
+    """Give what a rank holds storage on a device, without values."""
+    for name, old in held.named_parameters().items():
+        held.replace(name, nn.Parameter(torch.empty_like(old, device=device), old.requires_grad))
+    for registrations in held.buffers.values():
+        values = torch.empty_like(registrations[0].tensor(), device=device)
+        for registration in registrations:
+            setattr(registration.module, registration.attribute, values)
+
+
+@torch.no_grad()
+def materialise(held: StageParameters, first: FirstValues | None, device: torch.device) -> None:
+    """Bring what a rank holds to its device, with values from `first` if the model is on meta."""
+    for name, old in held.named_parameters().items():
+        if first is not None or old.device != device:
+            values = first.parameter(name) if first is not None else old.detach()
+            held.replace(name, nn.Parameter(values.to(device), requires_grad=old.requires_grad))
+    made = first.buffers() if first is not None else {}
+    for name, registrations in held.buffers.items():
+        values = made.get(name, registrations[0].tensor()).to(device)
+        for registration in registrations:
+            setattr(registration.module, registration.attribute, values)
+
+
+class SharedSums:
+    """The sum of the gradients of shared parameters over the pipeline ranks that hold them.
+
+    Args:
+        ranks_of: parameter → pipeline ranks, of *all* parameters that cross ranks: every rank makes every group.
+        pipelines: the global ranks of each pipeline, by pipeline rank.
+        parameters: this rank's parameters as they are when called.
+    """
+
+    def __init__(
+        self, ranks_of: Mapping[str, Sequence[int]], pipelines: Sequence[Sequence[int]],
+        parameters: Callable[[], Mapping[str, nn.Parameter]],
+    ) -> None:  # fmt: skip
+        self._parameters = parameters
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        me = dist.get_rank()
+        for ranks in sorted({tuple(ranks) for ranks in ranks_of.values()}):
+            for pipeline in pipelines:
+                members = [pipeline[rank] for rank in ranks]
+                group = create_once(("shared", *members), partial(dist.new_group, members))
+                if me in members:
+                    assert group is not None
+                    groups[ranks] = group
+        self.group_of = {name: groups[tuple(ranks)] for name, ranks in ranks_of.items() if tuple(ranks) in groups}
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Sum the gradients after the last backward pass of a step, once they are reduced over replicas and shards."""
+        parameters = self._parameters()
+        works = []
+        for name in sorted(self.group_of):
+            parameter = parameters[name]
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            works.append(dist.all_reduce(local(parameter.grad), group=self.group_of[name], async_op=True))
+        for work in works:
+            if work is not None:
+                work.wait()

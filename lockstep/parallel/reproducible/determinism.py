@@ -1,0 +1,149 @@
+"""Settings for the same bits on any number of ranks: deterministic kernels, and one expression for each gradient.
+
+Three things make a sum of micro-batches' gradients the same in every bit: each gradient is the same (the same kernels
+on the same shapes: this file), they are added as one expression (`lockstep.parallel.reproducible.tree`), and so is what
+the step computes from the sum (an exact norm and elementwise updates: `lockstep.step`, `lockstep.optim`).
+
+This holds among processors of one kind: a CPU with wider vectors, or another GPU, has other kernels.
+
+The gradient of a unit's input has to be one expression, too. FSDP2 passes a unit's inputs through one autograd node, so
+the contributions of several uses inside the unit are added there, before those of other units. Where the blocks of a
+decoder all use one `memory`, twice each, one process adds v2, k2, v1, k1 in a row and FSDP2 adds (v2 + k2) + (v1 + k1):
+other bits. `join_uses_of_inputs` therefore gives each unit such a node on every topology, sharded or not.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import StepConfig
+from lockstep.errors import UsageError
+from lockstep.layout import Layout
+from lockstep.parallel.micro_step import AroundMicroBatch
+from lockstep.parallel.reproducible.tree import traffic
+from lockstep.strategy import strategy_named
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def switch_on(device: torch.device) -> list[str]:
+    """Use deterministic kernels, and the same number of threads on every rank; return lines to log at start."""
+    os.environ.setdefault(_WORKSPACE, ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads it
+    torch.backends.cudnn.benchmark = False
+    if device.type != "cpu":
+        return ["reproducible: deterministic kernels"]
+    # Reductions (LayerNorm's and embedding's gradients, sums) are cut by the number of threads.
+    torch.set_num_threads(1)
+    return ["reproducible: deterministic kernels, one thread a rank"]
+
+
+def extra_traffic(config: StepConfig, layout: Layout) -> list[str]:
+    """Return a line to log at start where the tree sends more than a plain reduction: never on 2ⁿ replicas."""
+    replicas = strategy_named(layout.strategy).replicas(layout)
+    training = config.training
+    micro_batches = training.accumulation * layout.data_parallel_size
+    if training.global_batch_size is not None:
+        micro_batches = -(-training.global_batch_size // training.batch_size)
+    more = traffic(micro_batches, replicas) - 1
+    if replicas < 2 or more <= 0:
+        return []
+    return [
+        f"reproducible: on {replicas} replicas gradients take {more:.0%} more traffic than in a plain step: the sum of "
+        f"{micro_batches} micro-batches has no {replicas} equal parts. On 2, 4, 8 … replicas it takes no more"
+    ]
+
+
+class DeterministicKernels(AroundMicroBatch):
+    """The explanation of torch's error about an operation without a deterministic kernel."""
+
+    def failed(self, error: BaseException) -> Exception | None:
+        return explain_kernel(error)
+
+
+def explain_kernel(error: BaseException) -> UsageError | None:
+    """Return an error that names the operation without a deterministic kernel; None for other errors."""
+    found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
+    if found is None or not isinstance(error, RuntimeError):
+        return None
+    return UsageError(
+        f"{found[1]} has no deterministic kernel on this device",
+        where="distributed.reproducible",
+        fix="use another operation in the model, or set distributed.reproducible: false",
+    )
+
+
+def join_uses_of_inputs(units: Iterable[tuple[str, nn.Module]]) -> None:
+    """Add up the uses of each input within each unit before anything outside of it, in place.
+
+    Args:
+        units: (name, module) of FSDP2's units.
+    """
+    for _, unit in units:
+        unit.register_forward_pre_hook(_join, with_kwargs=True)
+
+
+def _join(
+    _unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    tensors = list(_differentiable((args, kwargs))) if torch.is_grad_enabled() else []
+    if not tensors:
+        return None
+    if len(tensors) == 1:  # a plain view, which the unit may change in place
+        joined: tuple[Tensor, ...] = (tensors[0].view_as(tensors[0]),)
+    else:
+        joined = _Joined.apply(*tensors)  # type: ignore[no-untyped-call]
+    replaced: tuple[tuple[Any, ...], dict[str, Any]] = _replaced((args, kwargs), iter(joined))
+    return replaced
+
+
+class _Joined(torch.autograd.Function):
+    """The identity on several tensors as one node, which passes their gradients on together, as FSDP2's does."""
+
+    @staticmethod
+    def forward(_ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
+
+
+def _members(tree: Any) -> Iterable[Any] | None:
+    """Return the members of a container that FSDP2 looks into; None for anything else."""
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+    if isinstance(tree, dict):
+        return tree.values()
+    return tree if isinstance(tree, tuple | list) else None
+
+
+def _differentiable(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        if tree.requires_grad:
+            yield tree
+        return
+    for member in _members(tree) or ():
+        yield from _differentiable(member)
+
+
+def _replaced(tree: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return a copy of the containers in `tree`, with the differentiable tensors replaced in order."""
+    if isinstance(tree, Tensor):
+        return next(tensors) if tree.requires_grad else tree
+    members = _members(tree)
+    if members is None or not any(True for _ in _differentiable(tree)):
+        return tree
+    new = [_replaced(member, tensors) for member in members]
+    if dataclasses.is_dataclass(tree):
+        names = (field.name for field in dataclasses.fields(tree))
+        return dataclasses.replace(tree, **dict(zip(names, new, strict=True)))  # type: ignore[type-var]
+    if isinstance(tree, dict):
+        return type(tree)(zip(tree, new, strict=True))
+    return type(tree)(*new) if hasattr(tree, "_fields") else type(tree)(new)

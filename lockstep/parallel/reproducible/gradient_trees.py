@@ -1,0 +1,288 @@
+"""Sums of gradients up the tree, while backward passes run: one process, ddp, and FSDP2.
+
+Where a rank holds whole gradients (one process, ddp), they become a leaf after each backward pass. Under ddp each
+bucket of the last backward pass is added to what is held and sent while the backward pass continues.
+
+FSDP2 reduce-scatters the gradient of each unit in each micro-batch. In round k of a step, the S shards of a replica run
+S neighbouring micro-batches of it. Here the reduce-scatter is an all-to-all, which brings a rank its shard of these S
+leaves in as many bytes, and the rank adds them up the tree: it holds ⌈log₂ M⌉ + 1 copies of its shard at most. In the
+last round the sum becomes the unit's gradient; replicas add up theirs first. FSDP2 gets the shard axis alone: its own
+all-reduce over replicas can't be replaced, but a hook after the reduce-scatter can take its place.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs lack it
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.data.batches import MicroBatch
+from lockstep.errors import UsageError
+from lockstep.parallel.comm.gloo import AllToAll
+from lockstep.parallel.micro_step import MicroBatchPass
+from lockstep.parallel.parallel_model import local
+from lockstep.parallel.placement import GradientTree
+from lockstep.parallel.reproducible.tree import (
+    Partials,
+    TreeAllReduce,
+    clear_zero_signs,
+    leaves_of,
+    tree_all_reduce,
+    tree_assignment,
+)
+
+
+class LocalTree(GradientTree):
+    """A tree over the micro-batches that this rank runs, which leaves the step's sum in `.grad`.
+
+    A rank holds ⌈log₂ K⌉ + 1 copies of the gradients for K micro-batches of its own.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._partials = Partials(0)
+
+    def before(self, run: MicroBatchPass) -> None:
+        if not len(self._partials):
+            self._partials = Partials(run.micro_batches_per_step)
+
+    def after(self, run: MicroBatchPass) -> None:
+        if run.micro_batch.real:
+            self._partials.add(run.micro_batch.index, [p.grad for p in self._parameters])
+        for parameter in self._parameters:
+            parameter.grad = None
+        if run.last:
+            self._total()
+
+    def _total(self) -> None:
+        for parameter, total in zip(self._parameters, self._partials.total() or [], strict=False):
+            parameter.grad = total
+
+    def finish(self) -> None:
+        """Complete the gradients after the last backward pass of a step."""
+        clear_zero_signs([p.grad for p in self._parameters if p.grad is not None])
+
+
+class ExchangedTree(LocalTree):
+    """A tree over the micro-batches that this rank runs and, once a step, over replicas, in one exchange.
+
+    Args:
+        parameters: whole on every rank, the same ones in the same order.
+        group: of the replicas.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        super().__init__(parameters)
+        self._group = group
+
+    def _total(self) -> None:
+        leaves = self._partials.leaves
+        nodes = tree_assignment(leaves, self._group.size())[self._group.rank()]
+        held = [self._partials.take(node) for node in nodes]
+        sums = [None if values is None else self._flat(values) for values in held]
+        total = self._flat([None] * len(self._parameters))
+        exchange = TreeAllReduce(sums, total, leaves, self._group)
+        exchange.fold()
+        exchange.finish(total)
+        sizes = [parameter.numel() for parameter in self._parameters]
+        for parameter, piece in zip(self._parameters, torch.split(total, sizes), strict=True):
+            parameter.grad = piece.view_as(parameter)
+
+    def _flat(self, values: Sequence[Tensor | None]) -> Tensor:
+        both = zip(self._parameters, values, strict=True)
+        return torch.cat([torch.zeros_like(p).flatten() if v is None else v.flatten() for p, v in both])
+
+
+class ReplicaTree(GradientTree):
+    """The sum over replicas under DDP, in a communication hook that reduces buckets up the tree.
+
+    The all-to-all of a bucket starts when the bucket is ready; its fold and its all-gather follow when the next bucket
+    is: one bucket behind, so that nothing waits for the network while there is backward work left to hide it.
+
+    Args:
+        model: its gradients must not be reduced in any other way.
+        group: of the replicas.
+    """
+
+    def __init__(self, model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._places = {id(p): place for place, p in enumerate(self._parameters)}
+        self._group = group
+        self._partials = Partials(0)
+        self._micro_batch: MicroBatch | None = None
+        self._may_miss = model.find_unused_parameters  # whether a backward pass may leave parameters out
+        self._used_before: set[int] = set()  # places of those that earlier micro-batches of the step used
+        self._folding: list[tuple[TreeAllReduce, Tensor]] = []  # the all-to-all runs
+        self._gathering: list[tuple[TreeAllReduce, Tensor]] = []  # the all-gather runs
+        model.register_comm_hook(None, self._reduce)
+
+    def before(self, run: MicroBatchPass) -> None:
+        if self._micro_batch is None:
+            self._partials = Partials(run.micro_batches_per_step)
+        self._micro_batch = run.micro_batch
+        if run.last:
+            # DDP remembers what earlier micro-batches of the step used, and wants a gradient of it to reduce.
+            for place in self._used_before:
+                self._parameters[place].grad = torch.zeros_like(self._parameters[place])
+            self._used_before.clear()
+
+    def after(self, run: MicroBatchPass) -> None:
+        if run.last:
+            assert not self._folding
+            self._micro_batch = None
+            return
+        if run.micro_batch.real:
+            self._partials.add(run.micro_batch.index, [p.grad for p in self._parameters])
+        for place, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and self._may_miss:
+                self._used_before.add(place)
+            parameter.grad = None
+
+    def finish(self) -> None:
+        """Complete the gradients after the last backward pass of a step."""
+        clear_zero_signs([p.grad for p in self._parameters if p.grad is not None])
+
+    def _reduce(self, _state: None, bucket: GradBucket) -> Future[Tensor]:
+        flat = bucket.buffer()
+        sums = self._sums(bucket)
+        if self._folding:
+            behind, out = self._folding.pop()
+            behind.fold()
+            self._gathering.append((behind, out))
+        self._folding.append((TreeAllReduce(sums, flat, self._partials.leaves, self._group), flat))
+        if bucket.is_last():
+            behind, out = self._folding.pop()
+            behind.fold()
+            for reduce, out_ in (*self._gathering, (behind, out)):
+                reduce.finish(out_)
+            self._gathering.clear()
+        # DDP reads the result at the end of the backward pass: by then the last bucket has finished all of them.
+        done: Future[Tensor] = Future()
+        done.set_result(flat)
+        return done
+
+    def _sums(self, bucket: GradBucket) -> list[Tensor | None]:
+        """Return the sums of this rank's nodes for a bucket's parameters, each laid out as the bucket is."""
+        assert self._micro_batch is not None
+        partials = self._partials.move_out([self._places[id(p)] for p in bucket.parameters()])
+        if self._micro_batch.real:
+            partials.add(self._micro_batch.index, list(bucket.gradients()), owned=False)
+        nodes = tree_assignment(partials.leaves, self._group.size())[self._group.rank()]
+        return [None if (values := partials.take(node)) is None else _flat(values, bucket) for node in nodes]
+
+
+def _flat(values: Sequence[Tensor | None], bucket: GradBucket) -> Tensor:
+    like = bucket.buffer()
+    flat = torch.zeros_like(like)
+    for value, view in zip(values, bucket.gradients(), strict=True):
+        if value is not None:
+            place = view.storage_offset() - like.storage_offset()
+            flat.as_strided(view.size(), view.stride(), place).copy_(value)
+    return flat
+
+
+class ShardTree(GradientTree):
+    """A tree over the gradients of FSDP2 units.
+
+    Args:
+        model: sharded over the axis `shard` of `mesh` alone.
+        mesh: with the axes `replicate` and `shard`.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        self._model = model
+        self.shards, self.replicas = mesh["shard"].get_group(), mesh["replicate"].get_group()
+        self._units = []
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                unit = _Unit(name, self)
+                module.set_custom_reduce_scatter(unit)  # type: ignore[arg-type]
+                module.set_all_reduce_hook(unit.all_reduce)
+                self._units.append(unit)
+        self.leaves: int = 0
+        self.round: list[int] = []  # the micro-batches that the shards of this replica run now
+        self.last = False
+        self._rounds = 0
+
+    def before(self, run: MicroBatchPass) -> None:
+        self.leaves, self.last = run.micro_batches_per_step, run.last
+        mine = leaves_of(self.nodes)
+        shards = self.shards.size()
+        self.round = mine[self._rounds * shards : (self._rounds + 1) * shards]
+
+    def after(self, run: MicroBatchPass) -> None:
+        self._rounds = 0 if run.last else self._rounds + 1
+        if run.last:
+            self._check()
+        else:
+            for parameter in self._model.parameters():
+                parameter.grad = None  # held in the units' trees
+
+    @property
+    def nodes(self) -> Sequence[tuple[int, int]]:
+        """Nodes that this rank's replica runs in the step."""
+        return tree_assignment(self.leaves, self.replicas.size())[self.replicas.rank()]
+
+    def finish(self) -> None:
+        """Complete the gradients after the last backward pass of a step."""
+        clear_zero_signs([local(p.grad) for p in self._model.parameters() if p.grad is not None])
+
+    def _check(self) -> None:
+        for unit in self._units:
+            if len(unit.partials):
+                raise UsageError(
+                    f"some parameters of {unit.name or 'the model'} are used in some micro-batches only",
+                    where="distributed.reproducible",
+                    why="FSDP2 reduces a unit in those backward passes that use it, so the sum would miss leaves",
+                    fix="let every micro-batch use them, or use ddp with find_unused_parameters",
+                )
+
+
+class _Unit:
+    """One unit's reduce-scatter and all-reduce, as FSDP2 calls them."""
+
+    def __init__(self, name: str, tree: ShardTree) -> None:
+        self.name = name
+        self.partials = Partials(0)
+        self._tree = tree
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        self._add(list(torch.cat(list(AllToAll(input_tensor, group).received()), dim=1)))
+        if self._tree.last and self._tree.replicas.size() == 1:
+            self._write(output_tensor)
+
+    def all_reduce(self, reduced: Tensor) -> None:
+        """Add the output of the reduce-scatter; in the last round write the sum over replicas to it."""
+        tree = self._tree
+        if tree.shards.size() == 1:  # FSDP2 has not called the reduce-scatter, and the output is the leaf
+            self._add([reduced])
+        if not tree.last:
+            return
+        if tree.replicas.size() > 1:
+            sums = [None if (v := self.partials.take(node)) is None else v[0] for node in tree.nodes]
+            tree_all_reduce(sums, reduced, tree.leaves, tree.replicas)
+        elif tree.shards.size() == 1:
+            self._write(reduced)
+
+    def _add(self, leaves: list[Tensor]) -> None:
+        if not len(self.partials):
+            self.partials = Partials(self._tree.leaves)
+        for index, leaf in zip(self._tree.round, leaves, strict=False):  # behind the round's end: dummies
+            self.partials.add(index, [leaf], owned=False)
+
+    def _write(self, output: Tensor) -> None:
+        total = self.partials.total()
+        assert total is not None
+        assert total[0] is not None
+        output.copy_(total[0])
