@@ -7,6 +7,7 @@ then among the schema's defaults. The expression is evaluated on its syntax tree
 """
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -76,7 +77,7 @@ def _value(node: ast.expr, lookup: Callable[[str], Number]) -> Number:
 def _number(value: Any) -> Number:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{value!r} is not a number")
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+    if value.bit_length() > MAX_BITS if isinstance(value, int) else math.isinf(value):
         raise ValueError("the result is too large")
     return value
 
