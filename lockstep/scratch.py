@@ -10,20 +10,24 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 _OWNER = ".owner"
 _NEW_SECONDS = 10.0  # the owner of a newer lock may not have taken it yet
 _owned: dict[Path, int] = {}  # path → descriptor that holds the lock
+_changing = threading.RLock()  # the thread that ends the process waits for paths that are being created or removed
 
 
 def scratch_folder(purpose: str) -> Path:
     """Create a folder, which `remove` removes, or the end of this process, or the next process that sweeps."""
     sweep()
-    return own(Path(tempfile.mkdtemp(prefix=f"lockstep-{purpose}-{os.getuid()}-")))
+    with _changing:
+        return own(Path(tempfile.mkdtemp(prefix=f"lockstep-{purpose}-{os.getuid()}-")))
 
 
 @contextmanager
@@ -38,27 +42,35 @@ def temporary(purpose: str) -> Iterator[Path]:
 
 def own(path: Path) -> Path:
     """Remove `path`, which need not exist yet, when this process ends; return it."""
-    if path in _owned:
-        return path
-    handle = os.open(_lock_of(path), os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    _owned[path] = handle
+    with _changing:
+        if path not in _owned:
+            handle = os.open(_lock_of(path), os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _owned[path] = handle
     return path
 
 
 def remove(path: Path) -> None:
     """Remove a path of this process."""
-    handle = _owned.pop(path, None)
-    if handle is not None:
-        _delete(path)
-        os.close(handle)
+    with _changing:
+        handle = _owned.pop(path, None)
+        if handle is not None:
+            _delete(path)
+            os.close(handle)
 
 
 @atexit.register
 def remove_all() -> None:
-    """Remove all paths of this process; also called by a process that skips the interpreter's end."""
+    """Remove all paths of this process."""
     for path in list(_owned):
         remove(path)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process without the interpreter's cleanup, but remove all its paths; other threads create no more."""
+    with _changing:
+        remove_all()
+        os._exit(code)
 
 
 def sweep() -> None:
@@ -94,6 +106,8 @@ def _delete(path: Path) -> None:
 
 def _in_fork() -> None:
     """Drop the locks that a fork shares: it owns nothing, and must remove nothing at its end."""
+    global _changing
+    _changing = threading.RLock()  # another thread of the parent may have held it
     for handle in _owned.values():
         os.close(handle)
     _owned.clear()

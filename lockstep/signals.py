@@ -91,8 +91,7 @@ def end_now(code: int, text: str) -> NoReturn:
     if text:
         with suppress(OSError):
             os.write(2, f"lockstep: {text}\n".encode())
-    scratch.remove_all()
-    os._exit(code)
+    scratch.exit_now(code)
 
 
 def name_of(number: int) -> str:
