@@ -22,5 +22,5 @@ def remove_hooks(tensor: Tensor) -> None:
 
 
 def has_hooks_after_accumulation(tensor: Tensor) -> bool:
-    """Whether `register_post_accumulate_grad_hook` registered something."""
+    """Return whether `register_post_accumulate_grad_hook` registered something."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))

@@ -12,7 +12,7 @@ from torch import nn
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something looks at the module's inputs, outputs or gradients."""
+    """Return whether something looks at the module's inputs, outputs or gradients."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 

@@ -19,7 +19,7 @@ _LABELLED = Optimizer.profile_hook_step(lambda: None).__code__
 
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:
-    """Whether a hook looks at the gradients before an update."""
+    """Return whether a hook looks at the gradients before an update."""
     return bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
 

@@ -14,7 +14,7 @@ Wait = Callable[..., Any]
 
 
 def available() -> bool:
-    """Whether this process has loaded torch, and torch can communicate."""
+    """Return whether this process has loaded torch, and torch can communicate."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.distributed.is_available()
 
