@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes: where bytecode is not kept, each compiles the package anew (0.4 s of a core).
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-full check format clean
 

@@ -1,8 +1,12 @@
 """Lists the layouts of a model on a cluster, computes the memory and speed of each, and ranks them."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from typing import Any
+
+import torch
 
 from lockstep.config import Config, require_equation
 from lockstep.costs.hardware import Cost, GpuCluster
@@ -15,7 +19,7 @@ from lockstep.parallel.fsdp_units import units_of
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.resources import GIB
 from lockstep.plan.workload import Workload
-from lockstep.progress import Advance, progress_of
+from lockstep.progress import progress_of
 from lockstep.strategy import known_strategies, resolve, strategy_named
 
 _OPTIMIZER_BYTES = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0}
@@ -143,7 +147,7 @@ class Candidate:
 
 def candidates(
     work: Workload, config: Config, cluster: GpuCluster, *, low: bool = True, pipelines: bool = True,
-    shows: bool = True, first: Callable[[Candidate], None] = lambda _candidate: None,
+    shows: bool = True, first: Callable[[Candidate], None] = lambda _candidate: None, processes: int = 1,
 ) -> list[Candidate]:  # fmt: skip
     """Evaluate all relevant layouts, and return them, the best first.
 
@@ -151,15 +155,27 @@ def candidates(
         low: whether to include bf16 weights, which change results.
         pipelines: whether to include pipelines.
         shows: whether to show the progress, if it takes long.
-        first: called with the first layout whose memory is known, long before all are.
+        first: called with the first layout whose memory is known, long before all are; maybe in another process.
+        processes: how many layouts to evaluate at a time, each in a fork of this process.
     """
     facts = model_size_of(work, config)
     layouts, modes = list(_layouts(facts, config, cluster, low, pipelines)), _modes(facts, config)
     found: list[Candidate] = []
+    known = get_context("fork").Value("b", False)
+
+    def once(candidate: Candidate) -> None:
+        with known.get_lock():
+            if not known.value:
+                known.value = True
+                first(candidate)
+
+    def evaluate(index: int) -> list[Candidate]:
+        return _over_modes(work, config, cluster, facts, layouts[index], modes, once)
+
     with progress_of("planning", len(layouts) * len(modes), unit="layouts", shows=shows) as advance:
-        for layout in layouts:
-            known = any(candidate.memory is not None for candidate in found)
-            found += _over_modes(work, config, cluster, facts, layout, modes, advance, first if not known else None)
+        for evaluated in _in_order(evaluate, len(layouts), processes):
+            found += evaluated
+            advance(len(modes))
     if not any(candidate.fits for candidate in found) and cluster.num_gpus > 1:
         offloaded = [strategy.layout_with_offload() for strategy in known_strategies(config.distributed.strategy)]
         for layout in filter(None, offloaded if facts.blocks else []):
@@ -171,7 +187,7 @@ def candidates(
 
 def _over_modes(
     work: Workload, config: Config, cluster: GpuCluster, facts: ModelSize, layout: dict[str, Any], modes: list[str],
-    advance: Advance, first: Callable[[Candidate], None] | None = None,
+    first: Callable[[Candidate], None],
 ) -> list[Candidate]:  # fmt: skip
     """Evaluate one layout with each mode of checkpointing, the one with the least memory first."""
     found: list[Candidate] = []
@@ -182,13 +198,36 @@ def _over_modes(
             found.append(Candidate(most.layout, changes, least=most.needed, limit=most.limit, samples=most.samples))
         else:
             judged = evaluate_layout(work, config, cluster, changes, facts)
-            if most is None and first is not None and judged.memory is not None:
+            if judged.memory is not None:
                 first(judged)
             most = most or judged
             if not judged.refused:
                 found.append(judged)
-        advance(1)
     return found
+
+
+_task: Callable[[int], list[Candidate]] | None = None  # of the forks; what it refers to need not be pickled
+
+
+def _in_order(task: Callable[[int], list[Candidate]], count: int, processes: int) -> Iterator[list[Candidate]]:
+    """Yield the results of a task for 0, 1, …, computed by forks, or here: CUDA in use forbids a fork."""
+    global _task
+    processes = min(processes, count)
+    if processes < 2 or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield from map(task, range(count))
+        return
+    _task = task
+    try:
+        # One thread in each: the threads of a pool do not live on in a fork.
+        with ProcessPoolExecutor(processes, get_context("fork"), torch.set_num_threads, (1,)) as pool:
+            yield from pool.map(_run_task, range(count))
+    finally:
+        _task = None
+
+
+def _run_task(index: int) -> list[Candidate]:
+    assert _task is not None
+    return _task(index)
 
 
 def _modes(facts: ModelSize, config: Config) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import Config
+from lockstep.cores import allowed
 from lockstep.costs.hardware import GPUS, GpuCluster, cluster_of, known_gpu
 from lockstep.errors import UsageError
 from lockstep.plan.candidates import Candidate, candidates, largest_batch
@@ -42,7 +43,7 @@ def plan(config: Config, options: PlanOptions) -> str:
     if config.precision.fp8 != "none":
         notices.append(f"precision.fp8 {config.precision.fp8} is not counted: memory and time are those of fp8: none")
     work = workload_of(config)
-    found = candidates(work, config, cluster, first=print_first)
+    found = candidates(work, config, cluster, first=print_first, processes=len(allowed()))
     best = found[0] if found else None
     batch = None
     if options.find_batch_size and best is not None:
