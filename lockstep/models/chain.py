@@ -19,10 +19,13 @@ A borrower owns nothing and gets the tensor at each call, looked up through its 
 A segment returns neither a view nor one of its own inputs, because torch's pipeline runtime detaches outputs in place.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+
+from lockstep.errors import UsageError
 
 
 def run_segments(model: nn.Module, *inputs: Any, keywords: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
@@ -53,10 +56,27 @@ def run_segment(
     Args:
         values: the previous segment's result.
         inputs: (positional, keyword) arguments of the whole model, for a segment with `takes_inputs`.
+
+    Raises:
+        UsageError: the segment does not accept these arguments.
     """
     if getattr(segment, "takes_inputs", False):
         keywords = {**keywords, "inputs": inputs}
-    return segment(*values, **keywords)
+    try:
+        return segment(*values, **keywords)
+    except TypeError as error:
+        try:
+            inspect.signature(segment.forward).bind(*values, **keywords)
+        except TypeError:
+            raise UsageError(
+                f"a segment of the model, {type(segment).__name__}, does not accept its arguments: {error}",
+                where="segments() of the model",
+                why="the first segment gets the arguments of the model's forward pass, which a batch's keys name; each "
+                "further one the result of the segment before it",
+                fix="name the first segment's arguments like the batch's keys, or give the model a method "
+                "inputs(batch) that returns (arguments, keyword arguments)",
+            ) from error
+        raise
 
 
 def shared_parameters_of(model: nn.Module) -> dict[str, dict[str, str]]:

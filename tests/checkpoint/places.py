@@ -24,6 +24,7 @@ from lockstep.checkpoint import Directory, Location, Storage, build_storage, pos
 from lockstep.config import ObjectSpec
 from tests.checkpoint.shared import CONFIG, snapshot
 
+MOST_LINES = 1000  # that a save runs in a storage; with more, each kill adds to them
 MEMORY = "tests.checkpoint.memory_storage:MemoryStorage"
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree"}
 
@@ -196,6 +197,9 @@ class Elsewhere(Place):
     def moments(self, work: Callable[[], object]) -> Iterator[list[str]]:
         moment, killed = 0, True
         while killed:
+            assert moment < MOST_LINES, (
+                f"{self._spec.name} runs more lines with each kill"
+            )
             killed, changes = self.killed_at(moment, work)
             yield changes
             moment += 1

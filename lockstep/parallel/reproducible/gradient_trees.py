@@ -58,9 +58,10 @@ class LocalTree(GradientTree):
         for parameter in self._parameters:
             parameter.grad = None
         if run.last:
-            self._total()
+            self.add_up()
 
-    def _total(self) -> None:
+    def add_up(self) -> None:
+        """Leave the sum of the step's micro-batches in `.grad`; a subclass exchanges with other ranks here."""
         for parameter, total in zip(self._parameters, self._partials.total() or [], strict=False):
             parameter.grad = total
 
@@ -81,7 +82,8 @@ class ExchangedTree(LocalTree):
         super().__init__(parameters)
         self._group = group
 
-    def _total(self) -> None:
+    def add_up(self) -> None:
+        """Leave the sum of all replicas' micro-batches in `.grad`."""
         leaves = self._partials.leaves
         nodes = tree_assignment(leaves, self._group.size())[self._group.rank()]
         held = [self._partials.take(node) for node in nodes]
