@@ -197,9 +197,7 @@ class Elsewhere(Place):
     def moments(self, work: Callable[[], object]) -> Iterator[list[str]]:
         moment, killed = 0, True
         while killed:
-            assert moment < MOST_LINES, (
-                f"{self._spec.name} runs more lines with each kill"
-            )
+            assert moment < MOST_LINES, f"{self._spec.name} runs more lines with each kill"
             killed, changes = self.killed_at(moment, work)
             yield changes
             moment += 1

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -39,13 +40,16 @@ def provoked(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
     from tests.diagnose import provoke_ranks
 
     two = run_ranks(provoke_ranks.on_two_ranks, 2, str(folder))
-    try:
-        _, error = alone.communicate(timeout=90)
-    except subprocess.TimeoutExpired:  # seen beside other load, perhaps a thread that was refused memory
-        alone.kill()
-        alone.communicate()
-        alone = _alone(folder)
-        _, error = alone.communicate(timeout=120)
+    error = b""
+    for again in (True, True, False):
+        try:
+            _, error = alone.communicate(timeout=150)
+            break
+        except subprocess.TimeoutExpired:  # seen beside other load, perhaps a thread that was refused memory
+            os.killpg(alone.pid, signal.SIGKILL)  # what it has started, too
+            alone.communicate()
+            assert again, "the program that provokes errors stood still three times"
+            alone = _alone(folder)
     assert alone.returncode == 0, error
     return [*map(tuple, json.loads((folder / "alone.json").read_text())), *two[0], *two[1]]
 
@@ -55,6 +59,7 @@ def _alone(folder: Path) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         [sys.executable, "-m", "tests.diagnose.provoke", str(folder / "alone.json")],
         cwd=REPOSITORY, env=environment(OMP_NUM_THREADS="1"), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        start_new_session=True,
     )  # fmt: skip
 
 
