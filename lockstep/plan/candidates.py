@@ -172,10 +172,10 @@ def candidates(
     def evaluate(index: int) -> list[Candidate]:
         return _over_modes(work, config, cluster, facts, layouts[index], modes, once)
 
-    with progress_of("planning", len(layouts) * len(modes), unit="layouts", shows=shows) as advance:
+    with progress_of("planning", len(layouts), unit="layouts", shows=shows) as advance:
         for evaluated in _in_order(evaluate, len(layouts), processes):
             found += evaluated
-            advance(len(modes))
+            advance(1)
     if not any(candidate.fits for candidate in found) and cluster.num_gpus > 1:
         offloaded = [strategy.layout_with_offload() for strategy in known_strategies(config.distributed.strategy)]
         for layout in filter(None, offloaded if facts.blocks else []):
