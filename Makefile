@@ -17,7 +17,7 @@ demo: $(READY)
 
 # Files of tests run side by side: most tests wait for processes that they start more than they compute.
 WORKERS ?= 3
-SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: check system
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)

@@ -9,12 +9,32 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
 
 _MARK = "LOCKSTEP_TEST_SESSION"  # in the environment of everything that the tests start
 _PATIENCE_SECONDS = 10.0
+
+# Files that run in one worker, as they share the results of one launch of ranks (`tests.parallel.pipeline_launch`).
+_TOGETHER = (
+    "tests/parallel/test_pipeline.py",
+    "tests/parallel/test_pipeline_hybrid.py",
+    "tests/parity/test_pipeline.py",
+)
+# The longest files begin first, so that no worker ends long after the others.
+_LONGEST = (
+    "tests/parallel/test_pipeline.py",
+    "tests/parity/test_same_bits.py",
+    "tests/verify/test_faults.py",
+    "tests/seams/test_strategy.py",
+    "tests/parity/test_data_parallel.py",
+    "tests/launch/test_hosts.py",
+    "tests/launch/test_only_some.py",
+    "tests/faults/test_loads.py",
+    "tests/faults/test_processes.py",
+)
 
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what the tests start inherits it: under nohup it would be ignored
@@ -64,6 +84,30 @@ def _runs(process: psutil.Process) -> bool:
 
 def _has_ip() -> bool:
     return shutil.which("ip") is not None
+
+
+def _work_of(node_id: str) -> str:
+    """Return the file that stands for a test where workers are given whole files."""
+    file = node_id.split("::", 1)[0]
+    return _TOGETHER[0] if file in _TOGETHER else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first; the order within a file stays."""
+    rank = {file: place for place, file in enumerate(_LONGEST)}
+    items.sort(key=lambda item: rank.get(_work_of(item.nodeid), len(rank)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker whole files, those of `_TOGETHER` to one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class WholeFiles(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return _work_of(nodeid)
+
+    return WholeFiles(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", autouse=True)

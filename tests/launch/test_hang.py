@@ -36,8 +36,10 @@ if how == "a data worker":
     worker = os.fork()
     if not worker:
         ctypes.CDLL(None).prctl(15, b"pt_data_worker")  # PR_SET_NAME
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the rank, also if a test fails
+        (folder / "new").write_text(str(os.getpid()))
+        (folder / "new").rename(folder / f"worker-{rank}")
         signal.pause()
-    (folder / f"worker-{rank}").write_text(str(worker))
     mine.enter("evaluate")
 if how == "a collective":
     beat(2, "pause")
@@ -193,7 +195,6 @@ def test_a_stopped_data_worker_is_named_as_one(ranks: Callable[..., Ranks]) -> N
     failure = found_in_time(both)
     assert failure.rank == 0
     assert f"in evaluate, after step 0: a signal stopped its data worker (process {worker})" in failure.what
-    os.kill(worker, signal.SIGKILL)
 
 
 def test_how_long_saves_take_is_learned(ranks: Callable[..., Ranks]) -> None:
