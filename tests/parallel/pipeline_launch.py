@@ -59,17 +59,21 @@ ON_TWO: dict[str, tuple[Any, ...]] = {
 }
 
 # Of the schedules: 5 micro-batches for two pipelines, in runs of two; one of the pipelines runs a dummy at the end.
+SIDE_BY_SIDE: dict[str, tuple[Any, ...]] = {
+    f"{schedule}, {kind}": (
+        "deep",
+        {**beside(kind, schedule, pipeline__n_microbatches=2), "training.global_batch_size": 10},
+        "Tokens",
+        {"tie_embeddings": True},
+    )
+    for schedule in SCHEDULES
+    for kind in ("ddp", "fsdp")
+}
+# Each schedule beside one of the two, in turn; `test_every_schedule_beside_the_other` has the rest.
+IN_TURN = [f"{schedule}, {('ddp', 'fsdp')[place % 2]}" for place, schedule in enumerate(SCHEDULES)]
+
 ON_FOUR: dict[str, tuple[Any, ...]] = {
-    **{
-        f"{schedule}, {kind}": (
-            "deep",
-            {**beside(kind, schedule, pipeline__n_microbatches=2), "training.global_batch_size": 10},
-            "Tokens",
-            {"tie_embeddings": True},
-        )
-        for schedule in SCHEDULES
-        for kind in ("ddp", "fsdp")
-    },
+    **{name: SIDE_BY_SIDE[name] for name in IN_TURN},
     "bdh": ("deep", beside("fsdp", "LoopedBFS"), "Tokens", {"name": "bdh"}),
     "lengths": ("deep", {**beside("fsdp"), **ONE_AT_A_TIME}, "TextsOfAllLengths"),
     "lengths, V": ("deep", {**beside("fsdp", "DualPipeV"), **ONE_AT_A_TIME}, "TextsOfAllLengths"),

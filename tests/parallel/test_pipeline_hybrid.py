@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.parallel.pipeline_cases import evaluation, go_on, piped, running_statistics, several, train, worst
-from tests.parallel.pipeline_launch import TOPOLOGIES, folder_of, launched, uninterrupted
+from tests.parallel.pipeline_launch import IN_TURN, SIDE_BY_SIDE, TOPOLOGIES, folder_of, launched, uninterrupted
 from tests.parallel.test_pipeline import off
 from tests.parity.pipelines import SCHEDULES
 from tests.ranks import run_ranks
@@ -12,12 +12,23 @@ from tests.ranks import run_ranks
 TOLERANCE = 1e-5
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_trap_22_every_schedule_is_right_beside_replicas_and_shards(schedule: str, kind: str) -> None:
+@pytest.mark.parametrize("name", IN_TURN)
+def test_trap_22_every_schedule_is_right_beside_replicas_and_shards(name: str) -> None:
     """Stages wrapped in DDP: gradients of zero-bubble schedules are wrong up to 1.4 times, GPipe dies in step 2. Here
     over several steps, with several runs of the schedule in each, tied weights across stages, and dummies."""
-    assert off(f"{schedule}, {kind}", 4) < TOLERANCE
+    assert off(name, 4) < TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_every_schedule_beside_the_other() -> None:
+    """Beside shards what runs beside replicas above, and the other way round."""
+    rest = {name: case for name, case in SIDE_BY_SIDE.items() if name not in IN_TURN}
+    results = run_ranks(several, 4, [("train", case) for case in rest.values()], timeout=1500)
+    for place, (name, (model, settings, *more)) in enumerate(rest.items()):
+        alone = {key: value for key, value in settings.items() if not key.startswith("distributed")}
+        reference = train(model, alone, *more)
+        assert max(worst(of_rank[place], reference) for of_rank in results) < TOLERANCE, name
 
 
 @pytest.mark.parametrize("name", ["bdh", "lengths", "lengths, V"])
