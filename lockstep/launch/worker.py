@@ -57,7 +57,8 @@ def run_as_worker(
         """Exit: there is nothing to save before training has begun. The trainer handles signals later."""
         text = f"stopped by {signals.name_of(number)} before the training began"
         written = folder is not None and _write_failure(preempted(facts, text), Path(folder))
-        if facts.is_main and not written:  # else Lockstep's launcher prints it, if needed
+        # Lockstep's launcher prints it, if needed; another one stops all ranks after one has printed why it failed.
+        if facts.is_main and not written and not _failure_mark().exists():
             with suppress(OSError):
                 os.write(console(sys.stderr).fileno(), f"lockstep: {text}\n".encode())
         signals.end_now(EXIT_DONE if written else EXIT_PREEMPTED, "")
@@ -139,17 +140,20 @@ def first_to_fail() -> bool:
             return True
     except UsageError:  # the environment contradicts itself, differently for each rank
         return True
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     scratch.sweep()
     try:
-        Path(tempfile.gettempdir(), f"lockstep-failed-{os.getuid()}-{parent_identity()}-{attempt}").touch(
-            exist_ok=False
-        )
+        _failure_mark().touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:  # the disk is full: one message too many is better than none
         return True
     return True
+
+
+def _failure_mark() -> Path:
+    """Return the file that the first rank of this machine and this attempt to fail creates."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Path(tempfile.gettempdir(), f"lockstep-failed-{os.getuid()}-{parent_identity()}-{attempt}")
 
 
 def print_error(error: LockstepError, trace: str = "") -> None:
