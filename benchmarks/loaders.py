@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from benchmarks.page import RESULTS, machine, page, tell
 from lockstep.data.loader import StepLoader
 from lockstep.data.order import SampleOrder, epoch_permutation
-from lockstep.data.tokens import FORMAT, HEADER, TOKENS, tokens
+from lockstep.data.text import FORMAT, HEADER, TOKENS, tokens
 from lockstep.parallel.parallel_model import assign_contiguous
 
 BLOCK, BATCH, STEP_SECONDS = 256, 8, 0.001

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from lockstep.cluster import cleanup, setup
     from lockstep.collectives import all_reduce, barrier, is_main_process, local_rank, rank, world_size
     from lockstep.config import Config
-    from lockstep.data.sampler import DistributedSampler
+    from lockstep.data.order import DistributedSampler
     from lockstep.errors import LockstepError, RunError, UsageError
     from lockstep.launch.spawn import spawn
     from lockstep.models import get_model
@@ -25,7 +25,7 @@ _HOME = {
     "WeightAverage": "lockstep.trainer.average",
     "place": "lockstep.trainer.placed_model",
     "spawn": "lockstep.launch.spawn",
-    "DistributedSampler": "lockstep.data.sampler",
+    "DistributedSampler": "lockstep.data.order",
     "LockstepError": "lockstep.errors",
     "RunError": "lockstep.errors",
     "UsageError": "lockstep.errors",

@@ -124,8 +124,8 @@ DATA_SETS = Registry(
     {
         "python-docs": "lockstep.data.text:python_docs",
         "text": "lockstep.data.text:text",
-        "tokens": "lockstep.data.tokens:tokens",
-        "digits": "lockstep.data.digits:digits",
+        "tokens": "lockstep.data.text:tokens",
+        "digits": "lockstep.data.datasets:digits",
     },
     further="hf:NAME or package.module:Class",
 )

@@ -155,9 +155,9 @@ def bench(argv: list[str]) -> int:
 
 def data(argv: list[str]) -> int:
     """Run `lockstep data prepare …`."""
-    from lockstep.data import prepare
+    from lockstep.data.text import prepare_command
 
-    return prepare.run(argv)
+    return prepare_command(argv)
 
 
 def plan(argv: list[str]) -> int:

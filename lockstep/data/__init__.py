@@ -5,13 +5,11 @@ data that a config names.
 """
 
 from lockstep.data.adopt import adopt
-from lockstep.data.batches import Assign, MicroBatch, StepBatches, StepSource, batch_length, holds_token_ids, move
-from lockstep.data.dataset import Data
+from lockstep.data.batches import Assign, Data, MicroBatch, StepBatches, StepSource, batch_length, holds_token_ids, move
+from lockstep.data.datasets import build_data, check_data
 from lockstep.data.iterable import IterableSteps
 from lockstep.data.loader import StepLoader
-from lockstep.data.order import SampleOrder, StepSamples, check_batch_sizes
-from lockstep.data.registry import build_data, check_data
-from lockstep.data.sampler import DistributedSampler
+from lockstep.data.order import DistributedSampler, SampleOrder, StepSamples, check_batch_sizes
 
 __all__ = [
     "Assign",

@@ -18,8 +18,7 @@ from lockstep.config import DataConfig
 from lockstep.data.batches import Assign, StepSource
 from lockstep.data.iterable import IterableSteps
 from lockstep.data.loader import StepLoader
-from lockstep.data.order import Order, SampleOrder, SamplerOrder, check_batch_sizes
-from lockstep.data.sampler import DistributedSampler
+from lockstep.data.order import DistributedSampler, Order, SampleOrder, SamplerOrder, check_batch_sizes
 from lockstep.errors import UsageError
 
 # How data are read: settings of the config, and those of a DataLoader.

@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import default_collate
 
 from lockstep.data.batches import Assign, MicroBatch, StepBatches, batch_length, known_length, move
-from lockstep.data.reader import Collate, users_line
-from lockstep.data.seeding import preserve_states, seed_from, set_epoch
+from lockstep.data.loader import Collate, users_line
+from lockstep.data.order import preserve_states, seed_from, set_epoch
 from lockstep.errors import LockstepError, RunError, UsageError
 
 _Share = tuple[tuple[list[Any], int, int], bool]  # (piece, step, index), real

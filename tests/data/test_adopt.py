@@ -215,5 +215,5 @@ def test_sizes_that_do_not_multiply_out_are_refused_for_every_kind():
 
 def test_torchs_own_collate_function_is_known_to_draw_nothing(monkeypatch: pytest.MonkeyPatch):
     """A DataLoader hands it over like any other; keeping generators' states around it takes longer than it itself."""
-    monkeypatch.setattr("lockstep.data.reader.preserve_states", lambda: pytest.fail("states are kept"))
+    monkeypatch.setattr("lockstep.data.loader.preserve_states", lambda: pytest.fail("states are kept"))
     assert numbers(steps_of(DataLoader(NUMBERS, batch_size=2))) == ours(shuffle=False)

@@ -15,10 +15,9 @@ from torch.utils.data import default_collate
 
 from lockstep.config import DataConfig
 from lockstep.data import Data, build_data
-from lockstep.data.prepare import prepare, run
-from lockstep.data.reader import Reader, ReadRequest
-from lockstep.data.tokenizers import Tokenizer
-from lockstep.data.windows import Documents, TokenWindows
+from lockstep.data.language import Documents, Tokenizer, TokenWindows
+from lockstep.data.loader import Reader, ReadRequest
+from lockstep.data.text import prepare, prepare_command
 from lockstep.errors import UsageError
 
 
@@ -230,7 +229,7 @@ def test_a_vocabulary_beyond_16_bits_takes_32(tmp_path, book, monkeypatch):
         def encode_array(self, text: str) -> Any:
             return np.array([70_000] * 40)
 
-    monkeypatch.setattr("lockstep.data.prepare.Tokenizer", Wide)
+    monkeypatch.setattr("lockstep.data.text.Tokenizer", Wide)
     prepare(book, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "tokens.json").read_text())["dtype"] == "uint32"
     data = build("tokens", path=str(tmp_path / "out"), block_size=4, validation_fraction=0)
@@ -249,12 +248,12 @@ def test_preparing_leaves_nothing_behind_when_it_fails(tmp_path):
 
 
 def test_the_command_prepares_and_says_how_to_use_it(tmp_path, book, capsys):
-    assert run(["prepare", str(book), "--out", str(tmp_path / "out")]) == 0
+    assert prepare_command(["prepare", str(book), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert f"{book.stat().st_size:,} tokens of 256 kinds" in said
     assert "name: tokens" in said
     with pytest.raises(UsageError, match="--out"):
-        run(["prepare", str(book)])
+        prepare_command(["prepare", str(book)])
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Loading is the same on any number of workers, from any start, and leaves no trace outside."""
 
 import os
+import pickle
 import random
 import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +17,8 @@ import torch
 from torch.utils.data import Dataset
 
 from lockstep.data import SampleOrder, StepLoader
-from lockstep.data.batches import batch_length, move
-from lockstep.data.dataset import CollatingDataset
+from lockstep.data.batches import CollatingDataset, batch_length, move
+from lockstep.data.loader import INLINE_LIMIT, InlineBatch
 from lockstep.errors import RunError
 from tests.data.shared import everything, plain, share, whole_from
 
@@ -310,3 +313,49 @@ def test_a_step_of_one_millisecond_does_not_wait_for_its_data():
     begin = time.process_time()
     count = sum(1 for _ in steps)
     assert (time.process_time() - begin) / count < 1e-3 / 2
+
+
+# ---- what a worker sends arrives unchanged, small tensors inside the message ----
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    names: list[str]
+
+
+def sent(batch: Any) -> Any:
+    return pickle.loads(bytes(ForkingPickler.dumps(InlineBatch(batch))))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6).reshape(2, 3).T,
+        torch.tensor(1.5),
+        torch.zeros(0, 4),
+        torch.rand(3, dtype=torch.float16),
+        torch.tensor([True, False]),
+        torch.rand(4).bfloat16(),
+        torch.rand(INLINE_LIMIT),
+        torch.ones(3, requires_grad=True),
+    ],
+    ids=lambda t: f"{t.dtype}-{tuple(t.shape)}",
+)
+def test_every_kind_of_tensor_arrives_as_it_was(tensor):
+    arrived = sent({"x": [tensor], "other": ("text", None)})
+    assert arrived["other"] == ("text", None)
+    assert arrived["x"][0].dtype == tensor.dtype
+    assert torch.equal(arrived["x"][0], tensor)
+
+
+def test_what_arrives_can_be_written_and_keeps_its_type():
+    arrived = sent(Batch(torch.zeros(3), ["a"]))
+    arrived.x += 1
+    assert (arrived.x.tolist(), arrived.names) == ([1, 1, 1], ["a"])
+
+
+def test_small_tensors_travel_in_the_message_and_large_ones_do_not():
+    small, large = torch.zeros(INLINE_LIMIT // 8, dtype=torch.int64), torch.zeros(INLINE_LIMIT, dtype=torch.int64)
+    assert len(ForkingPickler.dumps(InlineBatch(small))) > INLINE_LIMIT
+    assert len(ForkingPickler.dumps(InlineBatch(large))) < 4096

@@ -80,7 +80,7 @@ def _stop_after_parsing(verb: str, patch: pytest.MonkeyPatch) -> None:
         "bench": ("lockstep.report.command.bench", _nothing),
         "sample": ("lockstep.sample.sample", _nothing),
         "doctor": ("lockstep.launch.doctor.doctor", _nothing),
-        "data": ("lockstep.data.prepare.prepare", _prepared),
+        "data": ("lockstep.data.text.prepare", _prepared),
     }
     target, stand_in = handed_to[verb]
     patch.setattr(target, stand_in)
@@ -124,6 +124,6 @@ def _checkpoint(verb: str, _path: Path, **options: Any) -> str:
 
 
 def _prepared(*_args: Any, **_options: Any) -> Any:
-    from lockstep.data.prepare import PreparedTokens
+    from lockstep.data.text import PreparedTokens
 
     return PreparedTokens(Path("tokens"), 1, 256)

@@ -1,0 +1,325 @@
+"""Makes the data that a `data:` section names: one that ships (text has `text.py`), `hf:NAME`, `package.module:Name`.
+
+`hf:NAME` is a data set of the Hugging Face hub, or a local folder of its files (parquet, JSON, text …). Every process
+tokenizes the text itself and holds the tokens in memory: for large data sets write the text out once and use
+`lockstep data prepare`.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.config import DataConfig
+from lockstep.data.batches import CollatingDataset, Data
+from lockstep.data.language import TextOptions, Tokenizer, check_fraction, document_data, text_data
+from lockstep.data.loader import users_line
+from lockstep.errors import LockstepError, UsageError, did_you_mean
+from lockstep.registry import DATA_SETS
+
+
+def build_data(data: DataConfig, *, seed: int = 0) -> Data:
+    """Return the data that `data.name` and `data.args` describe.
+
+    Args:
+        data: the section `data`.
+        seed: passed to a user's class with an argument `seed` that `data.args` leaves unset.
+
+    Raises:
+        UsageError: an unknown name or argument, or data that can't be used.
+    """
+    name, args = data.name, dict(data.args)
+    if name is None:
+        raise UsageError("the config names no data", where="data.name", fix=f"set it: {DATA_SETS.names()}")
+    if name.startswith("hf:"):
+        return _made(partial(hugging_face, name.removeprefix("hf:")), args, name)
+    if ":" in name:
+        return _users(name, args, seed)
+    return _made(_builder(name), args, name)
+
+
+def check_data(data: DataConfig) -> None:
+    """Check that a config's data are known and take their arguments, without making them.
+
+    Raises:
+        UsageError: as `build_data` would.
+    """
+    if data.name is None or data.name.startswith("hf:"):
+        return
+    require_accepted(_builder(data.name), data.args, data.name)
+
+
+def _builder(name: str) -> Callable[..., Any]:
+    builder = DATA_SETS.load(name)
+    if not callable(builder):
+        raise UsageError(
+            f"{name} is not a class or function",
+            where="data.name",
+            fix="name a class or a function, as package.module:Name",
+        )
+    found: Callable[..., Any] = builder
+    return found
+
+
+def _made(builder: Callable[..., Data], args: Mapping[str, Any], name: str) -> Data:
+    made: Data = called(builder, args, name)
+    return made
+
+
+def called(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> Any:
+    """Return `builder(**args)`.
+
+    Raises:
+        UsageError: an unknown argument, or a required one is missing.
+    """
+    require_accepted(builder, args, name)
+    return builder(**args)
+
+
+def require_accepted(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> None:
+    """Reject an unknown argument of `builder`, or the lack of a required one.
+
+    Raises:
+        UsageError: with the nearest name.
+    """
+    accepted = accepted_arguments(builder)
+    unknown = [key for key in args if accepted is not None and key not in accepted]
+    if unknown and accepted is not None:
+        raise UsageError(
+            f"{name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}",
+            where=f"data.args.{unknown[0]}",
+            fix=f"it takes {', '.join(accepted)}",
+        )
+    missing = [key for key in _required(builder) if key not in args]
+    if missing:
+        raise UsageError(
+            f"{name} needs the argument {missing[0]!r}",
+            where=f"data.args.{missing[0]}",
+            fix=f"set data.args.{missing[0]}",
+        )
+
+
+def accepted_arguments(builder: Callable[..., Any]) -> list[str] | None:
+    """Return the names of the arguments that `builder` takes; None if it takes any, or has no signature."""
+    try:
+        parameters = inspect.signature(builder).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+
+
+def _required(builder: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(builder).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+
+
+def _users(name: str, args: dict[str, Any], seed: int) -> Data:
+    """Return data made by a user's class or function: a dataset, a pair (training, validation), or a `Data`."""
+    builder = _builder(name)
+    accepted = accepted_arguments(builder)
+    if accepted is not None and "seed" in accepted:
+        args.setdefault("seed", seed)
+    try:
+        made = called(builder, args, name)
+    except LockstepError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"the data {name} can't be made", where=users_line(error), why=why) from error
+    if isinstance(made, Data):
+        return made
+    if isinstance(made, tuple) and len(made) == 2:
+        train, validation = made
+    else:
+        train, validation = made, None
+    for part, role in ((train, "training"), (validation, "validation")):
+        if not (part is None and role == "validation") and not _readable(part):
+            raise UsageError(
+                f"{name} gave {type(part).__name__} for its {role} data, which is not a dataset",
+                where="data.name",
+                fix="return something with __len__ and __getitem__, an iterable, or a pair (training, validation)",
+            )
+    return Data(train, validation, facts=dict(getattr(train, "facts", {})))
+
+
+def _readable(part: Any) -> bool:
+    return hasattr(part, "__iter__") or (hasattr(part, "__getitem__") and hasattr(part, "__len__"))
+
+
+# ---- hf:NAME ----
+
+
+def hugging_face(
+    name: str,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    validation_split: str | None = "validation",
+    text_field: str = "text",
+    columns: Sequence[str] | None = None,
+    block_size: int = 256,
+    stride: int | None = None,
+    validation_fraction: float = 0.1,
+    tokenizer: str = "bytes",
+    documents: bool = False,
+) -> Data:
+    """Return the data set.
+
+    Args:
+        name: of the data set or folder.
+        config: one of its configurations, e.g. `wikitext-2-raw-v1`.
+        split: the training split.
+        validation_split: used if the data set has it; else `validation_fraction` of `split` is held out.
+        text_field: the column with the text. Rows are joined, each ending its line; with `documents`, a row is a
+            document, padded to `block_size`.
+        columns: instead of text: samples are rows of these columns, as tensors where they are numbers.
+        block_size, stride, validation_fraction: see `TextOptions`.
+        tokenizer: `bytes` or the path of a `tokenizer.json`.
+        documents: see `text_field`.
+
+    Raises:
+        UsageError: the package is missing, the data set can't be loaded, or it has no such split or column.
+    """
+    options = TextOptions(block_size, stride, validation_fraction)
+    train, validation = _splits(_load(name, config), name, split, validation_split)
+    source = f"hf:{name}" + (f" ({config})" if config else "")
+    wanted = [text_field] if columns is None else list(columns)
+    for column in wanted:
+        if column not in train.column_names:
+            raise UsageError(
+                f"hf:{name} has no column {column!r}",
+                where="data.args.text_field" if columns is None else "data.args.columns",
+                fix=f"it has {', '.join(train.column_names)}; `columns` takes rows of any of them as samples",
+            )
+    if columns is not None:
+        return _rows(train, validation, wanted, options, source)
+    chosen = Tokenizer(tokenizer)
+    texts = _encoded(train[text_field], chosen, documents)
+    held_out = None if validation is None else _encoded(validation[text_field], chosen, documents)
+    if documents:
+        first, last = options.split(texts) if held_out is None else (texts, held_out)
+        return document_data(first, last, options, source, chosen)
+    tokens = _joined(texts, chosen)
+    first, last = options.split(tokens) if held_out is None else (tokens, _joined(held_out, chosen))
+    return text_data(first, last, options, source, chosen, chosen.vocab_size)
+
+
+def _load(name: str, config: str | None) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise UsageError(
+            f"hf:{name} needs the package datasets",
+            where="data.name",
+            fix="pip install 'lockstep-train[datasets]'",
+        ) from None
+    try:
+        return datasets.load_dataset(name, config)
+    except Exception as error:  # the package and its dependencies raise many kinds
+        raise UsageError(
+            f"hf:{name} can't be loaded",
+            where="data.name",
+            why=f"{type(error).__name__}: {error}".splitlines()[0],
+            fix="check the name, data.args.config and the network; a local folder works without one: hf:./folder",
+        ) from error
+
+
+def _splits(loaded: Any, name: str, split: str, validation_split: str | None) -> tuple[Any, Any]:
+    if split not in loaded:
+        raise UsageError(
+            f"hf:{name} has no split {split!r}", where="data.args.split", fix=f"it has {', '.join(loaded)}"
+        )
+    return loaded[split], loaded.get(validation_split)
+
+
+def _rows(train: Any, validation: Any, columns: list[str], options: TextOptions, source: str) -> Data:
+    train = train.with_format("torch", columns=columns)
+    if validation is not None:
+        return Data(train, validation.with_format("torch", columns=columns), {"source": source})
+    border = options.border(len(train))
+    held_out = train.select(range(border, len(train))) if border < len(train) else None
+    return Data(train.select(range(border)), held_out, {"source": source})
+
+
+def _encoded(rows: Iterable[str], tokenizer: Tokenizer, documents: bool) -> list[NDArray[Any]]:
+    ended = rows if documents else (row + "\n" if row and not row.endswith("\n") else row for row in rows)
+    return [tokenizer.encode_array(row) for row in ended]
+
+
+def _joined(texts: list[NDArray[Any]], tokenizer: Tokenizer) -> NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype=tokenizer.dtype), *texts])
+
+
+# ---- digits ----
+
+
+SIZES = (8, 16, 32)
+INTERPOLATIONS = ("bilinear", "nearest")
+
+
+class Images(CollatingDataset):
+    """Samples `{"image": float32 [1, S, S] in [0, 1], "label": int64 []}`."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"image": self.images[index], "label": self.labels[index]}
+
+    def collated(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return the samples as one batch."""
+        which = torch.tensor(indices)
+        return {"image": self.images[which], "label": self.labels[which]}
+
+
+def digits(*, image_size: int = 32, interpolation: str = "bilinear", validation_fraction: float = 0.1) -> Data:
+    """Return 1797 handwritten digits of scikit-learn, 8 × 8 pixels, enlarged; no download.
+
+    The last `validation_fraction`, mostly of other writers, is the validation data. Source: E. Alpaydin, C. Kaynak,
+    *Optical Recognition of Handwritten Digits*, UCI Machine Learning Repository, 1998.
+
+    Raises:
+        UsageError: scikit-learn is missing, or a size is not offered.
+    """
+    check_fraction(validation_fraction)
+    for name, value, offered in (
+        ("image_size", image_size, SIZES),
+        ("interpolation", interpolation, INTERPOLATIONS),
+    ):
+        if value not in offered:
+            raise UsageError(
+                f"digits has no {name} {value!r}",
+                where=f"data.args.{name}",
+                fix=f"choose {', '.join(map(str, offered))}",
+            )
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise UsageError(
+            "the data set digits needs scikit-learn",
+            where="data.name: digits",
+            fix="pip install 'lockstep-train[digits]'",
+        ) from None
+    loaded = load_digits()
+    small = torch.from_numpy(loaded.images).float().div(16)[:, None]  # pixels are 0 … 16
+    images = small if image_size == 8 else F.interpolate(small, size=(image_size, image_size), mode=interpolation)
+    labels = torch.from_numpy(loaded.target).long()
+    border = len(labels) - int(len(labels) * validation_fraction)
+    validation = Images(images[border:], labels[border:]) if border < len(labels) else None
+    facts = {"image_size": image_size, "channels": 1, "source": "scikit-learn's handwritten digits"}
+    return Data(Images(images[:border], labels[:border]), validation, facts)
