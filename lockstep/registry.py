@@ -164,8 +164,8 @@ SINKS = Registry(
     {
         "console": "lockstep.monitor.console:Console",
         "jsonl": "lockstep.monitor.sinks:Jsonl",
-        "tensorboard": "lockstep.monitor.tensorboard:TensorBoard",
-        "wandb": "lockstep.monitor.wandb:WeightsAndBiases",
-        "mlflow": "lockstep.monitor.mlflow:Mlflow",
+        "tensorboard": "lockstep.monitor.exporters:TensorBoard",
+        "wandb": "lockstep.monitor.exporters:WeightsAndBiases",
+        "mlflow": "lockstep.monitor.exporters:Mlflow",
     },
 )

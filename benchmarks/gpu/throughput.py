@@ -36,7 +36,7 @@ from benchmarks.gpu.common import (
 )
 from benchmarks.page import RESULTS, page, tell
 from lockstep.config import Config, config_from
-from lockstep.monitor.flops import peak_flops
+from lockstep.monitor.figures import peak_flops
 from lockstep.plan.rehearsal import rehearse
 from lockstep.plan.workload import Workload as Planned
 from lockstep.strategy import resolve

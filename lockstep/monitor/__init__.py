@@ -3,12 +3,10 @@
 Monitor(config.monitor, run, is_main=…, total_steps=…)   on_step, on_eval, event, close
 """
 
-from lockstep.monitor.callbacks import JsonLogger
+from lockstep.monitor.callbacks import DistributedMonitor, JsonLogger, ResourceMonitor
 from lockstep.monitor.figures import Figures
-from lockstep.monitor.meters import Meters, memory_in_use
+from lockstep.monitor.meters import Meters, PhaseClock, memory_in_use
 from lockstep.monitor.monitor import Monitor
-from lockstep.monitor.phases import PhaseClock
-from lockstep.monitor.resources import DistributedMonitor, ResourceMonitor
 from lockstep.monitor.sinks import Sink
 
 __all__ = [

@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config import MonitorConfig
 from lockstep.environment import rank_facts
-from lockstep.monitor.background import Background
-from lockstep.monitor.callbacks import build_callbacks
-from lockstep.monitor.figures import Figures, Table
+from lockstep.monitor.callbacks import ResourceMonitor, build_callbacks
+from lockstep.monitor.exporters import open_prometheus
+from lockstep.monitor.figures import Figures, StragglerWatch, Table
 from lockstep.monitor.meters import Meters, memory_in_use, without_graph
-from lockstep.monitor.prometheus import open_prometheus
-from lockstep.monitor.resources import ResourceMonitor
-from lockstep.monitor.sinks import BufferedSink, Guarded, Row, SinkContext, warn_left_out
-from lockstep.monitor.stragglers import StragglerWatch
+from lockstep.monitor.sinks import Background, BufferedSink, Guarded, Row, SinkContext, warn_left_out
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.registry import SINKS
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lockstep.config import ProfileConfig
-from lockstep.monitor.over_ranks import gather_objects
+from lockstep.monitor.figures import gather_objects
 from lockstep.monitor.trace import Summary, as_markdown, combine, summarise
 from lockstep.torch_compat import memory_history
 

@@ -20,7 +20,7 @@ from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, replicated_step
 from lockstep.errors import RunError, listed
 from lockstep.layout import Layout
-from lockstep.monitor.phases import watch_ddp
+from lockstep.monitor.meters import watch_ddp
 from lockstep.parallel.comm.compression import Hook
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous

@@ -28,7 +28,7 @@ from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import num_samples
-from lockstep.monitor.over_ranks import gather_objects
+from lockstep.monitor.figures import gather_objects
 from lockstep.parallel.compiled import compiled_blocks
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel

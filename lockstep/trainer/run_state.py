@@ -18,7 +18,7 @@ from lockstep.config import Config
 from lockstep.config.tree import Origin, parse
 from lockstep.data import StepSource
 from lockstep.errors import UsageError, listed
-from lockstep.monitor.over_ranks import gather_objects
+from lockstep.monitor.figures import gather_objects
 from lockstep.records import StepRecord, plain
 from lockstep.step import Step
 

@@ -20,8 +20,7 @@ from lockstep.cluster import Cluster
 from lockstep.data import StepSource
 from lockstep.heartbeat import DUMP
 from lockstep.monitor import Figures, Monitor, PhaseClock
-from lockstep.monitor.flops import FirstStep, peak_flops
-from lockstep.monitor.over_ranks import gather_objects
+from lockstep.monitor.figures import FirstStep, gather_objects, peak_flops
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat import flight_recorder
 

@@ -26,7 +26,7 @@ from lockstep.heartbeat import called_by_all_ranks, own_heartbeat, write_limits
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.monitor import Monitor
-from lockstep.monitor.phases import waits_counted
+from lockstep.monitor.meters import waits_counted
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.parallel_model import ParallelModel

@@ -8,11 +8,8 @@ import torch
 
 from lockstep.config import StragglerConfig, config_from
 from lockstep.monitor import Figures, PhaseClock, ResourceMonitor
-from lockstep.monitor.flops import DEVICES, FirstStep, on_a_data_sheet, peak_flops
-from lockstep.monitor.meters import Memory
-from lockstep.monitor.over_ranks import spread
-from lockstep.monitor.phases import STEP_PHASES, waits_counted
-from lockstep.monitor.stragglers import StragglerWatch
+from lockstep.monitor.figures import DEVICES, FirstStep, StragglerWatch, on_a_data_sheet, peak_flops, spread
+from lockstep.monitor.meters import STEP_PHASES, Memory, waits_counted
 from lockstep.monitor.trace import length, shared, union, within
 from lockstep.records import StepRecord
 from lockstep.trainer import Trainer

@@ -8,7 +8,7 @@ from benchmarks.goodput import Reliability, best_interval, expected_goodput, sim
 from lockstep.costs.hardware import GPUS, LINKS, cluster_of, find_gpu, group_of, known_gpu
 from lockstep.costs.steps import ScheduledPass, pipeline
 from lockstep.errors import UsageError
-from lockstep.monitor.flops import DEVICES
+from lockstep.monitor.figures import DEVICES
 from lockstep.plan import calculate_resources
 from lockstep.plan.command import PlanOptions, cluster_for
 from lockstep.plan.resources import typical_shape

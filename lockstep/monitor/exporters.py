@@ -1,0 +1,234 @@
+"""Sends records to TensorBoard, Weights & Biases, MLflow and Prometheus; each loads its library when it is made.
+
+TensorBoard: each record is one event, appended by one write: one event per scalar costs ten times as much, and
+TensorBoard's own writer fails in a thread of its own, where no one can handle the error.
+
+Weights & Biases: one run of the project `monitor.experiment`, named like the run directory. W&B's own variables apply:
+WANDB_MODE=offline writes to `RUN/wandb` only, WANDB_API_KEY signs in. A restarted run continues the same W&B run, whose
+id is derived from the run directory.
+
+MLflow: one run of the experiment `monitor.experiment`, named like the run directory. MLflow's variable
+MLFLOW_TRACKING_URI gives the address; unset, it is `RUN/mlflow`, which needs no server.
+
+Prometheus: `/metrics` has the newest record as gauges such as `lockstep_loss`.
+"""
+
+import hashlib
+import io
+import os
+import re
+import socket
+import time
+from importlib import import_module
+from typing import Any
+
+from lockstep.config import PrometheusConfig
+from lockstep.errors import UsageError
+from lockstep.monitor.sinks import Row, SinkContext, scalars, warn_left_out
+from lockstep.records import RunDirectory, append_whole
+
+# ---- TensorBoard ----
+
+
+class TensorBoard:
+    """Writes scalars to `RUN/tensorboard`."""
+
+    needs_run_directory = True
+
+    def __init__(self, context: SinkContext) -> None:
+        run = context.directory
+        events = import_module("tensorboard.compat.proto.event_pb2")
+        self._event, self._summary = events.Event, import_module("tensorboard.compat.proto.summary_pb2").Summary
+        self._as_record = import_module("tensorboard.summary.writer.record_writer").RecordWriter
+        now = time.time()
+        self._path = run.tensorboard / f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}.{id(self)}"
+        run.tensorboard.mkdir(parents=True, exist_ok=True)
+        self._path.touch()
+        self._append(self._event(wall_time=now, file_version="brain.Event:2"))
+
+    def on_step(self, row: Row) -> None:
+        """Write a row's numbers."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
+        when = row.get("time") or time.time()
+        self._append(self._event(step=row["step"], wall_time=when, summary=self._summary(value=values)))
+
+    on_eval = on_step
+
+    def close(self) -> None:
+        """Do nothing: every event is written already."""
+
+    def _append(self, event: Any) -> None:
+        buffer = io.BytesIO()
+        self._as_record(buffer).write(event.SerializeToString())
+        append_whole(self._path, buffer.getvalue())  # half an event would hide all later ones
+
+
+# ---- Weights & Biases ----
+
+
+class WeightsAndBiases:
+    """Logs to a W&B run, which it opens at the first record."""
+
+    needs_run_directory = True
+    own_thread = True
+
+    def __init__(self, context: SinkContext) -> None:
+        self._library = import_module("wandb")
+        self._run, self._experiment = context.directory, context.experiment
+        self._open: Any = None
+
+    def on_step(self, row: Row) -> None:
+        """Log a row's numbers."""
+        self._started().log(scalars(row), step=row["step"])
+
+    on_eval = on_step
+
+    def close(self) -> None:
+        """End the W&B run."""
+        if self._open is not None:
+            self._open.finish()
+
+    def _started(self) -> Any:
+        if self._open is None:
+            path = self._run.path.resolve()
+            self._open = self._library.init(
+                project=self._experiment,
+                name=path.name,
+                id=hashlib.sha256(str(path).encode()).hexdigest()[:16],
+                resume="allow",
+                dir=str(path),
+                config=_config(self._run),
+                settings=self._library.Settings(silent=True, init_timeout=30),
+            )
+        return self._open
+
+
+def _config(run: RunDirectory) -> Any:
+    import yaml
+
+    return yaml.safe_load(run.config.read_text()) if run.config.exists() else {}
+
+
+# ---- MLflow ----
+
+
+_LONGEST = 500  # characters of a parameter's value
+
+
+class Mlflow:
+    """Logs to an MLflow run, which it creates at the first record."""
+
+    needs_run_directory = True
+    own_thread = True
+
+    def __init__(self, context: SinkContext) -> None:
+        self._library = import_module("mlflow")
+        self._run, self._experiment = context.directory, context.experiment
+        self._client: Any = None
+        self._id = ""
+
+    def on_step(self, row: Row) -> None:
+        """Log a row's numbers."""
+        client = self._connected()
+        when = int(row["time"] * 1000)
+        metric = self._library.entities.Metric
+        values = [metric(name, value, when, row["step"]) for name, value in scalars(row).items()]
+        client.log_batch(self._id, metrics=values)
+
+    on_eval = on_step
+
+    def close(self) -> None:
+        """End the MLflow run."""
+        if self._client is not None:
+            self._client.set_terminated(self._id)
+
+    def _connected(self) -> Any:
+        if self._client is None:
+            address = os.environ.get("MLFLOW_TRACKING_URI")
+            if address is None:
+                # MLflow uses a database by default; files in the run directory need none.
+                os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+                address = (self._run.path.resolve() / "mlflow").as_uri()
+            client = self._library.MlflowClient(tracking_uri=address)
+            known = client.get_experiment_by_name(self._experiment)
+            experiment = known.experiment_id if known is not None else client.create_experiment(self._experiment)
+            self._id = client.create_run(experiment, run_name=self._run.path.resolve().name).info.run_id
+            self._client = client
+            self._log_config()
+        return self._client
+
+    def _log_config(self) -> None:
+        import yaml
+
+        config = yaml.safe_load(self._run.config.read_text()) if self._run.config.exists() else {}
+        parameter = self._library.entities.Param
+        pairs = [
+            (f"{a}.{b}", str(v)[:_LONGEST]) for a, s in config.items() if isinstance(s, dict) for b, v in s.items()
+        ]
+        self._client.log_batch(self._id, params=[parameter(name, value) for name, value in pairs[:100]])
+
+
+# ---- Prometheus ----
+
+
+def open_prometheus(config: PrometheusConfig, run_name: str) -> "Prometheus | None":
+    """Return the sink, which is also a server; warn and return None if the library is missing.
+
+    Raises:
+        UsageError: the port is in use.
+    """
+    try:
+        import prometheus_client
+    except ImportError:
+        warn_left_out("prometheus", "prometheus")
+        return None
+    return Prometheus(prometheus_client, config, run_name)
+
+
+class Prometheus:
+    """Serves the newest record until it is closed."""
+
+    def __init__(self, library: Any, config: PrometheusConfig, run_name: str) -> None:
+        self._library, self._run_name = library, run_name
+        self._registry = library.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        try:
+            self._server, self._thread = library.start_http_server(config.port, config.host, self._registry)
+        except OSError as error:
+            raise UsageError(
+                f"Prometheus can't be served at {config.host}:{config.port}: {error.strerror}",
+                where="monitor.prometheus",
+                fix="choose another port; 0 takes any free one",
+            ) from None
+        self.address = f"http://{config.host}:{self._server.server_address[1]}/metrics"
+
+    def on_step(self, row: Row) -> None:
+        """Set the gauges to a row's numbers."""
+        self._set("step", float(row["step"]), {})
+        for name, value in scalars(row).items():
+            first, _, rest = name.partition("/")
+            labelled = {"phases": ("phase_seconds", "phase"), "memory": ("memory_held_bytes", "kind"),
+                        "gradient_norms": ("gradient_norm", "layer")}.get(first)  # fmt: skip
+            if labelled is None:
+                self._set(name, value, {})
+            elif rest.endswith(".most"):
+                self._set(f"{labelled[0]}_most", value, {labelled[1]: rest.removesuffix(".most")})
+            else:
+                self._set(labelled[0], value, {labelled[1]: rest})
+
+    on_eval = on_step
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5)
+
+    def _set(self, name: str, value: float, labels: dict[str, str]) -> None:
+        full = "lockstep_" + re.sub(r"\W", "_", name)
+        gauge = self._gauges.get(full)
+        if gauge is None:
+            about = f"{name} of the newest record"
+            gauge = self._library.Gauge(full, about, ["run", *labels], registry=self._registry)
+            self._gauges[full] = gauge
+        gauge.labels(run=self._run_name, **labels).set(value)
