@@ -5,8 +5,16 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lockstep.report import times, units
-from lockstep.report.read import RunData, flat_config
+from lockstep.report import units
+from lockstep.report.read import (
+    PHASE_NAMES,
+    RunData,
+    after_warmup,
+    flat_config,
+    phase_totals,
+    step_shares,
+    typical_step,
+)
 
 _FIRST = {"bad": 0, "warn": 1, "info": 2}
 
@@ -72,7 +80,7 @@ def _restarts(run: RunData) -> Iterator[Advice]:
 
 
 def _data(run: RunData) -> Iterator[Advice]:
-    share = times.step_shares(run).get("data", 0.0)
+    share = step_shares(run).get("data", 0.0)
     if share < 0.1:
         return
     workers = flat_config(run.config_text).get("data.num_workers", 0)
@@ -86,7 +94,7 @@ def _data(run: RunData) -> Iterator[Advice]:
 
 
 def _communication(run: RunData) -> Iterator[Advice]:
-    share = times.step_shares(run).get("communication", 0.0)
+    share = step_shares(run).get("communication", 0.0)
     if share < 0.2 or run.of_kind("straggler"):
         return
     yield Advice(
@@ -110,7 +118,7 @@ def _straggler(run: RunData) -> Iterator[Advice]:
 
 
 def _pauses(run: RunData) -> Iterator[Advice]:
-    totals = times.totals(run)
+    totals = phase_totals(run)
     wall = sum(totals.values()) - totals.get("outside", 0.0)
     if not wall:
         return
@@ -167,10 +175,10 @@ def _precision(run: RunData) -> Iterator[Advice]:
 
 
 def _clipping(run: RunData) -> Iterator[Advice]:
-    values = [row["clipped"] for row in times.after_warmup(run.rows) if row.get("clipped") is not None]
+    values = [row["clipped"] for row in after_warmup(run.rows) if row.get("clipped") is not None]
     if len(values) >= 10 and sum(value > 0 for value in values) > 0.9 * len(values):
         limit = flat_config(run.config_text).get("training.gradient_clip.value")
-        norms = [row["grad_norm"] for row in times.after_warmup(run.rows) if row.get("grad_norm") is not None]
+        norms = [row["grad_norm"] for row in after_warmup(run.rows) if row.get("grad_norm") is not None]
         typical = f"the median norm is {median(norms):.3g}, " if norms else ""
         yield Advice(
             "info",
@@ -212,7 +220,7 @@ def _slowing(run: RunData) -> Iterator[Advice]:
 
 
 def _utilisation(run: RunData) -> Iterator[Advice]:
-    shares, mfu = times.step_shares(run), run.last("mfu")
+    shares, mfu = step_shares(run), run.last("mfu")
     on_gpu = "CPU" not in str((run.start.get("ranks") or [{}])[0].get("device", "CPU"))
     if on_gpu and mfu is not None and mfu < 0.2 and shares.get("forward_backward", 0.0) > 0.7:
         yield Advice(
@@ -235,15 +243,15 @@ def _sinks(run: RunData) -> Iterator[Advice]:
 
 
 def _of_a_step(run: RunData, share: float) -> str:
-    step = times.typical_step(run)
+    step = typical_step(run)
     return (
         f"{units.seconds(share * step)} of a step of {units.seconds(step)}, the median over ranks and "
-        f"{len(times.after_warmup(run.gathered))} measurements"
+        f"{len(after_warmup(run.gathered))} measurements"
     )
 
 
 def _phase(event: dict[str, Any]) -> str:
-    return times.NAMES.get(str(event.get("phase")), str(event.get("phase")))
+    return PHASE_NAMES.get(str(event.get("phase")), str(event.get("phase")))
 
 
 _RULES: tuple[Callable[[RunData], Iterator[Advice]], ...] = (

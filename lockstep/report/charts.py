@@ -1,25 +1,87 @@
 """Draws figures as plain data for plotly.js. A colour `@name` stands for one of the page's light or dark theme."""
 
-from collections.abc import Callable
-from math import log10
+from collections.abc import Callable, Sequence
+from itertools import product
+from math import ceil, floor, log10
+from typing import Any
 
-from lockstep.report import times
-from lockstep.report.drawing import (
-    COLOURS,
-    GIB,
-    Figure,
-    chart,
-    cycle,
-    line,
-    log_axis,
-    log_ticks,
-    mode,
-    moments,
-    short,
+from lockstep.report.read import (
+    PAUSES,
+    PHASE_NAMES,
+    STEP_PHASES,
+    Row,
+    RunData,
+    phase_seconds,
+    phase_totals,
     smoothed,
+    step_shares,
     thinned,
+    typical_step,
 )
-from lockstep.report.read import Row, RunData
+
+# ---- parts of every figure ----
+
+
+Figure = dict[str, Any]
+COLOURS = ("@c1", "@c2", "@c3", "@c4", "@c5", "@c6")
+GIB = 2**30
+
+
+def chart(name: str, title: str, data: list[Any], *, note: str = "", wide: bool = False, **layout: Any) -> Figure:
+    """Return a figure."""
+    return {"id": name, "title": title, "note": note, "wide": wide, "data": data, "layout": layout}
+
+
+def line(x: Sequence[Any], y: Sequence[Any], name: str, colour: str, **more: Any) -> Row:
+    """Return a line with few enough points to draw."""
+    keep = thinned(y)
+    style = {"color": colour, "width": more.pop("width", 2), **more.pop("line", {})}
+    return {
+        "type": "scatter", "mode": "lines", "x": [x[i] for i in keep], "y": [short(y[i]) for i in keep], "name": name,
+        "line": style, **more,
+    }  # fmt: skip
+
+
+def cycle(runs: list[RunData]) -> list[str]:
+    """Return a colour for each run."""
+    return [COLOURS[i % len(COLOURS)] for i in range(len(runs))]
+
+
+def mode(values: Sequence[Any]) -> str:
+    """Return plotly's mode: a single value is drawn as a marker."""
+    return "lines" if len(values) > 1 else "markers"
+
+
+def short(value: float | None) -> float | None:
+    """Round to six digits, which are enough for a picture."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def moments(longest: float) -> tuple[float, str, str]:
+    """Return the factor, sign and word for times up to `longest` seconds."""
+    return (1.0, " s", "Seconds") if longest >= 5 else (1e3, " ms", "Milliseconds")
+
+
+def log_axis(values: Sequence[float | None]) -> Row:
+    """Return a logarithmic axis with few ticks, each a plain number."""
+    ticks = log_ticks(values)
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]} if ticks else {"type": "log"}
+
+
+def log_ticks(values: Sequence[float | None]) -> list[float]:
+    """Return powers of ten around positive `values`; in a small range also their 2 and 5."""
+    known = [value for value in values if value is not None and value > 0]
+    if not known:
+        return []
+    low, high = floor(log10(min(known))), ceil(log10(max(known)))
+    factors = (1, 2, 5) if max(known) <= 100 * min(known) else (1,)
+    every = max(1, (high - low) // 8 + 1)
+    ticks = [float(f"{factor * 10.0**power:.6g}") for power, factor in product(range(low, high + 1, every), factors)]
+    return [tick for tick in ticks if min(known) / 2.5 <= tick <= max(known) * 2.5]
+
+
+# ---- the figures ----
+
 
 _PHASE_COLOURS = {
     "forward_backward": "@c1", "data": "@c2", "communication": "@c4", "optimizer": "@c3", "evaluation": "@c5",
@@ -160,12 +222,12 @@ def phases(runs: list[RunData]) -> Figure | None:
     factor, sign, unit = moments(max((row.get("step_seconds") or 0.0 for row in rows), default=0.0))
     data = [
         {
-            "type": "scatter", "mode": "lines", "stackgroup": "step", "name": times.NAMES[phase],
-            "x": [row["step"] for row in keep], "y": [short(times.of(row, phase) * factor) for row in keep],
+            "type": "scatter", "mode": "lines", "stackgroup": "step", "name": PHASE_NAMES[phase],
+            "x": [row["step"] for row in keep], "y": [short(phase_seconds(row, phase) * factor) for row in keep],
             "line": {"width": 0.5, "color": _PHASE_COLOURS[phase]}, "fillcolor": _PHASE_COLOURS[phase],
             "hovertemplate": f"%{{y:.3g}}{sign}",
         }
-        for phase in times.STEP_PHASES if any(times.of(row, phase) for row in rows)
+        for phase in STEP_PHASES if any(phase_seconds(row, phase) for row in rows)
     ]  # fmt: skip
     return chart("phases", "Time per phase", data if len(rows) > 1 else [],
                  note=f"{unit} per step, of the median rank.", xaxis={"title": {"text": "step"}},
@@ -173,13 +235,13 @@ def phases(runs: list[RunData]) -> Figure | None:
 
 
 def _phase_bars(runs: list[RunData]) -> Figure:
-    seconds = [(run, times.step_shares(run), times.typical_step(run)) for run in runs]
+    seconds = [(run, step_shares(run), typical_step(run)) for run in runs]
     known = [(run.name, {p: s * step for p, s in shares.items()}) for run, shares, step in seconds if shares]
     data = [
-        {"type": "bar", "orientation": "h", "name": times.NAMES[phase], "y": [name for name, _ in known],
+        {"type": "bar", "orientation": "h", "name": PHASE_NAMES[phase], "y": [name for name, _ in known],
          "x": [short(values[phase] * 1e3) for _, values in known], "marker": {"color": _PHASE_COLOURS[phase]},
          "hovertemplate": "%{x:.3g} ms"}
-        for phase in times.STEP_PHASES if any(values[phase] for _, values in known)
+        for phase in STEP_PHASES if any(values[phase] for _, values in known)
     ]  # fmt: skip
     return chart("phases", "Time per phase", data, note="Milliseconds of a typical step, of the median rank.",
                  barmode="stack", xaxis={"ticksuffix": " ms"}, yaxis={"autorange": "reversed"})  # fmt: skip
@@ -187,12 +249,12 @@ def _phase_bars(runs: list[RunData]) -> Figure:
 
 def whole_time(runs: list[RunData]) -> Figure | None:
     """Draw where the wall time went: one bar per run."""
-    known = [(run.name, times.totals(run)) for run in runs if run.gathered]
+    known = [(run.name, phase_totals(run)) for run in runs if run.gathered]
     data = [
-        {"type": "bar", "orientation": "h", "name": times.NAMES[phase], "y": [name for name, _ in known],
+        {"type": "bar", "orientation": "h", "name": PHASE_NAMES[phase], "y": [name for name, _ in known],
          "x": [short(seconds.get(phase, 0.0)) for _, seconds in known], "marker": {"color": _PHASE_COLOURS[phase]},
          "hovertemplate": "%{x:.4g} s"}
-        for phase in (*times.STEP_PHASES, *times.PAUSES, "outside")
+        for phase in (*STEP_PHASES, *PAUSES, "outside")
         if any(seconds.get(phase) for _, seconds in known)
     ]  # fmt: skip
     return chart("time", "Where the time went", data, note="Seconds of the whole run.", barmode="stack",
@@ -234,12 +296,12 @@ def own_time(run: RunData) -> Figure | None:
     if not rows or not any(row.get("own_seconds") for row in rows):
         return None
     data = []
-    factor, sign, unit = moments(max(times.of(row, "forward_backward", 2) for row in rows))
+    factor, sign, unit = moments(max(phase_seconds(row, "forward_backward", 2) for row in rows))
     for phase in ("data", "forward_backward", "communication"):
-        if any(times.of(row, phase, 2) for row in rows):
+        if any(phase_seconds(row, phase, 2) for row in rows):
             steps = [row["step"] for row in rows]
-            most, middle = ([times.of(row, phase, place) * factor for row in rows] for place in (2, 1))
-            data.append(line(steps, most, f"{times.NAMES[phase]}, most", _PHASE_COLOURS[phase]))
+            most, middle = ([phase_seconds(row, phase, place) * factor for row in rows] for place in (2, 1))
+            data.append(line(steps, most, f"{PHASE_NAMES[phase]}, most", _PHASE_COLOURS[phase]))
             data.append(line(steps, middle, "median", _PHASE_COLOURS[phase], width=1, line={"dash": "dot"},
                              showlegend=False))  # fmt: skip
     return chart("spread", "Slowest rank and median", data, note=f"{unit} per step; dotted: the median.",

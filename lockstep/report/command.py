@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.report import times, units
+from lockstep.report import units
 from lockstep.report.advice import advise
 from lockstep.report.page import write
-from lockstep.report.read import RunData, read_run
+from lockstep.report.read import RunData, read_run, typical_step
 
 
 def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) -> int:
@@ -23,7 +23,7 @@ def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) ->
         port: for `live`.
     """
     if live:
-        from lockstep.report.live import serve
+        from lockstep.report.page import serve
 
         if output is not None:
             raise UsageError("--live serves the page; it writes no file", fix="leave out -o, or --live")
@@ -76,7 +76,7 @@ def summary(run: RunData) -> list[str]:
     step, loss = (run.rows[-1]["step"] if run.rows else 0), run.last("loss")
     about = [f"{run.name}: {run.status}, {step} steps"]
     about += [f"loss {loss:.4f}"] if loss is not None else []
-    about += [f"{units.seconds(times.typical_step(run))} per step"] if times.typical_step(run) else []
+    about += [f"{units.seconds(typical_step(run))} per step"] if typical_step(run) else []
     return [", ".join(about), *(f"  {advice.found} {advice.do}" for advice in advise(run))]
 
 

@@ -1,22 +1,25 @@
-"""Builds the page: one HTML file that contains its data, style and plotly.js.
+"""Builds the page, one HTML file that contains its data, style and plotly.js; of a running run, serves it on loopback.
 
-Its content security policy forbids every request; served live, it allows those to its own server. Names and configs of
-runs go into the page as data and are shown as text, never as markup.
+Its content security policy forbids every request; served live, it allows those to its own server, which the page asks
+for its data every two seconds. Names and configs of runs go into the page as data and are shown as text, never as
+markup.
 """
 
 import json
+import os
 import time
+from collections.abc import Callable, Sequence
 from html import escape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.report import times, units
+from lockstep.report import units
 from lockstep.report.advice import advise
-from lockstep.report.charts import charts
-from lockstep.report.drawing import COLOURS
-from lockstep.report.read import RunData, flat_config
+from lockstep.report.charts import COLOURS, charts
+from lockstep.report.read import RunData, flat_config, read_run, typical_step, wall_seconds
 
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
@@ -114,7 +117,7 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of each tile."""
     last, total = run.rows[-1], run.start.get("total_steps")
     best = min((row["eval_loss"] for row in run.evaluations if row.get("eval_loss") is not None), default=None)
-    step, (rate, unit), mfu = times.typical_step(run), _rate(run), run.last("mfu")
+    step, (rate, unit), mfu = typical_step(run), _rate(run), run.last("mfu")
     peak = max((row["memory_bytes"] for row in run.rows if row.get("memory_bytes")), default=0)
     loss = run.last("loss")
     tiles = [
@@ -124,7 +127,7 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
         (f"{unit} / s", units.count(rate), "") if rate else ("", "", ""),
         ("MFU", f"{mfu:.1%}", str(run.start.get("peak_source", "")).partition(":")[0]) if mfu else ("", "", ""),
         ("peak memory", units.size(peak), "rank 0"),
-        ("wall time", units.seconds(times.wall_seconds(run)), ""),
+        ("wall time", units.seconds(wall_seconds(run)), ""),
     ]
     return [tile for tile in tiles if tile[0]]
 
@@ -154,7 +157,7 @@ def _numbers(run: RunData) -> list[str]:
         f"{run.rows[-1]['step']:,}" if run.rows else "0",
         "–" if loss is None else f"{loss:.4f}",
         "–" if best is None else f"{best:.4f}",
-        units.seconds(times.typical_step(run)),
+        units.seconds(typical_step(run)),
         "–" if not rate else f"{units.count(rate)} {unit} / s",
         "–" if not mfu else f"{mfu:.1%}",
         "–" if not peak else units.size(peak),
@@ -213,3 +216,87 @@ def write(runs: list[RunData], path: Path) -> None:
 
 def _read(name: str) -> str:
     return (resources.files("lockstep.report") / name).read_text(encoding="utf-8")
+
+
+# ---- served live ----
+
+
+class Live:
+    """Reads the run directories again when their files have changed."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = list(paths)
+        self._seen: list[tuple[int, int]] = []
+        self._data: dict[str, Any] = {}
+
+    def data(self) -> dict[str, Any]:
+        """Return the page's current data."""
+        seen = [_state(path / name) for path in self._paths for name in ("metrics.jsonl", "events.jsonl")]
+        if seen != self._seen or not self._data or any(run["status"] == "running" for run in self._data["runs"]):
+            self._data = page_data([read_run(path) for path in self._paths])
+            self._seen = seen
+        return self._data
+
+
+def serve(paths: Sequence[Path], port: int = 0, started: Callable[[str], object] = print) -> None:
+    """Serve until interrupted.
+
+    Args:
+        paths: run directories.
+        port: 0: any free port.
+        started: called with a line that has the address.
+
+    Raises:
+        UsageError: the port is taken, or a path is not a run directory.
+    """
+    server = make_server(paths, port)
+    started(f"lockstep: http://127.0.0.1:{server.server_address[1]}/ (Ctrl+C stops it)")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+
+
+def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
+    """Make a server on loopback that does not serve yet."""
+    live = Live(paths)
+    live.data()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # Another site whose name resolves to this address must not read the run.
+            if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
+                self._answer(403, "text/plain", b"this page is for this machine")
+            elif self.path == "/":
+                self._answer(200, "text/html; charset=utf-8", render(live.data(), live=True).encode())
+            elif self.path == "/data.json":
+                self._answer(200, "application/json", json.dumps(live.data(), allow_nan=False).encode())
+            else:
+                self._answer(404, "text/plain", b"there is no such page")
+
+        def _answer(self, code: int, kind: str, body: bytes) -> None:
+            self.send_response(code)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Log no requests."""
+
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except (OSError, OverflowError) as error:  # taken, or not a port
+        raise UsageError(f"port {port} can't be used on this machine: {error}", fix="--port 0: any") from None
+
+
+def _state(path: Path) -> tuple[int, int]:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return 0, 0
+    return status.st_mtime_ns, status.st_size

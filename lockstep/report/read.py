@@ -6,9 +6,10 @@ A run that was killed has whole lines up to some step, and no last event.
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from lockstep.errors import UsageError
@@ -151,3 +152,111 @@ def _profile(path: Path) -> Row | None:
     except (OSError, ValueError):
         return None
     return loaded if isinstance(loaded, dict) else None
+
+
+# ---- where the time of a run goes ----
+
+
+STEP_PHASES = ("data", "forward_backward", "communication", "optimizer", "other")
+PAUSES = ("evaluation", "checkpoint")
+PHASE_NAMES = {
+    "data": "waiting for data",
+    "forward_backward": "forward and backward",
+    "communication": "waiting for other ranks",
+    "optimizer": "optimizer",
+    "other": "other",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoints",
+    "outside": "starts and gaps",
+}
+
+
+def phase_seconds(row: Row, phase: str, place: int = 1) -> float:
+    """Return the seconds of a phase of a row: 0 least, 1 median, 2 most over ranks."""
+    found: Any = row["phases"].get(phase)
+    return float(found[place]) if found else 0.0
+
+
+def after_warmup(rows: Sequence[Row]) -> list[Row]:
+    """Leave out the first quarter, at least one row: steps that warm up do not represent the rest."""
+    return list(rows[max(1, len(rows) // 4) :]) or list(rows)
+
+
+def step_shares(run: RunData) -> dict[str, float]:
+    """Return the share of each phase in a typical step, of the median rank; empty without measurements."""
+    rows = after_warmup(run.gathered)
+    typical = {phase: median([phase_seconds(row, phase) for row in rows]) for phase in STEP_PHASES} if rows else {}
+    total = sum(typical.values())
+    return {phase: value / total for phase, value in typical.items()} if total else {}
+
+
+def typical_step(run: RunData) -> float:
+    """Return the seconds of a step, the median over rows after the warm-up; 0 without measurements."""
+    values = [row["step_seconds"] for row in after_warmup(run.rows) if row.get("step_seconds")]
+    return float(median(values)) if values else 0.0
+
+
+def wall_seconds(run: RunData) -> float:
+    """Return the seconds between the first and the last sign of the run."""
+    times = [event["time"] for event in run.events] + [row["time"] for row in run.rows if row.get("time")]
+    return max(times) - min(times) if times else 0.0
+
+
+def phase_totals(run: RunData) -> dict[str, float]:
+    """Return the seconds of each phase over the whole run; time outside of all rows is `outside`."""
+    sums = dict.fromkeys((*STEP_PHASES, *PAUSES), 0.0)
+    before = 0
+    restarts = [event["step"] for event in run.of_kind("resume") if isinstance(event.get("step"), int)]
+    for row in run.gathered:
+        begun = max([before, *(step for step in restarts if step < row["step"])])
+        for phase in STEP_PHASES:
+            sums[phase] += phase_seconds(row, phase) * (row["step"] - begun)
+        for phase in PAUSES:
+            sums[phase] += phase_seconds(row, phase, 2)
+        before = row["step"]
+    if not run.gathered:
+        return {}
+    sums["outside"] = max(0.0, wall_seconds(run) - sum(sums.values()))
+    return sums
+
+
+# ---- long series ----
+
+
+LIMIT = 1500  # points of a line
+
+
+def thinned(values: Sequence[float | None], limit: int = LIMIT) -> list[int]:
+    """Return the indices to keep: the least, the most and the first of each stretch, so that peaks stay."""
+    count = len(values)
+    if count <= limit:
+        return list(range(count))
+    stretches = limit // 3
+    kept = {0, count - 1}
+    for stretch in range(stretches):
+        indices = range(stretch * count // stretches, (stretch + 1) * count // stretches)
+        kept.add(indices[0])
+        numbers = [i for i in indices if values[i] is not None]
+        if numbers:
+            kept |= {min(numbers, key=lambda i: values[i] or 0.0), max(numbers, key=lambda i: values[i] or 0.0)}
+    return sorted(kept)
+
+
+def smoothed(values: Sequence[float | None], span: float) -> list[float | None]:
+    """Return a moving mean over about `span` values on either side, so that it does not lag."""
+    forth = _exponential(values, span)
+    back = _exponential(values[::-1], span)[::-1]
+    return [None if a is None or b is None else (a + b) / 2 for a, b in zip(forth, back, strict=True)]
+
+
+def _exponential(values: Sequence[float | None], span: float) -> list[float | None]:
+    """Return the exponential mean of the earlier values, corrected for its start."""
+    keep = 1 - 1 / max(1.0, span)
+    mean, weight, result = 0.0, 0.0, list[float | None]()
+    for value in values:
+        if value is None:
+            result.append(None)
+            continue
+        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
+        result.append(mean / weight)
+    return result

@@ -17,10 +17,9 @@ from pathlib import Path
 from statistics import median
 
 from lockstep.errors import RunError, UsageError
-from lockstep.report.drawing import chart
+from lockstep.report.charts import chart
 from lockstep.report.page import Page
-from lockstep.report.read import read_run
-from lockstep.report.times import after_warmup
+from lockstep.report.read import after_warmup, read_run
 from lockstep.scratch import temporary
 from lockstep.strategy import REPLICAS, SINGLE
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.records import append_line
-from lockstep.report.live import make_server
-from lockstep.report.page import write
+from lockstep.report.page import make_server, write
 from lockstep.report.read import read_run
 from tests.report.browser import Page, browser
 from tests.report.shared import BEGUN, step_row, write_profile, write_run

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.monitor.trace import as_markdown, combine, summarise
-from lockstep.report.drawing import log_ticks, moments
+from lockstep.report.charts import log_ticks, moments
 from lockstep.report.page import page_data
 from lockstep.report.read import read_run
 from tests.report.shared import write_run

@@ -12,12 +12,10 @@ import pytest
 from lockstep.cli import main
 from lockstep.errors import UsageError
 from lockstep.records import append_line
-from lockstep.report import times, units
+from lockstep.report import units
 from lockstep.report.advice import advise
-from lockstep.report.drawing import smoothed, thinned
-from lockstep.report.live import make_server
-from lockstep.report.page import page_data, render
-from lockstep.report.read import read_run
+from lockstep.report.page import make_server, page_data, render
+from lockstep.report.read import read_run, smoothed, thinned, typical_step
 from tests.report.shared import BEGUN, write_run
 
 
@@ -33,7 +31,7 @@ def test_a_run_is_read_with_its_restart(tmp_path: Path) -> None:
     assert steps == sorted(set(steps)), "each step once"
     assert len(losses) == 300
     assert [row["step"] for row in run.evaluations] == [100, 200, 300, 400, 500, 600]
-    assert times.typical_step(run) == pytest.approx(0.083, abs=0.005)
+    assert typical_step(run) == pytest.approx(0.083, abs=0.005)
     data = page_data([run])
     assert {c["id"] for c in data["charts"]} >= {"loss", "throughput", "phases", "time", "ranks", "memory", "timeline"}
     assert any(shape["x0"] == 200 for shape in data["charts"][0]["layout"]["shapes"]), "the restart is marked"
