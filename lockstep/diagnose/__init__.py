@@ -1,4 +1,36 @@
-"""Explains failures: known errors and their fixes (`known_errors`), symptoms (`page`), checks before a run (`doctor`).
+"""Explains failures: known errors, their fixes and symptoms (`known_errors`), checks before a run (`doctor`).
 
 It reads files and the environment, and returns text. torch is loaded only by checks that need it.
 """
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class KnownError:
+    """An error that is recognised by its text.
+
+    Attributes:
+        name: short and unique.
+        pattern: a regular expression for the error's text or the end of a rank's log; case is ignored.
+        cause: one sentence without a final full stop.
+        fix: what to do, likewise.
+        example: the text as libraries write it; required with `needs`, because then no test provokes it.
+        needs: what it takes to provoke it, beyond a machine with a CPU.
+        consequence: whether another rank's failure usually explains it; that one is then reported first.
+    """
+
+    name: str
+    pattern: str
+    cause: str
+    fix: str
+    example: str = ""
+    needs: str = ""
+    consequence: bool = False
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        """The compiled pattern."""
+        return re.compile(self.pattern, re.IGNORECASE)

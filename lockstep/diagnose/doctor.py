@@ -2,20 +2,284 @@
 
     own facts → all ranks' facts, over the store → verdicts → ports → process group → clocks, all-reduce
 
-Ports are checked before the process group, which needs them: if they are closed, that is reported without a timeout.
+Ports are checked before the process group, which needs them, through the store alone: if they are closed, that is
+reported without a timeout. Loads torch inside functions.
 """
 
 import datetime
-from collections.abc import Callable, Iterable
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.diagnose import measure
 from lockstep.diagnose.facts import machine_facts, own_facts
-from lockstep.diagnose.verdicts import ALL, BAD, CHEAP, Finding
+from lockstep.diagnose.verdicts import ALL, BAD, CHEAP, GOOD, WARN, Finding
 from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, UsageError
 from lockstep.network import address_towards, interface_of
+from lockstep.report import units
+
+# ---- what has to be tried out ----
+
+
+_TRY_SECONDS = 5.0
+_DISK_BYTES = 32 * 2**20
+_SIZES = (4096, 65_536, 2**20, 2**24, 2**26)  # bytes of an all-reduce
+_BUDGET_SECONDS = 20.0
+_SKEW_SECONDS = 1.0
+
+
+class RankExchange:
+    """Exchanges JSON values between ranks through a key-value store."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store, self.rank, self.world_size, self._round = store, rank, world_size, 0
+
+    def all(self, own: Any) -> list[Any]:
+        """Return every rank's value, by rank."""
+        self._round += 1
+        self._store.set(f"doctor/{self._round}/{self.rank}", json.dumps(own))
+        return [json.loads(self._store.get(f"doctor/{self._round}/{rank}")) for rank in range(self.world_size)]
+
+
+def own_name() -> list[Finding]:
+    """Check this host's own name: gloo gives its address to peers, unless an interface is set."""
+    name = socket.gethostname()
+    try:
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
+    except OSError:
+        return [Finding(WARN, "own name", f"{name} does not resolve here",
+                     "put it into /etc/hosts; until then Lockstep passes the interface to gloo")]  # fmt: skip
+    return [Finding(GOOD, "own name", f"{name} is {address}")]
+
+
+def route_to(host: str) -> list[Finding]:
+    """Check that `host`, where the machines meet, has an address, and find the route to it."""
+    try:
+        addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+    except OSError as error:
+        return [Finding(BAD, "rendezvous", f"{host} does not resolve here: {error}",
+                     "use its IP address, or put the name into DNS or /etc/hosts of this machine")]  # fmt: skip
+    own = address_towards(host)
+    if own is None:
+        return [Finding(BAD, "rendezvous", f"there is no route to {host} ({', '.join(addresses)})",
+                     "`ip route get ADDRESS`; is the interface up?")]  # fmt: skip
+    name = interface_of(own)
+    rate = link_rate(name)
+    speed = f", {rate * 8 / 1e6:,.0f} Mbit/s" if rate else ""
+    return [
+        Finding(GOOD, "rendezvous", f"{host} is {', '.join(addresses)}; the route is {own} on {name or '?'}{speed}")
+    ]
+
+
+def link_rate(interface: str | None) -> float | None:
+    """Return the bytes per second of an interface; None if it has no speed (a virtual one, the loopback)."""
+    if interface is None or not Path(f"/sys/class/net/{interface}/device").exists():
+        return None
+    try:
+        megabits = int(Path(f"/sys/class/net/{interface}/speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return megabits * 1e6 / 8 if megabits > 0 else None
+
+
+def rendezvous_host() -> str | None:
+    """Return the machine of rank 0 from the launcher's environment; None if nobody launched this process."""
+    return os.environ.get("MASTER_ADDR")
+
+
+def ports(exchange: RankExchange, address: str | None, facts: Sequence[dict[str, Any]]) -> list[Finding]:
+    """Check that every machine reaches every other at a port that the system picks.
+
+    Args:
+        exchange: connects the ranks.
+        address: this machine's, on the route to rank 0.
+        facts: of all ranks.
+    """
+    first = _first_ranks(facts)
+    if len(first) == 1:
+        return [Finding(GOOD, "ports", "one machine: ranks meet over the loopback")]
+    me = exchange.rank in first
+    listener = _listen(address) if me else None
+    places = exchange.all(None if listener is None else [address, listener.getsockname()[1]])
+    failed = [rank for rank in first if me and rank != exchange.rank and not _reaches(places[rank])]
+    answers = exchange.all(failed)
+    if listener is not None:
+        listener.close()
+    hosts = {rank: f"{facts[rank]['host']} {(places[rank] or ['without an address'])[0]}" for rank in first}
+    lines = [
+        Finding(BAD, "ports", f"{hosts[rank]} does not reach {hosts[other]} on an ephemeral port",
+             "open all ports between the machines: NCCL and gloo use any, the rendezvous port alone is not enough")
+        for rank in first for other in answers[rank]
+    ]  # fmt: skip
+    pairs = len(first) * (len(first) - 1)
+    return lines or [
+        Finding(GOOD, "ports", f"{len(first)} machines reach one another on ephemeral ports ({pairs} ways)")
+    ]
+
+
+def _first_ranks(facts: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the first rank of each machine."""
+    seen: dict[str, int] = {}
+    for one in facts:
+        seen.setdefault(one["machine"], one["rank"])
+    return sorted(seen.values())
+
+
+def _listen(address: str | None) -> socket.socket | None:
+    if address is None:
+        return None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((address, 0))
+    listener.listen()
+    return listener
+
+
+def _reaches(place: list[Any] | None) -> bool:
+    if place is None:
+        return False
+    try:
+        socket.create_connection((place[0], place[1]), timeout=_TRY_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def disk(run_directory: Path, exchange: RankExchange, rank_of_machine: bool) -> dict[str, Any]:
+    """Measure this machine's write speed in bytes per second, and check that it sees the file of rank 0."""
+    found: dict[str, Any] = {}
+
+    def attempt(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError as error:
+            found.setdefault("disk_error", f"{error.strerror}: {error.filename or run_directory}")
+
+    made = not os.path.exists(run_directory)
+    mark = run_directory / ".doctor-was-here"
+    token = exchange.all(os.urandom(8).hex())[0]
+    attempt(lambda: run_directory.mkdir(parents=True, exist_ok=True))
+    if exchange.rank == 0:
+        attempt(lambda: mark.write_text(token))
+    exchange.all(None)
+    attempt(lambda: found.update(sees_run_directory=os.path.isfile(mark) and mark.read_text() == token))
+    exchange.all(None)
+    if exchange.rank == 0:
+        attempt(lambda: mark.unlink(missing_ok=True))
+    if rank_of_machine:
+        attempt(lambda: found.update(disk_speed=_disk_speed(run_directory / f".doctor-{exchange.rank}")))
+    exchange.all(None)
+    if made:
+        with suppress(OSError):  # another rank was faster, or the folder is not empty
+            run_directory.rmdir()
+    return found
+
+
+def _disk_speed(probe: Path) -> float:
+    """Return the bytes per second of a file that is written, synced and deleted."""
+    data = os.urandom(2**20) * (_DISK_BYTES // 2**20)
+    try:
+        began = time.monotonic()
+        with probe.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return _DISK_BYTES / (time.monotonic() - began)
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+
+
+def clocks(facts: Sequence[dict[str, Any]]) -> list[Finding]:
+    """Compare other machines' clocks with rank 0's; all ranks of a process group call it."""
+    import torch
+    import torch.distributed as dist
+
+    others = _first_ranks(facts)[1:]
+    rank = dist.get_rank()
+    best: dict[int, tuple[float, float]] = {}
+    for other in others:
+        for _ in range(5):
+            if rank == 0:
+                answer, sent = torch.zeros(1, dtype=torch.float64), time.time()
+                dist.send(torch.zeros(1, dtype=torch.float64), other)
+                dist.recv(answer, other)
+                round_trip = time.time() - sent
+                skew = answer.item() - (sent + round_trip / 2)
+                best[other] = min(best.get(other, (round_trip, skew)), (round_trip, skew))
+            elif rank == other:
+                dist.recv(torch.zeros(1, dtype=torch.float64), 0)
+                dist.send(torch.tensor([time.time()], dtype=torch.float64), 0)
+    hosts = {one["rank"]: one["host"] for one in facts}
+    lines = [
+        Finding(WARN, "clocks", f"{hosts[other]}'s clock is {skew:+.3g} s from rank 0's", "run NTP (chrony) on both")
+        for other, (_, skew) in best.items() if abs(skew) > _SKEW_SECONDS
+    ]  # fmt: skip
+    worst = max((abs(skew) for _, skew in best.values()), default=0.0)
+    text = "one machine, one clock" if not others else f"within {worst * 1e3:.2g} ms over {len(others) + 1} machines"
+    return lines or [Finding(GOOD, "clocks", text)]
+
+
+def all_reduce(device: Any, link: float | None) -> list[Finding]:
+    """Check that a sum over ranks is right, and measure its speed by message size; all ranks call it.
+
+    Args:
+        device: of this rank's tensors.
+        link: bytes per second of the link between machines; None: unknown, or one machine.
+    """
+    import torch
+    import torch.distributed as dist
+
+    world = dist.get_world_size()
+    if world == 1:
+        return [Finding(GOOD, "all-reduce", "one rank: nothing to reduce")]
+    expected = float(world * (world + 1) // 2)
+    found: list[tuple[int, float, float]] = []
+    began = time.monotonic()
+    for size in _SIZES:
+        value = torch.full((size // 4,), float(dist.get_rank() + 1), device=device)
+        dist.all_reduce(value)
+        wrong = int((value != expected).sum())
+        if wrong:
+            text = f"{wrong} of {size // 4} sums of {size} bytes are wrong"
+            return [Finding(BAD, "all-reduce", text, "a faulty card, cable or memory: try pairs of machines")]
+        seconds = statistics.median(_timed(value, device) for _ in range(3))
+        found.append((size, seconds, 2 * (world - 1) / world * size / seconds))
+        spent = torch.tensor([time.monotonic() - began + 4 * seconds * 16])  # the next size is up to 16 times as large
+        dist.all_reduce(spent.to(device), dist.ReduceOp.MAX)
+        if spent.item() > _BUDGET_SECONDS:
+            break
+    shown = ", ".join(f"{units.size(size)} {units.seconds(seconds)}" for size, seconds, _ in found)
+    fastest = max(rate for _, _, rate in found)
+    text = f"right on {world} ranks: {shown}; at best {units.size(fastest)}/s on the bus"
+    if link is None:
+        return [Finding(GOOD, "all-reduce", text)]
+    text += f", {fastest / link:.0%} of the link's {units.size(link)}/s"
+    do = "see the interface above; other traffic on the link; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
+    return [Finding(WARN, "all-reduce", text, do) if fastest < 0.5 * link else Finding(GOOD, "all-reduce", text)]
+
+
+def _timed(value: Any, device: Any) -> float:
+    import torch
+    import torch.distributed as dist
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.monotonic()
+    dist.all_reduce(value)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.monotonic() - began
+
+
+# ---- the checks ----
+
 
 _SECONDS = 60.0  # how long ranks wait for one another
 
@@ -44,7 +308,7 @@ def examine(
 
     settings = DistributedConfig(timeout_seconds=_SECONDS, device=device, backend=backend)  # type: ignore[arg-type]
     facts = rank_facts()
-    exchange = measure.RankExchange(_store(settings), facts.rank, facts.world_size)
+    exchange = RankExchange(_store(settings), facts.rank, facts.world_size)
     lines: list[Finding] = []
 
     def report(found: Iterable[Finding]) -> None:
@@ -54,19 +318,19 @@ def examine(
                 show(finding)
 
     own = own_facts(*_config_facts(config)) | machine_facts(run_directory)
-    own |= measure.disk(run_directory, exchange, facts.local_rank == 0)
+    own |= disk(run_directory, exchange, facts.local_rank == 0)
     everybody = exchange.all(own)
     report(line for verdict in ALL for line in verdict(everybody))
     route, address = _route(exchange, everybody)
     report(route)
-    report(measure.ports(exchange, address, everybody))
+    report(ports(exchange, address, everybody))
     if not any(line.status == BAD and line.name in ("ports", "rendezvous") for line in lines):
         here, error = _join(cluster, settings)
         problems = [problem for problem in exchange.all(error) if problem]
         report(Finding(BAD, "process group", problem) for problem in problems[:1])
         if not problems and here is not None and facts.world_size > 1:
-            report(measure.clocks(everybody))
-            report(measure.all_reduce(here.device, _link(everybody, address)))
+            report(clocks(everybody))
+            report(all_reduce(here.device, _link(everybody, address)))
         cluster.cleanup()
     verdict: bool = exchange.all(not any(line.status == BAD for line in lines))[0]
     return verdict
@@ -127,10 +391,10 @@ def _store(settings: Any) -> Any:
     return rendezvous(settings, facts, datetime.timedelta(seconds=_SECONDS))
 
 
-def _route(exchange: measure.RankExchange, everybody: list[Any]) -> tuple[list[Finding], str | None]:
+def _route(exchange: RankExchange, everybody: list[Any]) -> tuple[list[Finding], str | None]:
     """Return the findings about each machine's name and route to rank 0, and the address of this machine's side."""
-    target = exchange.all(measure.rendezvous_host())[0]
-    own = measure.own_name() + ([] if target is None else measure.route_to(target))
+    target = exchange.all(rendezvous_host())[0]
+    own = own_name() + ([] if target is None else route_to(target))
     findings: list[Finding] = []
     for rank, rows in enumerate(exchange.all([[line.status, line.name, line.found, line.do] for line in own])):
         others = everybody[rank]["local_rank"] == 0 and everybody[rank]["machine"] != everybody[0]["machine"]
@@ -150,4 +414,4 @@ def _join(cluster: Any, settings: Any) -> tuple[Any, str | None]:
 def _link(everybody: list[Any], address: str | None) -> float | None:
     if len({one["machine"] for one in everybody}) == 1 or address is None:
         return None
-    return measure.link_rate(interface_of(address))
+    return link_rate(interface_of(address))

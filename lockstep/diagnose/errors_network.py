@@ -1,6 +1,6 @@
 """Known errors between ranks: those that do not meet, that call different collectives, or lose one another."""
 
-from lockstep.diagnose.entry import KnownError
+from lockstep.diagnose import KnownError
 
 RENDEZVOUS = (
     KnownError(

@@ -1,6 +1,6 @@
 """Collects facts about one rank and its machine as plain JSON; rank 0 compares the facts of all ranks.
 
-It reads files and the environment; it changes and measures nothing (that is `measure`).
+It reads files and the environment; it changes and measures nothing (that is `doctor`).
 """
 
 import hashlib

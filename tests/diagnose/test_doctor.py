@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lockstep.diagnose import facts, measure, verdicts
+from lockstep.diagnose import doctor, facts, verdicts
 from lockstep.diagnose.facts import code_digest, own_facts
 from lockstep.diagnose.verdicts import BAD
 from tests.launch.shared import finish, lockstep, start
@@ -47,9 +47,9 @@ def test_a_run_directory_that_cannot_be_written_is_a_line(tmp_path: Path) -> Non
     """And no traceback."""
     (tmp_path / "file").touch()
     place = tmp_path / "file" / "runs"
-    exchange = measure.RankExchange(dist.HashStore(), 0, 1)
+    exchange = doctor.RankExchange(dist.HashStore(), 0, 1)
     facts = {"local_rank": 0, "machine": "m", "host": "h", "rank": 0, "disk": None}
-    line = next(verdicts.disk([facts | measure.disk(place, exchange, rank_of_machine=True)]))
+    line = next(verdicts.disk([facts | doctor.disk(place, exchange, rank_of_machine=True)]))
     assert (line.status, line.found) == (BAD, f"the run directory can't be written: Not a directory: {place}")
 
 
@@ -113,7 +113,7 @@ def test_a_program_that_hangs_says_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_folder_that_cannot_be_is_told_like_one_that_cannot_be_written() -> None:
-    found = measure.disk(Path("x" * 300), measure.RankExchange(dist.HashStore(), 0, 1), True)
+    found = doctor.disk(Path("x" * 300), doctor.RankExchange(dist.HashStore(), 0, 1), True)
     assert "File name too long" in found["disk_error"]
     assert facts.machine_facts(Path("x" * 300))["disk"]["free"] > 0
 

@@ -13,8 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.config import Config
-from lockstep.diagnose.known_errors import TABLE, recognise
-from lockstep.diagnose.page import SYMPTOMS, page
+from lockstep.diagnose.known_errors import SYMPTOMS, TABLE, page, recognise
 from tests.launch.shared import environment
 from tests.ranks import REPOSITORY, run_ranks
 
@@ -130,7 +129,7 @@ def _keys(tree: dict[str, object], prefix: str = "") -> Iterable[str]:
 
 
 def test_the_page_is_up_to_date() -> None:
-    """`python -m lockstep.diagnose.page > docs/known_errors.md` writes it."""
+    """`python -m lockstep.diagnose.known_errors > docs/known_errors.md` writes it."""
     assert (Path(REPOSITORY) / "docs" / "known_errors.md").read_text() == page()
 
 

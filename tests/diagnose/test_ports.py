@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lockstep.diagnose import measure
+from lockstep.diagnose import doctor
 from lockstep.diagnose.verdicts import BAD, GOOD
 
 
@@ -24,11 +24,11 @@ def test_trap_36_an_ephemeral_port_that_is_closed_one_way_is_named(monkeypatch: 
             raise TimeoutError("a firewall drops it")
         return real(place, timeout)
 
-    monkeypatch.setattr(measure.socket, "create_connection", connect)
+    monkeypatch.setattr(doctor.socket, "create_connection", connect)
 
     def rank(number: int, *, behind_firewall: bool) -> None:
         closed.to_others = behind_firewall
-        found[number] = measure.ports(measure.RankExchange(store, number, 2), "127.0.0.1", facts)
+        found[number] = doctor.ports(doctor.RankExchange(store, number, 2), "127.0.0.1", facts)
 
     for firewall in (False, True):
         threads = [
@@ -50,7 +50,7 @@ def test_a_machine_without_an_address_is_named() -> None:
     store, found = dist.HashStore(), dict[int, list[Any]]()
 
     def rank(number: int, address: str | None) -> None:
-        found[number] = measure.ports(measure.RankExchange(store, number, 2), address, facts)
+        found[number] = doctor.ports(doctor.RankExchange(store, number, 2), address, facts)
 
     threads = [threading.Thread(target=rank, args=case) for case in ((0, "127.0.0.1"), (1, None))]
     for thread in threads:
