@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.cli.arguments import Parser
 from lockstep.errors import UsageError
-from lockstep.launch.streams import ConsoleOutput
+from lockstep.launch.worker import ConsoleOutput
 
 _NO_EVENTS = "the launcher writes its events into DIR/events.jsonl, and calls no handlers"
 _LOGS = "every rank's output is in DIR/logs/rank-N.log, whole"

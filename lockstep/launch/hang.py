@@ -29,8 +29,8 @@ from statistics import median
 from typing import Any
 
 from lockstep.heartbeat import DUMP, Beat, Call, read_beats, read_limits
-from lockstep.launch.failures import Failure
-from lockstep.launch.processes import (
+from lockstep.launch.failures import (
+    Failure,
     Stack,
     Stopped,
     is_running,

@@ -16,8 +16,7 @@ from lockstep.errors import UsageError
 from lockstep.launch.local import LaunchJob, launch
 from lockstep.launch.options import LaunchOptions, count_gpus, process_count
 from lockstep.launch.script import run_script
-from lockstep.launch.streams import ConsoleOutput
-from lockstep.launch.worker import environment_with, run_as_worker
+from lockstep.launch.worker import ConsoleOutput, environment_with, run_as_worker
 from lockstep.records import RunDirectory
 from lockstep.rules import refuse
 from lockstep.run_lock import require_free

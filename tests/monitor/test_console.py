@@ -39,7 +39,7 @@ _LIVE = """
 import sys, time
 from pathlib import Path
 from lockstep.config import MonitorConfig
-from lockstep.launch.streams import to_log
+from lockstep.launch.worker import to_log
 from lockstep.monitor.console import Console
 from lockstep.monitor.sinks import SinkContext
 with to_log(Path("rank-0.log"), on_console=(True, True), descriptors=True):

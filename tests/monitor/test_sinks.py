@@ -178,7 +178,7 @@ _FILLING = """
 import json, resource, sys, time
 from pathlib import Path
 from lockstep.config import MonitorConfig
-from lockstep.launch.streams import to_log
+from lockstep.launch.worker import to_log
 from lockstep.monitor import Monitor
 from lockstep.records import RunDirectory, StepRecord
 run = RunDirectory(Path(sys.argv[1]))
