@@ -1,9 +1,7 @@
 """The command line: finds the verb and calls its function.
 
-    verbs.py        one function per verb
-    arguments.py    shared arguments
-    torchrun.py     torchrun's options of `lockstep launch`
-    completion.py   the script for the shell
+    verbs.py        one function per verb, and the script with which a shell completes them
+    arguments.py    shared arguments, and torchrun's options of `lockstep launch`
 
 An error that a user can cause is one message on stderr; LOCKSTEP_TRACEBACK=1 shows the traceback.
 """

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.completion import SHELLS, script
-from lockstep.cli.verbs import VERBS
+from lockstep.cli.verbs import SHELLS, VERBS, completion_script
 from lockstep.errors import UsageError
 from tests.launch.shared import environment
 
@@ -40,8 +39,8 @@ def test_bash_completes_verbs_what_they_act_on_options_and_files(tmp_path: Path)
 
 def test_each_shell_gets_each_verb() -> None:
     for shell in SHELLS:
-        assert all(verb in script(shell, VERBS) for verb in VERBS)
+        assert all(verb in completion_script(shell, VERBS) for verb in VERBS)
     if shutil.which("zsh"):
-        assert subprocess.run(["zsh", "-n"], input=script("zsh", VERBS), text=True, check=False).returncode == 0
+        assert subprocess.run(["zsh", "-n"], input=completion_script("zsh", VERBS), text=True, check=False).returncode == 0
     with pytest.raises(UsageError, match="there is no completion for 'fish'"):
-        script("fish", VERBS)
+        completion_script("fish", VERBS)
