@@ -4,7 +4,7 @@ python -m benchmarks.choosing > docs/choosing.md
 """
 
 from lockstep.costs.hardware import GPUS
-from lockstep.plan.resources import Sharding, calculate_resources
+from lockstep.plan import Sharding, calculate_resources
 
 SIZES = (("< 1B", 0.5e9), ("1B – 7B", 3e9), ("7B – 70B", 13e9), ("> 70B", 100e9))
 MEMORIES = (8, 16, 24)

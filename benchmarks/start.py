@@ -68,7 +68,7 @@ def one(ranks: int, compiled: bool) -> dict[str, float]:
 
 def imports() -> list[tuple[str, float]]:
     """Seconds that a worker's imports take, by package, the largest; each without what it imports of the others."""
-    command = [sys.executable, "-X", "importtime", "-c", "import lockstep.trainer.run"]
+    command = [sys.executable, "-X", "importtime", "-c", "import lockstep.trainer"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
     own: dict[str, float] = {}
     for line in done.stderr.splitlines():

@@ -11,7 +11,7 @@ from lockstep.data import Data, build_data
 from lockstep.errors import UsageError
 from lockstep.models.generate import generate
 from lockstep.records import RunDirectory
-from lockstep.trainer.run import build
+from lockstep.trainer import build
 
 
 def sample(

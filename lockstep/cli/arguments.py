@@ -1,4 +1,4 @@
-"""Arguments that several verbs share: a config and its overrides, processes and machines, torchrun's further options."""
+"""Arguments that verbs share: a config and its overrides, processes and machines; and torchrun's further options."""
 
 import argparse
 import os

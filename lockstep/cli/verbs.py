@@ -99,7 +99,7 @@ def config(argv: list[str]) -> int:
     text = commands.run(given.verb, path, overrides)
     if given.verb == "check" and path is not None:
         from lockstep.config import load_config
-        from lockstep.trainer.run import check_named
+        from lockstep.trainer import check_named
 
         check_named(load_config(path, overrides), str(path))
     print(text)

@@ -14,8 +14,8 @@ from lockstep.config import Config
 from lockstep.costs.hardware import LINKS, Gpu, GpuCluster, Link, known_gpu
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
+from lockstep.plan import GIB
 from lockstep.plan.candidates import Candidate, candidates, evaluate_layout, model_size_of
-from lockstep.plan.resources import GIB
 from lockstep.plan.workload import workload_of
 from lockstep.strategy import REPLICAS, SINGLE
 

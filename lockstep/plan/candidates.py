@@ -16,8 +16,8 @@ from lockstep.layout import AXES, Layout
 from lockstep.models.protocol import blocks_of, pipeline_segments_of
 from lockstep.parallel.comm.compression import sent_numbers
 from lockstep.parallel.fsdp_units import units_of
+from lockstep.plan import GIB
 from lockstep.plan.rehearsal import Rehearsal, rehearse
-from lockstep.plan.resources import GIB
 from lockstep.plan.workload import Workload
 from lockstep.progress import progress_of
 from lockstep.strategy import known_strategies, resolve, strategy_named

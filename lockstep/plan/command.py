@@ -12,8 +12,8 @@ from lockstep.config import Config
 from lockstep.cores import allowed
 from lockstep.costs.hardware import GPUS, GpuCluster, cluster_of, known_gpu
 from lockstep.errors import UsageError
+from lockstep.plan import GIB, calculate_resources
 from lockstep.plan.candidates import Candidate, candidates, largest_batch
-from lockstep.plan.resources import GIB, calculate_resources
 from lockstep.plan.workload import workload_of
 from lockstep.strategy import REPLICAS, SINGLE
 

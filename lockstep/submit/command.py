@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import UsageError
-from lockstep.submit import kubernetes, slurm
-from lockstep.submit.submission import Submission
+from lockstep.submit import Submission, kubernetes, slurm
 
 if TYPE_CHECKING:
     from lockstep.config import Config

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from lockstep.network import DEFAULT_PORT
-from lockstep.submit.submission import Submission, run_scheduler
+from lockstep.submit import Submission, run_scheduler
 
 _CONFIG_FOLDER = "/etc/lockstep"
 

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.submit.submission import Submission, run_scheduler
+from lockstep.submit import Submission, run_scheduler
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,118 @@
-"""Trains models: `Trainer` for Python, `run` for a config."""
+"""Trains models: `Trainer` for Python, `run` for a config, on each rank of `lockstep train`."""
 
-from lockstep.trainer.run import run
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lockstep import cluster, signals
+from lockstep.config import Config
+from lockstep.config.keys import Mistake, usage_error
+from lockstep.data import Data, build_data, check_data
+from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
+from lockstep.models import build_model, check_model
+from lockstep.monitor.callbacks import check_callback
+from lockstep.optim import check_optimizer
+from lockstep.randomness import derive_key, seeded
+from lockstep.registry import load_object
+from lockstep.trainer.setup import check_loss_fn
 from lockstep.trainer.trainer import Trainer
 
 __all__ = ["Trainer", "run"]
+
+
+def run(config: Config, *, output_dir: Path, resume: str) -> int:
+    """Train a config.
+
+    Args:
+        output_dir: the run directory.
+        resume: `auto`, `never`, or a path to a checkpoint.
+
+    Returns:
+        the exit code: 0, or 75 if the run was asked to stop and has saved.
+    """
+    if config.model.name is None or config.data.name is None:
+        missing = "model.name" if config.model.name is None else "data.name"
+        raise UsageError(f"the config does not say {missing}", fix=f"set {missing}")
+    cluster.setup(config.distributed)
+    data = build_data(config.data, seed=config.training.seed)
+    trainer = Trainer(build(config, data), config=config, output_dir=output_dir)
+    stop_on_signals(trainer)
+    trainer.resume(resume)
+    trainer.train(data.train, data.validation)
+    cluster.cleanup()
+    return EXIT_PREEMPTED if trainer.step.stopping else EXIT_DONE
+
+
+def build(config: Config, data: Data) -> nn.Module:
+    """Build the model, on meta if its values can be created by name later; else whole, the same on every rank."""
+    with torch.device("meta"):
+        try:
+            model = build_model(config.model, data.facts)
+        except NotImplementedError:  # it computes with values while it is built
+            model = None
+    if model is not None and hasattr(model, "init_weights"):
+        return model
+    with seeded(derive_key(config.training.seed, "model")):
+        return build_model(config.model, data.facts)
+
+
+def stop_on_signals(trainer: Trainer) -> None:
+    """Stop on SIGTERM, SIGUSR1, SIGHUP and Ctrl-C: the ranks agree on the step, save there and end.
+
+    A second SIGTERM or SIGUSR1 is harmless; a second Ctrl-C comes from a person who does not want to wait.
+    """
+    interrupted = False
+
+    def ask(number: int) -> None:
+        nonlocal interrupted
+        trainer.step.stop_asked = True
+        if number != signal.SIGINT:
+            return
+        if interrupted:
+            for child in multiprocessing.active_children():
+                child.kill()
+            signals.end_now(EXIT_FAILED, "interrupted twice: ended without saving")
+        interrupted = True
+        os.write(2, b"lockstep: interrupted: saves and stops; a second Ctrl-C ends it at once, without saving\n")
+
+    signals.listen(ask)
+
+
+def check_named(config: Config, source: str) -> None:
+    """Reject names in a config that a run could not import, or not call with these arguments.
+
+    Args:
+        source: the config's name in the message.
+
+    Raises:
+        UsageError: for all of them at once.
+    """
+    found = []
+    for look in _lookups(config):
+        try:
+            look()
+        except UsageError as error:
+            found.append(
+                Mistake(error.where or source, error.what + (f" ({error.why})" if error.why else ""), error.fix)
+            )
+    if found:
+        raise usage_error(found, source)
+
+
+def _lookups(config: Config) -> Iterator[Callable[[], object]]:
+    yield partial(check_model, config.model)
+    yield partial(check_data, config.data)
+    if config.loss_fn is not None:
+        yield partial(check_loss_fn, config.loss_fn)
+    yield partial(check_optimizer, config.training.optimizer, config.training.optimizer_args)
+    for number, spec in enumerate(config.monitor.callbacks):
+        yield partial(check_callback, spec, f"monitor.callbacks[{number}]")
+    policy = config.distributed.fsdp.auto_wrap_policy
+    if isinstance(policy, str) and ":" in policy:
+        yield partial(load_object, policy, "distributed.fsdp.auto_wrap_policy")

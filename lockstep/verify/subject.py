@@ -70,7 +70,7 @@ class Spec:
             made = self.make()
             return config, made if isinstance(made, Subject) else Subject(*made)
         from lockstep.data import build_data
-        from lockstep.trainer.run import build
+        from lockstep.trainer import build
 
         data = build_data(config.data, seed=config.training.seed)
         return config, Subject(build(config, data), data.train)

@@ -41,6 +41,7 @@ def test_each_shell_gets_each_verb() -> None:
     for shell in SHELLS:
         assert all(verb in completion_script(shell, VERBS) for verb in VERBS)
     if shutil.which("zsh"):
-        assert subprocess.run(["zsh", "-n"], input=completion_script("zsh", VERBS), text=True, check=False).returncode == 0
+        zsh = completion_script("zsh", VERBS)
+        assert subprocess.run(["zsh", "-n"], input=zsh, text=True, check=False).returncode == 0
     with pytest.raises(UsageError, match="there is no completion for 'fish'"):
         completion_script("fish", VERBS)

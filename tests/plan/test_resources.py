@@ -9,9 +9,8 @@ from lockstep.costs.hardware import GPUS, LINKS, cluster_of, find_gpu, group_of,
 from lockstep.costs.steps import ScheduledPass, pipeline
 from lockstep.errors import UsageError
 from lockstep.monitor.figures import DEVICES
-from lockstep.plan import calculate_resources
+from lockstep.plan import calculate_resources, typical_shape
 from lockstep.plan.command import PlanOptions, cluster_for
-from lockstep.plan.resources import typical_shape
 
 
 def test_trap_42_activations_are_not_batch_times_sequence_times_parameters() -> None:

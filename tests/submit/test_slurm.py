@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
+from lockstep.submit import Submission
 from lockstep.submit.slurm import SlurmOptions, script
-from lockstep.submit.submission import Submission
 
 _CONFIG = """
 model: {name: transformer}
