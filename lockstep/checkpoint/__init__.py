@@ -1,6 +1,6 @@
 """Save, load and look after checkpoints: a committed one is whole, and one that is not whole is invisible.
 
-A save takes four stops, a file each, from a state dict to disk:
+A save takes four stops from a state dict to disk; the first two are in `snapshot`, the others in files of their names:
 
     snapshot   named tensors and JSON of this rank            → blocks of whole tensors
     plan       descriptions from every rank, merged on rank 0 → each rank's share, in one of three formats

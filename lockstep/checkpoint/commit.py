@@ -17,10 +17,19 @@ import torch
 import torch.distributed as dist
 
 from lockstep.checkpoint.manifest import CONFIG, JSON_LIMIT, STATE, Manifest, verify
-from lockstep.checkpoint.plan import CheckpointPlan, Description, describe, merge
 from lockstep.checkpoint.posix import locate, storage_at
 from lockstep.checkpoint.ranks import Ranks
-from lockstep.checkpoint.snapshot import Part, Snapshot, Staged, TensorBlock, stage
+from lockstep.checkpoint.snapshot import (
+    CheckpointPlan,
+    Description,
+    Part,
+    Snapshot,
+    Staged,
+    TensorBlock,
+    describe,
+    merge,
+    stage,
+)
 from lockstep.checkpoint.storage import (
     SHARED_MARK,
     Checkpoint,

@@ -25,11 +25,10 @@ from lockstep.checkpoint.manifest import (
     read_manifest,
     read_state,
 )
-from lockstep.checkpoint.plan import TensorInfo
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.read import PartReader, check_topology, open_part
-from lockstep.checkpoint.snapshot import Snapshot, TensorBlock, as_json, blocks_of, dtype_name
+from lockstep.checkpoint.snapshot import Snapshot, TensorBlock, TensorInfo, as_json, blocks_of, dtype_name
 from lockstep.checkpoint.storage import Checkpoint, Location
 from lockstep.errors import UsageError, listed
 

@@ -28,9 +28,18 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lockstep.checkpoint.manifest import METADATA, raw_file
-from lockstep.checkpoint.plan import CheckpointPlan, Description, global_plan, local_plan
 from lockstep.checkpoint.ranks import Ranks, TensorSource, gather_tensor, held_blocks, sources_of
-from lockstep.checkpoint.snapshot import Part, Staged, TensorBlock, dtype_name, tensor_bytes
+from lockstep.checkpoint.snapshot import (
+    CheckpointPlan,
+    Description,
+    Part,
+    Staged,
+    TensorBlock,
+    dtype_name,
+    global_plan,
+    local_plan,
+    tensor_bytes,
+)
 from lockstep.checkpoint.storage import ChecksumStream, FileInfo, Location
 from lockstep.errors import RunError
 

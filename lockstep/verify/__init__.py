@@ -21,9 +21,8 @@ from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, UsageError
 from lockstep.scratch import temporary
 from lockstep.strategy import AUTO, SINGLE, parse_topology, strategy_named
-from lockstep.verify.causes import Cause, Evidence, cause_of
+from lockstep.verify.causes import Cause, Evidence, cause_of, experiments_for
 from lockstep.verify.differences import ASPECTS, Difference, StepResult
-from lockstep.verify.experiments import experiments_for
 from lockstep.verify.subject import MAIN, Case, Make, Results, Spec, Subject, VerifyJob
 
 __all__ = ["Cause", "Difference", "Outcome", "Subject", "Verdict", "verify"]

@@ -85,7 +85,7 @@ class Case:
         settings: dotted keys that differ from the spec's config.
         start: first step, counted from 0; the state before it is the reference's in the case `main`.
         steps: number of steps.
-        switches: changes to the running trainer (see `lockstep.verify.experiments`).
+        switches: changes to the running trainer (see `lockstep.verify.causes`).
     """
 
     name: str = MAIN

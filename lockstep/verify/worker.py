@@ -17,7 +17,17 @@ from lockstep.errors import LockstepError, RunError
 from lockstep.step import Progress
 from lockstep.strategy import SINGLE, parse_topology, strategy_named
 from lockstep.trainer import Trainer
-from lockstep.verify import experiments
+from lockstep.verify.causes import (
+    DOUBLE,
+    OUTPUTS,
+    PERTURB,
+    SAME,
+    SameData,
+    apply,
+    float64_by_default,
+    in_float64,
+    perturb,
+)
 from lockstep.verify.differences import (
     Expected,
     RankReport,
@@ -78,7 +88,7 @@ def record(spec: Spec, cases: Sequence[Case], folder: Path) -> tuple[list[Case],
 def _record(trainer: Trainer, data: Any, case: Case, folder: Path, *, exact: bool) -> None:
     trace, placed = Trace(folder / case.name), trainer.placed
     trace.write_start(_named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers))
-    observer = StepObserver(trainer, bounds=not exact, outputs=experiments.OUTPUTS in case.switches)
+    observer = StepObserver(trainer, bounds=not exact, outputs=OUTPUTS in case.switches)
     if case.name == MAIN:
         trainer.save_checkpoint(trace.states)
     step = case.start - 1
@@ -135,11 +145,11 @@ def _results(job: VerifyJob) -> Iterator[Results]:
 
 def _compare(trainer: Trainer, data: Any, case: Case, folder: Path, exact: bool) -> Iterator[StepResult]:
     trace, states = Trace(folder / case.name), Trace(folder / MAIN)
-    double = experiments.DOUBLE in case.switches
+    double = DOUBLE in case.switches
     rounding = message_rounding(trainer)
     observer = StepObserver(trainer)
     at_start: dict[str, TensorDifference] = {}
-    if case.start == 0 and not case.switches & {experiments.DOUBLE, experiments.PERTURB}:
+    if case.start == 0 and not case.switches & {DOUBLE, PERTURB}:
         with trace.tensors(None) as stored:
             at_start = compare_with_reference(trainer, stored)[VALUE]
     for step, done in enumerate(islice(trainer.steps(data), case.steps), start=case.start):
@@ -149,7 +159,7 @@ def _compare(trainer: Trainer, data: Any, case: Case, folder: Path, exact: bool)
             if double:
                 pieces, not_comparable = compare_with_float64(observer.gradients, stored, in_float32)
                 found = {GRADIENT: pieces}
-            elif experiments.PERTURB in case.switches:
+            elif PERTURB in case.switches:
                 found = {GRADIENT: compare_with_perturbed(observer.gradients, stored, in_float32)}
             else:
                 found = compare_with_reference(
@@ -211,10 +221,10 @@ def _threads(number: int) -> Iterator[None]:
 @contextmanager
 def _trainer(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tuple[Trainer, Any]]:
     """Build a trainer at the case's first step, and its data."""
-    double = experiments.DOUBLE in case.switches and topology == SINGLE
+    double = DOUBLE in case.switches and topology == SINGLE
     with ExitStack() as stack:
         if double:
-            stack.enter_context(experiments.float64_by_default())
+            stack.enter_context(float64_by_default())
         config, subject = spec.build({**settings_of(topology), **case.settings})
         stack.callback(subject.close)
         # A copy: the user's function may return the same model each time, and later cases need it in float32.
@@ -225,13 +235,13 @@ def _trainer(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tu
         if topology != SINGLE or case.name != MAIN:  # the reference logs its result once
             trainer.loss_check.skip()
         subject.prepare(trainer)
-        experiments.apply(trainer, case.switches)
+        apply(trainer, case.switches)
         if double:
             _load_values(trainer, Trace(folder / MAIN), case.start)
         elif case.start:
             trainer.load_checkpoint(Trace(folder / MAIN).state(case.start))
-        if experiments.PERTURB in case.switches and topology == SINGLE:
-            experiments.perturb(trainer)
+        if PERTURB in case.switches and topology == SINGLE:
+            perturb(trainer)
         yield trainer, _data(subject, case.switches, double=double)
 
 
@@ -246,8 +256,8 @@ def _load_values(trainer: Trainer, trace: Trace, start: int) -> None:
 
 
 def _data(subject: Subject, wanted: frozenset[str], *, double: bool) -> Any:
-    if experiments.SAME in wanted:
-        return experiments.SameData(subject.data)
+    if SAME in wanted:
+        return SameData(subject.data)
     if double:
         return _InFloat64(subject.data)
     return subject.data
@@ -262,4 +272,4 @@ class _InFloat64(Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return experiments.in_float64(self._dataset[index])
+        return in_float64(self._dataset[index])

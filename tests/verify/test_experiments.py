@@ -1,8 +1,8 @@
 """What is tried where a step differs can be tried: each experiment changes a config into one that is accepted."""
 
 from lockstep.config import Config, config_from
+from lockstep.verify.causes import CLIP, COMPILE, COMPRESSION, FLOAT32, RECOMPUTATION, experiments_for
 from lockstep.verify.differences import StepResult
-from lockstep.verify.experiments import CLIP, COMPILE, COMPRESSION, FLOAT32, RECOMPUTATION, experiments_for
 from lockstep.verify.subject import Spec
 from lockstep.verify.worker import settings_of
 
