@@ -10,7 +10,7 @@ import pytest
 
 import lockstep.config
 from lockstep.config import load_config
-from lockstep.plan.auto import choose
+from lockstep.plan.command import choose
 from tests.launch.shared import environment
 from tests.ranks import REPOSITORY, run_ranks
 

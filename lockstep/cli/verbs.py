@@ -191,9 +191,9 @@ def plan(argv: list[str]) -> int:
     assert path is not None
     config = load_config(path, overrides)
     if given.stages is not None:
-        from lockstep.plan import segments
+        from lockstep.plan.workload import plan_stages
 
-        print(segments.command(config, given.stages))
+        print(plan_stages(config, given.stages))
     else:
         print(command.plan(config, request))
     return EXIT_DONE

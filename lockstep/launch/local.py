@@ -21,8 +21,7 @@ from lockstep.environment import check_numbers
 from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, LockstepError, RunError
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
-from lockstep.launch.options import LaunchOptions
-from lockstep.launch.rendezvous import endpoint, explain, rendezvous_host, run_id
+from lockstep.launch.options import LaunchOptions, endpoint, explain, rendezvous_host, run_id
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, environment_with, print_error
 from lockstep.network import interface_variables
 from lockstep.records import RunDirectory

@@ -29,8 +29,15 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
 from lockstep.errors import RunError, UsageError
-from lockstep.launch.options import LaunchOptions
-from lockstep.launch.rendezvous import endpoint, is_host, register_machine, rendezvous_host, run_id, wait_for_name
+from lockstep.launch.options import (
+    LaunchOptions,
+    endpoint,
+    is_host,
+    register_machine,
+    rendezvous_host,
+    run_id,
+    wait_for_name,
+)
 from lockstep.network import address_towards, is_address, is_loopback
 from lockstep.rendezvous import host_store
 from lockstep.torch_compat.rendezvous import ExtensibleRendezvous

@@ -61,7 +61,7 @@ def train(
     def work() -> int:
         config = load_config(path, overrides)
         if config.distributed.strategy == AUTO:
-            config = import_module("lockstep.plan.auto").resolve(config)
+            config = import_module("lockstep.plan.command").resolve_auto(config)
         chosen = _resume_from(run, resume or config.checkpoint.resume)
         _compare_ranks(config)
         code: int = import_module("lockstep.trainer").run(config, output_dir=output_dir, resume=chosen)

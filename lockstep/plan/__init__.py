@@ -3,8 +3,8 @@
 rehearsal, stages    one rank's step on fake tensors → live bytes by kind, and costs of operations
 tracker              counts them, and marks the passes and blocks of a step
 candidates           all layouts of a config on a cluster, ranked
-command, auto        `lockstep plan`, and `strategy: auto`
-segments             equal stages of a pipeline, measured
+command              `lockstep plan`, and `strategy: auto`
+workload             the model and its data; its segments, measured, as equal stages of a pipeline
 
 `calculate_resources` needs no config: weights, gradients and Adam's state take 16 bytes per parameter in mixed
 precision (fp32 master, two moments, gradient), each divided by the ranks that shard it. Activations of a layer take

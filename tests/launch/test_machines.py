@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.options import LaunchOptions
-from lockstep.launch.rendezvous import is_host
+from lockstep.launch.options import LaunchOptions, is_host
 from tests.launch.conftest import Launch
 from tests.launch.shared import Ended, environment, finish, script, start
 from tests.ranks import free_port

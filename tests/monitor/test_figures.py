@@ -10,7 +10,7 @@ from lockstep.config import StragglerConfig, config_from
 from lockstep.monitor import Figures, PhaseClock, ResourceMonitor
 from lockstep.monitor.figures import DEVICES, FirstStep, StragglerWatch, on_a_data_sheet, peak_flops, spread
 from lockstep.monitor.meters import STEP_PHASES, Memory, waits_counted
-from lockstep.monitor.trace import length, shared, union, within
+from lockstep.monitor.profiling import length, shared, union, within
 from lockstep.records import StepRecord
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model

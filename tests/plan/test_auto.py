@@ -3,7 +3,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config import config_from
 from lockstep.costs.hardware import cluster_of
-from lockstep.plan.auto import choose
+from lockstep.plan.command import choose
 
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "block_size": 16}
 # About 2 B parameters: 32 GB of state.

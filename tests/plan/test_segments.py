@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from lockstep.cli import main
 from lockstep.config import config_from
 from lockstep.errors import UsageError
-from lockstep.plan.segments import measure, stages
-from lockstep.plan.workload import Workload
+from lockstep.plan.workload import Workload, equal_stages, measure_segments
 
 
 class Slow(nn.Module):
@@ -32,16 +31,17 @@ def chain() -> nn.Sequential:
 
 def test_stages_are_of_equal_time_not_of_equal_size() -> None:
     config = config_from({"training.batch_size": 4})
-    measured = measure(Workload(chain, (torch.zeros(8), torch.zeros(8)), nn.MSELoss()), config, torch.device("cpu"), 3)
+    work = Workload(chain, (torch.zeros(8), torch.zeros(8)), nn.MSELoss())
+    measured = measure_segments(work, config, torch.device("cpu"), 3)
     assert [one.name for one in measured] == list("01234")
     assert [one.parameters for one in measured] == [1072, 1072, 73, 73, 73]
     assert measured[3].forward > 0.02
     assert 2 * 4 * 8 * 4 >= measured[1].kept >= 4 * 8 * 4  # the input and tanh's result, of four samples
-    parts, spec = stages(measured, 2)
+    parts, spec = equal_stages(measured, 2)
     assert [list(span) for span in parts.stages] in ([[0, 1, 2], [3, 4]], [[0, 1, 2, 3], [4]])
     assert list(spec.values()) == ["beginning"]
     with pytest.raises(UsageError, match="5 segments can't make 6 stages"):
-        stages(measured, 6)
+        equal_stages(measured, 6)
 
 
 def test_the_command_prints_a_split_spec(capsys: pytest.CaptureFixture[str]) -> None:

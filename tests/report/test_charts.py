@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.monitor.trace import as_markdown, combine, summarise
+from lockstep.monitor.profiling import as_markdown, combine, summarise
 from lockstep.report.charts import log_ticks, moments
 from lockstep.report.page import page_data
 from lockstep.report.read import read_run
