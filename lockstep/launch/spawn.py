@@ -8,7 +8,9 @@ import datetime
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
@@ -19,10 +21,16 @@ from lockstep import cores
 from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_USAGE, UsageError
 from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
-from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
+from lockstep.launch.worker import (
+    FAILURES,
+    LAUNCHER_PID,
+    die_with_parent,
+    environment_with,
+)
 from lockstep.network import DEFAULT_PORT
 from lockstep.scratch import remove, scratch_folder
 
+_FORKSERVER = "forkserver"
 _CAUSE_SECONDS = 5.0  # how long to wait for the cause when only consequences are known
 
 
@@ -62,25 +70,65 @@ def spawn(
         return
     _check_environment(nprocs, nnodes, node_rank)
     common, keep = _rendezvous_variables(nprocs, nnodes, node_rank, master_addr, master_port)
-    method = _start_method(fn)
-    context: Any = multiprocessing.get_context(method)
     ranks = range(node_rank * nprocs, (node_rank + 1) * nprocs)
+    _run_ranks(fn, args, ranks, common, _start_method(fn))
+    del keep
+
+
+def spawn_again(fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, preload: Sequence[str]) -> None:
+    """Run `fn(*args)` on `nprocs` ranks, as `spawn` does, for a caller that starts ranks several times.
+
+    Ranks are forks of a server process, which imports torch and `preload` once: a rank then starts in 0.1 s of a core
+    in place of 3 to 4. The server uses no GPU, so its forks can.
+
+    Args:
+        fn: a function in a module.
+        preload: names of modules that `fn` needs.
+
+    Raises:
+        LockstepError: the first error of a rank, once.
+    """
+    if nprocs == 1:
+        fn(*args)
+        return
+    _check_environment(nprocs, 1, 0)
+    common, keep = _rendezvous_variables(nprocs, 1, 0, None, None)
+    multiprocessing.get_context(_FORKSERVER).set_forkserver_preload(list(preload))
+    _run_ranks(fn, args, range(nprocs), common, _FORKSERVER)
+    del keep
+
+
+def _run_ranks(
+    fn: Callable[..., Any], args: Sequence[Any], ranks: range, common: dict[str, str], method: str
+) -> None:  # fmt: skip
+    """Start the ranks of this machine, and wait for them.
+
+    Args:
+        ranks: their numbers.
+        common: environment variables of all ranks.
+        method: how they are started, as multiprocessing names it.
+
+    Raises:
+        LockstepError: the first error of a rank.
+    """
+    context: Any = multiprocessing.get_context(method)
     folder = scratch_folder("failures")
     common |= {FAILURES: str(folder), LAUNCHER_PID: str(os.getpid())}
     processes: list[BaseProcess] = []
     try:
         for local, rank in enumerate(ranks):
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(local)}
-            process = context.Process(target=_run, args=(fn, tuple(args), environment, method), name=f"rank-{rank}")
             with environment_with(environment):  # for what the child imports before `_run`
+                # The server's environment is that of its start, so its forks are given the whole of it.
+                own = dict(os.environ) if method == _FORKSERVER else environment
+                process = context.Process(target=_run, args=(fn, tuple(args), own, method), name=f"rank-{rank}")
                 process.start()
             processes.append(process)
         _wait(processes)
-        cause = _cause(processes, ranks, nprocs * nnodes, folder)
+        cause = _cause(processes, ranks, int(common["WORLD_SIZE"]), folder)
     finally:
         _stop(processes)
         remove(folder)
-        del keep
     if cause is not None:
         sys.stderr.write(cause.traceback)
         raise cause.error()
@@ -207,12 +255,18 @@ def _check_not_importing_main() -> None:
 
 
 def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], method: str) -> None:
+    if method == _FORKSERVER:
+        os.environ.clear()
     os.environ.update(environment)
-    die_with_parent()
-    if method == "fork":
+    if method == _FORKSERVER:
+        threading.Thread(target=_end_with_caller, daemon=True).start()
+    else:
+        die_with_parent()
+    if method != "spawn":
         import torch
 
-        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and waiting for them never ends
+        # OpenMP's threads do not survive a fork, and waiting for them never ends; the server has started none.
+        torch.set_num_threads(1 if method == "fork" else int(environment["OMP_NUM_THREADS"]))
     facts = rank_facts()
     cores.bind(facts.local_rank, facts.local_world_size)
     try:
@@ -225,6 +279,14 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, s
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(failure.exit_code)  # skip the shutdown, which may wait for peers that are gone
+
+
+def _end_with_caller() -> None:
+    """Kill this process when the one that called `spawn_again` has ended: its parent, the server, lives on with it."""
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wait(processes: Sequence[BaseProcess]) -> None:

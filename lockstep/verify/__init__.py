@@ -278,6 +278,6 @@ def _compare(jobs: Sequence[VerifyJob]) -> None:
 
 
 def _spawn(function: Callable[..., Any], args: Sequence[Any], ranks: int) -> None:
-    from lockstep.launch.spawn import spawn
+    from lockstep.launch.spawn import spawn_again
 
-    spawn(function, tuple(args), nprocs=ranks)
+    spawn_again(function, tuple(args), ranks, preload=["torch.distributed.pipelining", "lockstep.verify.worker"])

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
+from lockstep.launch.failures import is_running
 from lockstep.launch.spawn import _check_environment, spawn
-from tests.launch.shared import Ended, environment
+from tests.launch.shared import Ended, environment, wait_for
 
 _SCRIPT = """
 import json, os, sys, time
@@ -215,3 +216,58 @@ def test_variables_of_the_same_world_are_right(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(UsageError, match="WORLD_SIZE is not"):
         spawn(nothing, nprocs=2)
+
+
+_AGAIN = """
+import json, os, signal, subprocess, sys, time
+import torch
+import lockstep
+from lockstep.launch.spawn import spawn_again
+
+def look(number):
+    import torch
+    lockstep.setup()
+    with open(f"{number}-{os.environ['RANK']}.json", "w") as file:
+        json.dump({"parent": os.getppid(), "variable": os.environ.get("NEW"), "threads": torch.get_num_threads(),
+                   "world": torch.distributed.get_world_size()}, file)
+
+def fails():
+    raise lockstep.UsageError("bad mesh", fix="a better one")
+
+def sleeps():
+    open(f"pid-{os.environ['RANK']}", "w").write(str(os.getpid()))
+    time.sleep(60)
+
+if __name__ == "__main__":
+    import script
+    if "killed" in sys.argv:
+        spawn_again(script.sleeps, (), 2, preload=[])
+    for number in (2, 3):
+        os.environ["NEW"] = str(number)
+        spawn_again(script.look, (number,), number, preload=["lockstep.trainer"])
+    try:
+        spawn_again(script.fails, (), 2, preload=[])
+    except lockstep.UsageError as error:
+        print(str(error).splitlines()[0])
+"""
+
+
+def test_ranks_that_are_started_again_are_forks_of_one_server(tmp_path: Path) -> None:
+    """With the variables of now, and a world of their own each time; the first error is raised once."""
+    ended = run_script(tmp_path, _AGAIN)
+    assert ended.code == 0, ended.err
+    assert ended.out.splitlines()[-1] == "bad mesh"
+    seen = [json.loads((tmp_path / f"{number}-{rank}.json").read_text()) for number in (2, 3) for rank in range(number)]
+    assert len({one["parent"] for one in seen}) == 1, "one server"
+    assert [(one["variable"], one["world"]) for one in seen] == [("2", 2)] * 2 + [("3", 3)] * 3
+    assert {one["threads"] for one in seen} == {1}
+
+
+def test_they_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_AGAIN)
+    process = subprocess.Popen([sys.executable, "script.py", "killed"], cwd=tmp_path, env=environment())
+    files = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(is_running(int(file.read_text())) for file in files), 20)
