@@ -4,8 +4,10 @@ It reads files and the environment, and returns text. torch is loaded only by ch
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+
+GOOD, WARN, BAD = "✓", "⚠", "✗"
 
 
 @dataclass(frozen=True)
@@ -34,3 +36,29 @@ class KnownError:
     def regex(self) -> re.Pattern[str]:
         """The compiled pattern."""
         return re.compile(self.pattern, re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        status: ✓, ⚠ or ✗.
+        name: what was checked.
+        found: the result.
+        do: what to do about it, if anything.
+    """
+
+    status: str
+    name: str
+    found: str
+    do: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.status} {self.name:<16} {self.found}"
+        return f"{text}\n  {'':<16} do: {self.do}" if self.do else text
+
+    def as_dict(self) -> dict[str, str]:
+        """Return it as JSON's types."""
+        words = {GOOD: "good", WARN: "warning", BAD: "bad"}
+        return asdict(self) | {"status": words[self.status]}

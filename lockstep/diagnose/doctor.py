@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.diagnose.facts import machine_facts, own_facts
-from lockstep.diagnose.verdicts import ALL, BAD, CHEAP, GOOD, WARN, Finding
+from lockstep.diagnose import BAD, GOOD, WARN, Finding
+from lockstep.diagnose.verdicts import ALL, CHEAP, machine_facts, own_facts
 from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, UsageError
 from lockstep.network import address_towards, interface_of

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lockstep.diagnose.verdicts import BAD, WARN, Finding
+from lockstep.diagnose import BAD, WARN, Finding
 from lockstep.errors import EXIT_DONE, EXIT_FAILED
 from lockstep.launch.local import LaunchJob, launch
 from lockstep.launch.options import LaunchOptions, process_count

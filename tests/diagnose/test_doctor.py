@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lockstep.diagnose import doctor, facts, verdicts
-from lockstep.diagnose.facts import code_digest, own_facts
-from lockstep.diagnose.verdicts import BAD
+from lockstep.diagnose import BAD, doctor, verdicts
+from lockstep.diagnose.verdicts import code_digest, own_facts
 from tests.launch.shared import finish, lockstep, start
 from tests.ranks import free_port
 
@@ -108,14 +107,14 @@ def test_a_program_that_hangs_says_nothing(tmp_path: Path, monkeypatch: pytest.M
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(facts, "_PROGRAM_SECONDS", 0.2)
-    assert "driver" not in facts.versions()
+    monkeypatch.setattr(verdicts, "_PROGRAM_SECONDS", 0.2)
+    assert "driver" not in verdicts.versions()
 
 
 def test_a_folder_that_cannot_be_is_told_like_one_that_cannot_be_written() -> None:
     found = doctor.disk(Path("x" * 300), doctor.RankExchange(dist.HashStore(), 0, 1), True)
     assert "File name too long" in found["disk_error"]
-    assert facts.machine_facts(Path("x" * 300))["disk"]["free"] > 0
+    assert verdicts.machine_facts(Path("x" * 300))["disk"]["free"] > 0
 
 
 def test_facts_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lockstep.diagnose import doctor
-from lockstep.diagnose.verdicts import BAD, GOOD
+from lockstep.diagnose import BAD, GOOD, doctor
 
 
 def test_trap_36_an_ephemeral_port_that_is_closed_one_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.diagnose import verdicts
-from lockstep.diagnose.verdicts import BAD, GOOD, WARN, Finding, variable_warnings
+from lockstep.diagnose import BAD, GOOD, WARN, Finding, verdicts
+from lockstep.diagnose.verdicts import variable_warnings
 
 GIB = 2**30
 H100 = {
