@@ -134,9 +134,9 @@ def report(argv: list[str]) -> int:
     parser.add_argument("--port", metavar="N", type=int, default=0, help="with --live (default: any free port)")
     given = parser.parse(argv)
 
-    from lockstep.report import command
+    from lockstep.report.page import run
 
-    return command.run(given.runs, output=given.output, live=given.live, port=given.port)
+    return run(given.runs, output=given.output, live=given.live, port=given.port)
 
 
 def bench(argv: list[str]) -> int:
@@ -153,9 +153,9 @@ def bench(argv: list[str]) -> int:
     path, overrides = config_and_overrides(given)
     assert path is not None
 
-    from lockstep.report import command
+    from lockstep.report.scaling import bench as measure
 
-    return command.bench(
+    return measure(
         given.study, path, overrides, ranks=given.ranks, sleeping=given.sleeping, steps=given.steps, output=given.output
     )
 

@@ -9,16 +9,19 @@ show what the exchange of gradients alone costs.
 """
 
 import os
+import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from lockstep.errors import RunError, UsageError
+from lockstep.report import units
 from lockstep.report.charts import chart
-from lockstep.report.page import Page
+from lockstep.report.page import Page, render
 from lockstep.report.read import after_warmup, read_run
 from lockstep.scratch import temporary
 from lockstep.strategy import REPLICAS, SINGLE
@@ -185,3 +188,36 @@ def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
         ],
         "tables": [{"title": "Measured", "head": head, "rows": rows}], "configs": [],
     }  # fmt: skip
+
+
+# ---- `lockstep bench scaling` ----
+
+
+def bench(
+    what: str, config: Path, overrides: Sequence[str], *, ranks: str, sleeping: str, steps: int, output: Path
+) -> int:
+    """Run `lockstep bench scaling`: print a table, and write `output`.md and `output`.html."""
+    if what != "scaling":
+        raise UsageError(f"there is no study {what!r}", where="lockstep bench", fix="lockstep bench scaling CONFIG")
+    output.parent.mkdir(parents=True, exist_ok=True)  # fail before measuring for minutes
+    called = shlex.join(["lockstep", "bench", what, str(config), *overrides, "--ranks", ranks, "--sleeping", sleeping])
+    points = study(
+        config, overrides, _counts("--ranks", ranks), sleeping=_counts("--sleeping", sleeping), steps=steps,
+        log=lambda text: print(text, flush=True),
+    )  # fmt: skip
+    about = f"{len(os.sched_getaffinity(0))} cores, {steps} steps per run, {units.moment(time.time())}"
+    output.with_suffix(".md").write_text(as_markdown(points, f"{called} --steps {steps}", about))
+    page = page_of(points, f"Scaling of {config.name}", units.moment(time.time()), f"{called}; {about}")
+    output.with_suffix(".html").write_text(render(page))
+    print(f"lockstep: {output.with_suffix('.md')}, {output.with_suffix('.html')}")
+    return 0
+
+
+def _counts(option: str, text: str) -> list[int]:
+    try:
+        counts = sorted({int(word) for word in text.split(",") if word.strip()})
+    except ValueError:
+        counts = [0]
+    if counts and counts[0] < 1:
+        raise UsageError(f"{option} {text} is not a list of numbers from 1 on", where=option, fix=f"{option} 1,2,4")
+    return counts

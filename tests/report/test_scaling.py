@@ -8,7 +8,7 @@ import yaml
 
 from lockstep.cli import main
 from lockstep.errors import UsageError
-from lockstep.report import command, scaling
+from lockstep.report import scaling
 from lockstep.report.page import render
 from tests.report.browser import Page, browser
 
@@ -59,7 +59,7 @@ def test_what_makes_no_sense_is_refused(config: Path, capsys: pytest.CaptureFixt
     assert "--ranks" in capsys.readouterr().err
     assert main(["bench", "speed", str(config)]) == 2
     with pytest.raises(UsageError):
-        command._counts("--ranks", "0,2")
+        scaling._counts("--ranks", "0,2")
 
 
 @pytest.mark.full
