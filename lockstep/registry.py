@@ -162,7 +162,7 @@ SINKS = Registry(
     "sink",
     "monitor.sinks",
     {
-        "console": "lockstep.monitor.console:Console",
+        "console": "lockstep.monitor.sinks:Console",
         "jsonl": "lockstep.monitor.sinks:Jsonl",
         "tensorboard": "lockstep.monitor.exporters:TensorBoard",
         "wandb": "lockstep.monitor.exporters:WeightsAndBiases",

@@ -1,22 +1,18 @@
-"""Defines sinks, which take rows of plain numbers, and writes to them in a thread while training goes on.
+"""Defines sinks, which take rows of plain numbers, and two of them: `jsonl` and `console`.
 
 A sink that fails is reported once and never stops the run. `jsonl` and the events go through `records.RunDirectory`;
-`console` and those of `exporters` have files of their own; `Monitor` makes those that the config names.
-
-Rows are written several times a second, in order. A slow disk or a server that hangs therefore costs the step nothing.
-Files share one thread; each server has its own. `flush` writes all rows that wait: before a checkpoint, so that a run
-that resumes from it has the rows before it. A process that is killed loses the rows of its last moment; each written
-row is whole.
+those of `exporters` have files of their own; `Monitor` makes those that the config names. The console shows a live bar
+on a terminal, plain lines elsewhere; the log file always gets lines.
 """
 
 import logging
+import math
 import os
-import threading
+import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from lockstep.config import MonitorConfig
 from lockstep.records import RunDirectory
@@ -195,95 +191,139 @@ def _numbers_in(name: str, value: Any) -> Iterator[tuple[str, float]]:
             yield f"{name}.most", most
 
 
-# ---- writing in a thread ----
+# ---- the console ----
 
 
-PAUSE_SECONDS = 0.2
-CAPACITY = 10_000  # rows; if a server hangs for longer, later rows are dropped
-CLOSING_SECONDS = 60.0
+_LINES_SECONDS = 0.1
 
 
-class Background:
-    """Feeds some sinks from a thread of its own.
+class Console:
+    """Prints one line per logged step, or shows a bar."""
 
-    Args:
-        sinks: the sinks.
-        event: called once if rows are dropped, or if a sink does not end.
-        capacity: rows that may wait.
-    """
+    at_once = True
 
-    def __init__(self, sinks: Sequence[Guarded], event: Callable[..., None], capacity: int = CAPACITY) -> None:
-        self._sinks, self._event, self._capacity = list(sinks), event, capacity
-        self._rows: deque[tuple[str, Row]] = deque()
-        self._there_are_rows, self._hurry, self._idle = threading.Event(), threading.Event(), threading.Event()
-        self._closing = False
-        self._dropped = 0
-        self._thread = threading.Thread(target=self._run, name="lockstep-sinks", daemon=True)
-        self._thread.start()
-
-    @property
-    def names(self) -> str:
-        """The sinks' names."""
-        return ", ".join(sink.name for sink in self._sinks)
+    def __init__(self, context: SinkContext) -> None:
+        total_steps, start_step = context.total_steps, context.start_step
+        self._total = total_steps
+        self._first: tuple[int, float] | None = None  # step and time of the first record of this process
+        self._live: _Live | None = None
+        self._waiting: list[tuple[Row, float | None]] = []
+        self._shown = 0.0
+        if sys.stdout.isatty():
+            self._live = _Live(total_steps, start_step)
 
     def on_step(self, row: Row) -> None:
-        """Queue a step's row."""
-        self._put("on_step", row)
+        """Show a step."""
+        left = self._seconds_left(row)
+        if self._live is None:
+            self._waiting.append((row, left))
+            if time.monotonic() - self._shown > _LINES_SECONDS:
+                self.flush()
+        else:
+            log = getattr(sys.stdout, "log", None)
+            if log is not None:
+                log.write(step_line(row, self._total, left) + "\n")
+            self._live.show(row, left)
+
+    def flush(self) -> None:
+        """Print the lines that wait: lines of quick steps are printed together."""
+        if self._waiting:
+            lines = [step_line(row, self._total, left) + "\n" for row, left in self._waiting]
+            self._waiting.clear()
+            sys.stdout.write("".join(lines))
+            sys.stdout.flush()
+            self._shown = time.monotonic()
 
     def on_eval(self, row: Row) -> None:
-        """Queue an evaluation's row."""
-        self._put("on_eval", row)
+        """Print an evaluation's line."""
+        self.flush()
+        parts = [f"{key} {number(value)}" for key, value in row.items() if key not in ("step", "time")]
+        print(f"step {row['step']}  {'  '.join(parts)}", flush=True)
 
-    def flush(self, seconds: float = 5.0) -> None:
-        """Wait at most `seconds` until all rows are written."""
-        until = time.monotonic() + seconds
-        while self._rows or not self._idle.is_set():
-            self._there_are_rows.set()
-            self._hurry.set()
-            if not self._thread.is_alive() or time.monotonic() > until:
-                return
-            self._idle.wait(0.05)
+    def close(self) -> None:
+        """Print the lines that wait, and remove the bar."""
+        self.flush()
+        if self._live is not None:
+            self._live.close()
 
-    def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Write the remaining rows, wait at most `seconds`, and close the sinks."""
-        self._closing = True
-        self._hurry.set()
-        self._there_are_rows.set()
-        self._thread.join(seconds)
-        if self._thread.is_alive():
-            self._warn(f"{self.names} did not end within {seconds:g} s; its last rows may be missing")
+    def _seconds_left(self, row: Row) -> float | None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (row["step"], now)
+        first, since = self._first
+        step = int(row["step"])
+        if self._total is None or step <= first:
+            return None
+        return (now - since) / (step - first) * max(0, self._total - step)
 
-    def _put(self, method: str, row: Row) -> None:
-        if len(self._rows) >= self._capacity:
-            self._dropped += 1
-            if self._dropped == 1:
-                self._warn(f"{self.names} is far behind; rows are dropped")
-            return
-        self._rows.append((method, row))
-        if not self._there_are_rows.is_set():
-            self._idle.clear()
-            self._there_are_rows.set()
 
-    def _warn(self, text: str) -> None:
-        _log.warning("warning: %s", text)
-        self._event("sink_failed", sink=self.names, reason=text)
+def step_line(row: Row, total: int | None, seconds_left: float | None) -> str:
+    """Return a record as one plain line."""
+    of = f"/{total}" if total is not None else ""
+    parts = [f"step {row['step']}{of}", f"loss {number(row['loss'])}"]
+    if row.get("grad_norm") is not None:
+        parts.append(f"grad {number(row['grad_norm'])}")
+    parts.append(f"lr {row['lr']:.3g}")
+    if row.get("tokens_per_second"):
+        parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    elif row.get("samples_per_second"):
+        parts.append(f"{_rate(row['samples_per_second'])} samples/s")
+    if row.get("step_seconds"):
+        parts.append(f"{row['step_seconds']:.3g} s/step")
+    if row.get("skipped"):
+        parts.append("skipped")
+    if seconds_left is not None:
+        parts.append(f"{duration(seconds_left)} left")
+    return "  ".join(parts)
 
-    def _run(self) -> None:
-        while not self._closing:
-            self._there_are_rows.wait()
-            self._hurry.wait(PAUSE_SECONDS)
-            self._hurry.clear()
-            self._there_are_rows.clear()
-            self._write()
-            if not self._rows:
-                self._idle.set()
-        self._write()
-        for sink in self._sinks:
-            sink.close()
 
-    def _write(self) -> None:
-        while self._rows:
-            method, row = self._rows.popleft()
-            for sink in self._sinks:
-                call: Any = getattr(sink, method)
-                call(row)
+def _rate(value: float) -> str:
+    """Format with three digits below 100, else as a whole number."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def number(value: Any) -> str:
+    """Format with four decimals, or unchanged if it is not a finite number."""
+    return f"{value:.4f}" if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
+
+
+def duration(seconds: float) -> str:
+    """Format as hours, minutes and seconds: 1:02:03, 2:03."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+class _Live:
+    """A bar at the bottom of the terminal, below the program's output."""
+
+    def __init__(self, total: int | None, start_step: int) -> None:
+        from rich.console import Console as RichConsole
+        from rich.file_proxy import FileProxy
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._tee: Any = sys.stdout if hasattr(sys.stdout, "console") else None
+        self._terminal: TextIO = self._tee.console if self._tee is not None else sys.stdout
+        console = RichConsole(file=self._terminal)
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}" + (f"/{total}" if total is not None else "")),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            redirect_stdout=self._tee is None,
+            redirect_stderr=self._tee is None,
+        )
+        self._task = self._progress.add_task("", total=total, completed=start_step)
+        self._progress.start()
+        if self._tee is not None:  # the log is written as before; only the console's text goes above the bar
+            self._tee.console = FileProxy(console, self._terminal)
+
+    def show(self, row: Row, seconds_left: float | None) -> None:
+        text = step_line(row, None, seconds_left).partition("  ")[2]
+        self._progress.update(self._task, completed=row["step"], description=text)
+
+    def close(self) -> None:
+        self._progress.stop()
+        if self._tee is not None:
+            self._tee.console.flush()
+            self._tee.console = self._terminal

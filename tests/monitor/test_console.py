@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config import MonitorConfig
-from lockstep.monitor.console import Console, duration, number, step_line
-from lockstep.monitor.sinks import SinkContext
+from lockstep.monitor.sinks import Console, SinkContext, duration, number, step_line
 from tests.launch.shared import on_a_terminal
 
 _ROW = {"step": 10, "loss": 2.34567, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 12345.6, "step_seconds": 0.25}
@@ -40,8 +39,7 @@ import sys, time
 from pathlib import Path
 from lockstep.config import MonitorConfig
 from lockstep.launch.worker import to_log
-from lockstep.monitor.console import Console
-from lockstep.monitor.sinks import SinkContext
+from lockstep.monitor.sinks import Console, SinkContext
 with to_log(Path("rank-0.log"), on_console=(True, True), descriptors=True):
     console = Console(SinkContext(MonitorConfig(), None, 3, 0))
     for step in (1, 2, 3):
