@@ -11,9 +11,8 @@ from pathlib import Path
 
 from lockstep.diagnose import BAD, WARN, Finding
 from lockstep.errors import EXIT_DONE, EXIT_FAILED
-from lockstep.launch.local import LaunchJob, launch
 from lockstep.launch.options import LaunchOptions, process_count
-from lockstep.launch.train import in_this_process, is_rank
+from lockstep.launch.train import LaunchJob, in_this_process, is_rank, launch
 from lockstep.launch.worker import run_as_worker
 from lockstep.scratch import temporary
 
