@@ -26,6 +26,9 @@ seen: list[int] = []  # numbers of the received signals, in order, also those th
 _answer: Answer | None = None
 _reader: threading.Thread | None = None
 _pid = 0  # process in which the thread reads
+_pipe = -1  # where the interpreter writes for the thread
+_END_OF_READ = 255  # no signal has this number
+_all_read = threading.Event()
 
 
 def listen(answer: Answer) -> None:
@@ -100,18 +103,22 @@ def name_of(number: int) -> str:
 
 
 def asked_to_end() -> bool:
-    """Return whether SIGTERM or a Ctrl-C came to this process."""
+    """Return whether SIGTERM or a Ctrl-C came to this process; also if it came only just now."""
+    if _reader is not None and _pid == os.getpid():
+        _all_read.clear()
+        os.write(_pipe, bytes([_END_OF_READ]))  # behind the numbers that the thread has not read yet
+        _all_read.wait(1.0)
     return any(number in (signal.SIGTERM, signal.SIGINT) for number in seen)
 
 
 def _read_in_background() -> None:
-    global _reader, _pid
+    global _reader, _pid, _pipe
     if _reader is not None and _pid == os.getpid():
         return
     read, write = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    _pid = os.getpid()
+    _pid, _pipe = os.getpid(), write
     _reader = threading.Thread(target=_read, args=(read,), name="lockstep-signals", daemon=True)
     _reader.start()
 
@@ -119,6 +126,8 @@ def _read_in_background() -> None:
 def _read(pipe: int) -> None:
     while True:
         for number in os.read(pipe, 64):
+            if number == _END_OF_READ:
+                _all_read.set()
             if number in ASKS_TO_END:
                 seen.append(number)
                 if signal.getsignal(number) is _noted and _answer is not None:
