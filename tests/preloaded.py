@@ -7,6 +7,7 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor
+import transformers.models.llama.modeling_llama  # noqa: F401 - two seconds of a core for each rank that has such a model
 
 import lockstep.launch.worker
 import lockstep.parallel.pipeline

@@ -22,7 +22,6 @@ needs_torchao = pytest.mark.skipif(
 CPU = torch.device("cpu")
 EMULATED = {"precision.fp8": "emulated"}
 STEPS = 4
-MODES = ("fp32", "bf16")
 # All numbers of the first step, whose weights are the same in every bit; and of later ones, before which a sum that
 # ended in another bit made something round to the next number of float8, an eighth of itself away.
 FIRST, LATER = 1e-6, 2e-3
@@ -38,6 +37,9 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
         "distributed.pipeline.stages_per_rank": 2,
     },
 }
+
+MODES = {"fp32": ("ddp", "fsdp", "checkpointed", "pipeline"), "bf16": ("fsdp", "zero bubble")}
+ALL_MODES = {mode: tuple(TOPOLOGIES) for mode in MODES}
 
 
 class Block(nn.Module):
@@ -111,23 +113,24 @@ def test_products_are_of_numbers_rounded_to_float8() -> None:
     assert not torch.allclose(y.detach(), x.detach() @ weight.detach().T + bias.detach(), **close)
 
 
-def in_one_launch() -> dict[tuple[str, str], list[tuple[float, ...]]]:
+def in_one_launch(modes: dict[str, tuple[str, ...]]) -> dict[tuple[str, str], list[tuple[float, ...]]]:
     return {
-        (name, mode): losses({**settings, **EMULATED, "precision.mode": mode}, steps=STEPS)
-        for name, settings in TOPOLOGIES.items()
-        for mode in MODES
+        (name, mode): losses({**TOPOLOGIES[name], **EMULATED, "precision.mode": mode}, steps=STEPS)
+        for mode, names in modes.items()
+        for name in names
     }
 
 
 @needs_torchao
-def test_every_strategy_takes_the_step_of_one_process() -> None:
+@pytest.mark.parametrize("modes", [MODES, pytest.param(ALL_MODES, marks=pytest.mark.full)], ids=["some", "all"])
+def test_every_strategy_takes_the_step_of_one_process(modes: dict[str, tuple[str, ...]]) -> None:
     """Loss and gradient norm, dropout and uneven masks on; in the first step far closer than float8 comes to fp32."""
-    found = run_ranks(in_one_launch, 2)
-    for mode in MODES:
+    found = run_ranks(in_one_launch, 2, modes)
+    for mode, names in modes.items():
         alone = losses({**EMULATED, "precision.mode": mode}, steps=STEPS)
         plain = losses({"precision.mode": mode}, steps=STEPS)
         assert worst(plain[:1], alone[:1]) > 50 * FIRST, "float8 has no effect"
-        for name in TOPOLOGIES:
+        for name in names:
             for result in (of_rank[name, mode] for of_rank in found):
                 assert worst(result[:1], alone[:1]) < FIRST, (name, mode)
                 assert worst(result, alone) < LATER, (name, mode)
