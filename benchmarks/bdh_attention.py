@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.page import RESULTS, machine, page, tell
-from lockstep.models.past import CHUNK, chunked, direct
+from lockstep.models.bdh import CHUNK, chunked, direct
 
 NEURONS, WIDTH = 8192, 256  # of one head at BDH's default sizes
 

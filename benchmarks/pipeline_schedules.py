@@ -25,8 +25,7 @@ from lockstep.data.batches import MicroBatch
 from lockstep.models.protocol import Objective
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.pipeline.picture import UNITS, ScheduleTimeline, simulate
-from lockstep.parallel.pipeline.schedules import SCHEDULES
-from lockstep.parallel.pipeline.torch_schedule import actions
+from lockstep.parallel.pipeline.schedules import SCHEDULES, actions
 from lockstep.parallel.place import place
 from lockstep.precision import Precision
 from lockstep.strategy import resolve

@@ -20,7 +20,7 @@ from lockstep.config import Config, config_from
 from lockstep.costs.hardware import LINKS, GpuCluster, cluster_of, find_gpu, find_link, group_of
 from lockstep.costs.steps import ModelSize
 from lockstep.layout import Layout
-from lockstep.parallel.pipeline.cost import StageTime, pipeline_step
+from lockstep.parallel.pipeline.plan import StageTime, pipeline_step
 from lockstep.plan.candidates import model_size_of, pieces_of
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.workload import workload_of

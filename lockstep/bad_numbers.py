@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.config import BadNumbersConfig
 from lockstep.errors import RunError
-from lockstep.parallel.numbers import Number
+from lockstep.parallel.loss_accumulator import Number
 
 
 @dataclass(frozen=True)

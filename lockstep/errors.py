@@ -1,10 +1,12 @@
 """Defines errors with messages for the person who started the run.
 
 An error has four parts: what happened, where, why, and what to do. The command line prints `str(error)` once, without a
-traceback, and exits with the error's `exit_code`. Does not import torch.
+traceback, and exits with the error's `exit_code`. A `Contradiction` is a rule about settings, written once with its
+message, and evaluated when a config is loaded and again at placement with what only ranks know. Does not import torch.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -74,3 +76,30 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Keys that contradict each other or the ranks, and what to write instead.
+
+    Attributes:
+        keys: dotted names of the config's keys.
+        what: what is wrong, one sentence without a final full stop.
+        fix: what to write.
+        why: the reason, if `what` does not make it clear.
+    """
+
+    keys: tuple[str, ...]
+    what: str
+    fix: str
+    why: str | None = None
+
+
+def refuse(contradictions: Iterable[Contradiction]) -> None:
+    """Raise the first contradiction, if there is one.
+
+    Raises:
+        UsageError: with the keys, the reason and what to write.
+    """
+    for found in contradictions:
+        raise UsageError(found.what, where=", ".join(found.keys), why=found.why, fix=found.fix)

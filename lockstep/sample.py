@@ -9,7 +9,7 @@ from lockstep import checkpoint
 from lockstep.config import Config, load_config
 from lockstep.data import Data, build_data
 from lockstep.errors import UsageError
-from lockstep.models.generate import generate
+from lockstep.models.language import generate
 from lockstep.records import RunDirectory
 from lockstep.trainer import build
 

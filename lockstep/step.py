@@ -26,8 +26,7 @@ from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed
 from lockstep.monitor import PhaseClock
 from lockstep.optim import CallersRate, Schedule, TorchSchedule, unfuse
-from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.numbers import Number, at_least, at_most, exceeds, inverse, tensor_of
+from lockstep.parallel.loss_accumulator import LossAccumulator, Number, at_least, at_most, exceeds, inverse, tensor_of
 from lockstep.parallel.parallel_model import ParallelModel, layer_norms
 from lockstep.precision import LossScale
 from lockstep.records import StepRecord

@@ -14,10 +14,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.costs.steps import replicated_step
-from lockstep.errors import UsageError
+from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import AXES, Layout, layout_of_sizes
 from lockstep.registry import STRATEGIES
-from lockstep.rules import Contradiction
 
 if TYPE_CHECKING:
     import torch

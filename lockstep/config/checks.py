@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 from lockstep.config.schema import Config, StepConfig
 from lockstep.config.schema_training import TrainingConfig
-from lockstep.errors import UsageError
+from lockstep.errors import Contradiction, UsageError, refuse
 from lockstep.layout import Layout
-from lockstep.rules import Contradiction, refuse
 from lockstep.strategy import AUTO, Strategy, strategy_named
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import heartbeat, signals
 from lockstep.cores import threads_per_rank
 from lockstep.environment import check_numbers, rank_facts
-from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, LockstepError, RunError, UsageError
+from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, LockstepError, RunError, UsageError, refuse
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.options import LaunchOptions, count_gpus, endpoint, explain, process_count, rendezvous_host, run_id
@@ -27,7 +27,6 @@ from lockstep.launch.script import run_script
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, ConsoleOutput, environment_with, print_error, run_as_worker
 from lockstep.network import interface_variables
 from lockstep.records import RunDirectory
-from lockstep.rules import refuse
 from lockstep.run_lock import LAUNCH, require_free
 from lockstep.scratch import remove, scratch_folder
 from lockstep.strategy import AUTO, resolve, strategy_named

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.chain import run_segments
-from lockstep.models.generate import draw_token
-from lockstep.models.language import require_positive, token_losses
+from lockstep.models.language import draw_token, require_positive, token_losses
 from lockstep.models.protocol import IGNORED_TARGET
 from lockstep.models.rotary import without_autocast
 from lockstep.models.transformer import (

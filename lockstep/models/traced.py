@@ -22,8 +22,8 @@ from torch import Tensor, fx, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.chain import look_up, run_segments
+from lockstep.models.observed import note_losses
 from lockstep.models.protocol import blocks_of
-from lockstep.models.traced_losses import note_losses
 from lockstep.torch_compat.operators import schema_of
 from lockstep.torch_compat.pytree import TreeSpec, tree_unflatten
 

@@ -22,13 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import Pieces, StepTime
-from lockstep.errors import UsageError
+from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.ddp import bucketed_step_time, rehearse_replicas, torch_contradictions
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
-from lockstep.rules import Contradiction
 from lockstep.strategy import Strategy
 
 _OTHER_ENGINES = {

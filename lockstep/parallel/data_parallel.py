@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import DistributedConfig, StepConfig
-from lockstep.errors import UsageError
+from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
 from lockstep.parallel.reproducible.gradient_trees import LocalTree
 from lockstep.randomness import RandomState, derive_key
-from lockstep.rules import Contradiction
 from lockstep.strategy import Strategy
 
 

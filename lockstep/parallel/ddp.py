@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import DDPConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, replicated_step
-from lockstep.errors import RunError, listed
+from lockstep.errors import Contradiction, RunError, listed
 from lockstep.layout import Layout
 from lockstep.monitor.meters import watch_ddp
 from lockstep.parallel.comm.compression import Hook
@@ -28,7 +28,6 @@ from lockstep.parallel.placement import AppliedStrategy, PlacementContext, place
 from lockstep.parallel.reproducible.gradient_trees import ReplicaTree
 from lockstep.parallel.reproducible.tree import assign_tree
 from lockstep.registry import STRATEGIES
-from lockstep.rules import Contradiction
 from lockstep.strategy import Strategy
 from lockstep.torch_compat.ddp_reducer import check_all_sent
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lockstep.config import DistributedConfig, FSDPConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, sharded_step
-from lockstep.errors import UsageError, listed
+from lockstep.errors import Contradiction, UsageError, listed
 from lockstep.layout import Layout, layout_of_sizes
 from lockstep.parallel.comm.gloo import GlooMessages
 from lockstep.parallel.fsdp_units import UnitUsage, own_parameters, units_of
@@ -35,7 +35,6 @@ from lockstep.parallel.placement import AppliedStrategy, PlacementContext, place
 from lockstep.parallel.reproducible.gradient_trees import ShardTree
 from lockstep.parallel.reproducible.tree import Partials, assign_hybrid, clear_zero_signs
 from lockstep.registry import STRATEGIES
-from lockstep.rules import Contradiction
 from lockstep.strategy import Strategy, given_sizes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}

@@ -22,9 +22,8 @@ from lockstep.config import DiLoCoConfig
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.parallel.comm.quantized_allreduce import BLOCK, LARGEST, QuantizedAllReduce
-from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator, Number, number
 from lockstep.parallel.micro_step import MicroStep
-from lockstep.parallel.numbers import Number, number
 from lockstep.parallel.parallel_model import ModelUpdate, ParallelModel, assign_contiguous
 
 _ALIGNED = 64  # elements: kernels are faster on aligned parameters

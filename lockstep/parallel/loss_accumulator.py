@@ -5,6 +5,7 @@ bit; the columns are then summed in the order of the micro-batches. So the loss 
 topology. One more column carries the ranks' votes to stop and the step that each is in, without traffic of its own.
 """
 
+import math
 from ctypes import c_float
 from typing import NamedTuple
 
@@ -13,7 +14,40 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.data.batches import MicroBatch
-from lockstep.parallel.numbers import Number
+
+# Numbers of a step are tensors where reading them would wait for the device, plain floats on the CPU: a 0-dim tensor
+# costs ten to fifty times what a float does. The functions below calculate with both.
+Number = float | Tensor
+
+
+def number(tensor: Tensor) -> Number:
+    """Return a 0-dim tensor as a float if it is on the CPU, else unchanged."""
+    return tensor.item() if tensor.device.type == "cpu" else tensor
+
+
+def at_least(value: Number, bound: float) -> Number:
+    """Return the larger of the two."""
+    return value.clamp(min=bound) if isinstance(value, Tensor) else max(value, bound)
+
+
+def at_most(value: Number, bound: float) -> Number:
+    """Return the smaller of the two."""
+    return value.clamp(max=bound) if isinstance(value, Tensor) else min(value, bound)
+
+
+def inverse(value: Number) -> Number:
+    """Return 1 / `value`; infinity where it is 0."""
+    return value.reciprocal() if isinstance(value, Tensor) else 1.0 / value if value else math.inf
+
+
+def exceeds(value: Number, bound: float) -> Number:
+    """Return 1 where `value` > `bound`, else 0."""
+    return (value > bound).float() if isinstance(value, Tensor) else float(value > bound)
+
+
+def tensor_of(value: Number) -> Tensor:
+    """Return a 0-dim float32 tensor on the device that the number came from."""
+    return value.float() if isinstance(value, Tensor) else torch.scalar_tensor(value, dtype=torch.float32)
 
 
 class Loss(NamedTuple):

@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.gradient_hooks import GradientHooks, run_hooks
-from lockstep.parallel.loss_accumulator import HostLossAccumulator, LossAccumulator
+from lockstep.parallel.loss_accumulator import HostLossAccumulator, LossAccumulator, Number, number, tensor_of
 from lockstep.parallel.micro_step import Evaluate, ForwardBackward, MicroStep
-from lockstep.parallel.numbers import Number, number, tensor_of
 from lockstep.parallel.reproducible.exact_norm import exact_norm, gradient_norm
 from lockstep.randomness import RandomState
 from lockstep.torch_compat import foreach

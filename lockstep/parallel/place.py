@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.config import StepConfig, TrainingConfig
 from lockstep.config.checks import step_contradictions
-from lockstep.errors import UsageError, listed
+from lockstep.errors import UsageError, listed, refuse
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
 from lockstep.models.protocol import Objective, blocks_of, require_segments, segments_of
@@ -27,7 +27,6 @@ from lockstep.parallel.placement import Blocks, DryRun, PlacementContext
 from lockstep.parallel.reproducible.determinism import extra_traffic, join_uses_of_inputs, switch_on
 from lockstep.precision import Precision, switch_tf32
 from lockstep.randomness import RandomState, key_segments
-from lockstep.rules import refuse
 from lockstep.strategy import Strategy, strategy_named
 
 

@@ -347,7 +347,7 @@ def _device_type(cluster: GpuCluster) -> str:
 def _evaluate_pipeline(
     candidate: Candidate, work: Workload, config: Config, cluster: GpuCluster, count: int, facts: ModelSize
 ) -> None:
-    from lockstep.parallel.pipeline.cost import StageTime, pipeline_step
+    from lockstep.parallel.pipeline.plan import StageTime, pipeline_step
     from lockstep.plan.stages import rehearse_rank  # loads torch's compiler
 
     layout = candidate.layout

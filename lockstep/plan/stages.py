@@ -27,8 +27,8 @@ from lockstep.models.chain import lent, run_segment, shared_parameters_of
 from lockstep.models.protocol import Objective, blocks_of, require_segments
 from lockstep.parallel.pipeline.place import local_stages
 from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of
+from lockstep.parallel.pipeline.schedules import actions
 from lockstep.parallel.pipeline.stage_parameters import survey
-from lockstep.parallel.pipeline.torch_schedule import actions
 from lockstep.parallel.pipeline.torch_stage import Meta, Metas, Stage, reduce_gradients
 from lockstep.parallel.place import prepared
 from lockstep.parallel.placement import DryRun

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.checkpoint import Ranks
 from lockstep.data import MicroBatch, StepBatches, StepSource, adopt
-from lockstep.parallel.numbers import Number, at_least
+from lockstep.parallel.loss_accumulator import Number, at_least
 from lockstep.parallel.parallel_model import ParallelModel
 
 if TYPE_CHECKING:

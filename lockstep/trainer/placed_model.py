@@ -29,7 +29,7 @@ from lockstep.heartbeat import called_by_all_ranks
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import objective_of
 from lockstep.parallel.gradient_hooks import run_hooks
-from lockstep.parallel.numbers import at_least, at_most, tensor_of
+from lockstep.parallel.loss_accumulator import at_least, at_most, tensor_of
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import place as place_over
 from lockstep.precision import Precision, resolve_mode

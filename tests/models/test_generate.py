@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import UsageError
-from lockstep.models.generate import draw_token, generate, logits_in
+from lockstep.models.language import draw_token, generate, logits_in
 from tests.models.samples import bdh
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.models import build_model, get_model
 from lockstep.models.chain import lent, run_segments
-from lockstep.models.generate import generate
+from lockstep.models.language import generate
 from tests.models.samples import VOCABULARY, texts
 from tests.models.test_builders import Section
 

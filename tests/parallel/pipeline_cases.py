@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.data import Dataset
 
 from lockstep.config import config_from
-from lockstep.parallel.pipeline.torch_schedule import PipelineSchedule
+from lockstep.parallel.pipeline.schedules import PipelineSchedule
 from lockstep.trainer import Trainer
 from tests.parity import pipelines
 from tests.parity.toy import RECIPE, VOCAB, Tokens, language_model

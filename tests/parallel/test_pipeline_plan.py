@@ -17,8 +17,7 @@ from lockstep.models import get_model
 from lockstep.parallel.pipeline.picture import picture, timeline
 from lockstep.parallel.pipeline.plan import Partition, balanced_cuts, cuts_of, partition, plan_of, table
 from lockstep.parallel.pipeline.runner import cut_into_runs
-from lockstep.parallel.pipeline.schedules import SCHEDULES, facts_of, rank_of
-from lockstep.parallel.pipeline.torch_schedule import actions
+from lockstep.parallel.pipeline.schedules import SCHEDULES, actions, facts_of, rank_of
 
 NAMES = ["embed", *(f"layers.{i}" for i in range(10)), "head"]
 ONE_OR_TWO = [(name, facts.stages_per_rank or 2) for name, facts in SCHEDULES.items()]

@@ -49,7 +49,7 @@ def test_a_size_below_one_is_refused() -> None:
 
 def test_trap_45_gpipe_and_1f1b_have_the_same_bubble() -> None:
     """(p−1)/(m+p−1) for both: GPipe is not "bubble-minimal"; V interleaved stages have (p−1)/(V·m+p−1)."""
-    from lockstep.parallel.pipeline.torch_schedule import actions
+    from lockstep.parallel.pipeline.schedules import actions
 
     p, m = 4, 8
     for name, per_rank in (("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)):

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from lockstep.config import Config, config_from
 from lockstep.costs.hardware import Efficiency, Gpu, GpuCluster, Link
 from lockstep.costs.steps import Pieces, StepTime
-from lockstep.parallel.pipeline.cost import StageTime, pipeline_step
+from lockstep.parallel.pipeline.plan import StageTime, pipeline_step
 from lockstep.strategy import resolve, strategy_named
 from lockstep.trainer import Trainer
 

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 from torch.distributed.pipelining import schedules
 
-from lockstep.parallel.pipeline.torch_schedule import build
+from lockstep.parallel.pipeline.schedules import build
 from lockstep.torch_compat.pipeline_schedules import UnpairedDualPipeV
 
 

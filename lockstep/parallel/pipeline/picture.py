@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from lockstep.config import StepConfig, require_equation
 from lockstep.costs.steps import ScheduledPass, pipeline
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.schedules import ScheduleFacts, facts_of, rank_of
-from lockstep.parallel.pipeline.torch_schedule import actions
+from lockstep.parallel.pipeline.schedules import ScheduleFacts, actions, facts_of, rank_of
 from lockstep.strategy import AUTO, resolve, strategy_named
 
 UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # a backward pass costs as much as two forward

@@ -23,6 +23,7 @@ from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, reshards_after_forward, splits_backward
 from lockstep.parallel.pipeline.relay import Relay, Shapes
 from lockstep.parallel.pipeline.runner import Runner
+from lockstep.parallel.pipeline.schedules import PipelineSchedule
 from lockstep.parallel.pipeline.stage_module import CurrentMicroBatch, StageModule, shard_stages, stage_module_of
 from lockstep.parallel.pipeline.stage_parameters import (
     SharedSums,
@@ -32,7 +33,6 @@ from lockstep.parallel.pipeline.stage_parameters import (
     release,
     stage_parameters_of,
 )
-from lockstep.parallel.pipeline.torch_schedule import PipelineSchedule
 from lockstep.parallel.pipeline.torch_stage import Stage
 from lockstep.parallel.pipeline.trees import StageTrees
 from lockstep.parallel.placement import PlacementContext

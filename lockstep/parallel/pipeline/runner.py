@@ -15,8 +15,8 @@ from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.pipeline.relay import Agreement, Relay, Shapes
+from lockstep.parallel.pipeline.schedules import PipelineSchedule
 from lockstep.parallel.pipeline.stage_module import CurrentMicroBatch, StageModule
-from lockstep.parallel.pipeline.torch_schedule import PipelineSchedule
 from lockstep.parallel.pipeline.torch_stage import Metas, Stage, reduce_gradients
 from lockstep.parallel.pipeline.trees import StageTrees
 from lockstep.randomness import RandomState

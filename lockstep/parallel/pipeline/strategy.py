@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import DistributedConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize
+from lockstep.errors import Contradiction
 from lockstep.layout import Layout, layout_of_sizes
 from lockstep.parallel.fsdp import describe_shards
 from lockstep.parallel.pipeline.schedules import SCHEDULES
 from lockstep.registry import STRATEGIES
-from lockstep.rules import Contradiction
 from lockstep.strategy import Strategy, given_sizes
 
 if TYPE_CHECKING:

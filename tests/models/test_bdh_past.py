@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.models import past
+from lockstep.models import bdh as past
 
 
 def run(form: Any, q: Tensor, x: Tensor) -> list[Tensor]:
