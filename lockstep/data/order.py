@@ -122,7 +122,7 @@ def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
 
 
 def cut(samples: Sequence[int], batch_size: int) -> list[list[int]]:
-    """TextOptions into consecutive pieces of `batch_size`; the last may be shorter."""
+    """Cut into consecutive pieces of `batch_size`; the last may be shorter."""
     return [list(samples[i : i + batch_size]) for i in range(0, len(samples), batch_size)]
 
 
