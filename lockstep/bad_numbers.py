@@ -87,7 +87,7 @@ class AnomalyDetector:
 
     @property
     def skips(self) -> bool:
-        """Whether a bad step makes no update."""
+        """Return whether a bad step makes no update."""
         return self.config.action == "skip"
 
     def check(self, step: int, loss: Number, norm: Number, stop_votes: Number, out_of_step: Number) -> StepCheck:

@@ -6,7 +6,7 @@ that a module is imported only when it is used.
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,22 @@ class Registry:
         """
         self.require(name)
         return load_object(self.shipped.get(name, name), self.where)
+
+    def load_callable(self, name: str) -> Callable[..., Any]:
+        """Return the class or function called `name`.
+
+        Raises:
+            UsageError: there is none, or the name is that of something else.
+        """
+        found = self.load(name)
+        if not callable(found):
+            raise UsageError(
+                f"{name} is a {type(found).__name__}, not a class or a function",
+                where=self.where,
+                fix="name a class or a function, as package.module:Name",
+            )
+        checked: Callable[..., Any] = found
+        return checked
 
     def require(self, name: str) -> None:
         """Check that `name` ships or has the form `package.module:Name`; nothing is imported.

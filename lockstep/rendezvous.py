@@ -131,7 +131,7 @@ def _job_name(facts: RankFacts) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """What one rank tells the others about its place.
+    """The place of a rank, as it tells the others.
 
     Attributes:
         machine: identifies the machine, from `machine_id`.

@@ -106,8 +106,9 @@ def asked_to_end() -> bool:
     """Return whether SIGTERM or a Ctrl-C came to this process; also if it came only just now."""
     if _reader is not None and _pid == os.getpid():
         _all_read.clear()
-        os.write(_pipe, bytes([_END_OF_READ]))  # behind the numbers that the thread has not read yet
-        _all_read.wait(1.0)
+        with suppress(BlockingIOError):  # the pipe is full of signals, of which the thread has read some
+            os.write(_pipe, bytes([_END_OF_READ]))  # behind the numbers that it has not read yet
+            _all_read.wait(1.0)
     return any(number in (signal.SIGTERM, signal.SIGINT) for number in seen)
 
 

@@ -1,10 +1,9 @@
 """Defines the interface of strategies, and how their names and topologies are resolved.
 
 A strategy is one object. It defines its topologies, the number of ranks along each axis of the mesh, its
-contradictions,
-how it places a model, its costs, and what it does not promise. Everything else calls the object and names no strategy.
-A shipped one is a file in `lockstep.parallel` and a line in `STRATEGIES`; a user's is a subclass of `Strategy` in any
-package, written `distributed.strategy: package.module:Name`.
+contradictions, how it places a model, its costs, and what it does not promise. Everything else calls the object and
+names no strategy. A shipped one is a file in `lockstep.parallel` and a line in `STRATEGIES`; a user's is a subclass
+of `Strategy` in any package, written `distributed.strategy: package.module:Name`.
 """
 
 import re
@@ -205,8 +204,7 @@ def resolve(config: "DistributedConfig", world_size: int, local_world_size: int 
 
     Raises:
         UsageError: the product of the sizes is another number (the message shows the equation), or the strategy does
-            not
-            fit the ranks.
+            not fit the ranks.
     """
     assert config.strategy != AUTO, "auto is resolved before a layout is made"
     strategy = strategy_named(config.strategy)

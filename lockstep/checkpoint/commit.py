@@ -254,7 +254,7 @@ class AsyncSaver:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save was started and its result not yet returned; the same on every rank."""
+        """Return whether a save was started and its result not yet returned; the same on every rank."""
         return self._save is not None
 
     def save(

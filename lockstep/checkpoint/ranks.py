@@ -39,7 +39,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which decides."""
+        """Return whether this is rank 0, which decides."""
         return self.rank == 0
 
     def exchange(self, failure: str, local: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:

@@ -46,7 +46,7 @@ class ForeignName:
 
     @property
     def is_key(self) -> bool:
-        """Whether `ours` is a key of the config."""
+        """Return whether `ours` is a key of the config."""
         return self.ours.split(".")[0] in SECTIONS
 
 

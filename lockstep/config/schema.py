@@ -28,7 +28,7 @@ SinkName = Annotated[str, Named(SINKS)]
 
 
 class CheckpointConfig(Section):
-    """When a run is saved, which checkpoints are kept, and from which one it resumes."""
+    """Times of saves, checkpoints to keep, and the checkpoint to resume from."""
 
     save_strategy: Literal["steps", "epoch", "none"] = Field(
         default="steps", description="Save every `save_steps` steps, at the end of each epoch, or never."

@@ -176,7 +176,7 @@ class HangConfig(Section):
 
 
 class DistributedConfig(Section):
-    """How micro-batches and parameters are distributed over ranks; sizes of the mesh are in ranks."""
+    """The distribution of micro-batches and parameters over ranks; sizes of the mesh are in ranks."""
 
     strategy: Annotated[str, Named(STRATEGIES, AUTO)] = Field(
         default=AUTO,

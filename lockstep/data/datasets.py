@@ -41,7 +41,7 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
         return _made(partial(hugging_face, name.removeprefix("hf:")), args, name)
     if ":" in name:
         return _users(name, args, seed)
-    return _made(_builder(name), args, name)
+    return _made(DATA_SETS.load_callable(name), args, name)
 
 
 def check_data(data: DataConfig) -> None:
@@ -52,19 +52,7 @@ def check_data(data: DataConfig) -> None:
     """
     if data.name is None or data.name.startswith("hf:"):
         return
-    require_accepted(_builder(data.name), data.args, data.name)
-
-
-def _builder(name: str) -> Callable[..., Any]:
-    builder = DATA_SETS.load(name)
-    if not callable(builder):
-        raise UsageError(
-            f"{name} is not a class or function",
-            where="data.name",
-            fix="name a class or a function, as package.module:Name",
-        )
-    found: Callable[..., Any] = builder
-    return found
+    require_accepted(DATA_SETS.load_callable(data.name), data.args, data.name)
 
 
 def _made(builder: Callable[..., Data], args: Mapping[str, Any], name: str) -> Data:
@@ -127,7 +115,7 @@ def _required(builder: Callable[..., Any]) -> list[str]:
 
 def _users(name: str, args: dict[str, Any], seed: int) -> Data:
     """Return data made by a user's class or function: a dataset, a pair (training, validation), or a `Data`."""
-    builder = _builder(name)
+    builder = DATA_SETS.load_callable(name)
     accepted = accepted_arguments(builder)
     if accepted is not None and "seed" in accepted:
         args.setdefault("seed", seed)

@@ -255,7 +255,7 @@ class Stream:
 
     @property
     def more(self) -> bool:
-        """Whether there is another item."""
+        """Return whether there is another item."""
         return bool(self._ahead)
 
     def take(self, count: int, size: int) -> list[list[Any]]:

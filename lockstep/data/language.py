@@ -195,7 +195,7 @@ def at_least_one(name: str, value: Any) -> int:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How text becomes samples: the options of `data.args`."""
+    """The options of `data.args` that turn text into samples."""
 
     block_size: int = 256
     stride: int | None = None  # unset: block_size

@@ -26,6 +26,7 @@ from lockstep.report import units
 
 # ---- what has to be tried out ----
 
+# Ports are checked before there is a process group, through the store alone: a group needs the ports, and would wait.
 
 _TRY_SECONDS = 5.0
 _DISK_BYTES = 32 * 2**20

@@ -21,7 +21,7 @@ _VERDICT = "verdict.json"
 
 @dataclass(frozen=True)
 class DoctorRequest:
-    """What `lockstep doctor` checks.
+    """The scope of `lockstep doctor`.
 
     Attributes:
         output_dir: the run directory whose disk is tested.

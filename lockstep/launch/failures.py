@@ -47,7 +47,7 @@ _FRAMES_SHOWN = 3
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank ended without success.
+    """The end of a rank without success.
 
     Attributes:
         kind: "usage" (a wrong config or command), "error" (an exception), "exit" (the program exited with a code),
@@ -333,12 +333,12 @@ class Stack:
 
     @property
     def in_torch(self) -> bool:
-        """Whether the innermost frame is in torch."""
+        """Return whether the innermost frame is in torch."""
         return bool(self.frames) and bool(_TORCH.search(self.frames[0][0]))
 
     @property
     def in_collective(self) -> bool:
-        """Whether the user's own code waits in a collective."""
+        """Return whether the user's own code waits in a collective."""
         for file, _, _ in self.frames:
             if _COLLECTIVE.search(file):
                 return True

@@ -58,12 +58,12 @@ class LaunchOptions:
 
     @property
     def several_nodes(self) -> bool:
-        """Whether the job may run on more than one machine."""
+        """Return whether the job may run on more than one machine."""
         return self.nodes[1] > 1
 
     @property
     def numbered(self) -> bool:
-        """Whether machines have the numbers that `--node-rank` gives them."""
+        """Return whether machines have the numbers that `--node-rank` gives them."""
         return self.several_nodes and self.rdzv_endpoint is None
 
     @property
@@ -105,7 +105,7 @@ class LaunchOptions:
 
     @property
     def is_host(self) -> bool | None:
-        """Whether this machine hosts the rendezvous, if the user says so; else None."""
+        """Return whether this machine hosts the rendezvous, if the user says so; else None."""
         text = self.rdzv_conf.get("is_host")
         if text is None:
             return None

@@ -21,12 +21,7 @@ from lockstep import cores
 from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_USAGE, UsageError
 from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
-from lockstep.launch.worker import (
-    FAILURES,
-    LAUNCHER_PID,
-    die_with_parent,
-    environment_with,
-)
+from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
 from lockstep.network import DEFAULT_PORT
 from lockstep.scratch import remove, scratch_folder
 
@@ -78,8 +73,9 @@ def spawn(
 def spawn_again(fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, preload: Sequence[str]) -> None:
     """Run `fn(*args)` on `nprocs` ranks, as `spawn` does, for a caller that starts ranks several times.
 
-    Ranks are forks of a server process, which imports torch and `preload` once: a rank then starts in 0.1 s of a core
-    in place of 3 to 4. The server uses no GPU, so its forks can.
+    Ranks are forks of a server process, which imports `preload` once: from then on a rank starts in 0.1 s of a core, in
+    place of 3 to 4. The server uses no GPU, so its forks can. A rank has its own variables when `fn` is called; what is
+    imported to find `fn` and its arguments sees those of the server.
 
     Args:
         fn: a function in a module.
@@ -88,6 +84,7 @@ def spawn_again(fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, pre
     Raises:
         LockstepError: the first error of a rank, once.
     """
+    _check_not_importing_main()
     if nprocs == 1:
         fn(*args)
         return
@@ -266,7 +263,8 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, s
         import torch
 
         # OpenMP's threads do not survive a fork, and waiting for them never ends; the server has started none.
-        torch.set_num_threads(1 if method == "fork" else int(environment["OMP_NUM_THREADS"]))
+        asked = environment.get("OMP_NUM_THREADS", "")
+        torch.set_num_threads(int(asked) if method == _FORKSERVER and asked.isdigit() and int(asked) else 1)
     facts = rank_facts()
     cores.bind(facts.local_rank, facts.local_world_size)
     try:

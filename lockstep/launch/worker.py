@@ -39,7 +39,7 @@ _VARIABLE = "LOCKSTEP_CONSOLE_OUTPUT"  # carries `ConsoleOutput` from the launch
 
 @dataclass(frozen=True)
 class ConsoleOutput:
-    """Which ranks' output the console shows: rank 0's, unless torchrun's options change that.
+    """The choice of ranks whose output the console shows: rank 0, unless torchrun's options change that.
 
     Attributes:
         tee, redirects: streams to show, and to hide: 0 none, 1 stdout, 2 stderr, 3 both, of all local ranks or, as

@@ -74,14 +74,7 @@ def _constructor(name: str) -> Callable[..., "nn.Module"]:
 
         source = name.removeprefix("hf:")
         return partial(hf.from_files if Path(source).exists() else hf.from_type, source)
-    found = MODELS.load(name)
-    if not callable(found):
-        raise UsageError(
-            f"{name!r} is a {type(found).__name__}, not a class or a function",
-            where="model.name",
-            fix="name a class or a function, as package.module:Name",
-        )
-    return found  # type: ignore[no-any-return]
+    return MODELS.load_callable(name)
 
 
 def _construct(

@@ -126,6 +126,17 @@ def attend_to_past(s: Tensor, x: Tensor) -> Tensor:
 CHUNK = 128  # positions
 
 
+# ---- attention to the strict past, linear in its values: tril(q qᵀ, −1) x, in two equal forms ----
+#
+# Direct: the T × T table of scores, half of which is discarded: 2·T·(N + D) multiply-adds per position and head.
+# Chunked: the same within a chunk of C positions; all earlier positions enter through their sum Σ qᵀx, [N, D]:
+# 2·C·(N + D) + 4·N·D multiply-adds for any T, and no table. Backward keeps only q and x: it computes the same sum
+# again, and the gradient of the sum in reverse.
+#
+# Source: the chunkwise form of linear attention, Katharopoulos et al. 2020 and Yang et al. 2023, with one tensor as
+# queries and keys and the diagonal left out.
+
+
 def sum_over_past(q: Tensor, x: Tensor) -> Tensor:
     """Return tril(q qᵀ, −1) x by the form with fewer multiply-adds: q [R, T, N], x [R, T, D] → [R, T, D]."""
     length, neurons, width = q.shape[1], q.shape[2], x.shape[2]

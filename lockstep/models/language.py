@@ -1,4 +1,4 @@
-"""Shared parts of the language models: batches, the loss, and checks of sizes.
+"""Shared parts of the language models: batches, the loss, checks of sizes, and sampling token by token.
 
 A batch is {"input_ids": int64 [B, T], "targets": int64 [B, T]}. Targets are already shifted: targets[:, t] follows
 input_ids[:, t]. A target of −100 is not counted.

@@ -196,6 +196,11 @@ _NAMES = {  # operator → the equivalent function
 _MEAN = 1  # value of an operator's `reduction`
 
 
+# ---- graphs that torch.export captured ----
+#
+# The argument names of an operator are in its `_schema`, a private name: torch offers no public one.
+
+
 def note_losses(module: fx.GraphModule) -> None:
     """Make a captured graph, and those that it calls, record the loss functions in them."""
     for inner in module.modules():

@@ -52,7 +52,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Objective:
-    """How a batch becomes a loss.
+    """The way from a batch to a loss.
 
     Attributes:
         inputs: batch → (positional, keyword) arguments of forward.

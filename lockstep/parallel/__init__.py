@@ -1,1 +1,1 @@
-"""How a model is laid over ranks: `place.py` is the ordered list, and each strategy is one file beside it."""
+"""Places a model on ranks: `place.py` is the ordered list of steps, and each strategy is one file beside it."""

@@ -121,7 +121,7 @@ class RunningBuffers(AroundMicroBatch):
 
     @property
     def any(self) -> bool:
-        """Whether the model has buffers that a forward pass may change."""
+        """Return whether the model has buffers that a forward pass may change."""
         return bool(self._norms or self._others or self._vectors)
 
     def before(self, run: MicroBatchPass) -> None:

@@ -1,4 +1,4 @@
-"""What `place` hands to a strategy, what the strategy returns, and the `ParallelModel` that is made of it.
+"""Defines the arguments and the result of a strategy, and makes a `ParallelModel` of the result.
 
 `placed_in_order` builds the `ParallelModel` of every strategy but pipelines: micro-batches run one at a time.
 """
@@ -83,12 +83,12 @@ class PlacementContext:
 
     @property
     def has_values(self) -> bool:
-        """Whether the model has its values already."""
+        """Return whether the model has its values already."""
         return self.first is None and self.dry_run is None
 
     @property
     def reproducible(self) -> bool:
-        """Whether the step must have the same bits on any layout."""
+        """Return whether the step must have the same bits on any layout."""
         return self.config.distributed.reproducible
 
     @property

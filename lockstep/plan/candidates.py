@@ -118,7 +118,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether it is possible and fits into the memory."""
+        """Return whether it is possible and fits into the memory."""
         return not self.refused and self.memory is not None and self.needed <= self.limit
 
     @property

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel's reducer knows: how long a backward pass waited, and whether it sent every gradient.
+"""Reads what DistributedDataParallel's reducer knows: how long a backward pass waited, and whether all was sent.
 
 Public torch: DDP measures its waits for its own logger alone. Of a gradient that was never sent it tells in the next
 step's forward pass, after the update has used it.

@@ -27,7 +27,7 @@ class ExtensibleAgent(LocalElasticAgent):
 
     @property
     def restarts_left(self) -> int:
-        """How often the ranks may still be started anew."""
+        """Number of restarts of the ranks that are left."""
         return self._remaining_restarts
 
     @restarts_left.setter

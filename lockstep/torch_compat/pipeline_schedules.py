@@ -1,4 +1,4 @@
-"""What is private in torch's pipeline schedules: whether shapes are known, and DualPipeV's pairs of actions.
+"""Reads what is private in torch's pipeline schedules: whether shapes are known, and DualPipeV's pairs of actions.
 
 Public torch: a schedule infers shapes by running the model on uninitialised memory, unless it takes itself to have done
 so. DualPipeV runs a pair's passes one after the other, and sends what the first put out after the second: the next

@@ -1,4 +1,4 @@
-"""What tells a write to a tensor, and of which tensor it is a view.
+"""Detects writes to a tensor, and finds the tensor that it is a view of.
 
 Public torch: none; autograd compares versions by itself, and raises only where a gradient needs the old values.
 Seen to work: torch 2.11.0 to 2.15.0.

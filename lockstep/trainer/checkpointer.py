@@ -203,7 +203,7 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run resumes.
+    """The checkpoint at which a run resumes.
 
     Attributes:
         checkpoint: None for a fresh start.

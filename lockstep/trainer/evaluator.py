@@ -37,13 +37,13 @@ class Evaluator:
 
     @property
     def is_due(self) -> bool:
-        """Whether to evaluate after the run's current step."""
+        """Return whether to evaluate after the run's current step."""
         step, every = self._trainer.step.progress.step, self._trainer.config.training.eval_steps
         return self._data is not None and every is not None and step > 0 and step % every == 0
 
     @property
     def is_due_at_end(self) -> bool:
-        """Whether to evaluate after the last step."""
+        """Return whether to evaluate after the last step."""
         return self._data is not None
 
     def was_stopped(self) -> bool:

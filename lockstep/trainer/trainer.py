@@ -412,14 +412,14 @@ class Trainer:
 
     @cached_property
     def storage_is_shared(self) -> bool:
-        """Whether all ranks see the same folder of checkpoints; all ranks find out once, together."""
+        """Return whether all ranks see the same folder of checkpoints; all ranks find out once, together."""
         return storage_is_shared(self)
 
     # ---- small things ----
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.cluster.facts.is_main
 
     @property

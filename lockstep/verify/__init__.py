@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether the topology took the same steps, up to rounding."""
+        """Return whether the topology took the same steps, up to rounding."""
         rounding = self.cause is not None and not self.cause.is_error
         return self.failed is None and (self.first is None or rounding)
 
@@ -83,7 +83,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether all topologies took the same steps."""
+        """Return whether all topologies took the same steps."""
         return all(outcome.passed for outcome in self.outcomes)
 
 
@@ -278,6 +278,6 @@ def _compare(jobs: Sequence[VerifyJob]) -> None:
 
 
 def _spawn(function: Callable[..., Any], args: Sequence[Any], ranks: int) -> None:
-    from lockstep.launch.spawn import spawn_again
+    from lockstep.launch.spawn import spawn
 
-    spawn_again(function, tuple(args), ranks, preload=["torch.distributed.pipelining", "lockstep.verify.worker"])
+    spawn(function, tuple(args), nprocs=ranks)

@@ -3,11 +3,13 @@
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import load_config, require_runnable
 from lockstep.errors import EXIT_DONE, EXIT_FAILED
+from lockstep.launch.spawn import spawn_again
 from lockstep.strategy import SINGLE
 from lockstep.verify import DEFAULT_STEPS, Outcome, Verdict, verify
 
@@ -27,7 +29,9 @@ def run(
     def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    verdict = verify(config, topologies, steps=DEFAULT_STEPS if steps is None else steps, report=report)
+    # Only here: a script that calls `verify` may read its rank's variables when it is imported, which a fork inherits.
+    start = partial(spawn_again, preload=["torch.distributed.pipelining", "lockstep.verify.worker"])
+    verdict = verify(config, topologies, steps=DEFAULT_STEPS if steps is None else steps, start=start, report=report)
     print(json.dumps(as_json(verdict), indent=2) if in_json else text(verdict))
     return EXIT_DONE if verdict.passed else EXIT_FAILED
 

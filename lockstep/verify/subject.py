@@ -44,7 +44,7 @@ Make = Callable[[], "Subject | tuple[nn.Module, Any]"]
 
 @dataclass(frozen=True)
 class Spec:
-    """What every process needs to know.
+    """The knowledge that every process needs.
 
     Attributes:
         config: of the run.
@@ -60,7 +60,7 @@ class Spec:
 
     @property
     def exact(self) -> bool:
-        """Whether every bit must be equal."""
+        """Return whether every bit must be equal."""
         return self.config.distributed.reproducible
 
     def build(self, settings: dict[str, Any]) -> tuple[Config, Subject]:

@@ -263,6 +263,17 @@ def test_ranks_that_are_started_again_are_forks_of_one_server(tmp_path: Path) ->
     assert {one["threads"] for one in seen} == {1}
 
 
+@pytest.mark.parametrize("threads", ["", "2,1", "many"])
+def test_a_number_of_threads_that_is_none_is_no_reason_to_stop(tmp_path: Path, threads: str) -> None:
+    """OpenMP warns of it, and takes its own default; its lists, as 2,1, are numbers for nested regions."""
+    (tmp_path / "script.py").write_text(_AGAIN)
+    ended = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment(OMP_NUM_THREADS=threads), check=False,
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_they_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_AGAIN)
     process = subprocess.Popen([sys.executable, "script.py", "killed"], cwd=tmp_path, env=environment())

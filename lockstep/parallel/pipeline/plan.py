@@ -1,4 +1,4 @@
-"""Plan a pipeline before anything is built: where the chain of segments is cut, and which rank holds which stage.
+"""Plans a pipeline before anything is built: cuts of the chain of segments, stages of each rank, time of a step.
 
 split_spec   {layers.4: end} cuts behind segment layers.4, so layers.0 … layers.4, five of them, and all that comes
              before them are in the first stage; {layers.4: beginning} cuts in front of it

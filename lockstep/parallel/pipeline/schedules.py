@@ -1,4 +1,4 @@
-"""What each schedule needs: stages per rank, their placement, and numbers of micro-batches.
+"""Describes each schedule (stages per rank, their placement, numbers of micro-batches), and builds or lists torch's.
 
 A stage that is placed `loop` goes to rank (stage mod ranks); placed `v`, the ranks are walked back and forth:
 

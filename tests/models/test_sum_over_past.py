@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.models import bdh as past
+from lockstep.models import bdh
 
 
 def run(form: Any, q: Tensor, x: Tensor) -> list[Tensor]:
@@ -26,8 +26,8 @@ def test_chunks_give_what_the_table_of_scores_gives(length: int, chunk: int, dty
     q = torch.rand(3, length, 10, generator=generator).to(dtype)
     x = torch.randn(3, length, 6, generator=generator).to(dtype)
     allowed = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
-    exact = run(past.direct, q.double(), x.double())
-    for there, here in zip(exact, run(lambda q, x: past.chunked(q, x, chunk), q, x), strict=True):
+    exact = run(bdh.direct, q.double(), x.double())
+    for there, here in zip(exact, run(lambda q, x: bdh.chunked(q, x, chunk), q, x), strict=True):
         assert here.dtype == dtype
         assert (there - here.double()).norm() <= allowed * (there.norm() + 1e-9)
 
@@ -35,8 +35,8 @@ def test_chunks_give_what_the_table_of_scores_gives(length: int, chunk: int, dty
 def test_the_form_that_takes_fewer_multiplications_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """BDH's sizes, N = 8192 neurons a head and D = 256: direct up to 624 positions."""
     taken = []
-    monkeypatch.setattr(past, "direct", lambda q, x: taken.append("direct"))
-    monkeypatch.setattr(past, "chunked", lambda q, x: taken.append("chunked"))
+    monkeypatch.setattr(bdh, "direct", lambda q, x: taken.append("direct"))
+    monkeypatch.setattr(bdh, "chunked", lambda q, x: taken.append("chunked"))
     for length in (512, 624, 625, 1024):
-        past.sum_over_past(torch.empty(1, length, 8192, device="meta"), torch.empty(1, length, 256, device="meta"))
+        bdh.sum_over_past(torch.empty(1, length, 8192, device="meta"), torch.empty(1, length, 256, device="meta"))
     assert taken == ["direct", "direct", "chunked", "chunked"]
