@@ -176,7 +176,7 @@ PROVOKED: list[tuple[str, Callable[[], Any]]] = [
     ("is not a statement of the template language", config("-- blok x\n-- endblock x\ntraining: {seed: 1}\n")),
     ("the value of the override", config("training: {seed: 1}\n", "training.seed={")),
     ("digits has no image_size 9", data("digits", image_size=9)),
-    ("is not a class or function", data("math:pi")),
+    ("math:pi is a float, not a class or a function", data("math:pi")),
     ("should be a whole number of at least 1", data("python-docs", block_size=0)),
     ("there is no file or folder", data("text", path="none.txt")),
     ("there is no model 'bhd'", model("bhd")),
