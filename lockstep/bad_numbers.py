@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep import accelerator
 from lockstep.config import BadNumbersConfig
 from lockstep.errors import RunError
 from lockstep.parallel.loss_accumulator import Number
+
+_READ_AT_ONCE = ("cpu", "mps")  # types of device; MPS has no float64
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,8 @@ def _device_of(numbers: Iterable[Number]) -> torch.device | None:
 class AnomalyDetector:
     """Reads each step's numbers and detects anomalies.
 
-    On the CPU they are read at once. On a GPU they are copied asynchronously and read one step later, so that nothing
-    waits; under `action: skip` the host waits for them, since the update depends on them.
+    On the CPU and on MPS they are read at once. On other GPUs they are copied asynchronously and read one step later,
+    so that nothing waits; under `action: skip` the host waits for them, since the update depends on them.
 
     Attributes:
         losses: the last good losses, oldest first; part of a run's state, since they define a spike.
@@ -102,12 +105,11 @@ class AnomalyDetector:
         """
         given = (loss, norm, stop_votes, out_of_step)
         device = _device_of(given)
-        if device is None or device.type == "cpu" or self.skips:
+        if device is None or device.type in _READ_AT_ONCE or self.skips:
             return self._evaluate(step, *map(float, given))  # on a GPU the host waits for the device
         numbers = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in given])
         copy = numbers.to("cpu", non_blocking=True)
-        arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
+        arrived = accelerator.record_event(device)
         earlier, self._pending = self._pending, (step, copy, arrived)
         return self._read(earlier)
 
@@ -128,7 +130,7 @@ class AnomalyDetector:
         if pending is None:
             return StepCheck()
         step, copy, arrived = pending
-        arrived.synchronize()
+        arrived.synchronize()  # host waits for the step before
         return self._evaluate(step, *copy.tolist())
 
     def _evaluate(self, step: int, loss: float, norm: float, stop_votes: float, out_of_step: float) -> StepCheck:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from lockstep import accelerator
 from lockstep.parallel.parallel_model import local
 from lockstep.torch_compat import foreach
 
@@ -35,7 +36,7 @@ def clip_by_value(
     Returns:
         the fraction of all elements that were changed, 0-dim.
     """
-    counts = torch.zeros(2, dtype=torch.float64, device=device)
+    counts = torch.zeros(2, dtype=accelerator.widest_float(device), device=device)
     for gradient in gradients:
         counts[0] += (gradient.abs() > limit).sum()
         counts[1] += gradient.numel()
@@ -67,7 +68,7 @@ def clip_adaptively(
     tensors = [_Units.of(p) for p in parameters if p.grad is not None]
     weights = _norms([t.weight for t in tensors], tensors, exact)
     gradients = _norms([t.gradient for t in tensors], tensors, exact)
-    counts = torch.zeros(2, dtype=torch.float64, device=device)
+    counts = torch.zeros(2, dtype=accelerator.widest_float(device), device=device)
     for units, weight, gradient in zip(tensors, weights, gradients, strict=True):
         scale = torch.clamp(ratio * weight.clamp(min=_LEAST_WEIGHT_NORM) / gradient, max=1.0)
         target = units.target

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lockstep import collectives
+from lockstep import accelerator, collectives
 from lockstep.config import DistributedConfig
 from lockstep.cores import threads_per_rank
 from lockstep.environment import RankFacts, check_numbers, rank_facts, set_rank_facts
@@ -40,7 +40,7 @@ class Cluster:
     Attributes:
         facts: rank, local rank, world size, node, and launcher.
         device: device of this rank's tensors.
-        backend: `gloo`, `nccl` or `mpi`; `none` without a process group.
+        backend: `gloo`, `nccl`, `xccl`, `mpi` …; `none` without a process group.
     """
 
     facts: RankFacts
@@ -109,15 +109,15 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     if gpu is None or config.device == "cpu":
         device = _choose_device(config.device, facts)
     else:
-        device = torch.device("cuda", gpu)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # before anything else uses a GPU, or every rank creates a context on GPU 0
-    else:
+        device = torch.device(gpu)
+    accelerator.select(device)  # before anything else uses a GPU, or every rank creates a context on GPU 0
+    if device.type == "cpu":
         keep_freed_memory()
     _set_num_threads(facts)
-    backend = _existing_backend(config, device) if exists else _choose_backend(config.backend, device)
+    alone = facts.launcher == "none"
+    backend = _existing_backend(config, device) if exists else _choose_backend(config.backend, device, alone=alone)
     _warn_of_nccl_timeout(facts)
-    if facts.launcher == "none":
+    if alone:
         backend = "none"
     elif exists:
         atexit.register(_leave_at_exit)  # waits for the group's threads; the group stays the script's
@@ -157,25 +157,45 @@ def environment(config: DistributedConfig) -> dict[str, str]:
 
 
 def _choose_device(wanted: str, facts: RankFacts) -> torch.device:
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    kind = accelerator.found() if wanted == "auto" else wanted
+    if kind is None or kind == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UsageError(
-            "distributed.device is cuda, but torch sees no GPU here",
-            why="CUDA_VISIBLE_DEVICES is empty, the driver is missing, or this torch is a CPU build"
-            f" (torch {torch.__version__})",
-            fix="set distributed.device: cpu, or run where a GPU is",
-        )
-    count = torch.cuda.device_count()
+    _require_device(kind, facts)
+    count = accelerator.count(kind)
     if facts.launcher == "srun" and count == 1:
-        return torch.device("cuda", 0)  # srun --gpus-per-task gives each rank one GPU, which it sees as number 0
+        return torch.device(kind, 0)  # srun --gpus-per-task gives each rank one GPU, which it sees as number 0
     if facts.local_rank >= count:
         raise UsageError(
             f"local rank {facts.local_rank} has no GPU of its own: {facts.local_world_size} ranks on this machine, "
             f"{count} GPU{'s' * (count != 1)} visible",
             fix=f"--nproc-per-node {count}, or distributed.device: cpu",
         )
-    return torch.device("cuda", facts.local_rank)
+    return torch.device(kind, facts.local_rank)
+
+
+def _require_device(kind: str, facts: RankFacts) -> None:
+    """Check that a device of the requested type is here, and can serve this number of ranks."""
+    found = accelerator.found()
+    if not accelerator.is_known(kind):
+        raise UsageError(
+            f"distributed.device is {kind}, and torch knows no accelerator of that name",
+            why="it is cuda (also for AMD's GPUs), xpu, mps, or a name that an installed package registers with torch",
+            fix=f"write distributed.device: {found or 'cpu'}, or auto",
+        )
+    if not accelerator.is_available(kind):
+        raise UsageError(
+            f"distributed.device is {kind}, but torch sees no GPU here"
+            + (f" of that type: it sees {found}" if found is not None else ""),
+            why="CUDA_VISIBLE_DEVICES is empty, the driver is missing, or this torch is a CPU build"
+            f" (torch {torch.__version__})",
+            fix=f"set distributed.device: {found or 'cpu'}, or run where such a GPU is",
+        )
+    if accelerator.one_process(kind) and facts.world_size > 1:
+        raise UsageError(
+            f"distributed.device is {kind}, and there are {facts.world_size} ranks",
+            why=f"torch has no process groups for tensors on {kind}; such a machine has one GPU",
+            fix="start one process: --nproc-per-node 1; or set distributed.device: cpu",
+        )
 
 
 def _set_num_threads(facts: RankFacts) -> None:
@@ -184,18 +204,33 @@ def _set_num_threads(facts: RankFacts) -> None:
         torch.set_num_threads(threads_per_rank(facts.local_world_size))
 
 
-def _choose_backend(wanted: str, device: torch.device) -> str:
+def _choose_backend(wanted: str, device: torch.device, *, alone: bool = False) -> str:
+    """Return the backend of the process group; `none` for a process that runs alone."""
     if wanted == "mpi" and not dist.is_mpi_available():
         raise UsageError(
             "distributed.backend is mpi, but this torch was built without MPI",
             why="the wheels of torch never have it; it needs a torch compiled where MPI is installed",
             fix="distributed.backend: auto (nccl on GPUs, gloo on CPUs); mpirun works as a launcher with these",
         )
-    if wanted == "nccl" and device.type == "cpu":
-        raise UsageError("distributed.backend is nccl, but the device is cpu", fix="distributed.backend: auto")
+    if wanted in _DEVICE_OF and device.type != _DEVICE_OF[wanted]:
+        raise UsageError(
+            f"distributed.backend is {wanted}, but the device is {device.type}", fix="distributed.backend: auto"
+        )
+    if alone:
+        return "none"
     if wanted != "auto":
         return wanted
-    return "nccl" if device.type == "cuda" else "gloo"
+    try:
+        return accelerator.backend_of(device.type)
+    except ValueError:
+        raise UsageError(
+            f"no backend of process groups is registered for the device {device.type}",
+            why="the package that brings the device brings its collectives, too, and registers them with torch",
+            fix="import that package before lockstep, or set distributed.device: cpu",
+        ) from None
+
+
+_DEVICE_OF = {"nccl": "cuda", "xccl": "xpu"}
 
 
 def _existing_backend(config: DistributedConfig, device: torch.device) -> str:
@@ -214,7 +249,8 @@ def _existing_backend(config: DistributedConfig, device: torch.device) -> str:
         raise UsageError(
             f"the process group that exists has backend {backend}, which does not serve the device {device.type}",
             where="init_process_group, in the script",
-            fix='write init_process_group("cpu:gloo,cuda:nccl", …), or leave the call out: Lockstep makes the group',
+            fix=f'write init_process_group("{_beside_gloo(device, _choose_backend("auto", device))}", …), or leave the '
+            "call out: Lockstep makes the group",
         )
     return backend
 
@@ -231,6 +267,11 @@ def _warn_of_nccl_timeout(facts: RankFacts) -> None:
 # ---- the process group ----
 
 
+def _beside_gloo(device: torch.device, backend: str) -> str:
+    """Return the backends for both devices: gloo is for tensors in host memory (checkpoints, pickled objects)."""
+    return backend if device.type == "cpu" or backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"
+
+
 def _rendezvous(config: DistributedConfig, facts: RankFacts) -> Store:
     return rendezvous(config, facts, datetime.timedelta(seconds=config.timeout_seconds))
 
@@ -240,15 +281,15 @@ def _join(config: DistributedConfig, facts: RankFacts, device: torch.device, bac
     timeout = datetime.timedelta(seconds=config.timeout_seconds)
     store = _rendezvous(config, facts) if store is None else store
     choose_interface(config, facts)
-    # gloo beside nccl is for tensors in host memory (checkpoints, pickled objects).
-    both = "cpu:gloo,cuda:nccl" if backend == "nccl" and config.backend == "auto" else backend
+    both = _beside_gloo(device, backend) if config.backend == "auto" else backend
     dist.init_process_group(
         both,
         store=store,
         rank=facts.rank,
         world_size=facts.world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" and "nccl" in both else None,
+        # Binds the group to the device, so that the communicator starts at once; gloo can't.
+        device_id=device if backend in _DEVICE_OF else None,
     )
     _group_is_ours = True
     atexit.register(_leave_at_exit)

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 import torch.distributed as dist
 
+from lockstep import accelerator
 from lockstep.environment import facts_for_group, rank_facts
 from lockstep.errors import UsageError
 from lockstep.heartbeat import called_by_all_ranks
@@ -90,7 +91,7 @@ def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tens
         raise UsageError(f"all_reduce can't do {op!r}", fix=f"choose one of {', '.join(_OPERATIONS)}")
     if not isinstance(value, torch.Tensor):
         whole = isinstance(value, int) and op != "mean"
-        number = torch.tensor(value, dtype=torch.int64 if whole else torch.float64, device=_device_of_numbers())
+        number = torch.tensor(value, dtype=torch.int64 if whole else torch.float64, device=device_of_numbers())
         return _reduced(number, op).item()
     return _reduced(value, op)
 
@@ -108,11 +109,12 @@ def _reduced(value: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     return result
 
 
-def _device_of_numbers() -> torch.device:
+def device_of_numbers() -> torch.device:
     """Return the device for numbers that ranks exchange: the CPU if the group supports it, else the rank's GPU."""
     if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())  # `distributed.backend: nccl`
+    kind = dist.get_backend_config().partition(":")[0]  # `distributed.backend: nccl` serves cuda alone
+    return torch.device(kind, accelerator.current_index(kind))
 
 
 def _joined() -> bool:

@@ -29,6 +29,7 @@ _ELEMENTWISE: set[type[Optimizer]] = {
 
 # torch can run the fused kernels of these on shards; for others it raises "no sharding strategy".
 _FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
+_HAS_FUSED_KERNELS = ("cpu", "cuda", "xpu", "mps")  # types of device; a registered one may lack them
 
 
 def register_elementwise(optimizer: type[Optimizer]) -> None:
@@ -108,7 +109,7 @@ def build_optimizer(
         settings["weight_decay"] = weight_decay
     if reproducible and "foreach" in accepted:
         settings["foreach"] = device.type != "cpu"
-    elif "fused" not in accepted or device.type not in ("cuda", "cpu") or of_complex:
+    elif "fused" not in accepted or device.type not in _HAS_FUSED_KERNELS or of_complex:
         pass  # there is no fused kernel
     elif kind in _FUSED_ON_SHARDS or not sharded:
         settings["fused"] = True

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from lockstep import accelerator
 from lockstep.config import PrecisionConfig
 
 Mode = Literal["fp32", "bf16", "fp16"]
@@ -20,9 +21,11 @@ def resolve_mode(mode: str, device: torch.device) -> tuple[Mode, str]:
     """Return the mode that `auto` means here, with the reason: bf16 if the hardware supports it, else fp32."""
     if mode != "auto":
         return mode, ""  # type: ignore[return-value]
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+    if device.type == "cpu":
+        return "fp32", "on CPU"
+    if accelerator.computes_in_bf16(device):
         return "bf16", "the GPU computes in bf16"
-    return "fp32", "no bf16 hardware" if device.type == "cuda" else "on CPU"
+    return "fp32", "no bf16 hardware"
 
 
 def switch_tf32(allowed: bool) -> None:

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.accelerator import default_generator
+
 
 def derive_key(*parts: object) -> int:
     """Return a 63-bit number from the `repr` of `parts`: the same on every machine and Python version."""
@@ -31,18 +33,10 @@ def derive_key(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def generator_of(device: torch.device) -> torch.Generator:
-    """Return the default generator of random functions on `device`."""
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
-
-
 @contextmanager
 def seeded(key: int, device: torch.device | None = None) -> Iterator[None]:
     """Seed random functions in the block with `key`; restore the generator's state afterwards."""
-    generator = generator_of(device or torch.device("cpu"))
+    generator = default_generator(device or torch.device("cpu"))
     outer = generator.get_state()
     generator.manual_seed(key)
     try:
@@ -172,7 +166,7 @@ class RandomState:
     host: HostRandom | None = field(init=False)  # None: the model draws from the device's generator alone
 
     def __post_init__(self) -> None:
-        self._generator = generator_of(self.device)
+        self._generator = default_generator(self.device)
         self.host = HostRandom(self.device)
 
     def running(self, phase: str, step: int) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from lockstep import scratch
+from lockstep import accelerator, scratch
 from lockstep.config import DistributedConfig
 from lockstep.environment import RankFacts, facts_for_group, machine_id, parent_identity
 from lockstep.errors import RunError, UsageError
@@ -136,21 +136,21 @@ class Place:
     Attributes:
         machine: identifies the machine, from `machine_id`.
         local_rank: the rank's LOCAL_RANK; None if it is not set.
-        cuda: index of the GPU that the script chose; None if it has not used CUDA.
+        gpu: type and index of the GPU that the script chose; None if it has used none.
     """
 
     machine: str
     local_rank: int | None
-    cuda: int | None
+    gpu: str | None
 
 
-def facts_of_existing_group(environ: Mapping[str, str] | None = None) -> tuple[RankFacts, int | None]:
+def facts_of_existing_group(environ: Mapping[str, str] | None = None) -> tuple[RankFacts, str | None]:
     """Return this process's place in the script's process group, and the GPU that the script chose.
 
     All ranks must call it: if the environment does not have the local rank, they exchange their places.
 
     Returns:
-        the facts, and the index of the GPU; None if the local rank decides.
+        the facts, and the GPU, as `cuda:1`; None if the local rank decides.
 
     Raises:
         UsageError: the environment contradicts the group, or two ranks of one machine have the same LOCAL_RANK.
@@ -179,11 +179,11 @@ def facts_over_store(facts: RankFacts, store: Store, environ: Mapping[str, str] 
     own = {"machine": machine_id(), "local_rank": local_rank}
     store.set(f"lockstep/place/{facts.rank}", json.dumps(own))
     received = [json.loads(store.get(f"lockstep/place/{rank}")) for rank in range(facts.world_size)]
-    found, _ = facts_from_places(facts.rank, [Place(**one, cuda=None) for one in received])
+    found, _ = facts_from_places(facts.rank, [Place(**one, gpu=None) for one in received])
     return replace(found, launcher=facts.launcher)
 
 
-def facts_from_places(rank: int, places: Sequence[Place]) -> tuple[RankFacts, int | None]:
+def facts_from_places(rank: int, places: Sequence[Place]) -> tuple[RankFacts, str | None]:
     """Return a rank's facts, and the GPU that its script chose, from all ranks' places.
 
     GPUs count as chosen if each rank of the machine uses another one; else all of them have the default, GPU 0.
@@ -209,8 +209,8 @@ def facts_from_places(rank: int, places: Sequence[Place]) -> tuple[RankFacts, in
             why="the processes that a script starts inherit its variables",
             fix="in each rank, before init_process_group: os.environ['LOCAL_RANK'] = str(local_rank)",
         )
-    gpus = [places[other].cuda for other in here]
-    chosen = places[rank].cuda if None not in gpus and len(set(gpus)) == len(gpus) else None
+    gpus = [places[other].gpu for other in here]
+    chosen = places[rank].gpu if None not in gpus and len(set(gpus)) == len(gpus) else None
     facts = RankFacts(
         rank=rank,
         local_rank=local_rank,
@@ -222,8 +222,9 @@ def facts_from_places(rank: int, places: Sequence[Place]) -> tuple[RankFacts, in
     return facts, chosen
 
 
-def _chosen_gpu() -> int | None:
+def _chosen_gpu() -> str | None:
     bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
-    if bound is not None and bound.type == "cuda":
-        return bound.index
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    if bound is not None and bound.type != "cpu":
+        return str(bound)
+    kind = accelerator.in_use()
+    return None if kind is None else f"{kind}:{accelerator.current_index(kind)}"

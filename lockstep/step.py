@@ -93,6 +93,9 @@ class Step:
     def __post_init__(self) -> None:
         if self.placed.reproducible and unfuse(self.optimizer):
             self.placed.log_lines.append("reproducible: the optimizer's fused kernels are switched off")
+        if self.placed.random_state.device.type == "mps" and unfuse(self.optimizer):
+            # They take `grad_scale` and ignore it (FusedAdamWKernelImpl.mm), and gradients are scaled by it here.
+            self.placed.log_lines.append("mps: the optimizer's fused kernels are switched off, they do not scale")
         self._trained = [parameter.requires_grad for parameter in self.placed.parameters.values()]
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep import cluster, collectives, rendezvous
+from lockstep import accelerator, cluster, collectives, rendezvous
 from lockstep.config import DistributedConfig
 from lockstep.environment import RankFacts, rank_facts
 from lockstep.errors import LockstepError, RunError, UsageError
@@ -181,7 +181,7 @@ def test_numbers_lie_where_the_process_group_can_send_them(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     for backends, device in (("cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo,cuda:gloo", "cpu")):
         monkeypatch.setattr(dist, "get_backend_config", lambda backends=backends: backends)
-        assert collectives._device_of_numbers() == torch.device(device)
+        assert collectives.device_of_numbers() == torch.device(device)
 
 
 def test_all_reduce_refuses_what_it_cannot_do() -> None:
@@ -208,6 +208,8 @@ def test_trap_21_the_device_is_the_local_rank_and_is_set_before_anything_else(mo
     """The global rank as device index, or a GPU touched before `set_device`: every rank holds memory on GPU 0."""
     order: list[tuple[str, Any]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(accelerator, "_selected", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: order.append(("set_device", device)))
     monkeypatch.setattr(cluster, "rendezvous", lambda *_: order.append(("rendezvous", None)))
@@ -226,6 +228,7 @@ def test_trap_21_the_device_is_the_local_rank_and_is_set_before_anything_else(mo
 
 def test_more_ranks_than_gpus_is_refused_with_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     facts = RankFacts(rank=2, local_rank=2, world_size=4, local_world_size=4)
     with pytest.raises(UsageError, match="4 ranks on this machine, 2 GPUs visible"):
@@ -240,7 +243,13 @@ def test_more_ranks_than_gpus_is_refused_with_the_sum(monkeypatch: pytest.Monkey
     [
         ({"backend": "mpi"}, "this torch was built without MPI"),
         ({"backend": "nccl"}, "nccl, but the device is cpu"),
+        ({"backend": "xccl"}, "xccl, but the device is cpu"),
         ({"device": "cuda"}, "torch sees no GPU here"),
+        ({"device": "xpu"}, "torch sees no GPU here"),
+        ({"device": "mps"}, "torch sees no GPU here"),
+        ({"device": "gpu"}, "torch knows no accelerator of that name.*\n.*registers with torch\n.*device: cpu"),
+        ({"device": "vulkan"}, "torch knows no accelerator of that name"),
+        ({"device": "ipu"}, "torch knows no accelerator of that name"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
@@ -345,3 +354,27 @@ def test_a_group_that_the_script_has_left_tells_nothing_any_more() -> None:
     dist.destroy_process_group()
     assert rank_facts() == RankFacts()
     assert cluster.setup().facts == RankFacts()
+
+
+def test_a_device_of_one_process_is_refused_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
+    assert cluster._choose_device("mps", RankFacts()) == torch.device("mps", 0)
+    with pytest.raises(UsageError, match=r"device is mps, and there are 2 ranks"):
+        cluster._choose_device("mps", RankFacts(rank=0, world_size=2, local_world_size=2))
+
+
+def test_auto_takes_the_accelerator_that_torch_finds_except_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, taken in (("xpu", "xpu"), ("mps", "cpu")):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, k=kind: torch.device(k))
+        monkeypatch.setattr(torch.get_device_module(kind), "is_available", lambda: True)
+        monkeypatch.setattr(torch.get_device_module(kind), "device_count", lambda: 1)
+        assert cluster._choose_device("auto", RankFacts()).type == taken
+
+
+@pytest.mark.parametrize(
+    ("kind", "joined"), [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), ("cpu", "gloo")]
+)
+def test_each_device_has_its_backend(kind: str, joined: str) -> None:
+    device = torch.device(kind)
+    assert cluster._beside_gloo(device, cluster._choose_backend("auto", device)) == joined

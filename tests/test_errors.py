@@ -16,7 +16,6 @@ from tests.errors import with_tests
 WHAT_IS_ENOUGH = (
     "has … mistakes",  # each is told below it, with what to do
     "the launcher failed:",
-    "--nproc-per-node gpu, but no GPU is visible here",
     "and … : … cut at the same place",
     "",  # its text comes from elsewhere, with the rest
 )

@@ -232,7 +232,14 @@ def test_ranks_that_have_only_a_number_find_out_where_they_are(monkeypatch: pyte
     assert rendezvous.facts_over_store(RankFacts(2, 2, 3, 3, 0, "torchrun"), store, torchrun).local_rank == 2
 
 
-@pytest.mark.parametrize(("gpus", "chosen"), [((1, 0), (1, 0)), ((0, 0), (None, None)), ((None, 0), (None, None))])
+@pytest.mark.parametrize(
+    ("gpus", "chosen"),
+    [
+        (("cuda:1", "cuda:0"), ("cuda:1", "cuda:0")),
+        (("cuda:0", "cuda:0"), (None, None)),
+        ((None, "cuda:0"), (None, None)),
+    ],
+)
 def test_trap_21_the_gpu_that_the_script_chose(gpus: tuple[Any, Any], chosen: tuple[Any, Any]) -> None:
     """Where no rank called `set_device`, all have GPU 0: the local rank decides."""
     places = [Place("a", None, gpu) for gpu in gpus]

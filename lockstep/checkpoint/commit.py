@@ -16,6 +16,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from lockstep import accelerator
 from lockstep.checkpoint.manifest import CONFIG, JSON_LIMIT, STATE, Manifest, verify
 from lockstep.checkpoint.posix import locate, storage_at
 from lockstep.checkpoint.ranks import Ranks
@@ -268,7 +269,7 @@ class AsyncSaver:
     ) -> CheckpointPath | None:
         """Start a save, after the previous one; the snapshot's tensors may be changed as soon as this returns.
 
-        On CUDA the copy runs on the current stream into pinned memory, and the host does not wait for it.
+        On an accelerator the copy runs on the current stream into pinned memory, and the host does not wait for it.
 
         Args:
             options: unset: sharded, tried once.
@@ -286,7 +287,7 @@ class AsyncSaver:
 
         def work() -> None:
             if copied is not None:
-                torch.cuda.set_device(copied[0])  # a new thread begins with device 0
+                accelerator.select(copied[0])  # a new thread begins with device 0
                 copied[1].synchronize()
             write_staged(target, step, staged, config_yaml, options or SaveOptions(), self._writing)
             if self._then is not None and self._writing.is_main:
@@ -331,25 +332,21 @@ class AsyncSaver:
         if self._save is not None:
             self._save.join()
 
-    def _copy(self, staged: Staged) -> tuple[Staged, tuple[torch.device, torch.cuda.Event] | None]:
+    def _copy(self, staged: Staged) -> tuple[Staged, tuple[torch.device, torch.Event] | None]:
         parts = {
             part: Part({name: self._copy_block(part, name, block) for name, block in p.blocks.items()}, p.aliases)
             for part, p in staged.parts.items()
         }
         devices = {block.tensor.device for p in staged.parts.values() for block in p.blocks.values()}
-        cuda = next((device for device in devices if device.type == "cuda"), None)
-        copied = None
-        if cuda is not None:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(cuda))
-            copied = (cuda, event)
+        device = next((device for device in devices if device.type not in ("cpu", "meta")), None)
+        copied = None if device is None else (device, accelerator.record_event(device))
         return Staged(parts, staged.state, staged.groups), copied
 
     def _copy_block(self, part: str, name: str, block: TensorBlock) -> TensorBlock:
         source, key = block.tensor, (part, name)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=accelerator.pins_memory(source.device))
             self._buffers[key] = buffer  # kept for the next save, because pinning memory is slow
         buffer.copy_(source, non_blocking=True)
         return block.with_tensor(buffer)

@@ -69,8 +69,25 @@ def step_contradictions(
             "write cpu_offload: false",
         )
     name = config.distributed.strategy if layout is None else layout.strategy
+    if device_type == "mps":
+        yield from _mps(config, name)
     if name != AUTO:
         yield from _of_strategy(strategy_named(name), config, layout, device_type)
+
+
+def _mps(config: StepConfig, strategy: str) -> Iterator[Contradiction]:
+    if strategy != AUTO and not strategy_named(strategy).one_process:
+        yield Contradiction(
+            ("distributed.device", "distributed.strategy"),
+            f"device: mps has no process groups, which strategy {strategy} needs",
+            "write strategy: single, or device: cpu",
+        )
+    if config.distributed.reproducible:
+        yield Contradiction(
+            ("distributed.device", "distributed.reproducible"),
+            "device: mps has no float64, with which reproducible computes the norm",
+            "write reproducible: false, or device: cpu",
+        )
 
 
 def _of_strategy(
@@ -287,19 +304,19 @@ def _accelerate(config: StepConfig) -> Iterator[Contradiction]:
             f"mixed_precision: {accelerate.mixed_precision} and precision.mode: {config.precision.mode} disagree",
             "leave mixed_precision out",
         )
-    if accelerate.cpu and config.distributed.device == "cuda":
+    if accelerate.cpu and config.distributed.device not in ("auto", "cpu"):
         yield Contradiction(
             ("distributed.accelerate.cpu", "distributed.device"),
-            "accelerate.cpu: true and device: cuda disagree",
+            f"accelerate.cpu: true and device: {config.distributed.device} disagree",
             "leave accelerate.cpu out",
         )
 
 
 def _backend(config: StepConfig) -> Iterator[Contradiction]:
     distributed = config.distributed
-    if distributed.backend == "nccl" and distributed.device == "cpu":
+    if distributed.backend in ("nccl", "xccl") and distributed.device == "cpu":
         yield Contradiction(
             ("distributed.backend", "distributed.device"),
-            "nccl is for GPUs, and the device is the CPU",
+            f"{distributed.backend} is for GPUs, and the device is the CPU",
             "write backend: gloo",
         )

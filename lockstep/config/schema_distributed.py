@@ -185,9 +185,17 @@ class DistributedConfig(Section):
         "exchange parameters rarely, for slow links; `auto`: chosen and logged at the start (never diloco, which "
         "changes the training); `package.module:Name`: a `lockstep.strategy.Strategy` of your own.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="`auto`: CUDA if there is a GPU.")
-    backend: Literal["auto", "nccl", "gloo", "mpi"] = Field(
-        default="auto", description="`auto`: nccl for CUDA, gloo for the CPU. Wheels of torch lack mpi."
+    device: str = Field(
+        default="auto",
+        pattern=r"^[a-z][a-z0-9_]*$",
+        description="`cuda` (GPUs of NVIDIA, and of AMD under ROCm), `xpu` (Intel), `mps` (Apple, one process), `cpu`, "
+        "or a name that an installed package registers with torch; `auto`: the accelerator that torch finds, except "
+        "mps, else the CPU.",
+    )
+    backend: Literal["auto", "nccl", "xccl", "gloo", "mpi"] = Field(
+        default="auto",
+        description="`auto`: nccl for CUDA, xccl for XPU, gloo for the CPU, for others the one that is registered for "
+        "them. Wheels of torch lack mpi.",
     )
     init_method: str = Field(
         default="env://",

@@ -113,7 +113,8 @@ def holds_token_ids(batch: Any) -> bool:
 def move(batch: Any, device: torch.device) -> Any:
     """Return `batch` with its tensors on `device`, without waiting for the copies; other leaves are unchanged."""
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        # MPS reads pageable memory later, without keeping it alive (pytorch/pytorch#189690); CUDA copies it at once.
+        return batch.to(device, non_blocking=device.type != "mps")
     if isinstance(batch, Mapping):
         moved = {key: move(value, device) for key, value in batch.items()}
         return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]

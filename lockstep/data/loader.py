@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate
 from torch.utils.data import get_worker_info as worker_info
 
+from lockstep import accelerator
 from lockstep.data.batches import Assign, CollatingDataset, MicroBatch, StepBatches, move
 from lockstep.data.order import Order, StepSamples, preserve_states, seed_from
 from lockstep.errors import RunError
@@ -267,7 +268,7 @@ class StepLoader:
         self._plans: dict[int, _Plan] = {}  # of steps in progress
         self._running: Any = None  # the DataLoader's iterator
         self._reader = Reader(dataset, collate_fn, seed, num_workers)
-        pins = pin_memory and self.device.type != "cpu"
+        pins = pin_memory and accelerator.pins_memory(self.device)
         # Without workers a batch is read directly: torch's DataLoader would only add to the time.
         self._reads_here = num_workers == 0 and not pins
         if num_workers and prefetch_factor is None:

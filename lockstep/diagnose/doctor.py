@@ -267,15 +267,14 @@ def all_reduce(device: Any, link: float | None) -> list[Finding]:
 
 
 def _timed(value: Any, device: Any) -> float:
-    import torch
     import torch.distributed as dist
 
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    from lockstep import accelerator
+
+    accelerator.synchronize(device)
     began = time.monotonic()
     dist.all_reduce(value)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator.synchronize(device)
     return time.monotonic() - began
 
 

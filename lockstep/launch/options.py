@@ -71,18 +71,15 @@ class LaunchOptions:
         """Processes per machine if a number was given; None means one per GPU.
 
         Raises:
-            UsageError: the value is neither a number from 1 on nor `auto`, `gpu` or `cpu`.
+            UsageError: the value is neither a number from 1 on nor `auto`, `gpu`, `xpu` or `cpu`.
         """
         requested = self.nproc_per_node
-        if requested is None or requested in ("auto", "gpu", "cpu"):
+        if requested is None or requested in ("auto", "gpu", "cpu", "xpu"):
             return None
         if not requested.isdecimal() or int(requested) < 1:
             raise UsageError(
                 f"--nproc-per-node {requested} is not a number from 1 on, or auto, gpu or cpu",
                 where="--nproc-per-node",
-                why="GPUs of other makers than those that torch calls cuda are not supported"
-                if requested == "xpu"
-                else None,
             )
         return int(requested)
 
@@ -184,16 +181,16 @@ def process_count(
     gpus = count_gpus() if use_gpus else 0
     if gpus:
         return gpus, "one for each visible GPU"
-    if requested == "gpu":
-        raise UsageError("--nproc-per-node gpu, but no GPU is visible here")
+    if requested in ("gpu", "xpu"):
+        raise UsageError(f"--nproc-per-node {requested}, but no GPU is visible here", fix="--nproc-per-node 1")
     return 1, f"{'no GPU is visible' if use_gpus else 'on the CPU'}; --nproc-per-node N starts more"
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs that torch sees."""
-    import torch
+    """Return the number of GPUs that torch sees: devices of the type that `distributed.device: auto` takes."""
+    from lockstep import accelerator
 
-    return torch.cuda.device_count()
+    return accelerator.count()
 
 
 # ---- the machines of a job ----

@@ -1,7 +1,7 @@
 """Implements `lockstep.spawn`: starts ranks from a script or a notebook, each running a function.
 
 From a script, or for a function in a module, ranks are fresh processes. In a notebook the function is in no file that a
-fresh process could import, so ranks are forks. CUDA forbids a fork once it is in use; `spawn` raises then.
+fresh process could import, so ranks are forks. An accelerator in use forbids a fork; `spawn` raises then.
 """
 
 import datetime
@@ -226,15 +226,20 @@ def _start_method(fn: Callable[..., Any]) -> str:
     nested = "<" in getattr(fn, "__qualname__", "")  # a lambda, or a function defined inside another
     if (fn.__module__ != "__main__" or in_a_file) and not nested:
         return "spawn"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if "torch" in sys.modules and _accelerator_in_use() is not None:
         raise UsageError(
-            "this process uses CUDA already, so ranks can't be forks of it",
+            f"this process uses {_accelerator_in_use()} already, so ranks can't be forks of it",
             where=f"spawn({getattr(fn, '__qualname__', fn)})",
             why="a function that lives in a notebook or inside another function can't be imported by a fresh process",
             fix="call spawn before anything touches a GPU, or move the function to the top of a module",
         )
     return "fork"
+
+
+def _accelerator_in_use() -> str | None:
+    from lockstep import accelerator
+
+    return accelerator.in_use()
 
 
 def _check_not_importing_main() -> None:

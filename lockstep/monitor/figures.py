@@ -41,10 +41,11 @@ def gather(values: Sequence[float]) -> list[list[float]]:
     import torch
     import torch.distributed as dist
 
+    from lockstep.collectives import device_of_numbers
+
     if not _several():
         return [list(values)]
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    mine = torch.tensor(values, dtype=torch.float64, device=device)
+    mine = torch.tensor(values, dtype=torch.float64, device=device_of_numbers())
     table = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(table, mine)
     return [row.tolist() for row in table]
@@ -264,8 +265,10 @@ def peak_flops(device: Any, mode: str) -> tuple[float, str]:
     """
     import torch
 
+    from lockstep import accelerator
+
     if device.type == "cuda":
-        known = on_a_data_sheet(torch.cuda.get_device_name(device))
+        known = on_a_data_sheet(accelerator.name_of(device))
         if known is not None:
             half, tf32, single = DEVICES[known]
             fast = torch.backends.cuda.matmul.allow_tf32
@@ -282,6 +285,8 @@ def on_a_data_sheet(device_name: str) -> str | None:
 def _measured(device: Any, mode: str) -> float:
     import torch
 
+    from lockstep import accelerator
+
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mode]
     size = _SIZE if device.type == "cpu" else 8 * _SIZE
     a = torch.ones(size, size, dtype=dtype, device=device)
@@ -290,8 +295,7 @@ def _measured(device: Any, mode: str) -> float:
     while best == float("inf") or time.perf_counter() < until:  # at least once, even on a busy machine
         since = time.perf_counter()
         torch.mm(a, a)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        accelerator.synchronize(device)
         best = min(best, time.perf_counter() - since)
     return 2 * size**3 / best
 

@@ -5,8 +5,8 @@ Counts that are tensors are added on their device, and read once per interval.
     clock.enter("data") … clock.enter("forward_backward") … clock.enter("optimizer") … clock.read()
 
 Entering a phase ends the previous one, so phases add up to the whole time. It costs under a microsecond on the host. On
-CUDA, where the host only queues work, each change records an event in the stream; events are read after they have
-passed, so nothing waits for them.
+an accelerator, where the host only queues work, each change records an event in the stream; events are read after they
+have passed, so nothing waits for them.
 
 Waiting for other ranks is measured where it can be seen: in every Python-level `Work.wait` (FSDP2's collectives,
 pipeline exchanges, the step's own sums), and in DDP's own statistics of its last backward pass. Communication that
@@ -86,16 +86,22 @@ def without_graph(value: Any) -> Any:
 def memory_in_use() -> tuple[int, int]:
     """Return this rank's peak memory and its device's memory, in bytes.
 
-    On CUDA these are the allocator's peak and the GPU's memory; on the CPU the process's peak resident set and the
+    On an accelerator these are its allocator's peak and its memory; on the CPU the process's peak resident set and the
     machine's memory.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        device = torch.cuda.current_device()
-        return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    on_device = _memory_of_accelerator()
+    if on_device is not None:
+        return on_device[2:]
     kilobyte = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte
     return peak, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _memory_of_accelerator() -> tuple[int, int, int, int] | None:
+    from lockstep import accelerator
+
+    device = accelerator.selected()
+    return None if device is None else accelerator.memory_of(device)
 
 
 class Memory(NamedTuple):
@@ -118,10 +124,7 @@ class Memory(NamedTuple):
 def memory_of_this_rank() -> Memory:
     """Return the memory of this process and of its own GPU."""
     peak, total = memory_in_use()
-    allocated = reserved = 0
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    allocated, reserved = (_memory_of_accelerator() or (0, 0))[:2]
     return Memory(allocated, reserved, peak, resident(), total)
 
 
@@ -138,11 +141,12 @@ _nvml_is_there = True
 def gpu_utilisation() -> float:
     """Return the share of the last second in which this rank's GPU ran a kernel, by NVML; nan without NVML."""
     global _nvml_is_there
-    torch = sys.modules.get("torch")
-    if not _nvml_is_there or torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if not _nvml_is_there:
         return math.nan
+    from lockstep import accelerator
+
     try:
-        return float(torch.cuda.utilization()) / 100
+        return accelerator.utilisation()
     except Exception:  # nvidia-ml-py is missing, or the driver fails: NVML raises classes of its own
         _nvml_is_there = False
         return math.nan
@@ -161,13 +165,13 @@ class PhaseClock:
     """Measures the seconds in each phase since the last reading.
 
     Args:
-        on_cuda: measure on the device's current stream instead of the host.
+        device: an accelerator, on whose current stream to measure; None: on the host.
         clock: seconds, monotonic; tests pass another.
     """
 
-    def __init__(self, *, on_cuda: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, *, device: Any = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._on_cuda = on_cuda
+        self._on = device
         self._thread = threading.get_ident()
         self._host = dict.fromkeys(PHASES, 0.0)
         self._device = dict.fromkeys(PHASES, 0.0)
@@ -184,7 +188,7 @@ class PhaseClock:
         if before in PAUSES:
             self._paused += spent
         self.phase, self._since = phase, now
-        if self._on_cuda:
+        if self._on is not None:
             self._mark(phase)
         return before
 
@@ -202,11 +206,11 @@ class PhaseClock:
         return self.phase in _MAY_WAIT and threading.get_ident() == self._thread
 
     def read(self) -> dict[str, float]:
-        """Return the seconds by phase since the last reading, and start again; on CUDA it waits for the device."""
+        """Return the seconds by phase since the last reading, and start again; waits for the device."""
         self.enter(self.phase)
-        if self._on_cuda:
+        if self._on is not None:
             self._fold(wait=True)
-        measured = self._device if self._on_cuda else self._host
+        measured = self._device if self._on is not None else self._host
         result = dict(measured)
         for seconds in (self._host, self._device):
             seconds.update(dict.fromkeys(PHASES, 0.0))
@@ -218,11 +222,9 @@ class PhaseClock:
         return paused
 
     def _mark(self, phase: str) -> None:
-        import torch
+        from lockstep import accelerator
 
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._marks.append((phase, event))
+        self._marks.append((phase, accelerator.record_event(self._on, timed=True)))
         self._fold(wait=False)
 
     def _fold(self, *, wait: bool) -> None:

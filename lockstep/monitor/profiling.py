@@ -49,7 +49,7 @@ def summarise(events: Iterable[Any], rank: int, steps: int) -> Summary:
         stretch = (event.time_range.start, event.time_range.end)
         if event.name.startswith("ProfilerStep"):
             windows.append(stretch)
-        elif "CUDA" in str(event.device_type):
+        elif not str(event.device_type).endswith(".CPU"):
             on_device.append(event)
         else:
             on_host.append(event)
@@ -273,6 +273,7 @@ class Profiler:
     def _begin(self, config: ProfileConfig) -> None:
         import torch
 
+        from lockstep import accelerator
         from lockstep.torch_compat import memory_history
 
         steps = config.wait + config.warmup + config.active
@@ -281,9 +282,9 @@ class Profiler:
         if not traced:
             return
         schedule = torch.profiler.schedule(wait=config.wait, warmup=config.warmup, active=config.active, repeat=1)
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        kernels = accelerator.profiler_activity()
+        activities = [torch.profiler.ProfilerActivity.CPU, *([] if kernels is None else [kernels])]
+        if accelerator.keeps_memory_history():
             memory_history.record(max_entries=200_000)
         running.profile = torch.profiler.profile(
             activities=activities, schedule=schedule, record_shapes=config.record_shapes,
@@ -294,15 +295,14 @@ class Profiler:
 
     def _keep(self, running: "_Running", profile: Any) -> None:
         """Write the trace and compute its summary, after the active steps; a full disk does not stop the run."""
-        import torch
-
+        from lockstep import accelerator
         from lockstep.torch_compat import memory_history
 
         name = f"step-{running.first}-rank-{self._rank}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
-            if torch.cuda.is_available():
+            if accelerator.keeps_memory_history():
                 snapshot = str(self._folder / f"{name}-memory.pickle")
                 memory_history.write(snapshot)
                 memory_history.stop()

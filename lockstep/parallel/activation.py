@@ -24,8 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lockstep.accelerator import default_generator
 from lockstep.errors import UsageError
-from lockstep.randomness import Captured, RandomState, generator_of
+from lockstep.randomness import Captured, RandomState
 from lockstep.torch_compat.operators import FUSED_ATTENTION
 from lockstep.torch_compat.pytree import tree_leaves, tree_map
 from lockstep.torch_compat.tensor_versions import base_of
@@ -237,7 +238,7 @@ class _Run:
 
     def _recompute(self) -> None:
         found: list[Tensor] = []
-        generator, outer = generator_of(self.random_state.device), _state(self.random_state)
+        generator, outer = default_generator(self.random_state.device), _state(self.random_state)
         outputs: list[Any] = []
         try:
             with torch.enable_grad(), self._precision(), saved_tensors_hooks(_collected_in(found), _never):
@@ -264,7 +265,7 @@ class _Run:
 
 
 def _state(random_state: RandomState) -> Tensor:
-    return generator_of(random_state.device).get_state()
+    return default_generator(random_state.device).get_state()
 
 
 def _same(one: Tensor, other: Tensor | None) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep import accelerator
+from lockstep.accelerator import default_generator
 from lockstep.config import DistributedConfig, StepConfig
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
@@ -71,9 +73,12 @@ class DP(Strategy):
         return placed_in_order(p, applied)
 
 
+_SERVED = ("cuda", "xpu")  # by torch.nn.DataParallel, of the devices that may be several
+
+
 def num_gpus(device: torch.device) -> int:
     """Return the number of GPUs that share a micro-batch; 1 on the CPU."""
-    return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
+    return max(1, accelerator.count(device.type)) if device.type in _SERVED else 1
 
 
 def apply_dp(model: nn.Module, config: StepConfig, random_state: RandomState, log_lines: list[str]) -> nn.Module:
@@ -87,7 +92,7 @@ def apply_dp(model: nn.Module, config: StepConfig, random_state: RandomState, lo
     """
     gpus = num_gpus(random_state.device)
     if gpus == 1:
-        where = "one GPU" if random_state.device.type == "cuda" else "the CPU"
+        where = "one GPU" if random_state.device.type != "cpu" else "the CPU"
         log_lines.append(f"dp on {where}: nothing to share out, runs as single")
         return model
     training = config.training
@@ -144,4 +149,4 @@ def _seed_all(random_state: RandomState, gpus: int) -> None:
         key = derive_key(
             random_state.seed, random_state.phase, random_state.step, random_state.micro_batch, "dp", index
         )
-        torch.cuda.default_generators[index].manual_seed(key)
+        default_generator(torch.device(random_state.device.type, index)).manual_seed(key)

@@ -118,7 +118,7 @@ def apply_ddp(
         hook: replaces DDP's own reduction.
     """
     device = next(model.parameters()).device
-    settings: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" else {}
+    settings: dict[str, Any] = {"device_ids": [device.index]} if device.type != "cpu" else {}
     wrapped = DistributedDataParallel(
         model,
         process_group=mesh["replicate"].get_group(),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep import accelerator
 from lockstep.errors import UsageError
 from lockstep.parallel.placement import Blocks
 from lockstep.torch_compat.module_hooks import has_hooks
@@ -71,7 +72,7 @@ def _require_hardware(device: torch.device) -> None:
     cuda = device.type == "cuda"
     if cuda and torch.version.hip is None and torch.cuda.get_device_capability(device) >= _CAPABILITY:
         return
-    here = torch.cuda.get_device_name(device) if cuda else f"the device {device.type}"
+    here = accelerator.name_of(device) if cuda else f"the device {device.type}"
     raise UsageError(
         f"fp8: linears needs an NVIDIA GPU that multiplies in float8, and this is {here}",
         where="precision.fp8",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lockstep import accelerator
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.gradient_hooks import GradientHooks, run_hooks
@@ -147,7 +148,7 @@ class ParallelModel:
         if self.local_training is not None:
             return self.local_training.loss_accumulator(micro_batches_per_step)
         device, shared = self.random_state.device, self.layout.world_size > 1
-        if device.type == "cpu":
+        if device.type == "cpu" or accelerator.widest_float(device) is not torch.float64:
             return HostLossAccumulator(micro_batches_per_step, shared=shared)
         return LossAccumulator(micro_batches_per_step, device, shared=shared)
 

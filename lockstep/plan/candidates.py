@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lockstep import accelerator
 from lockstep.config import Config, require_equation
 from lockstep.costs.hardware import Cost, GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime
@@ -210,10 +211,10 @@ _task: Callable[[int], list[Candidate]] | None = None  # of the forks; what it r
 
 
 def _in_order(task: Callable[[int], list[Candidate]], count: int, processes: int) -> Iterator[list[Candidate]]:
-    """Yield the results of a task for 0, 1, …, computed by forks, or here: CUDA in use forbids a fork."""
+    """Yield the results of a task for 0, 1, …, computed by forks, or here: an accelerator in use forbids a fork."""
     global _task
     processes = min(processes, count)
-    if processes < 2 or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if processes < 2 or accelerator.in_use() is not None:
         yield from map(task, range(count))
         return
     _task = task

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 
+from lockstep import accelerator
 from lockstep.config import Config
 from lockstep.cores import allowed
 from lockstep.costs.hardware import GPUS, LINKS, Gpu, GpuCluster, Link, cluster_of, known_gpu
@@ -88,10 +89,11 @@ def cluster_for(options: PlanOptions) -> tuple[GpuCluster, list[str]]:
     notices = []
     gpu, number = options.gpu_type, options.gpus
     if gpu is None or number is None:
-        here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        kind = accelerator.found()
+        here = accelerator.count()
         if gpu is None:
             gpu = "A100-80GB"
-            known = known_gpu(torch.cuda.get_device_name(0)) if here else None
+            known = known_gpu(accelerator.name_of(torch.device(kind, 0))) if kind is not None and here else None
             if known is not None:
                 gpu = known.name
                 notices.append(f"GPU: {gpu}, as here")
@@ -392,11 +394,13 @@ def _size(candidate: Candidate) -> str:
 
 def _cluster_here(config: Config, world_size: int, local_world_size: int) -> GpuCluster:
     per_node = max(1, local_world_size)
-    if torch.cuda.is_available() and config.distributed.device != "cpu":
-        facts = torch.cuda.get_device_properties(0)
-        gpu = known_gpu(facts.name)
+    kind = accelerator.found()
+    if kind is not None and config.distributed.device != "cpu":
+        device = torch.device(kind, 0)
+        name, total = accelerator.name_of(device), accelerator.memory_of(device)[3]
+        gpu = known_gpu(name)
         if gpu is None:
-            gpu = Gpu(facts.name, facts.total_memory / GIB, 100, 20, 1000, "PCIe 4", "this device; speeds are guessed")
+            gpu = Gpu(name, total / GIB, 100, 20, 1000, "PCIe 4", "this device; speeds are guessed")
         return GpuCluster(gpu, world_size, per_node, LINKS[gpu.inside], LINKS["InfiniBand HDR"])
     memory = psutil.virtual_memory().total / GIB / per_node
     cpu = Gpu("CPU", memory, 0.1, 0.1, 20, "loopback", "a rank's share of this machine's memory; speeds are guessed")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lockstep import accelerator
 from lockstep.config import Config
 from lockstep.data import build_data
 from lockstep.errors import UsageError
@@ -276,8 +277,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator.synchronize(device)
     return time.perf_counter()
 
 
@@ -299,13 +299,11 @@ def equal_stages(measured: Sequence[Measured], count: int) -> tuple[Partition, d
 
 def plan_stages(config: Config, count: int) -> str:
     """Measure and divide the segments; return both as text."""
-    device = torch.device("cuda" if torch.cuda.is_available() and config.distributed.device != "cpu" else "cpu")
+    device = torch.device((config.distributed.device != "cpu" and accelerator.found()) or "cpu")
     measured = measure_segments(workload_of(config), config, device)
     parts, spec = equal_stages(measured, count)
     names, width = [one.name for one in measured], max(len(one.name) for one in measured)
-    where = (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else f"the CPU, {torch.get_num_threads()} threads"
-    )
+    where = accelerator.name_of(device) if device.type != "cpu" else f"the CPU, {torch.get_num_threads()} threads"
     lines = [f"one micro-batch of {config.training.batch_size} on {where}", ""]
     lines.append(f"{'segment':{width}}  {'parameters':>13}  {'forward ms':>10}  {'backward ms':>11}  {'kept MiB':>8}")
     for one in measured:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep import accelerator
 from lockstep.checkpoint import Ranks
 from lockstep.cluster import Cluster
 from lockstep.data import StepSource
@@ -66,7 +67,7 @@ def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]
     if directory is not None and trainer.is_main_process:
         directory.create()
         directory.config.write_text(trainer.config.to_yaml())
-    clock = PhaseClock(on_cuda=trainer.device.type == "cuda")
+    clock = PhaseClock(device=None if trainer.device.type == "cpu" else trainer.device)
     figures, around_step = Figures(clock), None
     in_threads = strategy_named(trainer.layout.strategy).uses_threads
     if not training.compile and not in_threads:  # operations are counted as they run, in this thread, in eager mode
@@ -129,8 +130,8 @@ def _warn_of_idle_ranks(micro_batches: int, ranks: int, batch_size: int) -> list
 
 def describe(cluster: Cluster) -> dict[str, Any]:
     """Describe this rank: host and device."""
-    if cluster.device.type == "cuda":
-        device = torch.cuda.get_device_name(cluster.device)
+    if cluster.device.type != "cpu":
+        device = accelerator.name_of(cluster.device)
     else:
         device = f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
     return {"rank": cluster.facts.rank, "host": socket.gethostname(), "device": device, "process": os.getpid()}

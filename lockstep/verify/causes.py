@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from lockstep.accelerator import default_generator
 from lockstep.config import Config
-from lockstep.randomness import generator_of
 from lockstep.strategy import parse_topology
 from lockstep.verify.differences import StepResult
 from lockstep.verify.subject import Case, Spec
@@ -46,7 +46,7 @@ OUTPUTS = "outputs"  # changes nothing; records the output of each module
 def apply(trainer: "Trainer", switches: frozenset[str]) -> None:
     """Change a trainer before its first step."""
     if SEEDS in switches:
-        generator = generator_of(trainer.device)
+        generator = default_generator(trainer.device)
 
         def enter(_segment: str) -> None:
             generator.manual_seed(0)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs lack it
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep import accelerator
 from lockstep.config import StepConfig
 from lockstep.parallel.comm.powersgd import PowerSGD, matrix_of
 
@@ -68,8 +69,7 @@ class Trial:
         """Measure the step that an update ended, and choose the next one's hook; every rank calls it."""
         if self._over:
             return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # a measurement has to wait
+        accelerator.synchronize(self._device)  # a measurement has to wait
         now = time.perf_counter()
         if self._began is not None:
             self._seconds.append(now - self._began)
@@ -231,8 +231,7 @@ def _seconds(action: Callable[[], None], device: torch.device) -> float:
     for _ in range(4):
         begin = time.perf_counter()
         action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # a measurement has to wait
+        accelerator.synchronize(device)  # a measurement has to wait
         times.append(time.perf_counter() - begin)
     return median(times[1:])
 

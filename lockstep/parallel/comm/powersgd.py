@@ -158,7 +158,7 @@ class PowerSGD(AroundMicroBatch):
         sent = torch.cat([t.reshape(-1) for t in (*products, *plain)])
         work = dist.all_reduce(sent, group=self.group, async_op=True)
         assert work is not None
-        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
+        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.device.type != "cpu" else None
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         return _PendingBucket(names, matrices, plain, sent, work, buffer, done)
 
