@@ -114,7 +114,8 @@ def name_of(device: torch.device) -> str:
 def synchronize(device: torch.device) -> None:
     """Make the host wait until this process's accelerator has finished; return at once for the CPU."""
     if device.type != "cpu":
-        module(device.type).synchronize()  # of the current device: a process has one, and MPS takes no argument
+        # Of the current device: a process has one, and MPS takes no argument.
+        module(device.type).synchronize()  # host waits for the device
 
 
 def record_event(device: torch.device, *, timed: bool = False) -> Any:

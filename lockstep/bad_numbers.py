@@ -71,6 +71,11 @@ def _device_of(numbers: Iterable[Number]) -> torch.device | None:
     return None
 
 
+def _on_device(value: Number, device: torch.device) -> Tensor:
+    """Return a 0-dim float64 tensor; `full` fills it there, where `as_tensor` would copy, and wait for the device."""
+    return value.double() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
+
+
 @dataclass
 class AnomalyDetector:
     """Reads each step's numbers and detects anomalies.
@@ -106,8 +111,8 @@ class AnomalyDetector:
         given = (loss, norm, stop_votes, out_of_step)
         device = _device_of(given)
         if device is None or device.type in _READ_AT_ONCE or self.skips:
-            return self._evaluate(step, *map(float, given))  # on a GPU the host waits for the device
-        numbers = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in given])
+            return self._evaluate(step, *map(float, given))  # host waits for the device, on a GPU
+        numbers = torch.stack([_on_device(value, device) for value in given])
         copy = numbers.to("cpu", non_blocking=True)
         arrived = accelerator.record_event(device)
         earlier, self._pending = self._pending, (step, copy, arrived)

@@ -68,7 +68,7 @@ def plain(value: Any) -> Any:
     if type(value) in _PLAIN:
         return value
     if hasattr(value, "item"):
-        value = value.item()
+        value = value.item()  # host waits for the device
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

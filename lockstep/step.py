@@ -4,8 +4,9 @@
     → scale to the mean over valid targets → norm → clip → update
 
 Backward runs on sums divided by a nominal count, a power of two, so that the actual count need not be known before it.
-On a GPU nothing waits for the device, except in the run's first step, and under fp16, where the decision to skip
-needs one number.
+On a GPU the host waits for the step before, no more, so that it always has queued a step. Exceptions: a run's first
+steps, which check the loss and agree on the nominal count; fp16 and `bad_numbers.action: skip`, where the decision to
+skip needs a number of this step. Each line where the host waits says so: "host waits".
 """
 
 import math
@@ -155,9 +156,9 @@ class Step:
         placed = self.placed
         count = float(placed.objective.estimate(first)) if is_main_process() else 0.0  # host waits for the device
         if placed.layout.world_size > 1:
-            box = torch.tensor([count], dtype=torch.float64, device=placed.random_state.device)
+            box = torch.full((1,), count, dtype=torch.float64, device=placed.random_state.device)
             dist.broadcast(box, src=0)
-            count = box.item()
+            count = box.item()  # host waits for the device
         self.nominal = nominal_count(count, micro_batches_per_step)
 
     def open(self, micro_batches_per_step: int) -> LossAccumulator:

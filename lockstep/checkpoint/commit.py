@@ -288,7 +288,7 @@ class AsyncSaver:
         def work() -> None:
             if copied is not None:
                 accelerator.select(copied[0])  # a new thread begins with device 0
-                copied[1].synchronize()
+                copied[1].synchronize()  # host waits for the copy, in this thread
             write_staged(target, step, staged, config_yaml, options or SaveOptions(), self._writing)
             if self._then is not None and self._writing.is_main:
                 self._then(target.path)

@@ -107,7 +107,27 @@ def _contexts(
     reuse: AbstractContextManager[Any] = nullcontext()
     if selective:
         keep, reuse = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    if random_state.device.type != "cpu":
+        reuse = _Both(_Drawing(default_generator(random_state.device)), reuse)
     return keep, _Both(random_state.recomputing(captured), reuse)
+
+
+class _Drawing(AbstractContextManager[None]):
+    """Repeats a device's random numbers in the recomputation of a block; made as its forward pass begins.
+
+    torch does so by itself where the block has tensors among its positional arguments and the device's module has
+    `_initialized`, which those of MPS and of registered devices lack.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator, self._state = generator, generator.get_state()
+
+    def __enter__(self) -> None:
+        self._outer = self._generator.get_state()
+        self._generator.set_state(self._state)
+
+    def __exit__(self, *error: Any) -> None:
+        self._generator.set_state(self._outer)
 
 
 class _Both(AbstractContextManager[None]):

@@ -211,9 +211,10 @@ class UnitUsage(AroundMicroBatch):
         """Check that all ranks that gather units together call the same one, or that all have called their last one."""
         if self._shards is None:
             return
-        both = torch.tensor([place, -place], device=self._device)
+        both = torch.tensor([place, -place], device=self._device)  # host waits for the copy, in the first step
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._shards)
-        high, low = int(both[0]), -int(both[1])
+        high, low = both.tolist()  # host waits for the device
+        low = -low
         if high != low:
             unit = self._units[high][0] if low == _END else self._units[low][0]
             other = "none" if low == _END else self._units[high][0]
@@ -245,8 +246,9 @@ class UnitUsage(AroundMicroBatch):
         if self._device.type != "cpu" and not self._first_step and not self._varies:
             return  # the host would wait for the device in each step
         used_here = [name in self._used for name in self._names]
-        flags = torch.tensor([*used_here, not all(used_here)], dtype=torch.int64, device=self._device)
-        order = torch.tensor([self._order, -self._order], dtype=torch.int64, device=self._device)
+        mine = [*used_here, not all(used_here)]
+        flags = torch.tensor(mine, dtype=torch.int64, device=self._device)  # host waits for the copy
+        order = torch.tensor([self._order, -self._order], device=self._device)  # host waits for the copy
         if self._shards is not None and self._shards.size() == dist.get_world_size():
             flags = torch.cat([flags, order])  # one message for both
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -255,8 +257,8 @@ class UnitUsage(AroundMicroBatch):
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
             if self._shards is not None:
                 dist.all_reduce(order, op=dist.ReduceOp.MAX, group=self._shards)
-        *used, varies = flags.tolist()
-        high, low = order.tolist()
+        *used, varies = flags.tolist()  # host waits for the device
+        high, low = order.tolist()  # host waits for the device
         self._varies = bool(varies)
         if high != -low:
             raise self._mismatch(

@@ -143,7 +143,7 @@ def fill(parameter: Tensor, make: Callable[[], Tensor]) -> None:
                 whole = local_chunk(whole, placement.dim, mesh.size(axis), coordinate[axis])
         parameter.to_local().copy_(whole)
     else:
-        parameter.copy_(whole)
+        parameter.copy_(whole)  # host waits for the copy
 
 
 def broadcast_values(model: nn.Module) -> bool:

@@ -65,7 +65,7 @@ class _Values:
         kept = [place for place, (name, p) in enumerate(self.parameters.items()) if here.get(name) is p]
         names = list(self.parameters)
         now = self.of({names[place]: self.parameters[names[place]] for place in kept}, device)
-        same = (self.sums[kept] == now.sums).tolist()
+        same = (self.sums[kept] == now.sums).tolist()  # host waits for the device
         return [
             names[place]
             for place, after, equal in zip(kept, now.places, same, strict=True)
@@ -84,10 +84,10 @@ def _decide_host_generators(placed: ParallelModel, _step: int) -> None:
     host = placed.random_state.host
     if host is None or not host.trained or host.settled:
         return
-    drawn = torch.tensor([host.drawn], dtype=torch.int32, device=placed.random_state.device)
+    drawn = torch.full((1,), host.drawn, dtype=torch.int32, device=placed.random_state.device)
     if placed.layout.world_size > 1:
         dist.all_reduce(drawn, op=dist.ReduceOp.MAX)
-    if drawn.item():
+    if drawn.item():  # host waits for the device, once
         host.settled = True
     else:
         placed.random_state.host = None

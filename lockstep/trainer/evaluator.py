@@ -138,7 +138,7 @@ def evaluate(
                     raise EvaluationStoppedError
     finally:
         source.close()
-    return float(loss_sum / at_least(count, 1.0))
+    return float(loss_sum / at_least(count, 1.0))  # host waits for the device
 
 
 def _counted(micro_batch: MicroBatch, batches: StepBatches, limit: int | None) -> MicroBatch:

@@ -222,8 +222,9 @@ class _Losses(LossAccumulator):
         self.divisors: list[tuple[float, ...]] = []
 
     def add(self, micro_batch: MicroBatch, loss: Loss) -> None:
-        count = float(loss.targets)
-        self.found.append((float(loss.summed()) / count if count else 0.0, count))
+        count = float(loss.targets)  # host waits for the device, in the first steps of a run
+        mean = float(loss.summed()) / count if count else 0.0  # host waits for the device
+        self.found.append((mean, count))
 
 
 class _LastStage:
