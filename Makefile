@@ -66,6 +66,11 @@ train-free-fsdp: $(READY)
 train-baseline-fsdp: $(READY)
 	$(BIN)/lockstep train ready/transformer_fsdp.yaml --nproc-per-node $(NPROC) $(ARGS)
 
+# What only a GPU can show: runs all programs of benchmarks/gpu/, and writes their pages into benchmarks/results/.
+.PHONY: gpu
+gpu: $(READY)
+	$(BIN)/python -m benchmarks.gpu.all $(ARGS)
+
 # Kills ranks, launchers and all of them, also inside of commits, and compares what is left with an undisturbed run.
 .PHONY: chaos
 ROUNDS ?= 100

@@ -8,7 +8,8 @@ Both train the same model from the same data in bf16 (autocast over fp32 paramet
 attention and clipping, and log on every tenth step. They take turns in blocks of steps; the median of the rounds'
 ratios is quoted. FLOPs are those of the model's own matrix products, counted eagerly, so that recomputation counts for
 nothing; the peak is the data sheet's. Predicted memory is `lockstep plan`'s rehearsal of the same step, uncompiled.
-With `--fp8` Lockstep's linears multiply in float8, and the loop by hand stays in bf16.
+With `--fp8` Lockstep's linears multiply in float8, and the loop by hand stays in bf16. Lightning's Fabric takes part
+where it is installed. torchtitan does not: it trains its own models from its own configs.
 """
 
 import gc
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -99,6 +101,33 @@ def lockstep(work: Workload, device: torch.device, compiled: bool, fp8: str = "n
         yield
 
 
+def fabric(work: Workload, device: torch.device, compiled: bool) -> Iterator[None]:
+    """One step for each `next`, by Lightning Fabric, which has to be installed."""
+    from lightning.fabric import Fabric
+
+    made = Fabric(accelerator="cpu" if device.type == "cpu" else "gpu", devices=1, precision="bf16-mixed")
+    torch.manual_seed(0)
+    model = work.model()
+    plain: Any = model
+    runs: nn.Module = torch.compile(model) if compiled else model  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    wrapped, stepped = made.setup(runs, optimizer)
+    cuda = device.type == "cuda"
+    data = RandomTokens(work.length, work.args.get("vocab_size", 256))
+    loader = made.setup_dataloaders(DataLoader(data, work.batch, shuffle=True, num_workers=2 * cuda, pin_memory=cuda))
+    for step, batch in enumerate(loader, start=1):
+        outputs = wrapped(batch["input_ids"])
+        with made.autocast():
+            loss = plain.loss(outputs, batch) / batch["targets"].numel()
+        stepped.zero_grad()
+        made.backward(loss)
+        norm = made.clip_gradients(wrapped, stepped, max_norm=CLIP, error_if_nonfinite=False)
+        stepped.step()
+        if step % EVERY == 0:
+            assert loss.item() + norm.item() > 0
+        yield
+
+
 def block(steps: Iterator[None], count: int, device: torch.device) -> float:
     """Seconds a step."""
     wait(device)
@@ -127,7 +156,10 @@ def predicted(work: Workload, device: torch.device) -> float:
 
 def rows(name: str, work: Workload, device: torch.device, asked: Any) -> list[str]:
     peaks, contestants = {}, {}
-    for title, make in (("by hand", by_hand), ("lockstep", partial(lockstep, fp8=asked.fp8))):
+    makes = {"by hand": by_hand, "lockstep": partial(lockstep, fp8=asked.fp8)}
+    if find_spec("lightning") is not None:
+        makes["fabric"] = fabric
+    for title, make in makes.items():
         held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         contestants[title] = make(work, device, asked.compile)
         block(contestants[title], 5, device)
@@ -166,11 +198,12 @@ def main() -> None:
         "Training on one GPU",
         "python -m benchmarks.gpu.throughput " + " ".join(sys.argv[1:]),
         where(device),
-        [],
+        [] if find_spec("lightning") is not None else ["Lightning is not installed: Fabric has not run."],
         "| model | loop | tokens/s | of by hand | MFU | peak, GB | planned, GB |",
         lines,
     )
-    tell(text, RESULTS / "gpu_throughput.md" if asked.write else None)
+    name = "gpu_throughput.md" if asked.fp8 == "none" else "gpu_throughput_fp8.md"
+    tell(text, RESULTS / name if asked.write else None)
 
 
 if __name__ == "__main__":
