@@ -43,7 +43,7 @@ class SimGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("sim", store), rank, size, timeout)
         self._checks = dist.ProcessGroupGloo(dist.PrefixStore("sim-check", store), rank, size, timeout)
-        self._calls = 0
+        self._calls, self._sending = 0, []  # what is sent has to live on
         self.stream = Stream()
 
     def getBackendName(self) -> str:  # noqa: N802 — torch's name
@@ -143,8 +143,16 @@ class SimGroup(dist.ProcessGroup):
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
+        """Send without waiting for the receiver: NCCL starts the calls of a batch together, here they are single."""
         raws = _raws(tensors)
-        return self._queue("send", tensors, [], lambda: self._gloo.send(raws, to, tag), tensors, together=False)
+
+        def compute() -> Any:
+            sent = [raw.clone() for raw in raws]
+            self._sending.append((self._gloo.send(sent, to, tag), sent))
+
+        if not any(isinstance(each, SimTensor) for each in tensors):
+            return self._gloo.send(raws, to, tag)
+        return self._queue("send", tensors, [], compute, tensors, together=False)
 
     def recv(self, tensors: Any, of: int, tag: int = 0) -> Any:
         raws = _raws(tensors)

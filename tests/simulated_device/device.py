@@ -21,8 +21,8 @@ ranks wait for one another.
   raise.
 
 The values are those of the CPU's kernels. Not simulated: kernels of a GPU and their rounding, C++ that takes CUDA's
-streams by name (DDP waits for a bucket as its future is asked for, so that nothing overlaps there), pairs of ranks that
-send at once (pipelines), `torch.compile`, several devices in a process.
+streams by name (DDP waits for a bucket as its future is asked for, so that nothing overlaps there), a send that blocks
+until it is received, `torch.compile`, several devices in a process.
 """
 
 import itertools
@@ -494,22 +494,14 @@ def _drawing(func: Any, args: Any, kwargs: Any, schema: Any) -> tuple[Any, Any, 
     generator = kwargs.pop("generator", None) or default_generators[0]
     at = generator.get_state()
     takes = any(argument.name == "generator" for argument in schema.arguments)
+    assert takes or func is aten.native_dropout.default, func
     like = _pytree.tree_map_only(SimTensor, lambda t: torch.ones_like(t.raw), (args, kwargs))
     own = torch.Generator()
 
     def draw(generator: torch.Generator, args: Any, kwargs: Any) -> Any:
-        if takes:
-            return func(*args, **kwargs, generator=generator)
-        outer = torch.default_generator.get_state()
-        torch.default_generator.set_state(generator.get_state())
-        try:
-            return func(*args, **kwargs)
-        finally:
-            generator.set_state(torch.default_generator.get_state())
-            torch.default_generator.set_state(outer)
+        return func(*args, **kwargs, generator=generator) if takes else _dropout(*args, **kwargs, generator=generator)
 
-    if all(isinstance(each, Tensor) is False or each.device.type != "meta" for each in _pytree.tree_leaves(like)):
-        draw(generator, *like)
+    draw(generator, *like)
 
     def later(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(each, Tensor) and each.is_meta for each in _pytree.tree_leaves((args, kwargs))):
@@ -518,6 +510,12 @@ def _drawing(func: Any, args: Any, kwargs: Any, schema: Any) -> tuple[Any, Any, 
         return draw(own, args, kwargs)
 
     return later, args, kwargs
+
+
+def _dropout(input: Tensor, p: float, train: bool | None, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """`native_dropout`, which takes no generator, and other threads may use the default one meanwhile."""
+    kept = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return input * kept * (1 / (1 - p)), kept
 
 
 def _upload(host: Tensor) -> SimTensor:

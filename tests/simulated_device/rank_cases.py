@@ -1,4 +1,4 @@
-"""What two ranks do on the simulated device, each with one of its own: ddp, fsdp, diloco, and mistakes with others."""
+"""What two ranks do on the simulated device, each with one of its own: each strategy, and mistakes with others."""
 
 import os
 from datetime import timedelta
@@ -11,11 +11,14 @@ from tests.simulated_device.cases import check_marked, outcome
 from tests.simulated_device.device import NAME
 from tests.simulated_device.runs import SETTLED, check_same, run
 
-UNDER = {
+STAGES = {"distributed.strategy": "pipeline", "training.gradient_accumulation_steps": 4}
+UNDER: dict[str, dict[str, Any]] = {
     "ddp": {"distributed.strategy": "ddp"},
     "ddp, equal bits": {"distributed.strategy": "ddp", "distributed.reproducible": True},
     "fsdp": {"distributed.strategy": "fsdp"},
     "fsdp, equal bits": {"distributed.strategy": "fsdp", "distributed.reproducible": True},
+    "pipeline": STAGES,
+    "pipeline, equal bits": {**STAGES, "distributed.reproducible": True},
     "fsdp, recomputed": {"distributed.strategy": "fsdp", "training.gradient_checkpointing": "full"},
 }
 
@@ -23,6 +26,7 @@ UNDER = {
 def main(folder: str) -> dict[str, str]:
     """Run all cases; return (name → traceback) of those that failed, and "" of the others."""
     rank = dist.get_rank()
+    dist.barrier()  # else the other rank may still be joining
     dist.destroy_process_group()
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}  # each has its own device 0
     device.install()
