@@ -237,7 +237,7 @@ _DATA_WORKER = "pt_data_worker"  # torch's name for them
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
 _TORCH = re.compile(r"/torch/|<frozen ")
 _COLLECTIVE = re.compile(r"/torch/distributed/")
-_OURS = re.compile(r"/lockstep/|/torch/|/site-packages/|/lib/python\d|<frozen ")
+_OURS = re.compile(r"/lockstep/|/torch/|/site-packages/|/lib/python\d|<frozen |<string>")
 
 
 @dataclass(frozen=True)

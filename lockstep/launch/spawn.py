@@ -70,28 +70,29 @@ def spawn(
     del keep
 
 
-def spawn_again(fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, preload: Sequence[str]) -> None:
-    """Run `fn(*args)` on `nprocs` ranks, as `spawn` does, for a caller that starts ranks several times.
+def spawn_again(
+    fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, preload: Sequence[str] | None
+) -> None:  # fmt: skip
+    """Run `fn(*args)` on `nprocs` ranks, as `spawn` does, but one rank, too, is a process of its own.
 
-    Ranks are forks of a server process, which imports `preload` once: from then on a rank starts in 0.1 s of a core, in
-    place of 3 to 4. The server uses no GPU, so its forks can. A rank has its own variables when `fn` is called; what is
-    imported to find `fn` and its arguments sees those of the server.
+    With `preload`, ranks are forks of a server process, which imports it once: from then on a rank starts in 0.1 s of a
+    core, in place of 3 to 4. The server uses no GPU, so its forks can. A rank has its own variables when `fn` is
+    called; what is imported to find `fn` and its arguments sees those of the server.
 
     Args:
         fn: a function in a module.
-        preload: names of modules that `fn` needs.
+        preload: names of modules that `fn` needs; None: start ranks as `spawn` does.
 
     Raises:
         LockstepError: the first error of a rank, once.
     """
     _check_not_importing_main()
-    if nprocs == 1:
-        fn(*args)
-        return
     _check_environment(nprocs, 1, 0)
     common, keep = _rendezvous_variables(nprocs, 1, 0, None, None)
-    multiprocessing.get_context(_FORKSERVER).set_forkserver_preload(list(preload))
-    _run_ranks(fn, args, range(nprocs), common, _FORKSERVER)
+    method = _FORKSERVER if preload is not None else _start_method(fn)
+    if preload is not None:
+        multiprocessing.get_context(_FORKSERVER).set_forkserver_preload(list(preload))
+    _run_ranks(fn, args, range(nprocs), common, method)
     del keep
 
 

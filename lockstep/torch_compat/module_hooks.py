@@ -1,4 +1,4 @@
-"""The hooks of a module: whether it has any, and those before its forward pass.
+"""The hooks of a module: whether it has any, those around its forward pass, and those of its gradients.
 
 Public torch: hooks can be registered, not listed.
 Seen to work: torch 2.11.0 to 2.15.0.
@@ -19,3 +19,14 @@ def has_hooks(module: nn.Module) -> bool:
 def forward_pre_hooks(module: nn.Module) -> Iterable[Any]:
     """Return the hooks before its forward pass, in order."""
     return module._forward_pre_hooks.values()
+
+
+def forward_hooks(module: nn.Module) -> Iterable[Any]:
+    """Return the hooks after its forward pass, in order."""
+    return module._forward_hooks.values()
+
+
+def remove_backward_hooks(module: nn.Module) -> None:
+    """Take off the hooks on gradients that enter or leave the module."""
+    module._backward_hooks.clear()
+    module._backward_pre_hooks.clear()

@@ -2,7 +2,9 @@
 
     one process takes N steps and writes them to disk                    (the reference)
     each topology takes them in a launch of its own, and compares        samples, loss, norm, gradients, values, buffers
-    where it differs: experiments that change one thing each             the likely cause
+    where it differs: the step part by part                              the first module, gradient or sum that differs
+    experiments that undo one thing each                                 the cause
+    the reference's samples cut otherwise, and a plain pass              the reference is right itself
 
 In plain mode each step starts from the reference's state, and gradients may differ by the rounding of another summation
 order. With `distributed.reproducible` a topology continues from its own state, and every bit must be equal.
@@ -12,23 +14,30 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import Config, config_from
 from lockstep.cores import threads_per_rank
 from lockstep.environment import rank_facts
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import UsageError
 from lockstep.scratch import temporary
 from lockstep.strategy import AUTO, SINGLE, parse_topology, strategy_named
-from lockstep.verify.causes import Cause, Evidence, cause_of, experiments_for
+from lockstep.verify.causes import Cause, Evidence, cause_of, wanted_experiments
 from lockstep.verify.differences import ASPECTS, Difference, StepResult
-from lockstep.verify.subject import MAIN, Case, Make, Results, Spec, Subject, VerifyJob
+from lockstep.verify.experiments import NUDGED, first_experiments, further_experiments
+from lockstep.verify.isolated import run_isolated, why_not_ended
+from lockstep.verify.reference import Check, judge
+from lockstep.verify.subject import MAIN, Case, Make, Spec, Subject, VerifyJob
 
 __all__ = ["Cause", "Difference", "Outcome", "Subject", "Verdict", "verify"]
 
 DEFAULT_STEPS = 5
-_TAKEN = "taken"  # file with the cases that the reference could take
+_CHECKED = "checks"  # file with the names of the checks that are possible
+_SECONDS = 30.0  # limit for a case; it is longer where the reference takes long
+_LONGEST = 3600.0  # seconds for the reference itself
+_TIMES = 20.0  # how many times as long as the reference a case may take
 _LARGER = 4.0  # a step whose difference is this many times larger than an explained one needs a cause of its own
 
 
@@ -59,7 +68,7 @@ class Outcome:
     @property
     def passed(self) -> bool:
         """Return whether the topology took the same steps, up to rounding."""
-        rounding = self.cause is not None and not self.cause.is_error
+        rounding = self.cause is not None and not self.cause.is_error and self.cause.is_judged
         return self.failed is None and (self.first is None or rounding)
 
 
@@ -73,6 +82,7 @@ class Verdict:
         micro_batches: number per step.
         exact: whether every bit had to be equal.
         notices: settings that were changed for the comparison, as lines to print.
+        checks: of the reference itself.
     """
 
     outcomes: list[Outcome]
@@ -80,11 +90,12 @@ class Verdict:
     micro_batches: int
     exact: bool
     notices: list[str] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
-        """Return whether all topologies took the same steps."""
-        return all(outcome.passed for outcome in self.outcomes)
+        """Return whether all topologies took the same steps, and the reference's checks found no fault."""
+        return all(outcome.passed for outcome in self.outcomes) and all(check.passed for check in self.checks)
 
 
 Start = Callable[[Callable[..., Any], Sequence[Any], int], None]
@@ -117,17 +128,19 @@ def verify(
     against = default_against(config) if against is None else against
     spec, notices = _spec(config, make, against, steps)
     start = start or _spawn
-    outcomes = []
     with temporary("verify") as folder:
         report(f"reference: {spec.steps} steps in one process")
         main = Case(steps=spec.steps)
-        start(_record, ([(spec, (main,), folder)],), 1)
+        record([(spec, (main,), folder)], start)
+        outcomes = []
         for topology in (SINGLE, *against):
             report(f"{topology}: {spec.steps} steps")
             outcomes += compare([VerifyJob(spec, topology, folder, (main,))], start, report)
+        report("reference: checks of its own")
+        checks = check_reference(spec, folder, start) if outcomes[0].passed else []
     size = spec.config.training
     assert size.global_batch_size is not None
-    return Verdict(outcomes, spec.steps, size.global_batch_size // size.batch_size, spec.exact, notices)
+    return Verdict(outcomes, spec.steps, size.global_batch_size // size.batch_size, spec.exact, notices, checks)
 
 
 def default_against(config: Config) -> list[str]:
@@ -194,18 +207,53 @@ def _data_parallel_size(topology: str) -> int:
     return ranks // int(values.get("pipeline_size") or 1)
 
 
+def record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]], start: Start) -> list[dict[str, str]]:
+    """Let one process take the steps of cases alone, each in a fork of its own.
+
+    Returns:
+        for each of `wanted`: case that could not be taken → reason.
+
+    Raises:
+        LockstepError: the case that compares all steps could not be taken.
+    """
+    limits = [_limit(folder) for *_, folder in wanted]
+    start(_record, (wanted, limits), 1)
+    left_out: list[dict[str, str]] = []
+    for (_, cases, folder), limit in zip(wanted, limits, strict=True):
+        found = {case.name: _why_not_recorded(folder, case, limit) for case in cases}
+        left_out.append({name: why for name, why in found.items() if why})
+    return left_out
+
+
+def _why_not_recorded(folder: Path, case: Case, limit: float) -> str:
+    error = why_not_ended(_end_of_record(folder, case), 1, limit)
+    if error is not None and case.name == MAIN:
+        raise error
+    return "" if error is None else str(error).splitlines()[0]
+
+
+def _limit(folder: Path) -> float:
+    """Return how many seconds a case may take."""
+    path = folder / MAIN / "seconds"
+    return _SECONDS + _TIMES * float(path.read_text()) if path.exists() else _LONGEST
+
+
+def _end_of_record(folder: Path, case: Case) -> Path:
+    return folder / "ends" / f"reference-{case.name}"
+
+
 def compare(jobs: Sequence[VerifyJob], start: Start, report: Callable[[str], None]) -> list[Outcome]:
     """Run topologies with the same number of ranks in one launch, and compare them with references on disk."""
     outcomes = [Outcome(job.topology) for job in jobs]
-    try:
-        start(_compare, (jobs,), jobs[0].ranks)
-    except LockstepError as error:
-        for outcome in outcomes:
-            outcome.failed = str(error)
-        return outcomes
+    _run(jobs, start)
+    pending = []
     for job, outcome in zip(jobs, outcomes, strict=True):
-        outcome.steps = _read(job).steps[MAIN]
-    pending = [(job, outcome, _next(outcome)) for job, outcome in zip(jobs, outcomes, strict=True)]
+        results = _results(job, MAIN)
+        if isinstance(results, str):
+            outcome.failed = results
+        else:
+            outcome.steps = results
+            pending.append((job, outcome, _next(outcome)))
     while wanted := [(job, outcome, found) for job, outcome, found in pending if found is not None]:
         for job, _, found in wanted:
             report(f"{job.topology}: differs in step {found.step + 1}; looking for the cause")
@@ -216,6 +264,21 @@ def compare(jobs: Sequence[VerifyJob], start: Start, report: Callable[[str], Non
             for job, outcome, found in wanted
         ]
     return outcomes
+
+
+def _run(jobs: Sequence[VerifyJob], start: Start) -> None:
+    """Take the cases of topologies with the same number of ranks in one launch."""
+    start(_compare, (jobs, [_limit(job.folder) for job in jobs]), jobs[0].ranks)
+
+
+def _results(job: VerifyJob, name: str) -> list[StepResult] | str:
+    """Return a case's results, or why there are none."""
+    case = next(case for case in job.cases if case.name == name)
+    error = why_not_ended(job.end_of(case), job.ranks, _limit(job.folder))
+    if error is not None:
+        return str(error)
+    found: list[StepResult] | str = pickle.loads(job.results_of(case).read_bytes())
+    return found
 
 
 def _next(outcome: Outcome, judged: StepResult | None = None) -> StepResult | None:
@@ -231,53 +294,92 @@ def _next(outcome: Outcome, judged: StepResult | None = None) -> StepResult | No
     return None
 
 
-def _read(job: VerifyJob) -> Results:
-    found: Results = pickle.loads(job.results.read_bytes())
-    return found
-
-
 def _find_causes(different: Sequence[tuple[VerifyJob, Outcome, StepResult]], start: Start) -> None:
-    wanted = []
+    """Make the experiments that tell what differs, then those that undo what may be the cause."""
+    evidence = []
     for job, _, found in different:
-        _, subject = job.spec.build({})
-        wanted.append((job.spec, experiments_for(job.spec, job.topology, found, subject.data), job.folder))
-        subject.close()
-    start(_record, (wanted,), 1)
-    jobs, left_out = [], []
-    for job, _, _ in different:
-        cases, impossible = pickle.loads((job.folder / _TAKEN).read_bytes())
-        jobs.append(replace(job, cases=tuple(cases)))
-        left_out.append(impossible)
-        job.results.write_bytes(pickle.dumps(Results()))
-    ended = ""
-    try:
-        start(_compare, (jobs,), jobs[0].ranks)
-    except LockstepError as error:  # the difference and its size are known nevertheless
-        ended = str(error).splitlines()[0]
-    for job, (_, outcome, found), impossible in zip(jobs, different, left_out, strict=True):
-        results = _read(job)
-        tried = {name: steps[0] for name, steps in results.steps.items() if steps}
-        missing = impossible | results.left_out
-        if ended:
-            missing |= {case.name: ended for case in job.cases if case.name not in tried}
-        outcome.cause = cause_of(Evidence(found, tried, missing, job.folder, job.spec.config))
+        cases = tuple(first_experiments(job.spec, found.step))
+        evidence.append((replace(job, cases=cases), Evidence(found, {}, {}, job.folder, job.spec.config)))
+    _experiment(evidence, start)
+    further = []
+    for job, known in evidence:
+        if not known.is_clear:
+            _, subject = job.spec.build({})
+            wanted = wanted_experiments(known, job.topology)
+            cases = tuple(further_experiments(job.spec, job.topology, known.found.step, wanted, subject.data))
+            subject.close()
+            further.append((replace(job, cases=cases), known))
+    _experiment([(job, known) for job, known in further if job.cases], start)
+    for (job, known), (_, outcome, _) in zip(evidence, different, strict=True):
+        outcome.cause = cause_of(known)
         outcome.cause.is_error |= job.spec.exact  # if every bit must be equal, rounding is an error
 
 
-def _record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]]) -> None:
+def _experiment(wanted: Sequence[tuple[VerifyJob, Evidence]], start: Start) -> None:
+    """Make experiments on the reference and on the ranks, and add what they show to the evidence."""
+    if not wanted:
+        return
+    left_out = record([(job.spec, job.cases, job.folder) for job, _ in wanted], start)
+    jobs = []
+    for (job, evidence), missing in zip(wanted, left_out, strict=True):
+        evidence.left_out |= missing
+        taken = tuple(case for case in job.cases if case.name not in missing and case.name != NUDGED)
+        jobs.append(replace(job, cases=taken))
+    _run(jobs, start)
+    for job, (_, evidence) in zip(jobs, wanted, strict=True):
+        for case in job.cases:
+            results = _results(job, case.name)
+            if isinstance(results, str):
+                evidence.left_out[case.name] = results.splitlines()[0]
+            elif results:
+                evidence.tried[case.name] = results[0]
+
+
+def check_reference(spec: Spec, folder: Path, start: Start) -> list[Check]:
+    """Check the reference itself, whose steps are in `folder`."""
+    start(_check, (spec, folder, _limit(folder)), 1)
+    taken: list[str] = pickle.loads((folder / _CHECKED).read_bytes())
+    ends = {what: why_not_ended(folder / "ends" / f"check-{what}", 1, _limit(folder)) for what in taken}
+    missing = {what: str(error).splitlines()[0] for what, error in ends.items() if error is not None}
+    return judge(taken, folder, missing)
+
+
+def _check(spec: Spec, folder: Path, limit: float) -> None:
+    """Take the steps of each check of the reference, each in a fork."""
+    from lockstep.verify import reference
+
+    def choose() -> None:
+        (folder / _CHECKED).write_bytes(pickle.dumps(reference.checks_of(spec)))
+
+    run_isolated(choose, folder / "ends" / _CHECKED, 0, limit, alone=True)
+    for what in pickle.loads((folder / _CHECKED).read_bytes()):
+        call = partial(reference.take, spec, what, folder)
+        run_isolated(call, folder / "ends" / f"check-{what}", 0, limit, alone=True)
+
+
+def _record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]], limits: Sequence[float]) -> None:
+    """Take cases of references in this process, each in a fork."""
     from lockstep.verify import worker
 
-    for spec, cases, folder in wanted:
-        (folder / _TAKEN).write_bytes(pickle.dumps(worker.record(spec, cases, folder)))
+    for (spec, cases, folder), limit in zip(wanted, limits, strict=True):
+        for case in cases:
+            run_isolated(partial(worker.record, spec, case, folder), _end_of_record(folder, case), 0, limit, alone=True)
 
 
-def _compare(jobs: Sequence[VerifyJob]) -> None:
+def _compare(jobs: Sequence[VerifyJob], limits: Sequence[float]) -> None:
+    """Take cases of topologies on this rank, each in a fork."""
     from lockstep.verify import worker
 
-    worker.compare(jobs)
+    number = 0
+    for job, limit in zip(jobs, limits, strict=True):
+        for case in job.cases:
+            number += 1
+            call = partial(worker.compare, job, case)
+            if not run_isolated(call, job.end_of(case), number, limit, alone=job.ranks == 1):
+                break  # other cases hang as well
 
 
 def _spawn(function: Callable[..., Any], args: Sequence[Any], ranks: int) -> None:
-    from lockstep.launch.spawn import spawn
+    from lockstep.launch.spawn import spawn_again
 
-    spawn(function, tuple(args), nprocs=ranks)
+    spawn_again(function, args, ranks, preload=None)

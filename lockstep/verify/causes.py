@@ -1,163 +1,46 @@
-"""Finds out why a step differs, by experiments that change one thing at a time.
+"""Names the cause of a difference, from what flowed through the step and from experiments that undo one thing each.
 
 The first step in which a topology differs is taken again by it and the reference, from the reference's state before
-it, with one thing changed on both sides. If the difference disappears, that thing was the cause.
+it. First part by part (`lockstep.verify.flow`), which says where it differs; then with one thing changed on both sides.
+A cause is named if its undoing makes the difference vanish, else the text says what is known.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
-
-from lockstep.accelerator import default_generator
 from lockstep.config import Config
+from lockstep.errors import listed
 from lockstep.strategy import parse_topology
-from lockstep.verify.differences import StepResult
-from lockstep.verify.subject import Case, Spec
+from lockstep.verify.differences import TOO_FAR, StepResult
+from lockstep.verify.experiments import (
+    AGAIN,
+    AGAIN_TOO,
+    ALONE,
+    CHAIN,
+    CLIP,
+    COMPILE,
+    COMPRESSION,
+    DOUBLE,
+    DRAWS,
+    FLOAT32,
+    FORCED,
+    HOOKS,
+    MEMORY,
+    MODES,
+    ONE_EACH,
+    PERTURB,
+    PRECISE,
+    RECOMPUTATION,
+    SEEDS,
+    switched_off,
+)
+from lockstep.verify.flow import BACKWARD, FORWARD, LOSS, NOT_REDUCED, REDUCTION, Deviation, RankFlow
 from lockstep.verify.trace import StepFacts, Trace
-
-if TYPE_CHECKING:
-    from lockstep.trainer import Trainer
-
-
-# ---- the experiments ----
-
-
-# Experiments that change settings.
-AGAIN, AGAIN_TOO = "again", "again too"
-COMPRESSION, RECOMPUTATION, CLIP, COMPILE = (
-    "without compression", "without recomputation", "without clipping", "without compilation",
-)  # fmt: skip
-FLOAT32, ONE_EACH = "in float32", "one micro-batch a rank"
-# Experiments that change the running trainer; a case names them in `switches`, too.
-SEEDS = "with one seed"  # every segment uses the same seed
-DRAWS = "without random numbers"  # evaluation mode: dropout draws no random numbers
-SAME = "with equal samples"  # every sample is the first one
-DOUBLE = "in float64"  # the reference computes in float64
-PERTURB = "with other last bits"  # the last bits of the reference's parameters are changed at the start
-OUTPUTS = "outputs"  # changes nothing; records the output of each module
-
-
-def apply(trainer: "Trainer", switches: frozenset[str]) -> None:
-    """Change a trainer before its first step."""
-    if SEEDS in switches:
-        generator = default_generator(trainer.device)
-
-        def enter(_segment: str) -> None:
-            generator.manual_seed(0)
-
-        trainer.placed.random_state.enter = enter  # type: ignore[assignment, method-assign]
-    if DRAWS in switches:
-        for part in trainer.placed.parts:
-            part.eval()
-
-
-@torch.no_grad()
-def perturb(trainer: "Trainer") -> None:
-    """Move each parameter up or down by its last bit, at random."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in trainer.placed.parameters.values():
-        if parameter.is_floating_point():
-            signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) * 2 - 1
-            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * signs)
-
-
-class SameData(Dataset[Any]):
-    """Repeats the first sample of another data set, as many times as that has samples."""
-
-    deterministic = True
-
-    def __init__(self, dataset: Any) -> None:
-        self._sample, self._length = dataset[0], len(dataset)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Any:
-        return self._sample
-
-
-def is_indexed(data: Any) -> bool:
-    """Return whether samples can be replaced: an indexed data set, not a loader and not a list of batches."""
-    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    return indexed and not isinstance(data, list | tuple | IterableDataset)
-
-
-def in_float64(tree: Any) -> Any:
-    """Convert floating-point tensors in a batch to float64."""
-    if isinstance(tree, Tensor):
-        return tree.double() if tree.is_floating_point() else tree
-    if isinstance(tree, dict):
-        return {key: in_float64(value) for key, value in tree.items()}
-    if isinstance(tree, tuple | list):
-        return type(tree)(map(in_float64, tree))
-    return tree
-
-
-@contextmanager
-def float64_by_default() -> Iterator[None]:
-    """Make float64 the default dtype in the block."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def experiments_for(spec: Spec, topology: str, found: StepResult, data: Any) -> list[Case]:
-    """Return the experiments for the step in which `found` differs."""
-    config, at = spec.config, found.step
-    _, ranks = parse_topology(topology)
-    cases = [
-        Case(AGAIN, start=at, switches=frozenset({OUTPUTS})),
-        Case(AGAIN_TOO, start=at, switches=frozenset({OUTPUTS})),
-        Case(SEEDS, start=at, switches=frozenset({SEEDS})),
-        Case(DRAWS, start=at, switches=frozenset({DRAWS})),
-        Case(PERTURB, start=at, switches=frozenset({PERTURB})),
-    ]
-    for name, settings in _switched_off(config).items():
-        cases.append(Case(name, settings, start=at))
-    if ranks > 1:
-        size = config.training.batch_size * ranks
-        one_each = {"training.global_batch_size": size, "training.gradient_accumulation_steps": None}
-        cases.append(Case(ONE_EACH, one_each))
-    if is_indexed(data):
-        cases.append(Case(SAME, start=at, switches=frozenset({SAME})))
-        if FLOAT32 not in _switched_off(config):
-            cases.append(Case(DOUBLE, start=at, switches=frozenset({DOUBLE})))
-    return cases
-
-
-def _switched_off(config: Config) -> dict[str, dict[str, Any]]:
-    training, precision, distributed = config.training, config.precision, config.distributed
-    off: dict[str, dict[str, Any]] = {}
-    if distributed.ddp.compression.kind != "none":
-        off[COMPRESSION] = {"distributed.ddp.compression.kind": "none"}
-    if training.gradient_checkpointing != "none":
-        off[RECOMPUTATION] = {"training.gradient_checkpointing": "none"}
-    if training.gradient_clip.strategy != "none":
-        off[CLIP] = {"training.gradient_clip.strategy": "none"}
-    if training.compile:
-        off[COMPILE] = {"training.compile": False}
-    low = precision.param_dtype != "fp32" or distributed.fsdp.reduce_dtype != "fp32"
-    if low or precision.mode != "fp32":
-        off[FLOAT32] = {
-            "precision.mode": "fp32", "precision.param_dtype": "fp32", "distributed.fsdp.reduce_dtype": "fp32",
-        }  # fmt: skip
-    return off
-
-
-# ---- the causes ----
-
 
 GONE = 1e-2  # an experiment that leaves less than this fraction of a difference has removed it
 LOW_ROUNDING = 8 * 2.0**-8  # largest relative rounding of a gradient by bfloat16 when the same terms are summed
+UNKNOWN = "cause not known"
 
 
 @dataclass
@@ -169,12 +52,14 @@ class Cause:
         text: one sentence.
         found_by: the experiments that show it.
         is_error: False for rounding.
+        is_judged: False if neither an error nor rounding could be shown.
     """
 
     kind: str
     text: str
     found_by: list[str] = field(default_factory=list)
     is_error: bool = True
+    is_judged: bool = True
 
 
 @dataclass
@@ -216,20 +101,64 @@ class Evidence:
         except FileNotFoundError:
             return None
 
+    @property
+    def flows(self) -> list[RankFlow]:
+        """What each rank found part by part; empty if that was not possible."""
+        return self.tried[FORCED].flows if FORCED in self.tried else []
+
+    @property
+    def deviations(self) -> list[Deviation]:
+        """The parts that deviate by themselves on any rank, in the order of a step."""
+        every = [deviation for flow in self.flows for deviation in flow.deviations]
+        stages = (FORWARD, LOSS, BACKWARD, REDUCTION)
+        return sorted(every, key=lambda deviation: (stages.index(deviation.stage), deviation.micro_batch))
+
+    @property
+    def is_clear(self) -> bool:
+        """Return whether a cause can be named without further experiments."""
+        only_reduced = self.deviations and all(d.stage == REDUCTION for d in self.deviations)
+        return any(rule(self) is not None for rule in DIRECT) or bool(only_reduced and not _all_reduce_missing(self))
+
+
+def wanted_experiments(e: Evidence, topology: str) -> list[str]:
+    """Return the experiments that may undo the difference, from what was seen."""
+    values, ranks = parse_topology(topology)
+    found = e.deviations
+    if e.flows and not found:
+        return [PERTURB, DOUBLE, SEEDS, DRAWS, MEMORY, ONE_EACH, *switched_off(e.config)]
+    wanted = [ONE_EACH] if found and _all_reduce_missing(e) else []
+    if e.flows and all(d.stage == REDUCTION for d in found):
+        return wanted
+    stages, notes = {d.stage for d in found}, " ".join(f"{d.note} {d.relation}" for d in found)
+    if any(flow.draws for flow in e.flows) or not e.flows:
+        wanted += [SEEDS, DRAWS]
+    if any(flow.moved for flow in e.flows) or not e.flows:
+        wanted.append(MEMORY)
+    if "autocast" in notes or "parameters" in notes or "rounded to" in notes or not e.flows:
+        wanted.append(PRECISE)
+    wanted += [ALONE] if ranks > 1 else []
+    wanted += [HOOKS] if BACKWARD in stages and not stages & {FORWARD, LOSS} else []
+    wanted += [MODES] if "mode instead" in notes else []
+    wanted += [CHAIN] if values.get("pipeline_size") else []
+    return wanted if e.flows else [*wanted, PERTURB, DOUBLE, *switched_off(e.config)]
+
 
 Rule = Callable[[Evidence], Cause | None]
 
 
 def cause_of(evidence: Evidence) -> Cause:
     """Return the cause by the first rule that applies: direct evidence before experiments, narrow before wide ones."""
-    for rule in RULES:
+    for rule in (*DIRECT, *RULES):
         cause = rule(evidence)
         if cause is not None:
             return cause
     text = "none of the experiments makes the difference go away"
     for name, why in evidence.left_out.items():
         text += f"; {name}: not possible ({why})"
-    return Cause("unknown", text, list(evidence.tried))
+    return Cause(UNKNOWN, text, list(evidence.tried))
+
+
+# ---- what is seen directly ----
 
 
 def _data(e: Evidence) -> Cause | None:
@@ -260,7 +189,17 @@ def _nondeterminism(e: Evidence) -> Cause | None:
             ["the same step twice in one process"],
         )  # fmt: skip
     first, second = e.tried.get(AGAIN), e.tried.get(AGAIN_TOO)
-    if first is not None and second is not None and first.fingerprints != second.fingerprints:
+    if first is None or second is None:
+        return None
+    for rank, (one, other) in enumerate(zip(first.outputs, second.outputs, strict=False)):
+        differs = [a[0] or "the model" for a, b in zip(one, other, strict=False) if a != b]
+        if differs:
+            return Cause(
+                "non-deterministic operation",
+                f"on rank {rank} {differs[0]} returns something else each time, not so in one process",
+                ["the same step twice on the same ranks"],
+            )
+    if first.fingerprints != second.fingerprints:
         name = next(n for n in first.fingerprints if first.fingerprints[n] != second.fingerprints.get(n))
         return Cause(
             "non-deterministic operation",
@@ -268,29 +207,6 @@ def _nondeterminism(e: Evidence) -> Cause | None:
             ["the same step twice on the same ranks"],
         )
     return None
-
-
-def _not_synchronized(e: Evidence) -> Cause | None:
-    seen = e.tried.get(CLIP, e.found)  # where the norm differs, clipping makes all gradients differ
-    unsynchronized = seen.unsynchronized
-    if not unsynchronized:
-        return None
-    everything = len(unsynchronized) == len(seen.fingerprints)
-    if not everything:
-        more = len(unsynchronized) - 4
-        listed = ", ".join(unsynchronized[:4]) + (f" and {more} more" if more > 0 else "")
-        return Cause(
-            "unsynchronised parameter",
-            f"replicas keep their own gradients of {listed}: they are not reduced",
-            ["gradients compared between ranks"],
-        )
-    if e.agrees(ONE_EACH):
-        return Cause(
-            "synchronisation",
-            "gradients of some micro-batches are not reduced: the reducing backward pass is not the last of the step",
-            ["gradients compared between ranks", ONE_EACH],
-        )
-    return Cause("synchronisation", "no gradient is reduced over the replicas", ["gradients compared between ranks"])
 
 
 def _buffers(e: Evidence) -> Cause | None:
@@ -313,12 +229,87 @@ def _record_only(e: Evidence) -> Cause | None:
 def _update(e: Evidence) -> Cause | None:
     if e.found.has("gradient", "samples", "start") or not e.found.has("value"):
         return None
-    return Cause("optimizer", "the optimizer gets the same gradients, and makes other values of them", ["values"])
+    wrong = [d for d in e.found.differences if d.aspect == "value"]
+    text = "the optimizer gets the same gradients, and makes other values of them"
+    where = f": on {_ranks(wrong[0].ranks)}, {listed([d.name for d in wrong])}"
+    return Cause("optimizer", text + where, ["gradients and values"])
+
+
+def _rounds(e: Evidence) -> Cause | None:
+    """Return rounding if each part computes the same from the same inputs, and the reference rounds as much.
+
+    What the reference rounds is measured against float64, or by changed last bits.
+    """
+    if e.deviations or (e.found.has("samples", "start", "loss") and not e.found.has("gradient")):
+        return None
+    texts = {
+        DOUBLE: "about as near to a float64 reference ({:.1e}) as one process in float32",
+        PERTURB: "about as far ({:.1e}) as the last bits of parameters move the reference",
+    }
+    for name, text in texts.items():
+        result = e.tried.get(name)
+        if e.found.has("gradient") and result is not None and not result.has("gradient"):
+            return Cause("rounding", text.format(result.rounding), [name], False)
+    return None
+
+
+def _chaos(e: Evidence) -> Cause | None:
+    """Judge part by part a network in which last bits move the gradient by more than a bound can be."""
+    why = e.left_out.get(PERTURB, "")
+    if not why.startswith(TOO_FAR) or e.deviations:
+        return None
+    unjudged = [name for flow in e.flows for name in flow.unjudged]
+    if not e.flows or unjudged:
+        parts = f" ({listed(sorted(set(unjudged)))})" if unjudged else ""
+        text = f"{why}: a difference of that size can't be told from rounding, part by part neither{parts}"
+        return Cause("cannot judge", text, [PERTURB], is_judged=False)
+    number = sum(flow.parts for flow in e.flows)
+    text = f"{why}; but each module, gradient and sum agrees when it is given the same inputs ({number} compared)"
+    return Cause("rounding", text, [PERTURB, FORCED], False)
+
+
+# ---- what undoing it shows ----
+
+
+def _not_synchronized(e: Evidence) -> Cause | None:
+    # Where the norm differs, clipping makes all gradients differ; part by part, nothing is clipped.
+    seen = e.tried.get(FORCED, e.tried.get(CLIP, e.found))
+    unsynchronized = seen.unsynchronized
+    earlier = [d for d in e.deviations if d.stage != REDUCTION]
+    if not unsynchronized or (earlier and not _all_reduce_missing(e)):
+        return None
+    everything = len(unsynchronized) == len(seen.fingerprints)
+    how = _relations([d for d in e.deviations if d.stage == REDUCTION])
+    if not everything and _all_reduce_missing(e):
+        return Cause(
+            "unsynchronised parameter",
+            f"replicas keep their own gradients of {listed(unsynchronized)}: they are not reduced{how}",
+            ["gradients compared between ranks"],
+        )
+    if not everything:
+        return None
+    if e.agrees(ONE_EACH):
+        return Cause(
+            "synchronisation",
+            "gradients of some micro-batches are not reduced: the reducing backward pass is not the last of the step"
+            + how,
+            ["gradients compared between ranks", ONE_EACH],
+        )
+    if not _all_reduce_missing(e):
+        return None
+    text = f"no gradient is reduced over the replicas{how}"
+    return Cause("synchronisation", text, ["gradients compared between ranks"])
+
+
+def _all_reduce_missing(e: Evidence) -> bool:
+    """Return whether a rank's own sum stands where the reduced gradient should."""
+    reductions = [d for d in e.deviations if d.stage == REDUCTION]
+    return not e.flows or any(NOT_REDUCED in d.relation for d in reductions)
 
 
 def _when(name: str, kind: str, text: str) -> Rule:
     def rule(e: Evidence) -> Cause | None:
-        return Cause(kind, text, [name]) if e.agrees(name) else None
+        return Cause(kind, text + _located(e), [name]) if e.agrees(name) else None
 
     return rule
 
@@ -335,28 +326,46 @@ def _recomputation(e: Evidence) -> Cause | None:
     return Cause("recomputation", "activation checkpointing recomputes something else", [RECOMPUTATION])
 
 
+def _memory(e: Evidence) -> Cause | None:
+    if not e.agrees(MEMORY):
+        return None
+    moved = list(dict.fromkeys(name for flow in e.flows for name in flow.moved))
+    text = f"a forward pass changes {listed(moved)}, which a later micro-batch reads: each rank sees its own ones only"
+    return Cause("memory", text + _located(e), [MEMORY])
+
+
 def _random(e: Evidence) -> Cause | None:
     seeds = e.found.seeds
     odd = sorted(rank for rank, seed in seeds.items() if seed != e.config.training.seed)
     if e.agrees(SEEDS):
         who = f"{_ranks(odd)} {'has' if len(odd) == 1 else 'have'} another seed" if odd else "keys of random numbers"
-        return Cause("random numbers", f"{who}: dropout or noise is not the reference's", [SEEDS])
+        return Cause("random numbers", f"{who}: dropout or noise is not the reference's{_located(e)}", [SEEDS])
     if e.agrees(DRAWS):
-        return Cause(
-            "random numbers", "ranks draw numbers that do not depend on (seed, step, micro-batch, block) alone", [DRAWS]
-        )
+        text = "ranks draw numbers that do not depend on (seed, step, micro-batch, block) alone"
+        return Cause("random numbers", text + _located(e), [DRAWS])
     return None
 
 
+def _other_ranks(e: Evidence) -> Cause | None:
+    if not e.agrees(ALONE):
+        return None
+    calls = list(dict.fromkeys(name for flow in e.flows for name in flow.collectives))
+    called = f" (it calls {', '.join(calls)})" if calls else ""
+    text = f"the forward pass or the loss depends on the rank, or on what other ranks compute{called}"
+    return Cause("other ranks", text + _located(e), [ALONE])
+
+
 def _clip(e: Evidence) -> Cause | None:
-    if not e.agrees(CLIP):
+    if e.deviations or not e.agrees(CLIP):
         return None
     norms = [d.name for d in e.found.differences if d.aspect == "norm"]
     seen = f": {norms[0]}" if norms else ""
     return Cause("clip norm", f"gradients are right until they are clipped, by another norm{seen}", [CLIP])
 
 
-def _rounding(e: Evidence) -> Cause | None:
+def _low_precision(e: Evidence) -> Cause | None:
+    if e.deviations:
+        return None
     if e.agrees(FLOAT32):
         if e.found.distance("gradient") <= LOW_ROUNDING:
             text = "low precision rounds differently here; in float32 the steps agree"
@@ -367,37 +376,79 @@ def _rounding(e: Evidence) -> Cause | None:
     return None
 
 
-def _reference_rounds_as_much(e: Evidence) -> Cause | None:
-    """Return rounding if the reference rounds as much: against float64, or else when last bits are changed."""
-    texts = {
-        DOUBLE: "about as near to a float64 reference ({:.1e}) as one process in float32",
-        PERTURB: "about as far ({:.1e}) as the last bits of parameters move the reference",
-    }
-    for name, text in texts.items():
-        result = e.tried.get(name)
-        if e.found.has("gradient") and result is not None and not result.has("gradient"):
-            return Cause("rounding", text.format(result.rounding), [name], False)
-    return None
+def _normalisation(e: Evidence) -> Cause | None:
+    """Return a cause if losses differ by their weight alone: the number of targets that a micro-batch counts."""
+    losses = [d for d in e.deviations if d.stage == LOSS and "targets instead of" in d.relation]
+    if not losses or any(d.stage == FORWARD for d in e.deviations):
+        return None
+    first = losses[0]
+    text = f"micro-batches do not weigh by their valid targets: micro-batch {first.micro_batch} {first.relation}"
+    return Cause("loss normalisation", text + f" on {_ranks(_ranks_of(losses))}", [FORCED])
 
 
+def _place(e: Evidence) -> Cause | None:
+    """Return where the step differs, part by part: with the reference's value there, everything else agrees."""
+    found = e.deviations
+    if not found:
+        return None
+    first = found[0]
+    kinds = {FORWARD: "forward", LOSS: "loss", BACKWARD: "backward", REDUCTION: "reduction"}
+    return Cause(kinds[first.stage], _located(e).removeprefix(f"; {first.stage}: "), [FORCED])
+
+
+def _located(e: Evidence) -> str:
+    """Return a clause on the first part that deviates; "" if none does."""
+    found = e.deviations
+    if not found:
+        return ""
+    first = found[0]
+    alike = [d for d in found if (d.stage, d.module, d.what) == (first.stage, first.module, first.what)]
+    # The rank on which it is wrong, if only some are: the relation of the first.
+    name = first.module or "the model"
+    module = f"{name} ({first.kind})" if first.kind else name
+    what = {
+        FORWARD: f"the {first.what} of {module}",
+        LOSS: f"the {first.what} of a micro-batch, from the same outputs",
+        BACKWARD: f"the {first.what} of {module}, from the same gradients",
+        REDUCTION: f"the reduced gradient of {name}, of the same gradients on each rank,",
+    }[first.stage]
+    place = f"; {first.stage}: {what} {first.relation} on {_ranks(_ranks_of(alike))}"
+    batches = sorted({d.micro_batch for d in alike if d.micro_batch >= 0})
+    if batches:
+        place += f", micro-batch{'es' if len(batches) > 1 else ''} {', '.join(map(str, batches[:8]))}"
+    place += f" ({first.note})" if first.note else ""
+    others = list(dict.fromkeys((d.module or "the model") for d in found if d.module != first.module))
+    return place + (f"; also {listed(others)}" if others else "")
+
+
+def _relations(found: Sequence[Deviation]) -> str:
+    """Return a clause on how deviations relate to the reference."""
+    return f" ({found[0].module} {found[0].relation} on {_ranks(_ranks_of(found[:1]))})" if found else ""
+
+
+def _ranks_of(found: Sequence[Deviation]) -> list[int]:
+    return sorted({deviation.rank for deviation in found})
+
+
+DIRECT: Sequence[Rule] = (_data, _start, _nondeterminism, _buffers, _update)
 RULES: Sequence[Rule] = (
-    _data,
-    _start,
-    _nondeterminism,
-    _reference_rounds_as_much,
+    _rounds,
+    _normalisation,
     _when(COMPRESSION, "compression", "what is sent in place of gradients does not add up to them"),
-    _not_synchronized,
-    _buffers,
     _record_only,
-    _update,
+    _not_synchronized,
     _recomputation,
+    _when(MODES, "training mode", "modules are not in training mode on a rank"),
+    _when(PRECISE, "low precision", "a rank computes in 16 bits what the reference does in 32"),
+    _when(CHAIN, "segments", "segments() computes something else than forward()"),
+    _memory,
     _random,
+    _other_ranks,
+    _when(HOOKS, "gradient hook", "a hook changes gradients in the backward pass"),
     _clip,
-    _when(
-        SAME, "loss normalisation",
-        "micro-batches do not weigh by their valid targets; with equal samples the steps agree",
-    ),
-    _rounding,
+    _low_precision,
+    _place,
+    _chaos,
     _when(
         ONE_EACH, "accumulation", "accumulating over micro-batches gives another sum than one micro-batch a rank"
     ),

@@ -50,6 +50,11 @@ def text(verdict: Verdict) -> str:
     lines += ["", *("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
     for outcome in verdict.outcomes:
         lines += _explanation(outcome)
+    if verdict.checks:
+        lines += ["", "the reference itself"]
+    for check in verdict.checks:
+        mark = "✗" if not check.passed else "?" if check.text else "✓"
+        lines += [f"  {mark} {check.name}", *(f"      {line}" for line in check.text.splitlines())]
     return "\n".join(lines)
 
 
@@ -63,7 +68,9 @@ def _row(outcome: Outcome) -> Sequence[str]:
         fine = not any(result.has(*aspects) for result in outcome.steps)
         cells.append("✓" if fine else ("≈" if outcome.passed else "✗"))
     rounding = max((result.rounding for result in outcome.steps), default=0.0)
-    if not outcome.passed:
+    if outcome.cause is not None and not outcome.cause.is_judged:
+        result = "? cannot judge"
+    elif not outcome.passed:
         result = "✗"
     elif all(result.same_bits for result in outcome.steps):
         result = "✓ the same bits"
@@ -115,6 +122,7 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
         "every_bit": verdict.exact,
         "notices": verdict.notices,
         "topologies": [_outcome(outcome) for outcome in verdict.outcomes],
+        "checks": [{**vars(check), "relative": _finite(check.relative)} for check in verdict.checks],
     }
 
 
@@ -139,7 +147,13 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
         "first_difference": first,
         "cause": None
         if cause is None
-        else {"kind": cause.kind, "text": cause.text, "found_by": cause.found_by, "is_error": cause.is_error},
+        else {
+            "kind": cause.kind,
+            "text": cause.text,
+            "found_by": cause.found_by,
+            "is_error": cause.is_error,
+            "is_judged": cause.is_judged,
+        },
     }
 
 

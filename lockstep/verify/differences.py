@@ -18,10 +18,12 @@ from lockstep.mesh import local_chunk
 from lockstep.parallel.parallel_model import local
 from lockstep.strategy import strategy_named
 from lockstep.trainer import Trainer
+from lockstep.verify.flow import CEILING, RankFlow
 from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, StepFacts, StepObserver, Stored, unit_roundoff
 
 # Compared aspects, in the order in which a step computes them: an earlier difference causes the later ones.
 ASPECTS = ("start", "samples", "loss", "norm", "gradient", "value", "buffer")
+TOO_FAR = "changed last bits of parameters move the gradient of one process by"
 SCALAR_TOLERANCE = 1e-6  # relative, of a loss or a norm in plain mode
 
 
@@ -50,6 +52,8 @@ class RankReport:
         fingerprints: parameter → fingerprint of this rank's gradient.
         seed: of this rank's random numbers.
         not_comparable: the reason if the comparison is not meaningful, else "".
+        flow: what it found part by part, if that was compared.
+        outputs: as in `StepFacts`.
     """
 
     rank: int
@@ -62,6 +66,8 @@ class RankReport:
     fingerprints: dict[str, int] = field(default_factory=dict)
     seed: int = 0
     not_comparable: str = ""
+    flow: RankFlow | None = None
+    outputs: list[tuple[str, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -94,6 +100,8 @@ class StepResult:
         seeds: rank → seed of its random numbers.
         rounding: largest relative difference of a gradient within its bound.
         same_bits: whether nothing differs at all.
+        flows: what each rank found part by part, if that was compared.
+        outputs: of each rank, as in `StepFacts`.
     """
 
     step: int
@@ -103,6 +111,8 @@ class StepResult:
     rounding: float = 0.0
     same_bits: bool = True
     fingerprints: dict[str, int] = field(default_factory=dict)
+    flows: list[RankFlow] = field(default_factory=list)
+    outputs: list[list[tuple[str, int]]] = field(default_factory=list)
 
     def has(self, *aspects: str) -> bool:
         """Return whether one of the aspects differs."""
@@ -129,7 +139,7 @@ def compare_tensor(mine: Tensor | None, reference: Tensor | None, allowed: Tenso
         return TensorDifference(
             missing=(mine is None) != (reference is None), excess=math.inf if mine is not reference else 0.0
         )
-    piece, target = local(mine).detach().cpu(), _shard_like(reference, mine)
+    piece, target = local(mine).detach().cpu(), shard_like(reference, mine)
     if piece.shape != target.shape:
         return TensorDifference(math.inf, math.inf)
     if torch.equal(_bits(piece), _bits(target)):
@@ -137,7 +147,7 @@ def compare_tensor(mine: Tensor | None, reference: Tensor | None, allowed: Tenso
     off = (piece.double() - target.double()).abs()
     off = torch.where(piece == target, 0.0, off).nan_to_num(nan=math.inf)
     if isinstance(allowed, Tensor):
-        limit = _shard_like(allowed, mine).double()
+        limit = shard_like(allowed, mine).double()
         excess = torch.where(off > 0, off / limit.clamp(min=1e-300), 0.0)
     else:
         excess = torch.where(off > allowed, math.inf, 0.0) if allowed else torch.full_like(off, math.inf)
@@ -149,7 +159,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.numel() else tensor
 
 
-def _shard_like(whole: Tensor, mine: Tensor) -> Tensor:
+def shard_like(whole: Tensor, mine: Tensor) -> Tensor:
+    """Return the part of a whole tensor that this rank holds of it."""
     if isinstance(mine, DTensor):
         mesh, coordinate = mine.device_mesh, mine.device_mesh.get_coordinate()
         assert coordinate is not None
@@ -168,6 +179,8 @@ def combine_reports(
         exact: whether every bit counts; else differences within the bounds are rounding.
     """
     result = StepResult(step, seeds={report.rank: report.seed for report in reports})
+    result.flows = [report.flow for report in reports if report.flow is not None]
+    result.outputs = [report.outputs for report in reports]
     result.differences += _samples(reports, reference.samples)
     for aspect, limit in (("loss", SCALAR_TOLERANCE), ("norm", reference.norm_limit)):
         result.differences += _scalar(aspect, reports, getattr(reference, aspect), 0.0 if exact else limit)
@@ -307,8 +320,11 @@ def compare_with_reference(
             allowed: Tensor | float = 0.0 if exact or bound is None else bound
             found[GRADIENT][name] = compare_tensor(observer.gradients.get(name), gradient, allowed)
         allowed = 0.0
-        if rate is not None and bound is not None and gradient is not None and value is not None:
-            allowed = _bound_of_value(value, gradient, bound, rate)
+        if rate is not None and value is not None:
+            if bound is not None and gradient is not None:
+                allowed = _bound_of_value(value, gradient, bound, rate)
+            elif value.is_floating_point():  # it may follow trained ones, as a teacher does
+                allowed = 1e-5 * value.abs() + 1e-2 * rate
         found[VALUE][name] = compare_tensor(parameter.detach(), value, allowed)
     for name, buffer in placed.buffers.items():
         value = stored.get(BUFFER, name)
@@ -333,7 +349,7 @@ def compare_with_float64(
         if true is None or single is None:
             return {}, f"the float64 reference has no gradient of {name}"
         own, size = float((single.double() - true).norm()), float(true.norm())
-        if own > 0.01 * size:
+        if own > CEILING * size:
             return {}, f"the float64 reference computes another gradient of {name}"
         piece = compare_tensor(mine, true, 0.0)
         piece.excess = math.sqrt(piece.square) / max(4 * own + 8 * unit_roundoff(torch.float32) * size, 1e-300)
@@ -343,19 +359,33 @@ def compare_with_float64(
 
 def compare_with_perturbed(
     gradients: dict[str, Tensor], perturbed: Stored, reference: Stored
-) -> dict[str, TensorDifference]:
-    """Compare gradients with the reference: up to four times the effect of changed last bits of parameters."""
+) -> tuple[dict[str, TensorDifference], str]:
+    """Compare gradients with the reference: up to four times the effect of changed last bits of parameters.
+
+    Returns:
+        the differences; and if last bits move the reference so far that they would excuse anything, why, else "".
+    """
+    pairs = {name: (perturbed.get(GRADIENT, name), reference.get(GRADIENT, name)) for name in gradients}
+    moved = {
+        name: float((a.double() - b.double()).norm())
+        for name, (a, b) in pairs.items()
+        if a is not None and b is not None
+    }
+    whole = math.sqrt(sum(float(b.double().square().sum()) for _, b in pairs.values() if b is not None))
+    uncertain = math.sqrt(sum(own * own for own in moved.values())) / max(whole, 1e-300)
+    if not uncertain <= CEILING:
+        return {}, f"{TOO_FAR} {uncertain:.0%}"
     found = {}
     for name, mine in gradients.items():
-        moved, single = perturbed.get(GRADIENT, name), reference.get(GRADIENT, name)
-        if moved is None or single is None:
+        single = pairs[name][1]
+        if single is None or name not in moved:
             found[name] = TensorDifference(missing=True)
             continue
-        own, size = float((moved.double() - single.double()).norm()), float(single.double().norm())
+        own, size = moved[name], float(single.double().norm())
         piece = compare_tensor(mine, single, 0.0)
         piece.excess = math.sqrt(piece.square) / max(4 * own + 8 * unit_roundoff(torch.float32) * size, 1e-300)
         found[name] = piece
-    return found
+    return found, ""
 
 
 def _bound_of_value(value: Tensor, gradient: Tensor, bound: Tensor, rate: float) -> Tensor:

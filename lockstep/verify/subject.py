@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.trainer import Trainer
-    from lockstep.verify.differences import StepResult
 
 MAIN = "main"  # the case that compares all steps; the others are experiments
 
@@ -85,7 +84,7 @@ class Case:
         settings: dotted keys that differ from the spec's config.
         start: first step, counted from 0; the state before it is the reference's in the case `main`.
         steps: number of steps.
-        switches: changes to the running trainer (see `lockstep.verify.causes`).
+        switches: changes to the running trainer (see `lockstep.verify.experiments`).
     """
 
     name: str = MAIN
@@ -113,21 +112,14 @@ class VerifyJob:
         """Number of ranks of the topology."""
         return parse_topology(self.topology)[1]
 
+    def results_of(self, case: Case) -> Path:
+        """Return the file to which rank 0 pickles a case's results, step by step, or why there are none."""
+        return self.folder / f"{self._name}-{case.name}.pickle"
+
+    def end_of(self, case: Case) -> Path:
+        """Return the folder that tells how a case ended."""
+        return self.folder / "ends" / f"{self._name}-{case.name}"
+
     @property
-    def results(self) -> Path:
-        """The file to which rank 0 pickles `Results` after each case."""
-        name = "".join(c if c.isalnum() else "_" for c in self.topology)
-        return self.folder / f"result-{name}.pickle"
-
-
-@dataclass
-class Results:
-    """Results of a topology's ranks.
-
-    Attributes:
-        steps: case → results, step by step.
-        left_out: case that could not be taken → reason.
-    """
-
-    steps: dict[str, list["StepResult"]] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
+    def _name(self) -> str:
+        return "".join(c if c.isalnum() else "_" for c in self.topology)

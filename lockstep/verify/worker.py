@@ -2,7 +2,8 @@
 
 import copy
 import pickle
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -17,17 +18,6 @@ from lockstep.errors import LockstepError, RunError
 from lockstep.step import Progress
 from lockstep.strategy import SINGLE, parse_topology, strategy_named
 from lockstep.trainer import Trainer
-from lockstep.verify.causes import (
-    DOUBLE,
-    OUTPUTS,
-    PERTURB,
-    SAME,
-    SameData,
-    apply,
-    float64_by_default,
-    in_float64,
-    perturb,
-)
 from lockstep.verify.differences import (
     Expected,
     RankReport,
@@ -39,11 +29,25 @@ from lockstep.verify.differences import (
     compare_with_reference,
     limit_of_norm,
     message_rounding,
+    shard_like,
 )
-from lockstep.verify.subject import MAIN, Case, Results, Spec, Subject, VerifyJob
-from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, StepObserver, Trace
+from lockstep.verify.experiments import (
+    AGAIN,
+    DOUBLE,
+    FORCED,
+    NUDGED,
+    PERTURB,
+    apply,
+    float64_by_default,
+    in_float64,
+    perturb,
+)
+from lockstep.verify.flow import FlowRecorder, RankFlow, load, save, save_bounds
+from lockstep.verify.subject import MAIN, Case, Spec, VerifyJob
+from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, StepObserver, Stored, Trace
 
 _SIZES = ("distributed.pipeline_size", "distributed.replicate_size", "distributed.shard_size")
+_FLOW = "flow.pt"  # file with what flowed through the reference
 # The check for divergence would stop the steps to compare.
 _NO_DIVERGENCE_CHECK: dict[str, Any] = {"distributed.divergence_check_steps": None}
 
@@ -64,31 +68,23 @@ def settings_of(topology: str) -> dict[str, Any]:
 # ---- the reference ----
 
 
-def record(spec: Spec, cases: Sequence[Case], folder: Path) -> tuple[list[Case], dict[str, str]]:
-    """Take the steps of each case in this process alone, and store them.
-
-    Returns:
-        the cases that could be taken; and for the others (e.g. a model without float64) the reason.
-    """
-    taken, left_out = [], {}
-    with _threads(spec.threads):
-        for case in cases:
-            try:
-                with _trainer(spec, SINGLE, case, folder) as (trainer, data):
-                    _record(trainer, data, case, folder, exact=spec.exact)
-            except (LockstepError, RuntimeError, TypeError) as error:
-                if case.name == MAIN:
-                    raise
-                left_out[case.name] = str(error).splitlines()[0]
-            else:
-                taken.append(case)
-    return taken, left_out
+def record(spec: Spec, case: Case, folder: Path) -> None:
+    """Take the steps of a case in this process alone, and store them."""
+    began = time.monotonic()
+    with _threads(spec.threads), trainer_of(spec, SINGLE, case, folder) as (trainer, data, names):
+        _record(trainer, data, names, case, folder, exact=spec.exact)
+    (folder / case.name / "seconds").write_text(str(time.monotonic() - began))
 
 
-def _record(trainer: Trainer, data: Any, case: Case, folder: Path, *, exact: bool) -> None:
+def _record(
+    trainer: Trainer, data: Any, names: dict[int, str], case: Case, folder: Path, *, exact: bool
+) -> None:  # fmt: skip
     trace, placed = Trace(folder / case.name), trainer.placed
     trace.write_start(_named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers))
-    observer = StepObserver(trainer, bounds=not exact, outputs=OUTPUTS in case.switches)
+    nudges = NUDGED in case.switches
+    stored = load(folder / FORCED / _FLOW) if nudges else None
+    recorder = FlowRecorder(trainer, names, stored, nudge=nudges) if FORCED in case.switches else None
+    observer = StepObserver(trainer, bounds=not exact, outputs=AGAIN in case.switches)
     if case.name == MAIN:
         trainer.save_checkpoint(trace.states)
     step = case.start - 1
@@ -103,6 +99,13 @@ def _record(trainer: Trainer, data: Any, case: Case, folder: Path, *, exact: boo
         if case.name == MAIN:
             trainer.save_checkpoint(trace.states)
     observer.close()
+    if recorder is not None:
+        flow = recorder.finish()
+        if stored is None:
+            recorder.stored.flow = flow
+            save(recorder.stored, folder / FORCED / _FLOW)
+        else:  # what changed last bits do is how far a part may deviate
+            save_bounds(recorder.stored, folder / FORCED / _FLOW)
     if step + 1 < case.start + case.steps:
         raise RunError(
             f"the reference ended after {step + 1} of {case.steps} steps",
@@ -118,36 +121,31 @@ def _named(kind: str, tensors: Any) -> dict[str, Any]:
 # ---- a topology ----
 
 
-def compare(jobs: Sequence[VerifyJob]) -> None:
-    """Take the steps of each job's cases on this rank, and compare; rank 0 writes the results after each case."""
-    for job in jobs:
-        with _threads(job.spec.threads):
-            for results in _results(job):
-                if collectives.is_main_process():
-                    job.results.write_bytes(pickle.dumps(results))
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _results(job: VerifyJob) -> Iterator[Results]:
-    results = Results()
-    yield results
-    for case in job.cases:
+def compare(job: VerifyJob, case: Case) -> None:
+    """Take the steps of a case on this rank, and compare; rank 0 writes the results."""
+    with _threads(job.spec.threads):
         try:
-            with _trainer(job.spec, job.topology, case, job.folder) as (trainer, data):
-                results.steps[case.name] = list(_compare(trainer, data, case, job.folder, job.spec.exact))
+            with trainer_of(job.spec, job.topology, case, job.folder) as (trainer, data, names):
+                found: list[StepResult] | str = list(_compare(trainer, data, names, case, job.folder, job.spec.exact))
         except LockstepError as error:
             if case.name == MAIN:
                 raise
-            results.left_out[case.name] = str(error).splitlines()[0]  # the same on all ranks
-        yield results
+            found = str(error).splitlines()[0]  # the same on all ranks
+        if collectives.is_main_process():
+            job.results_of(case).write_bytes(pickle.dumps(found))
+        if dist.is_initialized():
+            dist.barrier()
 
 
-def _compare(trainer: Trainer, data: Any, case: Case, folder: Path, exact: bool) -> Iterator[StepResult]:
+def _compare(
+    trainer: Trainer, data: Any, names: dict[int, str], case: Case, folder: Path, exact: bool
+) -> Iterator[StepResult]:
     trace, states = Trace(folder / case.name), Trace(folder / MAIN)
     double = DOUBLE in case.switches
     rounding = message_rounding(trainer)
-    observer = StepObserver(trainer)
+    parts = FORCED in case.switches
+    recorder = FlowRecorder(trainer, names, load(trace.folder / _FLOW)) if parts else None
+    observer = StepObserver(trainer, outputs=AGAIN in case.switches)
     at_start: dict[str, TensorDifference] = {}
     if case.start == 0 and not case.switches & {DOUBLE, PERTURB}:
         with trace.tensors(None) as stored:
@@ -160,16 +158,19 @@ def _compare(trainer: Trainer, data: Any, case: Case, folder: Path, exact: bool)
                 pieces, not_comparable = compare_with_float64(observer.gradients, stored, in_float32)
                 found = {GRADIENT: pieces}
             elif PERTURB in case.switches:
-                found = {GRADIENT: compare_with_perturbed(observer.gradients, stored, in_float32)}
+                pieces, not_comparable = compare_with_perturbed(observer.gradients, stored, in_float32)
+                found = {GRADIENT: pieces}
             else:
                 found = compare_with_reference(
                     trainer, stored, observer,
                     rate=None if exact else max(facts.learning_rate, reference.learning_rate), exact=exact,
                     factor=rounding.factor, floor=rounding.floor * facts.scale,
                 )  # fmt: skip
+            flow = None if recorder is None else _flow(recorder, observer, stored)
         report = RankReport(
             collectives.rank(), _replica(trainer), facts.samples, facts.loss, facts.norm, facts.skipped,
             {**found, "start": at_start}, observer.fingerprints, trainer.placed.random_state.seed, not_comparable,
+            flow, facts.outputs,
         )  # fmt: skip
         expected = Expected(
             reference.samples, reference.loss, reference.norm, reference.skipped, reference.norms,
@@ -185,6 +186,17 @@ def _compare(trainer: Trainer, data: Any, case: Case, folder: Path, exact: bool)
             # that makes it.
             trainer.load_checkpoint(states.state(step + 1))
     observer.close()
+
+
+def _flow(recorder: FlowRecorder, observer: StepObserver, reference: Stored) -> RankFlow:
+    """Return what a rank found part by part, the reduction included."""
+
+    def right(name: str, gradient: torch.Tensor) -> torch.Tensor | None:
+        whole = reference.get(GRADIENT, name)
+        return None if whole is None else shard_like(whole, gradient)
+
+    recorder.see_reduced(observer.gradients, right)
+    return recorder.finish()
 
 
 def _replica(trainer: Trainer) -> tuple[int, ...]:
@@ -219,8 +231,8 @@ def _threads(number: int) -> Iterator[None]:
 
 
 @contextmanager
-def _trainer(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tuple[Trainer, Any]]:
-    """Build a trainer at the case's first step, and its data."""
+def trainer_of(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tuple[Trainer, Any, dict[int, str]]]:
+    """Build a trainer at the case's first step, its data, and the names of its modules, by their ids."""
     double = DOUBLE in case.switches and topology == SINGLE
     with ExitStack() as stack:
         if double:
@@ -229,20 +241,21 @@ def _trainer(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tu
         stack.callback(subject.close)
         # A copy: the user's function may return the same model each time, and later cases need it in float32.
         model = copy.deepcopy(subject.model).double() if double else subject.model
+        names = {id(module): name for name, module in model.named_modules()}
         if topology == SINGLE:
             stack.callback(cluster.cleanup)
         trainer = Trainer(model, subject.optimizer, subject.loss_fn, config=config)
         if topology != SINGLE or case.name != MAIN:  # the reference logs its result once
             trainer.loss_check.skip()
         subject.prepare(trainer)
-        apply(trainer, case.switches)
+        apply(trainer, case.switches, model)
         if double:
             _load_values(trainer, Trace(folder / MAIN), case.start)
         elif case.start:
             trainer.load_checkpoint(Trace(folder / MAIN).state(case.start))
-        if PERTURB in case.switches and topology == SINGLE:
+        if case.switches & {PERTURB, NUDGED} and topology == SINGLE:
             perturb(trainer)
-        yield trainer, _data(subject, case.switches, double=double)
+        yield trainer, _InFloat64(subject.data) if double else subject.data, names
 
 
 @torch.no_grad()
@@ -253,14 +266,6 @@ def _load_values(trainer: Trainer, trace: Trace, start: int) -> None:
             assert value is not None
             parameter.copy_(value)
     trainer.step.progress = Progress(step=start, updates=start)
-
-
-def _data(subject: Subject, wanted: frozenset[str], *, double: bool) -> Any:
-    if SAME in wanted:
-        return SameData(subject.data)
-    if double:
-        return _InFloat64(subject.data)
-    return subject.data
 
 
 class _InFloat64(Dataset[Any]):

@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from lockstep.torch_compat.module_hooks import forward_pre_hooks, has_hooks
+from lockstep.torch_compat.module_hooks import forward_hooks, forward_pre_hooks, has_hooks, remove_backward_hooks
 
 
 @pytest.mark.parametrize(
@@ -21,5 +22,15 @@ def test_a_hook_is_found(register: str) -> None:
     handle = getattr(module, register)(hook)
     assert has_hooks(module)
     assert list(forward_pre_hooks(module)) == ([hook] if register == "register_forward_pre_hook" else [])
+    assert list(forward_hooks(module)) == ([hook] if register == "register_forward_hook" else [])
     handle.remove()
     assert not has_hooks(module)
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_on_gradients_are_taken_off(register: str) -> None:
+    module, called = nn.Linear(2, 2), []
+    getattr(module, register)(lambda *_: called.append(True))
+    remove_backward_hooks(module)
+    module(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert not called

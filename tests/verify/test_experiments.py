@@ -1,8 +1,15 @@
 """What is tried where a step differs can be tried: each experiment changes a config into one that is accepted."""
 
 from lockstep.config import Config, config_from
-from lockstep.verify.causes import CLIP, COMPILE, COMPRESSION, FLOAT32, RECOMPUTATION, experiments_for
-from lockstep.verify.differences import StepResult
+from lockstep.verify.experiments import (
+    CLIP,
+    COMPILE,
+    COMPRESSION,
+    FLOAT32,
+    RECOMPUTATION,
+    further_experiments,
+    switched_off,
+)
 from lockstep.verify.subject import Spec
 from lockstep.verify.worker import settings_of
 
@@ -17,7 +24,7 @@ EVERYTHING = {
 
 
 def tried(config: Config, topology: str) -> dict[str, Config]:
-    cases = experiments_for(Spec(config, None, 5), topology, StepResult(2), [])
+    cases = further_experiments(Spec(config, None, 5), topology, 2, [*switched_off(config)], [])
     return {case.name: config_from({**settings_of(topology), **case.settings}, config) for case in cases}
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.config import config_from
-from lockstep.verify.causes import DOUBLE
+from lockstep.verify.experiments import DOUBLE
 from lockstep.verify.subject import MAIN, Case, Spec, Subject
 from lockstep.verify.worker import record
 
@@ -28,6 +28,6 @@ def test_a_model_that_is_handed_out_each_time_stays_float32(tmp_path: Path) -> N
     config = config_from({"training.batch_size": 2, "training.max_steps": 2, "distributed.strategy": "single"})
     spec = Spec(config, lambda: Subject(model, Rows(), nn.MSELoss()), steps=1)
     cases = [Case(MAIN), Case(DOUBLE, switches=frozenset({DOUBLE})), Case("again")]
-    taken, left_out = record(spec, cases, tmp_path)
-    assert (taken, left_out) == (cases, {})
+    for case in cases:
+        record(spec, case, tmp_path)
     assert model.weight.dtype is torch.get_default_dtype() is torch.float32

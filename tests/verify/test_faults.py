@@ -1,13 +1,17 @@
 """Each of ten faults is found, and its cause is named; sound runs pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.silent_bugs import faults
+from benchmarks.silent_bugs.faults import Fault
 from lockstep import verify as package
 from lockstep.config import config_from
+from lockstep.launch.spawn import spawn_again
 from lockstep.verify import Outcome
 from lockstep.verify.subject import Case, Spec, VerifyJob
 from tests.verify import subjects
@@ -45,6 +49,20 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     ),
 }
 
+# Of the benchmark: one for each way in which a cause is found.
+PLANTED: list[Fault] = [
+    fault
+    for fault in faults.FAULTS
+    if fault.make.__name__
+    in (
+        "chaotic_net_with_a_gradient_zeroed_on_rank_1", "autocast_on_rank_1", "evaluation_mode_on_rank_1",
+        "positions_shifted_by_rank", "own_generator_of_the_module", "queue_of_earlier_micro_batches",
+        "hook_on_a_module_that_halves_gradients_on_ranks", "segments_that_are_not_forward", "a_layer_scaled_on_rank_1",
+        "negatives_gathered_from_all_ranks", "parameter_missing_in_the_optimizer_of_rank_1",
+    )
+]  # fmt: skip
+SILENT = {"training.gradient_clip": None}
+
 # sound subject whose gradients are farther off than sums in another order → the experiment that shows it
 ROUNDING = {"rounds": "in float64", "rounds_and_draws_other_numbers_in_float64": "with other last bits"}
 
@@ -58,28 +76,32 @@ SOUND: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def job(make: Callable[[], Any], topology: str, settings: dict[str, Any], folder: Path, steps: int = 2) -> VerifyJob:
-    folder.mkdir()
-    spec = Spec(config_from({**COMMON, **settings}), make, steps)
-    case = Case(steps=steps)
-    package._record([(spec, (case,), folder)])
-    return VerifyJob(spec, topology, folder, (case,))
+START = partial(spawn_again, preload=["torch.distributed.pipelining", "lockstep.verify.worker"])
+Make = Callable[[], Any]
+
+
+def verified(wanted: dict[str, tuple[Make, str, dict[str, Any], int]], folder: Path) -> dict[str, Outcome]:
+    """All of them in one launch for the references, one for the steps, and two each for the experiments."""
+    jobs = []
+    for name, (make, topology, settings, steps) in wanted.items():
+        (folder / name).mkdir()
+        spec = Spec(config_from({**COMMON, **settings}), make, steps)
+        jobs.append(VerifyJob(spec, topology, folder / name, (Case(steps=steps),)))
+    package.record([(job.spec, job.cases, job.folder) for job in jobs], START)
+    return dict(zip(wanted, package.compare(jobs, START, print), strict=True))
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """All of them in one launch for the steps, and one for the experiments."""
-    folder = tmp_path_factory.mktemp("verify")
-    jobs = [
-        job(getattr(subjects, name), topology, settings, folder / name, steps=1)
-        for name, (topology, settings, *_) in FAULTS.items()
-    ]
-    jobs += [job(subjects.sound, *case, folder / f"sound-{i}") for i, case in enumerate(SOUND)]
-    jobs += [job(getattr(subjects, name), "ddp:2", {}, folder / name, steps=1) for name in ROUNDING]
-    jobs.append(job(subjects.rounds, "ddp:2", {"distributed.reproducible": True}, folder / "exact", steps=1))
-    found = package.compare(jobs, package._spawn, print)
-    names: Sequence[str] = [*FAULTS, *(f"sound-{i}" for i in range(len(SOUND))), *ROUNDING, "exact"]
-    return dict(zip(names, found, strict=True))
+    wanted: dict[str, tuple[Make, str, dict[str, Any], int]] = {
+        name: (getattr(subjects, name), topology, settings, 1) for name, (topology, settings, *_) in FAULTS.items()
+    }
+    wanted |= {f"sound-{i}": (subjects.sound, *case, 2) for i, case in enumerate(SOUND)}
+    wanted |= {name: (getattr(subjects, name), "ddp:2", {}, 1) for name in ROUNDING}
+    wanted["exact"] = (subjects.rounds, "ddp:2", {"distributed.reproducible": True}, 1)
+    wanted["chaotic_net_sharded"] = (faults.chaotic_net_sharded, "fsdp:2", SILENT, 2)
+    wanted |= {fault.make.__name__: (fault.make, fault.topology, SILENT | fault.settings, 1) for fault in PLANTED}
+    return verified(wanted, tmp_path_factory.mktemp("verify"))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -94,6 +116,23 @@ def test_a_planted_fault_is_found_and_its_cause_named(fault: str, outcomes: dict
     assert outcome.cause is not None
     assert outcome.cause.kind == kind, outcome.cause
     assert named in outcome.cause.text
+
+
+@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.make.__name__)
+def test_a_fault_of_the_benchmark_is_found_and_placed(fault: Fault, outcomes: dict[str, Outcome]) -> None:
+    """Some of `benchmarks/silent_bugs`: one of each kind of cause."""
+    outcome = outcomes[fault.make.__name__]
+    assert outcome.failed is None, outcome.failed
+    assert not outcome.passed
+    assert outcome.cause is not None
+    assert outcome.cause.kind in fault.kinds, outcome.cause
+    for words in fault.names:
+        assert any(word in outcome.cause.text for word in words), (words, outcome.cause.text)
+
+
+def test_a_sound_network_that_magnifies_last_bits_passes(outcomes: dict[str, Outcome]) -> None:
+    """The bound is not how far its last bits go: a gradient zeroed in the same network is found, above."""
+    assert outcomes["chaotic_net_sharded"].passed, outcomes["chaotic_net_sharded"].cause
 
 
 @pytest.mark.parametrize("number", range(len(SOUND)))

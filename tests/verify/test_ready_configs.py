@@ -10,7 +10,7 @@ from lockstep import verify as package
 from lockstep.config import load_config
 from lockstep.strategy import parse_topology
 from lockstep.verify import Outcome, default_against
-from lockstep.verify.subject import Case, VerifyJob
+from lockstep.verify.subject import Case, Spec, VerifyJob
 from tests.test_ready_configs import READY, SMALL, small
 
 TRAINERS = sorted(Path(lockstep.config.__file__).parent.glob("trainers/*.yaml"))
@@ -23,6 +23,7 @@ Wanted = tuple[Path, list[str], list[str]]  # config, overrides, topologies; non
 def verified(wanted: list[Wanted], folder: Path) -> dict[str, Outcome]:
     """`config topology` → what verify finds, in one launch for each number of ranks."""
     jobs: dict[int, list[tuple[str, VerifyJob]]] = defaultdict(list)
+    references: list[tuple[Spec, tuple[Case, ...], Path]] = []
     for path, overrides, topologies in wanted:
         config = load_config(path, overrides)
         against = topologies or default_against(config)
@@ -30,11 +31,12 @@ def verified(wanted: list[Wanted], folder: Path) -> dict[str, Outcome]:
         place = folder / path.parent.name / path.stem
         place.mkdir(parents=True)
         case = Case(steps=STEPS)
-        package._record([(spec, (case,), place)])
+        references.append((spec, (case,), place))
         for topology in against:
             jobs[parse_topology(topology)[1]].append(
                 (f"{path.stem} {topology}", VerifyJob(spec, topology, place, (case,)))
             )
+    package.record(references, package._spawn)
     found = {}
     for together in jobs.values():
         outcomes = package.compare([job for _, job in together], package._spawn, print)

@@ -1,0 +1,1 @@
+"""Faults that change training without an error, planted to see whether `lockstep verify` finds them."""

@@ -1,0 +1,116 @@
+"""Judges planted faults and sound models with `lockstep verify`, and writes the table.
+
+python -m benchmarks.silent_bugs [--only NAME …] [--out benchmarks/results/silent_bugs.md]
+"""
+
+import argparse
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.page import machine, page, tell
+from benchmarks.silent_bugs.faults import FAULTS, SOUND, Fault
+from lockstep.config import config_from
+from lockstep.launch.spawn import spawn_again
+from lockstep.verify import Verdict, verify
+
+COMMON = {
+    "training.batch_size": 2, "training.global_batch_size": 8, "training.learning_rate": 3e-3,
+    "training.warmup_steps": 0, "training.max_steps": 20, "precision.mode": "fp32",
+}  # fmt: skip
+_PRELOAD = ["torch.distributed.pipelining", "lockstep.verify.worker", "benchmarks.silent_bugs.faults"]
+_MARK = {True: "✓", False: "✗"}
+
+
+@dataclass
+class Judged:
+    """One row.
+
+    Attributes:
+        found: whether the verdict is not "passed".
+        kind, text: of the cause.
+        right: whether the cause is the planted one.
+        unknown: whether no cause was named.
+        seconds: for the verdict.
+    """
+
+    name: str
+    found: bool
+    kind: str
+    text: str
+    right: bool
+    unknown: bool
+    seconds: float
+
+
+def judge(fault: Fault) -> Judged:
+    """Verify one, and look whether its cause was named."""
+    began = time.monotonic()
+    config = config_from({**COMMON, **fault.settings})
+    start = partial(spawn_again, preload=_PRELOAD)
+    verdict = verify(fault.make, [fault.topology], config=config, steps=fault.steps, start=start)
+    kind, text = cause(verdict)
+    right = kind in fault.kinds and all(
+        any(w.replace("_", " ") in text or w in text for w in words) for words in fault.names
+    )
+    return Judged(
+        fault.make.__name__, not verdict.passed, kind, text, right, kind in ("cause not known", "cannot judge"),
+        time.monotonic() - began,
+    )  # fmt: skip
+
+
+def cause(verdict: Verdict) -> tuple[str, str]:
+    """Return the kind and the text of what was found; "" if all passed."""
+    for outcome in verdict.outcomes:
+        if outcome.failed is not None:
+            hangs = outcome.failed.startswith("no answer within")
+            refused = "other ranks" not in outcome.failed and ("do:" in outcome.failed or "fix:" in outcome.failed)
+            return "hang" if hangs else "refused" if refused else "crash", outcome.failed
+        if outcome.cause is not None and not outcome.passed:
+            return outcome.cause.kind, outcome.cause.text
+    for check in verdict.checks:
+        if not check.passed:
+            return check.kind, check.text
+    return "", ""
+
+
+def row(judged: Judged, *, sound: bool) -> str:
+    name = judged.name.replace("_", " ")
+    text = " ".join(judged.text.split())[:160].replace("|", "/")
+    if sound:
+        return f"| {name} | {'✗ ' + judged.kind if judged.found else 'passed'} | {judged.seconds:.0f} |"
+    how = "?" if judged.unknown else _MARK[judged.right]
+    return f"| {name} | {_MARK[judged.found]} | {how} | {judged.kind}: {text} | {judged.seconds:.0f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    found, sound = [], []
+    for faults, into in ((FAULTS, found), (SOUND, sound)):
+        for fault in faults:
+            if given.only is None or fault.make.__name__ in given.only:
+                into.append(judge(fault))
+                print(row(into[-1], sound=into is sound), flush=True)
+    wrong = sum(j.found and not j.right and not j.unknown for j in found)
+    seconds = sorted(j.seconds for j in (*found, *sound))
+    summary = [
+        f"{sum(j.found for j in found)} of {len(found)} faults found; {sum(j.right for j in found)} causes right, "
+        f"{wrong} wrong, {sum(j.found and j.unknown for j in found)} not known; "
+        f"{sum(j.found for j in sound)} alarms on {len(sound)} sound models. A verdict takes "
+        f"{seconds[len(seconds) // 2]:.0f} s in the middle, {seconds[-1]:.0f} s at most.",
+    ]
+    text = page(
+        "Silent bugs", "python -m benchmarks.silent_bugs --out benchmarks/results/silent_bugs.md", machine(),
+        [*summary, "", "Each fault is planted in a small model (`faults.py`), most on rank 1 of two."],
+        "| fault | found | cause right | what verify says | seconds |", [row(j, sound=False) for j in found],
+        ["Sound models:", "", "| model | verdict | seconds |", "|---|---|---|", *(row(j, sound=True) for j in sound)],
+    )  # fmt: skip
+    tell(text, given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Checks the reference itself, on one process: all topologies can agree with one that is wrong.
+
+    the same samples in micro-batches of half and of twice the size     the same gradient
+    the whole step in one plain forward and backward pass               the same gradient
+    an evaluation between two steps; a checkpoint loaded between them   the same second step
+
+Random numbers are replaced by their means where the cut changes, since masks have the shape of a micro-batch. A loss
+that couples the samples of a micro-batch (batch normalisation, negatives in the batch) has another gradient for each
+cut by its nature: that is no fault, and it is said. What tells the two apart is whether the gradient of a whole is a
+weighted sum of those of its parts.
+"""
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.batches import MicroBatch
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.strategy import SINGLE
+from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
+from lockstep.trainer import Trainer
+from lockstep.trainer.loss_check import fix_for_count
+from lockstep.verify import worker
+from lockstep.verify.experiments import DRAWS, PERTURB, MeanDraws, is_indexed, switched_off
+from lockstep.verify.flow import CEILING, SLACK
+from lockstep.verify.relations import distance
+from lockstep.verify.subject import MAIN, Case, Spec
+from lockstep.verify.trace import GRADIENT, StepObserver, Trace
+
+AGREES = 1e-4  # relative difference of a step's gradient between two cuts that is rounding in any case
+_ADDS_UP = 1e-3  # relative residual up to which the gradient of a whole is a weighted sum of those of its parts
+_LARGEST = 1 << 28  # elements of gradients that are kept
+
+BASE, HALF, TWICE, PLAIN, NUDGED_BASE = "base", "half", "twice", "plain", "nudged"
+EVALUATED, LOADED = "evaluated", "loaded"
+TITLES = {
+    HALF: "micro-batches of half the size",
+    TWICE: "micro-batches of twice the size",
+    PLAIN: "one plain pass over the whole step",
+    EVALUATED: "evaluated between two steps",
+    LOADED: "saved and loaded between two steps",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of the reference.
+
+    Attributes:
+        name: one of `TITLES`.
+        passed: False: the reference is wrong.
+        kind: of the cause, as in `Cause`.
+        text: what was found, or why nothing could be judged.
+        relative: size of the difference.
+    """
+
+    name: str
+    passed: bool
+    kind: str = ""
+    text: str = ""
+    relative: float = 0.0
+
+
+@dataclass
+class CutStep:
+    """The gradient of a step, and of each of its micro-batches.
+
+    Attributes:
+        gradient: of the step's mean loss, all parameters in a row.
+        counts: valid targets of each micro-batch.
+        means: gradient of each micro-batch's mean loss.
+        batch: the first micro-batch.
+    """
+
+    gradient: Tensor
+    counts: list[float]
+    means: list[Tensor]
+    batch: Any = None
+
+
+def checks_of(spec: Spec) -> list[str]:
+    """Return what can be checked: cuts need samples, and the last two need two steps."""
+    _, subject = spec.build({})
+    indexed, model = is_indexed(subject.data), subject.model
+    subject.close()
+    training = spec.config.training
+    size, whole = training.batch_size, training.global_batch_size or training.batch_size
+    wanted = []
+    if indexed and sum(p.numel() for p in model.parameters()) * (whole // size + 1) <= _LARGEST:
+        wanted += [BASE, NUDGED_BASE]
+        wanted += [HALF] if size % 2 == 0 else []
+        wanted += [TWICE] if whole % (2 * size) == 0 and whole > 2 * size else []
+        wanted += [PLAIN] if whole > size else []
+    return wanted + ([EVALUATED, LOADED] if spec.steps > 1 else [])
+
+
+def take(spec: Spec, what: str, folder: Path) -> None:
+    """Take the steps of a check in this process, and write what they computed."""
+    run: Callable[[Spec, Path], Any]
+    run = partial(_second_step, what=what) if what in (EVALUATED, LOADED) else partial(_cut_step, what=what)
+    (folder / f"check-{what}.pickle").write_bytes(pickle.dumps(run(spec, folder)))
+
+
+def judge(taken: Sequence[str], folder: Path, missing: dict[str, str]) -> list[Check]:
+    """Return the verdicts on the checks that were taken, and a line on those that could not be.
+
+    Args:
+        taken: as `checks_of` returned them.
+        missing: check that failed → reason.
+    """
+    found = {
+        what: pickle.loads((folder / f"check-{what}.pickle").read_bytes()) for what in taken if what not in missing
+    }
+    checks = []
+    for what in taken:
+        if what not in TITLES:
+            continue
+        if what in missing or (what in (HALF, TWICE, PLAIN) and BASE not in found):
+            checks.append(
+                Check(TITLES[what], passed=True, text=f"not possible: {missing.get(what, missing.get(BASE))}")
+            )
+        elif what in (EVALUATED, LOADED):
+            checks.append(_judge_second(what, found[what]))
+        else:
+            checks.append(_judge_cut(what, found[BASE], found[what], found.get(NUDGED_BASE)))
+    return checks
+
+
+# ---- the same samples, cut otherwise ----
+
+
+def _cut_step(spec: Spec, folder: Path, what: str) -> CutStep:
+    training = spec.config.training
+    size, whole = training.batch_size, training.global_batch_size or training.batch_size
+    sizes = {HALF: size // 2, TWICE: 2 * size, PLAIN: whole}
+    settings = {key: value for off in switched_off(spec.config).values() for key, value in off.items()}
+    settings |= {"training.batch_size": sizes.get(what, size), "training.global_batch_size": whole}
+    switches = frozenset({DRAWS, PERTURB} if what == NUDGED_BASE else {DRAWS})
+    with worker.trainer_of(spec, SINGLE, Case(what, settings, switches=switches), folder) as (trainer, data, _):
+        trainer.loss_check.skip()
+        observer = StepObserver(trainer)
+        parts = _Parts(trainer, plain=what == PLAIN)
+        next(iter(trainer.steps(data)))
+        gradient = parts.row(observer.gradients)
+        return CutStep(gradient if parts.plain is None else parts.plain, parts.counts, parts.means, parts.batch)
+
+
+class _Parts:
+    """Keeps the gradient of each micro-batch's mean loss."""
+
+    def __init__(self, trainer: Trainer, *, plain: bool) -> None:
+        self.counts: list[float] = []
+        self.means: list[Tensor] = []
+        self.batch: Any = None
+        self.plain: Tensor | None = None
+        self._trainer, self._parameters = trainer, trainer.placed.parameters
+        self._run, self._wants_plain = trainer.placed.forward_backward, plain
+        trainer.placed.forward_backward = self._observed
+
+    def row(self, gradients: dict[str, Tensor]) -> Tensor:
+        """Return all gradients in a row."""
+        each = [gradients.get(name, torch.zeros_like(p)) for name, p in self._parameters.items()]
+        return torch.cat([g.detach().double().flatten().cpu() for g in each])
+
+    def _observed(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float) -> None:
+        self.batch = micro_batches[0].batch
+        if self._wants_plain:
+            self.plain = self._plain_gradient([micro_batch.batch for micro_batch in micro_batches])
+        add = accumulator.add
+
+        def observed_add(micro_batch: MicroBatch, loss: Loss) -> None:
+            self.counts.append(float(loss.targets))
+            add(micro_batch, loss)
+
+        accumulator.add = observed_add  # type: ignore[method-assign]
+        before: Tensor | float = 0.0
+        for micro_batch in micro_batches:
+            self._run([micro_batch], accumulator, factor)
+            total = self.row({name: p.grad for name, p in self._parameters.items() if p.grad is not None}) / factor
+            self.means.append((total - before) / max(self.counts[-1], 1.0))
+            before = total
+
+    def _plain_gradient(self, batches: list[Any]) -> Tensor:
+        """Return the gradient of the loss as its author wrote it, in a plain pass over a whole step."""
+        objective, model = self._trainer.placed.objective, self._trainer.placed.parts[0]
+        batch = _joined(batches)
+        args, kwargs = objective.inputs(batch)
+        draws = MeanDraws()  # type: ignore[no-untyped-call]
+        with draws, self._trainer.placed.random_state.running("train", 0):
+            self._trainer.placed.random_state.at(0)
+            loss = objective.loss(model(*args, **kwargs), batch)
+        if not objective.is_mean:
+            loss = loss / float(objective.count(batch))
+        loss.backward()  # type: ignore[no-untyped-call]
+        row = self.row({name: p.grad for name, p in self._parameters.items() if p.grad is not None})
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        return row
+
+
+def _joined(batches: list[Any]) -> Any:
+    if len(batches) == 1:
+        return batches[0]
+    flat = [tree_flatten(batch) for batch in batches]
+    leaves = [torch.cat(list(each)) for each in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return tree_unflatten(leaves, flat[0][1])
+
+
+def _judge_cut(what: str, base: CutStep, other: CutStep, nudged: CutStep | None) -> Check:
+    off = distance(other.gradient, base.gradient)
+    if off <= AGREES:
+        return Check(TITLES[what], passed=True, relative=off)
+    nudge = distance(nudged.gradient, base.gradient) if nudged is not None else 0.0
+    if off <= SLACK * nudge or nudge > CEILING:
+        text = (
+            f"cannot judge: changed last bits of parameters move the gradient by {nudge:.0%}" if nudge > CEILING else ""
+        )
+        return Check(TITLES[what], passed=True, text=text, relative=off)
+    wholes, parts = (base, other) if what == HALF else (other, base)
+    fits = _fits(wholes, parts)
+    if any(residual > _ADDS_UP for *_, residual in fits) or not fits:
+        text = "the samples of a micro-batch are coupled (batch normalisation, negatives in the batch): batch_size is "
+        return Check(TITLES[what], passed=True, text=text + "part of what is learned", relative=off)
+    number, weights, _ = max(fits, key=lambda fit: _unlike(fit, parts, len(parts.means) // len(wholes.means)))
+    per = len(parts.means) // len(wholes.means)
+    if _unlike((number, weights, 0.0), parts, per) <= _ADDS_UP:
+        what_differs = "a plain pass over the samples of a step, with the model called as its author wrote it,"
+        kind, who = ("plain pass", what_differs) if what == PLAIN else ("accumulation", f"a step of {TITLES[what]}")
+        text = (
+            f"{who} has another gradient, although those of its parts add up by their counts: it differs by {off:.1e}"
+        )
+        return Check(TITLES[what], passed=False, kind=kind, text=text, relative=off)
+    counts = parts.counts[number * per : (number + 1) * per]
+    declared = ", ".join(f"{n / sum(counts):.3f}" for n in counts)
+    text = (
+        f"the loss is a mean over something that its count does not say: of {per} parts of micro-batch {number}, its "
+        f"gradient weighs each by {', '.join(f'{w:.3f}' for w in weights)}, and the step by {declared}; weighed so, "
+        f"the cuts agree\ndo: {_fix(wholes, weights, per)}"
+    )
+    return Check(TITLES[what], passed=False, kind="loss normalisation", text=text, relative=off)
+
+
+def _fix(wholes: CutStep, weights: Sequence[float], per: int) -> str:
+    """Return the line to write: which sum over the batch is in the proportion of the weights."""
+    leaves, spec = tree_flatten(wholes.batch)
+    size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)
+    if per != 2 or size % 2 or not abs(sum(weights) - 1) < _ADDS_UP:
+        return fix_for_count(counted=True)
+    cut = [slice(0, size // 2), slice(size // 2, size)]
+    one, two = (
+        tree_unflatten([leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves], spec)
+        for part in cut
+    )
+    return fix_for_count((one, two), weights[0], counted=True)
+
+
+def _fits(wholes: CutStep, parts: CutStep) -> list[tuple[int, list[float], float]]:
+    """Return (number, weights, residual): each whole's gradient as a weighted sum of those of its parts."""
+    per = len(parts.means) // len(wholes.means)
+    found = []
+    for number, whole in enumerate(wholes.means):
+        columns = torch.stack(parts.means[number * per : (number + 1) * per], dim=1)
+        if columns.shape[1] != per or not bool(columns.any()):
+            continue
+        weights = torch.linalg.lstsq(columns, whole.unsqueeze(1)).solution.flatten()
+        residual = distance(columns @ weights, whole)
+        found.append((number, weights.tolist(), residual))
+    return found
+
+
+def _unlike(fit: tuple[int, list[float], float], parts: CutStep, per: int) -> float:
+    """Return how far a whole's weights are from those that the counts give."""
+    number, weights, _ = fit
+    counts = parts.counts[number * per : (number + 1) * per]
+    return max(abs(w - n / max(sum(counts), 1.0)) for w, n in zip(weights, counts, strict=True))
+
+
+# ---- the second step ----
+
+
+def _second_step(spec: Spec, folder: Path, what: str) -> tuple[float, str]:
+    """Return how far the gradients of step 2 are from the reference's, and the parameter that is farthest."""
+    trace = Trace(folder / MAIN)
+    case = Case(MAIN, {"training.eval_batches": 1}, start=1 if what == LOADED else 0)
+    with worker.trainer_of(spec, SINGLE, case, folder) as (trainer, data, _):
+        trainer.loss_check.skip()
+        observer = StepObserver(trainer)
+        for done in islice(trainer.steps(data), 1 if what == LOADED else 2):
+            if what == EVALUATED and done.step == 1:
+                trainer.evaluate(data)
+        with trace.tensors(1) as stored:
+            right = {name: stored.get(GRADIENT, name) for name in observer.gradients}
+        pairs = [(g.cpu(), r) for name, g in observer.gradients.items() if (r := right[name]) is not None]
+        whole = distance(torch.cat([g.flatten() for g, _ in pairs]), torch.cat([r.flatten() for _, r in pairs]))
+        each = {n: distance(g.cpu(), r) for n, g in observer.gradients.items() if (r := right[n]) is not None}
+        return whole, max(each, key=lambda name: each[name], default="")
+
+
+def _judge_second(what: str, found: tuple[float, str]) -> Check:
+    off, name = found
+    if off <= AGREES:
+        return Check(TITLES[what], passed=True, relative=off)
+    kind = "evaluation" if what == EVALUATED else "checkpoint"
+    why = {
+        EVALUATED: "an evaluation changes what the model computes afterwards: it writes something that training reads",
+        LOADED: "the model depends on something that a checkpoint does not hold, as a counter, a cache or a generator",
+    }
+    text = f"{why[what]}; the next step's gradient of {name} is another one"
+    return Check(TITLES[what], passed=False, kind=kind, text=text, relative=off)
