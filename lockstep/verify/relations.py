@@ -1,8 +1,11 @@
 """Recognises how a wrong tensor relates to the right one: a multiple of it, another micro-batch's, shifted."""
 
+import math
 from collections.abc import Mapping
 from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,16 +13,23 @@ SAME = 1e-5  # relative difference up to which a relation holds
 _SHIFTS = (1, -1, 2, -2)
 
 
-@torch.no_grad()
 def distance(mine: Tensor, other: Tensor) -> float:
     """Return the norm of the difference over the norm of `other`; infinity for other shapes or numbers not finite."""
     if mine.shape != other.shape:
-        return float("inf")
-    a, b = mine.detach().double(), other.detach().double()
-    if torch.equal(a, b):
+        return math.inf
+    a, b = _array(mine), _array(other)
+    if np.array_equal(a, b):
         return 0.0
-    off = float((a - b).norm() / b.norm().clamp(min=1e-300))
-    return off if off == off else float("inf")
+    off = float(np.linalg.norm((a - b).ravel()) / max(float(np.linalg.norm(b.ravel())), 1e-300))
+    return math.inf if math.isnan(off) else off
+
+
+def _array(tensor: Tensor) -> Any:
+    """Return a tensor as a NumPy array in double precision: operations on it pass no mode of torch's."""
+    tensor = tensor.detach().cpu()
+    wide = tensor if tensor.dtype != torch.bfloat16 else tensor.float()
+    found = wide.numpy()
+    return found if tensor.is_complex() else found.astype(np.float64)
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ PLANTED: list[Fault] = [
     if fault.make.__name__
     in (
         "chaotic_net_with_a_gradient_zeroed_on_rank_1", "autocast_on_rank_1", "own_generator_of_the_module",
-        "segments_that_are_not_forward", "parameter_missing_in_the_optimizer_of_rank_1",
+        "segments_that_are_not_forward",
     )
 ]  # fmt: skip
 SILENT = {"training.gradient_clip": None}
