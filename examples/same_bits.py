@@ -9,7 +9,10 @@ from lockstep import checkpoint
 from lockstep.strategy import parse_topology
 
 CONFIG = Path(__file__).with_suffix(".yaml")
-TOPOLOGIES = ("single", "ddp:2", "ddp:4", "fsdp:2", "fsdp:4", "hybrid:2x2", "pipeline:2", "pipeline:2*ddp:2")
+TOPOLOGIES = (
+    "single", "ddp:2", "ddp:4", "fsdp:2", "fsdp:4", "hybrid:2x2", "tensor:2", "fsdp:2*tensor:2", "pipeline:2",
+    "pipeline:2*ddp:2", "pipeline:2*tensor:2",
+)  # fmt: skip
 
 
 def digest_of(topology: str, folder: Path) -> str:
@@ -32,7 +35,7 @@ def main(topologies: list[str]) -> int:
         for topology in topologies or TOPOLOGIES:
             digest = digest_of(topology, Path(folder))
             digests.add(digest)
-            print(f"{topology:18} {digest}", flush=True)
+            print(f"{topology:20} {digest}", flush=True)
     print("one digest" if len(digests) == 1 else f"{len(digests)} digests")
     return int(len(digests) != 1)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from lockstep.errors import UsageError
 
-AXES = ("pipeline", "replicate", "shard")
+AXES = ("pipeline", "replicate", "shard", "tensor")  # a rank's neighbours are along the last one
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Layout:
 
     Attributes:
         strategy: its name, as in `distributed.strategy`.
-        pipeline, replicate, shard: ranks along the axis.
+        pipeline, replicate, shard, tensor: ranks along the axis. Ranks along `tensor` work on the same micro-batches.
         workers: number of models that train on their own between exchanges; 0: all ranks train one.
         notice: what was chosen for the user, logged at the start.
         topology: the layout as a topology (`hybrid:2x2`).
@@ -24,6 +24,7 @@ class Layout:
     pipeline: int = 1
     replicate: int = 1
     shard: int = 1
+    tensor: int = 1
     workers: int = 0
     notice: str = field(default="", compare=False)
     topology: str = field(default="", compare=False)
@@ -31,7 +32,7 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Number of all ranks."""
-        return self.pipeline * self.replicate * self.shard
+        return self.pipeline * self.replicate * self.shard * self.tensor
 
     @property
     def data_parallel_size(self) -> int:
@@ -53,19 +54,20 @@ def layout_of_sizes(
     """Return the layout with these sizes, after checking that their product is the number of ranks.
 
     Args:
-        sizes: axis → ranks along it; axes left out have one.
+        sizes: axis → ranks along it; axes left out have one, and `tensor` what the config says.
+        world_size: ranks, without the axis `tensor`.
         given: axis → its size in the config, for the message.
 
     Raises:
         UsageError: it is not; the message shows the equation.
     """
-    along = {axis: sizes.get(axis, 1) for axis in AXES}
-    layout = Layout(strategy, along["pipeline"], along["replicate"], along["shard"])
-    if layout.world_size != world_size:
-        equation = " × ".join(f"{axis} {size}" for axis, size in along.items())
+    along = {axis: sizes.get(axis, 1) for axis in AXES} | {"tensor": given.get("tensor") or 1}
+    layout = Layout(strategy, along["pipeline"], along["replicate"], along["shard"], along["tensor"])
+    if layout.world_size != world_size * layout.tensor:
+        equation = " × ".join(f"{axis} {size}" for axis, size in along.items() if size > 1 or axis != "tensor")
         given_text = ", ".join(f"{axis}_size={n}" for axis, n in given.items() if n) or "no sizes"
         raise UsageError(
-            f"{equation} = {layout.world_size} ranks, but {world_size} were started",
+            f"{equation} = {layout.world_size} ranks, but {world_size * layout.tensor} were started",
             where="distributed",
             why=f"strategy {strategy} with {given_text}",
             fix=f"start {layout.world_size} ranks, or let the sizes multiply to {world_size}",

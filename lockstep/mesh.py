@@ -1,25 +1,51 @@
-"""Builds the device mesh pipeline × replicate × shard, which is passed as an argument and never global."""
+"""Builds the device mesh pipeline × replicate × tensor × shard, which is passed as an argument and never global.
+
+Ranks along `tensor` are neighbours, for they exchange most. In the mesh their axis comes before `shard`, because a
+parameter is cut over `tensor` first and the piece over `shard`: the order of a DTensor's placements.
+"""
 
 from typing import TYPE_CHECKING
 
 from lockstep.collectives import create_once
 from lockstep.environment import RankFacts
-from lockstep.layout import AXES, Layout
+from lockstep.layout import Layout
 from lockstep.strategy import AUTO, REPLICAS, SINGLE, resolve
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from lockstep.config import DistributedConfig
 
+MESH_AXES = ("pipeline", "replicate", "tensor", "shard")
+
 
 def device_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
-    """Return the device mesh of a layout, with the axes `AXES`; needs an initialised process group."""
-    from torch.distributed.device_mesh import init_device_mesh
+    """Return the device mesh of a layout, with the axes `MESH_AXES`; needs an initialised process group."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
-    sizes = (layout.pipeline, layout.replicate, layout.shard)
-    return create_once(("mesh", device_type, sizes), lambda: init_device_mesh(device_type, sizes, mesh_dim_names=AXES))
+    sizes = (layout.pipeline, layout.replicate, layout.shard, layout.tensor)
+    ranks = torch.arange(layout.world_size, dtype=torch.int).view(sizes).transpose(2, 3)
+    return create_once(("mesh", device_type, sizes), lambda: DeviceMesh(device_type, ranks, mesh_dim_names=MESH_AXES))
+
+
+def data_parallel_group(mesh: "DeviceMesh") -> "ProcessGroup | None":
+    """Return the group of the ranks that share out micro-batches and hold the same stages and pieces as this one."""
+    from functools import partial
+
+    import torch.distributed as dist
+
+    mine = None
+    pipeline, replicate, tensor, shard = mesh.shape
+    each = replicate * shard
+    for first in (stage * each * tensor + piece for stage in range(pipeline) for piece in range(tensor)):
+        ranks = list(range(first, first + each * tensor, tensor))  # every rank makes every group
+        made = create_once(("columns", *ranks), partial(dist.new_group, ranks))
+        if dist.get_rank() in ranks:
+            mine = made
+    return mine
 
 
 def layout_of(config: "DistributedConfig", facts: RankFacts) -> Layout:

@@ -116,6 +116,7 @@ STRATEGIES = Registry(
         "dp": "lockstep.parallel.data_parallel:DP",
         "ddp": "lockstep.parallel.ddp:DDP",
         "fsdp": "lockstep.parallel.fsdp:FSDP",
+        "tensor": "lockstep.parallel.tensor:TensorParallel",
         "pipeline": "lockstep.parallel.pipeline.strategy:Pipeline",
         "accelerate": "lockstep.parallel.accelerate:Accelerate",
         "diloco": "lockstep.parallel.diloco:DiLoCo",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lockstep.parallel.placement import PlacementContext
 
 AUTO = "auto"
+TENSOR = "tensor"  # the strategy of a layout with no other axis
 SINGLE, REPLICAS = "single", "ddp"  # the meaning of `auto` in Python: on one rank, and on several
 
 
@@ -49,6 +50,7 @@ class Strategy:
         splits_model: whether a rank keeps only some of the model's modules.
         reduces_by_ddp: whether DistributedDataParallel reduces gradients, so that `distributed.ddp` applies.
         own_loops: whether `lockstep.place` supports it in a user's own loop.
+        cuts_layers: whether it places models whose layers are cut over the axis `tensor`.
     """
 
     name: str = ""
@@ -62,6 +64,7 @@ class Strategy:
     splits_model: ClassVar[bool] = False
     reduces_by_ddp: ClassVar[bool] = False
     own_loops: ClassVar[bool] = True
+    cuts_layers: ClassVar[bool] = False
 
     # ---- before ranks start ----
 
@@ -100,7 +103,9 @@ class Strategy:
 
     def on(self, layout: Layout) -> "Strategy":
         """Return the strategy that places the model on these ranks: on one rank there is nothing to exchange."""
-        return self if layout.world_size > 1 else strategy_named(SINGLE)
+        if layout.tensor == layout.world_size:
+            return strategy_named(TENSOR if layout.tensor > 1 else SINGLE)
+        return self
 
     def place(self, placement: "PlacementContext") -> "ParallelModel":
         """Place a model on this rank.
@@ -215,12 +220,26 @@ def resolve(config: "DistributedConfig", world_size: int, local_world_size: int 
             why=f"{world_size} processes would train {world_size} models, each on its own",
             fix="set distributed.strategy to ddp or fsdp, or start one process",
         )
-    return with_topology(strategy.layout(config, world_size, local_world_size or world_size))
+    tensor = config.tensor_size or (world_size if strategy.name == TENSOR else 1)
+    if world_size % tensor:
+        raise UsageError(
+            f"tensor_size={tensor} does not divide the number of ranks, {world_size}",
+            where="distributed.tensor_size",
+            fix=f"start a multiple of {tensor} ranks, or write another size",
+        )
+    per_node = max(1, (local_world_size or world_size) // tensor)
+    return with_topology(replace(strategy.layout(config, world_size // tensor, per_node), tensor=tensor))
 
 
 def with_topology(layout: Layout) -> Layout:
     """Return the layout with its topology."""
-    return replace(layout, topology=strategy_named(layout.strategy).describe(layout))
+    topology = strategy_named(layout.strategy).describe(replace(layout, tensor=1))
+    cut = f"{TENSOR}:{layout.tensor}"
+    if layout.tensor == layout.world_size and layout.tensor > 1:
+        topology = cut
+    elif layout.tensor > 1:
+        topology += f"*{cut}"
+    return replace(layout, topology=topology)
 
 
 def parse_topology(text: str) -> tuple[dict[str, Any], int]:
@@ -255,7 +274,7 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
         if not place:
             values = {"strategy": strategy.name, **strategy.values.get(name, {})}
         values |= {f"{axis}_size": size for axis, size in zip(axes, sizes, strict=True)}
-        may_fill = strategy.divides if not place else frozenset()
+        may_fill = (may_fill if place else strategy.divides | {TENSOR}) - set(axes)
         for size in sizes:
             ranks *= size
     return values, ranks

@@ -61,7 +61,7 @@ def test_a_topology_reads_back_as_it_is_written(text: str) -> None:
     assert str(layout(ranks, ranks, **settings)) == text
 
 
-@pytest.mark.parametrize("text", ["", "ddp:0", "fsdp:2x2", "hybrid:4", "hybrid:2x0", "fsdp:2*pipeline:2", "tensor:2"])
+@pytest.mark.parametrize("text", ["", "ddp:0", "fsdp:2x2", "hybrid:4", "hybrid:2x0", "fsdp:2*pipeline:2", "tensors:2"])
 def test_what_is_no_topology_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a topology"):
         parse_topology(text)

@@ -69,6 +69,7 @@ def step_contradictions(
             "write cpu_offload: false",
         )
     name = config.distributed.strategy if layout is None else layout.strategy
+    yield from _tensor(config, (config.distributed.tensor_size or 1) if layout is None else layout.tensor)
     if device_type == "mps":
         yield from _mps(config, name)
     if name != AUTO:
@@ -90,6 +91,28 @@ def _mps(config: StepConfig, strategy: str) -> Iterator[Contradiction]:
         )
 
 
+def _tensor(config: StepConfig, ranks: int) -> Iterator[Contradiction]:
+    where, distributed = "distributed.tensor_size", config.distributed
+    if distributed.reproducible and distributed.tensor_blocks % ranks:
+        yield Contradiction(
+            (where, "distributed.tensor_blocks"),
+            f"{ranks} ranks can't share the {distributed.tensor_blocks} blocks in which reproducible computes a layer",
+            f"write tensor_blocks: {distributed.tensor_blocks * ranks}, or another tensor_size",
+        )
+    compression = distributed.ddp.compression.kind
+    for key, value, off, why in (
+        ("precision.fp8", config.precision.fp8, "none", "layers in fp8 have products of their own"),
+        ("distributed.ddp.compression.kind", compression, "none", "what it keeps differs between ranks"),
+        ("distributed.fsdp.cpu_offload", distributed.fsdp.cpu_offload, False, "it has not been made for cut layers"),
+    ):
+        if ranks > 1 and value not in (off, "auto"):
+            yield Contradiction(
+                (where, key),
+                f"{key} is {value}, and layers are cut over {ranks} ranks: {why}",
+                f"write {key.rpartition('.')[2]}: {str(off).lower()}, or tensor_size: 1",
+            )
+
+
 def _of_strategy(
     strategy: Strategy, config: StepConfig, layout: Layout | None, device_type: str
 ) -> Iterator[Contradiction]:
@@ -106,6 +129,13 @@ def _of_strategy(
             ("distributed.reproducible", "distributed.strategy"),
             f"equal bits are offered for single, ddp, fsdp and pipeline, not for {strategy.name}",
             "write strategy: ddp, or reproducible: false",
+        )
+    tensor = (config.distributed.tensor_size or 1) if layout is None else layout.tensor
+    if tensor > 1 and not strategy.cuts_layers:
+        yield Contradiction(
+            ("distributed.tensor_size", "distributed.strategy"),
+            f"layers can't be cut over {tensor} ranks under strategy {strategy.name}",
+            "write strategy: tensor, ddp, fsdp or pipeline, or tensor_size: 1",
         )
     if layout is not None and dtype != "fp32" and not strategy.casts_parameters(layout):
         yield Contradiction(

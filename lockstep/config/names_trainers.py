@@ -204,7 +204,7 @@ TORCHTITAN: Rows = (
     ("pipeline_parallel_schedule", "distributed.pipeline.schedule"),
     ("pipeline_parallel_microbatch_size", "training.batch_size"),
     ("pipeline_parallel_split_points", "distributed.pipeline.split_spec"),
-    ("tensor_parallel_degree", "", "", "leave it out: tensor parallelism is not offered; fsdp and pipeline are"),
+    ("tensor_parallel_degree", "distributed.tensor_size"),
     ("context_parallel_degree", "", "", "leave it out: context parallelism is not offered"),
     ("checkpoint.enable", "checkpoint.save_strategy"),
     ("checkpoint.interval", "checkpoint.save_steps"),

@@ -226,6 +226,23 @@ class DistributedConfig(Section):
     pipeline_size: int | None = Field(
         default=None, ge=1, description="Ranks along the pipeline; unset: follows from the world size."
     )
+    tensor_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Ranks over which each layer is cut (tensor parallel), and which work on the same micro-batches. "
+        "Unset: 1.",
+    )
+    sequence_parallel: bool = Field(
+        default=True,
+        description="Between the layers that are cut over `tensor_size` ranks, each rank has a part of every sequence, "
+        "if the model says how; else all of it.",
+    )
+    tensor_blocks: int = Field(
+        default=8,
+        ge=1,
+        description="Under `reproducible`, the blocks in which layers that can be cut are computed on any number of "
+        "ranks; `tensor_size` divides it.",
+    )
     ddp: DDPConfig = Field(default_factory=DDPConfig, description="Options of `strategy: ddp`.")
     fsdp: FSDPConfig = Field(default_factory=FSDPConfig, description="Options of `strategy: fsdp`.")
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="Options of `strategy: pipeline`.")

@@ -12,7 +12,7 @@ Thakur et al. 2005, "Optimization of Collective Communication Operations in MPIC
 import difflib
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from lockstep.errors import UsageError
@@ -25,15 +25,17 @@ class Cost(NamedTuple):
         low: floating-point operations in bf16 or fp16, by the formulas of torch.utils.flop_counter.
         full: the same in fp32.
         moved: bytes read and written by operations without a formula: they are bound by memory bandwidth.
+        sent: bytes that a rank sends to those along the axis `tensor`, and waits for.
     """
 
     low: int = 0
     full: int = 0
     moved: int = 0
+    sent: int = 0
 
     def plus(self, other: "Cost", times: int = 1) -> "Cost":
         """Return the sum with `times` times another cost."""
-        return Cost(self.low + times * other.low, self.full + times * other.full, self.moved + times * other.moved)
+        return Cost(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
 
     @property
     def flops(self) -> int:
@@ -167,10 +169,18 @@ class GpuCluster:
         return self.gpu.memory * GIB * (1 - RESERVED)
 
     def seconds(self, cost: Cost) -> float:
-        """Return the seconds that one GPU computes."""
+        """Return the seconds that one GPU computes, and waits for those that compute the same layers."""
         e = self.efficiency
         products = (cost.low / self.gpu.half + cost.full / self.gpu.single) / (1e12 * self.gpu.products)
-        return products + cost.moved * e.fused / (self.gpu.bandwidth * 1e9 * e.memory)
+        return products + cost.moved * e.fused / (self.gpu.bandwidth * 1e9 * e.memory) + self.waited(cost)
+
+    def waited(self, cost: Cost) -> float:
+        """Return the seconds that a GPU waits for messages along the axis `tensor`, all of them inside of a node."""
+        return cost.sent / (self.inside.bandwidth * 1e9)
+
+    def of_tensor_groups(self, ranks: int) -> "GpuCluster":
+        """Return the cluster of groups of `ranks` neighbours, each of which works on the same micro-batches."""
+        return replace(self, num_gpus=max(1, self.num_gpus // ranks), per_node=max(1, self.per_node // ranks))
 
 
 def cluster_of(num_gpus: int, gpu: str, interconnect: str | None = None, *, per_node: int = 8) -> GpuCluster:

@@ -72,6 +72,11 @@ class BDH(LanguageModel):
         """Return the forward pass as a chain."""
         return [("embed", self.embed), *self.blocks(), ("head", self.head)]
 
+    def tensor_plan(self) -> dict[str, str]:
+        """Return how the layers are cut: by heads; and the vocabulary."""
+        heads = dict.fromkeys(("encoder", "encoder_v", "decoder"), "column")
+        return {"embed": "vocabulary", **heads, "layers.*": "scope", "head": "head"}
+
     def shared_parameters(self) -> dict[str, dict[str, str]]:
         """Return the three large weights for every layer to borrow."""
         return {name: {weight: weight for weight in ("encoder", "encoder_v", "decoder")} for name, _ in self.blocks()}
@@ -80,9 +85,13 @@ class BDH(LanguageModel):
 class NormalizedEmbedding(nn.Embedding):
     """Normalised embedding: ids [B, T] → LN(embedding) [B, T, D]."""
 
+    def product(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Return the rows of the table; a tensor-parallel run replaces this."""
+        return F.embedding(ids, weight)
+
     def forward(self, input: Tensor) -> Tensor:
         """Look up and normalise."""
-        return F.layer_norm(super().forward(input), (self.embedding_dim,))
+        return F.layer_norm(self.product(input, self.weight), (self.embedding_dim,))
 
 
 class BDHLayer(nn.Module):
@@ -92,24 +101,31 @@ class BDHLayer(nn.Module):
         super().__init__()
         self.dropout = nn.Dropout(dropout)
 
+    def enter(self, x: Tensor, heads: int) -> Tensor:
+        """Return x for each head: [B, T, D] → [heads, B · T, D]; a tensor-parallel run replaces this."""
+        return x.reshape(1, -1, x.shape[-1]).expand(heads, -1, -1)
+
+    def leave(self, parts: Tensor) -> Tensor:
+        """Return the sum over heads, in float32; a tensor-parallel run replaces this."""
+        return parts.sum(0, dtype=torch.float32)
+
     def forward(self, x: Tensor, *, encoder: Tensor, encoder_v: Tensor, decoder: Tensor) -> Tensor:
         """Run the layer."""
         batch, length, width = x.shape
         heads, _, neurons = encoder.shape
         rows = batch * length
-        x_heads = x.reshape(1, rows, width).expand(heads, -1, -1)
+        x_heads = self.enter(x, heads)
         s = torch.relu(torch.bmm(x_heads, encoder))
-        a = attend_to_past(s.view(heads, batch, length, neurons), x)
+        a = attend_to_past(s.view(heads, batch, length, neurons), x_heads.view(heads, batch, length, width))
         a = F.layer_norm(a, (width,)).view(heads, rows, width)
         u = self.dropout(s * torch.relu(torch.bmm(a, encoder_v)))
-        # concat_heads(u) @ decoder, as a sum over heads in float32.
-        y = torch.bmm(u, decoder.view(heads, neurons, width)).sum(0, dtype=torch.float32)
+        y = self.leave(torch.bmm(u, decoder.view(heads, neurons, width)))  # concat_heads(u) @ decoder
         y = F.layer_norm(y, (width,)).to(x.dtype).view_as(x)
         return F.layer_norm(x + y, (width,))
 
 
 def attend_to_past(s: Tensor, x: Tensor) -> Tensor:
-    """Return tril(q qᵀ, −1) x with q = rope(s): s [H, B, T, N], x [B, T, D] → [H, B, T, D].
+    """Return tril(q qᵀ, −1) x with q = rope(s): s [H, B, T, N], x [H, B, T, D] → [H, B, T, D].
 
     Under fp16 it computes in float32: entries of q qᵀ are sums of N mostly positive products, and exceed fp16's
     65504. The range of bf16 suffices.
@@ -119,7 +135,7 @@ def attend_to_past(s: Tensor, x: Tensor) -> Tensor:
     with without_autocast(x.device):
         cos, sin = phases(length, neurons, THETA, x.device)
         q = rotate(s, cos, sin, dtype).view(heads * batch, length, neurons)
-        values = x.to(dtype).expand(heads, -1, -1, -1).reshape(heads * batch, length, -1)
+        values = x.to(dtype).reshape(heads * batch, length, -1)
         return sum_over_past(q, values).view(heads, batch, length, -1)
 
 

@@ -38,6 +38,7 @@ from lockstep.models.transformer import (
     Embedding,
     Head,
     SwiGLU,
+    block_plan,
     with_carried,
 )
 
@@ -84,6 +85,10 @@ class FreeTransformer(Decoder):
         """Return the layers, with the latent in its place."""
         layers = super().blocks()
         return [*layers[: self.split_layer], ("latent", self.latent), *layers[self.split_layer :]]
+
+    def tensor_plan(self) -> dict[str, str]:
+        """Return how the layers are cut; the latent's are, what it draws is whole on every rank."""
+        return super().tensor_plan() | block_plan("latent")
 
     def forward(
         self, ids: Tensor, mode: Literal["training", "inference"] = "training", codes: Tensor | None = None

@@ -268,9 +268,13 @@ class GPT2Layer(nn.Module):
 class BorrowingHead(nn.Linear):
     """A head with a borrowed weight [V, D]: x [B, T, D] → logits [B, T, V]."""
 
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the logits; a tensor-parallel run replaces this."""
+        return F.linear(x, weight)
+
     def forward(self, input: Tensor, *, weight: Tensor) -> Tensor:  # type: ignore[override]
         """Return the logits."""
-        return F.linear(input, weight)
+        return self.product(input, weight)
 
 
 def _only(outputs: Any) -> Tensor:

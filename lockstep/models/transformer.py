@@ -41,9 +41,22 @@ class Decoder(LanguageModel):
         """Return the forward pass as a chain."""
         return [("embed", self.embed), *self.blocks(), ("head", self.head)]
 
+    def tensor_plan(self) -> dict[str, str]:
+        """Return how the layers are cut: by heads, by units of the feed-forward layers, and by the vocabulary."""
+        return {"embed": "vocabulary", **block_plan("layers.*"), "head": "head"}
+
     def shared_parameters(self) -> dict[str, dict[str, str]]:
         """Return the embedding for a tied head to borrow."""
         return {"head": {"weight": "embed.weight"}} if self.tie_embeddings else {}
+
+
+def block_plan(name: str) -> dict[str, str]:
+    """Return how the attention and the feed-forward layer of a module are cut."""
+    attention, mlp = f"{name}.attention", f"{name}.mlp"
+    return {
+        **{f"{attention}.{layer}": "heads" for layer in ("query", "key", "value")}, f"{attention}.out": "row",
+        f"{mlp}.gate": "column", f"{mlp}.up": "column", f"{mlp}.down": "row",
+    }  # fmt: skip
 
 
 class Transformer(Decoder):
@@ -74,6 +87,11 @@ class Transformer(Decoder):
         self.head = Head(n_embd, vocab_size, tied=tie_embeddings)
         self.init_weights()
 
+    def tensor_plan(self) -> dict[str, str]:
+        """Return how the layers are cut; between them each rank has a part of the sequence."""
+        between = ("embed.dropout", "layers.*.attention_norm", "layers.*.mlp_norm", "layers.*.dropout", "head.norm")
+        return super().tensor_plan() | dict.fromkeys(between, "sequence")
+
 
 class Embedding(nn.Embedding):
     """An embedding with dropout: ids [B, T] → [B, T, D]."""
@@ -86,9 +104,13 @@ class Embedding(nn.Embedding):
         """Draw the vectors."""
         nn.init.normal_(self.weight, std=INIT_STD)
 
+    def product(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Return the rows of the table; a tensor-parallel run replaces this."""
+        return F.embedding(ids, weight)
+
     def forward(self, input: Tensor) -> Tensor:
         """Look up the ids."""
-        embedded: Tensor = self.dropout(super().forward(input))
+        embedded: Tensor = self.dropout(self.product(input, self.weight))
         return embedded
 
 
@@ -111,11 +133,15 @@ class Head(nn.Module):
         if self.weight is not None:
             nn.init.normal_(self.weight, std=INIT_STD)
 
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the logits; a tensor-parallel run replaces this."""
+        return F.linear(x, weight)
+
     def forward(self, x: Tensor, *carried: Tensor, weight: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
         """Return the logits, and the further arguments."""
         own = self.weight if weight is None else weight
         assert own is not None, "a tied head is lent its weight"
-        return with_carried(F.linear(self.norm(x), own), carried)
+        return with_carried(self.product(self.norm(x), own), carried)
 
 
 class Block(nn.Module):
@@ -180,8 +206,9 @@ class Attention(nn.Module):
 
     def forward(self, queries_from: Tensor, keys_from: Tensor) -> Tensor:
         """Attend."""
-        cos, sin = phases(queries_from.shape[1], self.head_width, THETA, queries_from.device)
-        q = rotate(self._heads(self.query(queries_from)), cos, sin)
+        q = self._heads(self.query(queries_from))
+        cos, sin = phases(q.shape[2], self.head_width, THETA, q.device)
+        q = rotate(q, cos, sin)
         k = rotate(self._heads(self.key(keys_from)), cos, sin)
         v = self._heads(self.value(keys_from))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.grouped)

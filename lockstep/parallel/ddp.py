@@ -41,6 +41,7 @@ class DDP(Strategy):
 
     topologies = {"ddp": ("replicate",)}
     reduces_by_ddp = True
+    cuts_layers = True
 
     def contradictions(
         self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None

@@ -9,7 +9,7 @@ rounded away: the replicas are equal again.)
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 import torch
 import torch.distributed as dist
@@ -23,21 +23,32 @@ from lockstep.parallel.parallel_model import ParallelModel, local
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def guard_replicas(placed: ParallelModel, config: StepConfig, mesh: DeviceMesh | None) -> None:
-    """Add a check to the placed model where there are replicas to compare and the config wants it."""
+def guard_replicas(
+    placed: ParallelModel, config: StepConfig, mesh: DeviceMesh | None, *, cut: Set[str] = frozenset()
+) -> None:  # fmt: skip
+    """Add a check to the placed model where there are replicas to compare and the config wants it.
+
+    Args:
+        cut: names of which ranks along the axis `tensor` hold different pieces; all others they hold whole.
+    """
     every = config.distributed.divergence_check_steps
+    if mesh is not None and mesh["tensor"].size() > 1 and every is not None:
+        placed.checks.append(guard(placed, mesh["tensor"].get_group(), every, left_out=cut))
     if mesh is not None and mesh["replicate"].size() > 1 and every is not None:
         placed.checks.append(guard(placed, mesh["replicate"].get_group(), every))
     elif every is not None and "divergence_check_steps" in config.distributed.model_fields_set:
         placed.log_lines.append("divergence_check_steps: one replica, nothing to compare")
 
 
-def guard(placed: ParallelModel, group: dist.ProcessGroup, every: int) -> Callable[[int], None]:
+def guard(
+    placed: ParallelModel, group: dist.ProcessGroup, every: int, *, left_out: Set[str] = frozenset()
+) -> Callable[[int], None]:
     """Return a check to be called after each step with the number of steps made; every rank calls it.
 
     Args:
         group: of the ranks that hold the same parameters, or the same shards of them.
         every: K.
+        left_out: names of what they do not.
 
     Raises:
         RunError: (when it is called, on every rank) replicas differ; ranks and parameters are named.
@@ -45,7 +56,8 @@ def guard(placed: ParallelModel, group: dist.ProcessGroup, every: int) -> Callab
 
     def check(step: int) -> None:
         if step % every == 0:
-            found = compare(placed.kept(), group, step)
+            held = {name: tensor for name, tensor in placed.kept().items() if name not in left_out}
+            found = compare(held, group, step)
             _raise_together(found, placed.random_state.device)
 
     return check

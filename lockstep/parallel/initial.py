@@ -54,6 +54,7 @@ class FirstValues:
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model = copy.deepcopy(model)
         self._seed = seed
+        self.piece: Callable[[str, Tensor], Tensor] = lambda _name, whole: whole
         self._owners: dict[str, list[tuple[nn.Module, str]]] = {}
         self._meta: dict[str, nn.Parameter] = {}
         names, _ = canonical_names(self._model)
@@ -63,7 +64,7 @@ class FirstValues:
                 self._meta[names[id(parameter)]] = parameter
 
     def parameter(self, name: str) -> Tensor:
-        """Return the whole first value of one parameter, on the CPU."""
+        """Return the first value of one parameter, on the CPU: whole, or what `piece` returns of it."""
         meta = self._meta[name]
         real = nn.Parameter(torch.full(meta.shape, torch.nan, dtype=meta.dtype, device="cpu"), meta.requires_grad)
         self._put(name, real)
@@ -83,7 +84,7 @@ class FirstValues:
                 f"init_weights() of {type(self._model).__name__} does not fill {name}",
                 fix="fill every parameter in place there, e.g. with nn.init",
             )
-        return real.detach()
+        return self.piece(name, real.detach())
 
     def _put(self, name: str, parameter: nn.Parameter) -> None:
         for module, attribute in self._owners[name]:

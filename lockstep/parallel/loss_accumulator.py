@@ -76,9 +76,13 @@ class LossAccumulator:
         micro_batches_per_step: micro-batches in the step, over all ranks.
         device: where the losses are computed.
         shared: whether other ranks run some of the micro-batches.
+        adds: whether this rank's count; else another rank runs the same ones.
     """
 
-    def __init__(self, micro_batches_per_step: int, device: torch.device, *, shared: bool) -> None:
+    def __init__(
+        self, micro_batches_per_step: int, device: torch.device, *, shared: bool, adds: bool = True
+    ) -> None:  # fmt: skip
+        self._adds = adds
         self.micro_batches_per_step = micro_batches_per_step
         self._shared = shared
         self._work: dist.Work | None = None
@@ -90,7 +94,7 @@ class LossAccumulator:
 
     def add(self, micro_batch: MicroBatch, loss: Loss) -> None:
         """Add the loss and the targets of one micro-batch; dummies count for nothing."""
-        if micro_batch.real:
+        if micro_batch.real and self._adds:
             self._table[0, micro_batch.index] = loss.summed()
             self._table[1, micro_batch.index] = loss.targets
 
@@ -136,14 +140,14 @@ class LossAccumulator:
 class HostLossAccumulator(LossAccumulator):
     """Accumulates in Python numbers where losses are computed on the CPU; the all-reduce alone needs a tensor."""
 
-    def __init__(self, micro_batches_per_step: int, *, shared: bool) -> None:
-        super().__init__(micro_batches_per_step, torch.device("cpu"), shared=shared)
+    def __init__(self, micro_batches_per_step: int, *, shared: bool, adds: bool = True) -> None:
+        super().__init__(micro_batches_per_step, torch.device("cpu"), shared=shared, adds=adds)
 
     def _begin(self, columns: int, device: torch.device) -> None:
         self._losses, self._counts = [0.0] * columns, [0.0] * columns
 
     def add(self, micro_batch: MicroBatch, loss: Loss) -> None:
-        if micro_batch.real:
+        if micro_batch.real and self._adds:
             self._losses[micro_batch.index] = _product(loss.value.item(), loss.times)
             self._counts[micro_batch.index] = float(loss.targets)
 

@@ -115,6 +115,7 @@ class ParallelModel:
         reproducible: the step must be the same in every bit on any layout.
         gradient_hooks: the user's hooks on parameters, called once a step.
         num_parameters: of the whole model, tied ones counted once.
+        adds_losses: whether this rank's micro-batches count; of ranks that run the same ones, those of the first.
     """
 
     layout: Layout
@@ -142,6 +143,7 @@ class ParallelModel:
     reproducible: bool = False
     gradient_hooks: GradientHooks = field(default_factory=dict)
     num_parameters: int = 0
+    adds_losses: bool = True
 
     def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator:
         """Return an empty accumulator for a step, or for a window of an evaluation."""
@@ -149,8 +151,8 @@ class ParallelModel:
             return self.local_training.loss_accumulator(micro_batches_per_step)
         device, shared = self.random_state.device, self.layout.world_size > 1
         if device.type == "cpu" or accelerator.widest_float(device) is not torch.float64:
-            return HostLossAccumulator(micro_batches_per_step, shared=shared)
-        return LossAccumulator(micro_batches_per_step, device, shared=shared)
+            return HostLossAccumulator(micro_batches_per_step, shared=shared, adds=self.adds_losses)
+        return LossAccumulator(micro_batches_per_step, device, shared=shared, adds=self.adds_losses)
 
     def model_updates(
         self, accumulator: LossAccumulator, factor: float, count: Number

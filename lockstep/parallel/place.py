@@ -5,6 +5,7 @@ checks → names → keyed randomness → float8 → activation checkpointing �
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -25,6 +26,7 @@ from lockstep.parallel.initial import FirstValues, broadcast_values, canonical_n
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.placement import Blocks, DryRun, PlacementContext
 from lockstep.parallel.reproducible.determinism import extra_traffic, join_uses_of_inputs, switch_on
+from lockstep.parallel.tensor_cuts import TensorCuts, apply_tensor, checked_plan, train_cuts
 from lockstep.precision import Precision, switch_tf32
 from lockstep.randomness import RandomState, key_segments
 from lockstep.strategy import Strategy, strategy_named
@@ -64,12 +66,16 @@ def place(
     size = sum(p.numel() for p in model.parameters())
     placement = prepared(model, strategy, layout, config, objective, device, precision, dry_run)
     placed = strategy.place(placement) if dry_run is None else strategy.rehearse(placement)
+    if placement.cuts is not None:
+        train_cuts(placed, placement.cuts)
     if not strategy.splits_model:
-        assert size == sum(p.numel() for p in model.parameters()), "placement changed the number of parameters"
+        held = sum(p.numel() for p in placed.parameters.values())
+        assert size == held, "placement changed the number of parameters"
         assert set(placed.parameters) == set(names.values()), "placement changed names of parameters"
     placed.aliases, placed.num_parameters, placed.gradient_hooks = aliases, size, hooks
     if dry_run is None:
-        divergence.guard_replicas(placed, config, placement.mesh)
+        cut = set() if placement.cuts is None else set(placement.cuts.dims)
+        divergence.guard_replicas(placed, config, placement.mesh, cut=cut)
         side_effects.watch(placed)
     return placed
 
@@ -95,9 +101,33 @@ def prepared(
     if shared:
         refuse_synchronised(model)
     mesh = dry_run.mesh if dry_run is not None else device_mesh(layout, device.type) if shared else None
+    cuts = cut_layers(model, layout, config, mesh, dry_run=dry_run is not None)
+    if first is not None and cuts is not None:
+        first.piece = cuts.piece
+    if dry_run is not None and cuts is not None:
+        cuts.cut.on_send = dry_run.sends
     return PlacementContext(
-        model, layout, config, mesh, objective, device, precision, random_state, blocks, first, log_lines, dry_run
+        model, layout, config, mesh, objective, device, precision, random_state, blocks, first, log_lines, dry_run, cuts
     )  # fmt: skip
+
+
+def cut_layers(
+    model: nn.Module, layout: Layout, config: StepConfig, mesh: DeviceMesh | None, *, dry_run: bool
+) -> TensorCuts | None:  # fmt: skip
+    """Cut the layers over the axis `tensor`; for the same bits, compute them in blocks on one rank, too.
+
+    A model whose layers can't be cut trains on one rank of the axis only, where products stay whole.
+    """
+    if layout.tensor == 1:
+        if not config.distributed.reproducible:
+            return None
+        try:
+            checked_plan(model)
+        except UsageError:
+            return None
+    if dry_run:
+        model.to_empty(device=torch.device("cpu"))  # a parameter on meta can't become a piece that is a fake tensor
+    return apply_tensor(model, mesh if layout.tensor > 1 else None, config)
 
 
 def key_model(model: nn.Module, random_state: RandomState, blocks: Blocks, *, cut: bool = False) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import DDPConfig, StepConfig
 from lockstep.layout import Layout
+from lockstep.mesh import data_parallel_group
 from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.comm.compression import Compression, compress
@@ -23,6 +24,7 @@ from lockstep.parallel.initial import FirstValues, materialise
 from lockstep.parallel.micro_step import AroundMicroBatch, evaluation_of, in_order, micro_step_of, plain_forward
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.reproducible.determinism import DeterministicKernels
+from lockstep.parallel.tensor_cuts import TensorCuts
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
 
@@ -37,11 +39,13 @@ class DryRun:
         mesh: over a fake process group; None on one rank.
         device_type: the device that the run will have, `cuda` or `cpu`; the fake tensors are on the CPU.
         reducer: makes the replacement for DDP's reducer, which refuses fake tensors.
+        sends: called with the bytes of each message along the axis `tensor`.
     """
 
     mesh: DeviceMesh | None
     device_type: str
     reducer: Callable[[nn.Module, DDPConfig], AroundMicroBatch]
+    sends: Callable[[int], None] | None = None
 
 
 @dataclass
@@ -61,6 +65,7 @@ class PlacementContext:
         first: makes the first values; None where the model has them.
         log_lines: logged at start; strategies add theirs.
         dry_run: set where the model has no values, and gets none.
+        cuts: of layers, over the axis `tensor`.
     """
 
     model: nn.Module
@@ -75,6 +80,7 @@ class PlacementContext:
     first: FirstValues | None
     log_lines: list[str] = field(default_factory=list)
     dry_run: DryRun | None = None
+    cuts: TensorCuts | None = None
 
     @property
     def device_type(self) -> str:
@@ -93,19 +99,28 @@ class PlacementContext:
 
     @property
     def rank(self) -> int:
-        """Global rank of this process."""
-        return dist.get_rank() if self.mesh is not None else 0
+        """Rank of this process among those that share out the micro-batches (without a pipeline)."""
+        return dist.get_rank() // self.layout.tensor if self.mesh is not None else 0
 
     @property
     def ranks(self) -> int:
         """Data-parallel size."""
         return self.layout.data_parallel_size
 
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """The data-parallel ranks that hold the same pieces; None: all ranks."""
+        if self.mesh is None or self.layout.tensor == 1:
+            return None
+        return data_parallel_group(self.mesh)
+
     def materialise(self) -> None:
         """Bring the model to its device; a model on meta gets storage and, except in a dry run, its first values."""
         if self.has_values:
             self.model.to(self.device)
             return
+        if self.dry_run is not None and self.cuts is not None:
+            return  # it has storage already
         self.model.to_empty(device=self.device)
         if self.first is not None:
             materialise(self.model, self.first, self.model.named_parameters())
@@ -222,7 +237,7 @@ def around_micro_batches(
     if applied.compression.powersgd is not None:
         around.append(applied.compression.powersgd)
     around += applied.around
-    buffers = RunningBuffers(p.model, applied.statistics_over or p.ranks, reproducible=p.reproducible)
+    buffers = RunningBuffers(p.model, applied.statistics_over or p.ranks, p.dp_group, reproducible=p.reproducible)
     if buffers.any:
         around.append(buffers)
     if applied.gradient_sync is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -246,10 +246,12 @@ def _layouts(
     may_be_low &= cluster.gpu.has_bf16 and config.precision.mode == "bf16" and not config.distributed.reproducible
     # Autocast keeps copies of fp32 weights; for large models only weights gathered in bf16 are useful.
     widths = [low] if may_be_low and facts.parameters > LARGE else [{}, low] if may_be_low else [{}]
+    tensor = config.distributed.tensor_size or 1
+    groups = cluster.of_tensor_groups(tensor)
     for strategy in known_strategies(config.distributed.strategy):
-        if strategy.splits_model and not pipelines:
+        if (strategy.splits_model and (not pipelines or tensor > 1)) or (tensor > 1 and not strategy.cuts_layers):
             continue
-        for layout in strategy.layouts_to_plan(facts, config.step, cluster):
+        for layout in strategy.layouts_to_plan(facts, config.step, groups):
             if not strategy.cuts_parameters(_layout(config, cluster, layout)):
                 yield layout
             for width in widths[-1:] if strategy.splits_model else widths:
@@ -261,7 +263,7 @@ def _layout(config: Config, cluster: GpuCluster, changes: dict[str, Any]) -> Lay
     return resolve(config.replaced(_NO_SIZES | changes).distributed, cluster.num_gpus, cluster.per_node)
 
 
-_NO_SIZES = {f"distributed.{axis}_size": None for axis in AXES}
+_NO_SIZES = {f"distributed.{axis}_size": None for axis in AXES if axis != "tensor"}  # which the config decides
 
 
 def evaluate_layout(
@@ -277,13 +279,16 @@ def evaluate_layout(
     except UsageError as error:
         candidate.refused = error.what
         return candidate
-    shards = layout.shard * layout.pipeline
+    shards = layout.shard * layout.pipeline * layout.tensor
     offload = config.distributed.fsdp.cpu_offload
     state = 0.0 if offload else facts.parameters * (4 + facts.optimizer_bytes) / shards
     whole = 8 * facts.parameters / layout.pipeline if strategy.splits_model and layout.shard > 1 else 0.0
     candidate.least = state + whole
     candidate.samples = config.training.batch_size * count * layout.data_parallel_size
     if candidate.least > candidate.limit:
+        return candidate
+    if strategy.splits_model and layout.tensor > 1:
+        candidate.refused = "a pipeline of cut layers is not planned yet"
         return candidate
     try:
         if strategy.splits_model:
@@ -314,11 +319,13 @@ def micro_batches(config: Config, layout: Layout) -> int:
     return -(-count // layout.data_parallel_size)
 
 
-def pieces_of(facts: ModelSize, rehearsal: Rehearsal, seconds: Callable[[Cost], float]) -> Pieces:
-    """Return the parts of a step; `seconds` returns a GPU's time for a cost."""
-    computed = rehearsal.work
+def pieces_of(
+    facts: ModelSize, rehearsal: Rehearsal, seconds: Callable[[Cost], float], tensor: int = 1
+) -> Pieces:  # fmt: skip
+    """Return the parts of a step; `seconds` returns a GPU's time for a cost, `tensor` ranks share each layer."""
+    computed, each = rehearsal.work, 4 / tensor
     return Pieces(
-        facts.units, 4 * facts.unit_parameters, 4 * (facts.parameters - facts.units * facts.unit_parameters),
+        facts.units, each * facts.unit_parameters, each * (facts.parameters - facts.units * facts.unit_parameters),
         seconds(computed.forward), seconds(computed.backward), seconds(computed.update), facts.low_rank_bytes,
     )  # fmt: skip
 
@@ -335,10 +342,18 @@ def _evaluate_data_parallel(
     strategy = strategy_named(layout.strategy)
     memory["parameters"] += round(strategy.further_state(config.step, facts.parameters))
     candidate.memory = memory
-    pieces = pieces_of(facts, rehearsal, cluster.seconds)
-    candidate.step = strategy.step_time(pieces, config.step, layout, cluster, count)
-    candidate.notes += compression_advice(pieces, config, layout, cluster, count)
-    candidate.model_flops = 3.0 * rehearsal.work.forward.flops * count * layout.data_parallel_size
+    groups, pieces = (
+        cluster.of_tensor_groups(layout.tensor),
+        pieces_of(facts, rehearsal, cluster.seconds, layout.tensor),
+    )
+    step = strategy.step_time(pieces, config.step, replace(layout, tensor=1), groups, count)
+    sent = rehearsal.work.forward.plus(rehearsal.work.backward)
+    waited = count * cluster.waited(sent)
+    candidate.step = replace(
+        step, compute=step.compute - waited, exposed=step.exposed + waited, inside=step.inside + count * sent.sent
+    )
+    candidate.notes += compression_advice(pieces, config, layout, cluster, count) if layout.tensor == 1 else []
+    candidate.model_flops = 3.0 * rehearsal.work.forward.flops * count * layout.data_parallel_size * layout.tensor
 
 
 def _device_type(cluster: GpuCluster) -> str:

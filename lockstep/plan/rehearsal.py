@@ -7,7 +7,7 @@ The device is always the CPU; on a GPU the same tensors are created, apart from 
 kernels' own workspaces.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -116,7 +116,11 @@ def rehearse(
         start = tracker.record.start
         if left_out:
             reduces = strategy.reduces_by_ddp and layout.replicate > 1
-            start = with_blocks_left_out(start, blocks_of(model)[REPEATED][1], optimizer, left_out, buckets=reduces)
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            states: dict[Tensor, Any] = {
+                parameter: optimizer.state[placed.parameters[name]] for parameter, name in names.items()
+            }
+            start = with_blocks_left_out(start, blocks_of(model)[REPEATED][1], states, left_out, buckets=reduces)
     return Rehearsal(
         peak_over(start, regions),
         dict(zip(KINDS, start, strict=True)),
@@ -196,13 +200,16 @@ def _place_model(
         on_backward(value, lambda: tracker.mark("backward"))
         return value
 
+    def sends(size: int) -> None:
+        tracker.record.items.append(Cost(sent=size))
+
     placed = place(
         model, layout, planned(config.step), objective=replace(objective, loss=loss), device=CPU,
-        precision=precision_of(config), dry_run=DryRun(mesh, device_type, partial(Reducer, tracker)),
+        precision=precision_of(config), dry_run=DryRun(mesh, device_type, partial(Reducer, tracker), sends),
     )  # fmt: skip
     strategy = strategy_named(layout.strategy)
     if not strategy.reduces_by_ddp or layout.world_size == 1:  # else the reducer does it
-        tag_gradients(tracker, placed.parameters.values())
+        tag_gradients(tracker, model.parameters())
     return placed
 
 
@@ -217,6 +224,8 @@ def _step(
             tracker.mark("forward")
             placed.micro_step(MicroBatch(index, batch), accumulator, 1.0, index == count - 1)
     tracker.mark("update")
+    if layout.tensor > 1:
+        placed.finish_gradients()
     update(optimizer)
 
 
@@ -254,22 +263,23 @@ def _tag_persistent(tracker: Tracker, model: nn.Module, optimizer: torch.optim.O
 
 
 def with_blocks_left_out(
-    start: tuple[int, ...], block: nn.Module, optimizer: torch.optim.Optimizer, left_out: int, *, buckets: bool = False
-) -> tuple[int, ...]:
+    start: tuple[int, ...], block: nn.Module, states: Mapping[Tensor, Mapping[str, Any]], left_out: int, *,
+    buckets: bool = False,
+) -> tuple[int, ...]:  # fmt: skip
     """Add the memory of blocks that were left out to what is live before a step.
 
     Args:
         start: bytes by kind.
         block: one that is equal to them.
+        states: parameter → its optimizer state.
         buckets: whether gradients have buckets of their own.
     """
     whole = list(start)
     for parameter in block.parameters():
         size = local(parameter).untyped_storage().nbytes()
-        states = optimizer.state[parameter].values()
         whole[_KIND["parameters"]] += left_out * size
         whole[_KIND["optimizer"]] += left_out * sum(
-            local(t).untyped_storage().nbytes() for t in states if isinstance(t, Tensor)
+            local(t).untyped_storage().nbytes() for t in states[parameter].values() if isinstance(t, Tensor)
         )
         whole[_KIND["buckets"]] += left_out * size * buckets
     return tuple(whole)

@@ -289,5 +289,5 @@ class _Rank:
         for stage in self.cut.plan.parts.of_rank(self.rank):
             if stage in self.cut.left_out:
                 block = self.blocks[self.cut.repeated[stage]][1]
-                found = with_blocks_left_out(found, block, self.optimizer, self.cut.left_out[stage])
+                found = with_blocks_left_out(found, block, self.optimizer.state, self.cut.left_out[stage])
         return found

@@ -204,7 +204,7 @@ def _threads(ranks: int) -> int:
 
 def _data_parallel_size(topology: str) -> int:
     values, ranks = parse_topology(topology)
-    return ranks // int(values.get("pipeline_size") or 1)
+    return ranks // int(values.get("pipeline_size") or 1) // int(values.get("tensor_size") or 1)
 
 
 def record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]], start: Start) -> list[dict[str, str]]:
@@ -298,7 +298,7 @@ def _find_causes(different: Sequence[tuple[VerifyJob, Outcome, StepResult]], sta
     """Make the experiments that tell what differs, then those that undo what may be the cause."""
     evidence = []
     for job, _, found in different:
-        cases = tuple(first_experiments(job.spec, found.step))
+        cases = tuple(first_experiments(job.spec, job.topology, found.step))
         evidence.append((replace(job, cases=cases), Evidence(found, {}, {}, job.folder, job.spec.config)))
     _experiment(evidence, start)
     further = []

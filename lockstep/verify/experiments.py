@@ -272,13 +272,18 @@ def float64_by_default() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def first_experiments(spec: Spec, at: int) -> list[Case]:
-    """Return the experiments that tell what differs in a step: the step twice, and part by part."""
+def first_experiments(spec: Spec, topology: str, at: int) -> list[Case]:
+    """Return the experiments that tell what differs in a step: the step twice, and part by part.
+
+    Not part by part where layers are cut over ranks: a rank's inputs and gradients are pieces of the reference's.
+    """
     # Part by part, without what only rounds, or acts on the gradient as a whole.
     plain = {key: value for settings in switched_off(spec.config).values() for key, value in settings.items()}
+    again = [Case(name, start=at, switches=frozenset({AGAIN})) for name in (AGAIN, AGAIN_TOO)]
+    if (parse_topology(topology)[0].get("tensor_size") or 1) > 1:
+        return again
     return [
-        Case(AGAIN, start=at, switches=frozenset({AGAIN})),
-        Case(AGAIN_TOO, start=at, switches=frozenset({AGAIN})),
+        *again,
         Case(FORCED, plain, start=at, switches=frozenset({FORCED})),
         Case(NUDGED, plain, start=at, switches=frozenset({NUDGED, FORCED})),
     ]

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from lockstep import cluster, collectives
 from lockstep.errors import LockstepError, RunError
+from lockstep.layout import AXES
 from lockstep.step import Progress
 from lockstep.strategy import SINGLE, parse_topology, strategy_named
 from lockstep.trainer import Trainer
@@ -46,7 +47,7 @@ from lockstep.verify.flow import FlowRecorder, RankFlow, load, save, save_bounds
 from lockstep.verify.subject import MAIN, Case, Spec, VerifyJob
 from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, StepObserver, Stored, Trace
 
-_SIZES = ("distributed.pipeline_size", "distributed.replicate_size", "distributed.shard_size")
+_SIZES = tuple(f"distributed.{axis}_size" for axis in AXES)
 _FLOW = "flow.pt"  # file with what flowed through the reference
 # The check for divergence would stop the steps to compare.
 _NO_DIVERGENCE_CHECK: dict[str, Any] = {"distributed.divergence_check_steps": None}
@@ -201,8 +202,8 @@ def _flow(recorder: FlowRecorder, observer: StepObserver, reference: Stored) -> 
 
 def _replica(trainer: Trainer) -> tuple[int, ...]:
     """Return a number that is the same on ranks with the same tensors."""
-    layout, rank = trainer.layout, collectives.rank()
-    return rank // layout.data_parallel_size, rank % layout.shard
+    layout, (rank, tensor) = trainer.layout, divmod(collectives.rank(), trainer.layout.tensor)
+    return rank // layout.data_parallel_size, rank % layout.shard, tensor
 
 
 def _from_all(report: RankReport) -> list[RankReport]:

@@ -10,7 +10,7 @@ import torch
 from lockstep.config import config_from
 from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
-from tests.parity.toy import RECIPE, Tokens, language_model
+from tests.parity.toy import RECIPE, VOCAB, Tokens, language_model
 
 Bits = tuple[str, list[tuple[str, str]]]
 """Digest of parameters and optimizer state at the end; (loss, gradient norm) of each step, as exact text."""
@@ -69,7 +69,10 @@ def many(cases: list[tuple[Any, ...]]) -> list[Bits]:
     return [bits(*case[:4], **(case[4] if len(case) > 4 else {})) for case in cases]
 
 
-def relay(folder: str, model: str, settings: dict[str, Any], topologies: list[str], steps: int) -> Bits:
+def relay(
+    folder: str, model: str, settings: dict[str, Any], topologies: list[str], steps: int,
+    vocabulary: int = VOCAB,
+) -> Bits:  # fmt: skip
     """A run that changes its topology at checkpoints, `steps` steps on each; it goes on from `folder` if one is there.
 
     Returns:
@@ -79,7 +82,7 @@ def relay(folder: str, model: str, settings: dict[str, Any], topologies: list[st
     newest = Path(folder, "newest")
     trainer = None
     for topology in topologies:
-        trainer = trainer_for(topology, model, settings)
+        trainer = trainer_for(topology, model, settings, vocab_size=vocabulary)
         if newest.exists():
             trainer.load_checkpoint(newest.read_text())
         for record in islice(trainer.steps(Tokens()), steps):

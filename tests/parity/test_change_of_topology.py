@@ -19,3 +19,14 @@ def test_single_ddp_hybrid_pipeline_and_back(tmp_path: Path, model: str, precisi
     digest, last = relay(str(tmp_path), model, settings, ["single"], 2)
     assert first + second + third + last == records
     assert digest == reference
+
+
+def test_a_run_that_is_cut_over_the_axis_tensor_for_a_while(tmp_path: Path) -> None:
+    settings = {"training.max_steps": 12, "training.lr_schedule": "cosine"}
+    reference, records = bits("single", "transformer", settings, vocab_size=64)
+    four = ["ddp:2*tensor:2", "fsdp:2*tensor:2", "pipeline:2*tensor:2", "tensor:4"]
+    first = run_ranks(relay, 4, str(tmp_path), "transformer", settings, four, 2, 64)[0][1]
+    second = run_ranks(relay, 2, str(tmp_path), "transformer", settings, ["tensor:2"], 2, 64)[0][1]
+    digest, last = relay(str(tmp_path), "transformer", settings, ["single"], 2, 64)
+    assert first + second + last == records
+    assert digest == reference

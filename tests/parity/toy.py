@@ -37,7 +37,13 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 
 
 def language_model(name: str, **args: Any) -> nn.Module:
-    """A tiny model of the family, on meta."""
+    """A tiny model of the family, on meta; of the Hugging Face library by `hf:llama`."""
+    if name.startswith("hf:"):
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        grouped = {"num_key_value_heads": 2, "block_size": LENGTH, "vocab_size": VOCAB}
+        torch.manual_seed(0)  # some families have no values on meta
+        with torch.device("meta"):
+            return get_model(name)(**{**sizes, **grouped, **args})
     common = {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": VOCAB, "dropout": 0.1}
     family = {"bdh": {"mlp_multiplier": 4}, "transformer": {"n_kv_head": 2}, "free_transformer": {"latent_bits": 4}}
     with torch.device("meta"):

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.collectives import create_once, object_device
+from lockstep.collectives import object_device
 from lockstep.layout import Layout
+from lockstep.mesh import data_parallel_group
 from lockstep.parallel import fsdp
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.fsdp_units import explain_mixing, units_of, used_elsewhere
@@ -145,7 +146,12 @@ def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, 
         p.random_state,
         cut.work,
         Relay(parts, plan.parts.ranks, group, p.device, objects_on),
-        Shapes(cut.dp_rank, dp_size, knows_batches=parts[0].is_first, device=objects_on),
+        Shapes(
+            cut.dp_rank,
+            dp_size,
+            knows_batches=parts[0].is_first and (p.cuts is None or p.cuts.cut.rank == 0),
+            device=objects_on,
+        ),
         make_schedule=partial(PipelineSchedule, plan.facts.name),
         padded=lambda count: plan.facts.padded(count, p.layout.pipeline, stages),
         per_run=p.config.distributed.pipeline.n_microbatches,
@@ -169,11 +175,4 @@ def _counted(held: StageParameters, rank: int) -> set[str]:
 def _data_parallel(layout: Layout, mesh: DeviceMesh) -> tuple[int, dist.ProcessGroup | None]:
     """Return which of the parallel pipelines this rank is in, and the group of the ranks with the same stages."""
     dp_rank = mesh["replicate"].get_local_rank() * layout.shard + mesh["shard"].get_local_rank()
-    mine = None
-    for ranks in mesh.mesh.flatten(1).tolist():  # every rank makes every group
-        made = (
-            create_once(("columns", *ranks), partial(dist.new_group, ranks)) if layout.data_parallel_size > 1 else None
-        )
-        if dist.get_rank() in ranks:
-            mine = made
-    return dp_rank, mine
+    return dp_rank, data_parallel_group(mesh) if layout.data_parallel_size > 1 else None

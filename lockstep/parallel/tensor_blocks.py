@@ -1,0 +1,410 @@
+"""What a layer that is cut over the axis `tensor` computes and sends: products, in blocks where bits count, and sums.
+
+Outside the cut layers, activations are whole on every rank, or each rank has a part of the sequence (sequence parallel:
+Korthikanti et al. 2022, arXiv:2205.05198). `enter` brings them into cut layers, `leave` sums what those return:
+
+    sequence parallel    enter                               leave
+    no                   as it is; backward: all-reduce      all-reduce; backward: as it is
+    yes                  all-gather; backward: reduce-       reduce-scatter; backward: all-gather
+                         scatter
+
+Cut over columns, a matrix product has other bits in some shapes; as fixed blocks it has the same however the blocks are
+dealt to ranks. What several blocks add up to is summed as one tree over the blocks, each rank its run of them, and then
+over the ranks (`lockstep.parallel.reproducible.tree`). Then each product's backward pass sums its own blocks, so that
+`enter` has nothing left to sum.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.errors import UsageError
+from lockstep.parallel.comm import all_gather_flat, reduce_scatter_flat
+from lockstep.parallel.reproducible.tree import Partials, TreeReduceScatter, tree_all_reduce, tree_assignment
+
+SEQUENCE = 1  # the dim of activations [B, T, …] that sequence parallel cuts
+
+
+class Cut:
+    """How layers are cut.
+
+    Attributes:
+        group: the ranks over which; None: one.
+        ranks, rank: their number, and this one's place.
+        blocks: in a whole layer; None: each rank's part is one product, and sums are plain.
+        sequence: outside the cut layers a rank has a part of the sequence.
+        on_send: called with the bytes that this rank sends, in a dry run.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, blocks: int | None, *, sequence: bool) -> None:
+        self.group, self.blocks, self.sequence = group, blocks, sequence
+        self.ranks, self.rank = (1, 0) if group is None else (group.size(), group.rank())
+        self._whole: weakref.ref[Tensor] = weakref.ref(torch.empty(0))
+        self._entered: Tensor | None = None
+        self.on_send: Callable[[int], None] | None = None
+
+    def blocks_of(self, size: int) -> int:
+        """Return the number of blocks of this rank in a dim of which it holds `size`."""
+        return 1 if self.blocks is None else math.gcd(size * self.ranks, self.blocks) // self.ranks
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return whole activations for layers that are cut; layers that are given the same ones share one message."""
+        if self.group is None or not (self.sequence or self.blocks is None):
+            return x
+        if self._whole() is not x or self._entered is None or self._entered.requires_grad != x.requires_grad:
+            self._entered = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
+            self._whole = weakref.ref(x)
+        assert self._entered is not None
+        return self._entered
+
+    def leave(self, parts: Tensor) -> Tensor:
+        """Return the sum over ranks of what the blocks of this rank return: this rank's part of the sequence."""
+        return self.sum(parts, cut=self.sequence)
+
+    def sum(self, parts: Tensor, *, cut: bool = False) -> Tensor:
+        """Return the sum over the blocks of all ranks, with `cut` this rank's part of the sequence of it.
+
+        Args:
+            parts: [this rank's blocks, …].
+        """
+        count = len(parts)
+        if self.group is None:
+            return _tree_sum(parts)
+        if self.blocks is None:
+            return self._plain_sum(parts[0], cut=cut)
+        leaves, nodes = count * self.ranks, tree_assignment(count * self.ranks, self.ranks)[self.rank]
+        if len(nodes) == 1:
+            sums: list[Tensor | None] = [_tree_sum(parts)]
+        else:
+            partials = Partials(leaves)
+            for place, part in enumerate(parts):
+                partials.add(self.rank * count + place, [part], owned=False)
+            sums = [values[0] if (values := partials.take(node)) else None for node in nodes]
+        like = next(value for value in sums if value is not None)
+        if cut:
+            rows = [None if value is None else self._in_rows(value) for value in sums]
+            share = like.numel() // self.ranks
+            mine = TreeReduceScatter(rows, like.reshape(-1), share, leaves, self.group).finish()
+            return mine.view(like.shape[0], -1, *like.shape[2:])
+        out = torch.empty_like(like).view(-1)
+        tree_all_reduce([None if v is None else v.reshape(-1) for v in sums], out, leaves, self.group)
+        return out.view_as(like)
+
+    def _plain_sum(self, part: Tensor, *, cut: bool) -> Tensor:
+        self._count(part, 1 if cut else 2)
+        if not cut:
+            # A copy: what selective activation checkpointing keeps of a product is not to be written to.
+            total = part.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=self.group)
+            return total
+        assert self.group is not None
+        rows = self._in_rows(part)
+        if dist.get_backend(self.group) == "gloo":  # its reduce-scatter is an all-reduce of which a part is kept
+            theirs = torch.empty_like(rows)
+            dist.all_to_all_single(theirs, rows, group=self.group)
+            mine = theirs.sum(0)
+        else:
+            mine = torch.empty_like(rows[0])
+            reduce_scatter_flat(mine, rows.view(-1), group=self.group)
+        return mine.view(part.shape[0], -1, *part.shape[2:])
+
+    def _count(self, whole: Tensor, times: int) -> None:
+        if self.on_send is not None:
+            self.on_send(times * whole.numel() * whole.element_size() * (self.ranks - 1) // self.ranks)
+
+    def _in_rows(self, whole: Tensor) -> Tensor:
+        """Return [B, T, …] as [ranks, numbers of its part of the sequence]."""
+        parts = torch.stack(whole.chunk(self.ranks, SEQUENCE))
+        return parts.view(self.ranks, -1)
+
+    def part(self, whole: Tensor, dim: int = SEQUENCE) -> Tensor:
+        """Return this rank's part, a copy."""
+        return whole.chunk(self.ranks, dim)[self.rank].contiguous()
+
+    def gathered(self, part: Tensor, dim: int = SEQUENCE) -> Tensor:
+        """Return the parts of all ranks side by side."""
+        assert self.group is not None
+        parts = part.new_empty(self.ranks, *part.shape)
+        self._count(parts, 1)
+        all_gather_flat(parts.view(-1), part.contiguous().view(-1), group=self.group)
+        return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _tree_sum(parts: Tensor) -> Tensor:
+    """Return the sum over the first dim as one tree (`lockstep.parallel.reproducible.tree`)."""
+    if len(parts) & (len(parts) - 1) == 0:  # neighbours are added, all pairs at once
+        while len(parts) > 1:
+            parts = parts[0::2] + parts[1::2]
+        return parts[0]
+    partials = Partials(len(parts))
+    for place, part in enumerate(parts):
+        partials.add(place, [part], owned=False)
+    total = partials.total()
+    assert total is not None
+    assert total[0] is not None
+    return total[0]
+
+
+def refuse_length(x: Tensor, cut: Cut) -> None:
+    """Refuse a sequence that ranks can't share.
+
+    Raises:
+        UsageError: with what to write.
+    """
+    if cut.sequence and x.shape[SEQUENCE] % cut.ranks:
+        raise UsageError(
+            f"{cut.ranks} ranks along the axis tensor can't share a sequence of {x.shape[SEQUENCE]}",
+            where="distributed.sequence_parallel",
+            fix="pad sequences to a multiple of the ranks, or write sequence_parallel: false",
+        )
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
+    """Return this rank's columns of x Wᵀ + b: x [B, T, K], weight [N / ranks, K] → [B, T, N / ranks]."""
+    return _Column.apply(*_autocast(cut.enter(x), weight, bias), cut)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def repeated_heads(weight: Tensor, heads: int, copies: int, cut: Cut) -> Tensor:
+    """Return this rank's run of heads, with `copies` of each, of a weight [heads · width, …]."""
+    return _RepeatedHeads.apply(weight, heads, copies, cut)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def row_linear(x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
+    """Return x Wᵀ, summed over ranks: x [B, T, K / ranks], weight [N, K / ranks] → [B, T, N] or a part of it."""
+    x, weight, _ = _autocast(x, weight, None)
+    return _Row.apply(x, weight, cut)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def vocabulary_lookup(ids: Tensor, weight: Tensor, cut: Cut, padding_idx: int | None = None) -> Tensor:
+    """Return the rows of the whole table: ids [B, T], weight [V / ranks, D] → [B, T, D] or a part of it."""
+    if cut.group is None:
+        return F.embedding(ids, weight, padding_idx)
+    refuse_length(ids, cut)
+    first = cut.rank * weight.shape[0]
+    here = (ids >= first) & (ids < first + weight.shape[0])
+    if padding_idx is not None:
+        padding_idx = padding_idx - first if first <= padding_idx < first + weight.shape[0] else None
+    found = F.embedding(torch.where(here, ids - first, 0), weight, padding_idx) * here.unsqueeze(-1)
+    return _Leave.apply(found, cut)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def head_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
+    """Return the whole x Wᵀ + b: x [B, T, K], weight [N / ranks, K] → [B, T, N]."""
+    y = column_linear(x, weight, bias, cut)
+    return y if cut.group is None else _GatherLogits.apply(y, cut)  # type: ignore[no-untyped-call]
+
+
+def enter_heads(x: Tensor, heads: int, cut: Cut) -> Tensor:
+    """Return x for each of this rank's heads, [B, T, D] → [heads, B · T, D]; gradients are summed over all heads."""
+    return _Heads.apply(x, heads, cut)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def leave_heads(parts: Tensor, cut: Cut) -> Tensor:
+    """Return the sum over the heads of all ranks, in float32: [heads, …] → […]."""
+    return _LeaveHeads.apply(parts, cut)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def by_pieces(run: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], cut: Cut, dim: int) -> Tensor:
+    """Return run(x, *weights), piece by piece along `dim`; the weights' gradients are summed over all ranks' pieces."""
+    count = cut.blocks_of(x.shape[dim])
+    copies: list[tuple[Tensor, ...]] = [_Spread.apply(w, cut, count) for w in weights]  # type: ignore[no-untyped-call]
+    return torch.cat([run(*piece) for piece in zip(x.chunk(count, dim), *copies, strict=True)], dim)
+
+
+def cut_dropout(x: Tensor, p: float, cut: Cut, dim: int) -> Tensor:
+    """Return dropout of this rank's part of a tensor, with the random numbers of the whole one."""
+    shape = [*x.shape[:dim], x.shape[dim] * cut.ranks, *x.shape[dim + 1 :]]
+    kept = F.dropout(x.new_ones(shape), p)
+    return x * cut.part(kept, dim)
+
+
+def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.cut, ctx.count = cut, cut.blocks_of(weight.shape[0])
+        if cut.blocks is None:
+            y = x @ weight.t()
+        else:
+            blocks = _products(_alike(x, ctx.count), _in_rows(weight, ctx.count).transpose(1, 2))
+            y = blocks.transpose(0, 1).reshape(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        pulls = _in_blocks(gradients[0], ctx.count)
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[1]:
+            of_weight = _products(pulls.transpose(1, 2), _alike(x, ctx.count)).flatten(0, 1)
+        if ctx.needs_input_grad[2]:
+            of_bias = pulls.sum(1).flatten()
+        if ctx.needs_input_grad[0]:
+            products = _products(pulls, _in_rows(weight, ctx.count)).view(-1, *x.shape)
+            of_x = products[0] if ctx.cut.blocks is None else ctx.cut.sum(products)  # else: by `enter`
+        return of_x, of_weight, of_bias, None
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.cut, ctx.count = cut, cut.blocks_of(weight.shape[1])
+        products = _products(_in_blocks(x, ctx.count), _in_blocks(weight, ctx.count).transpose(1, 2))
+        return cut.leave(products.view(-1, *x.shape[:-1], weight.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        pulls = _alike(_left(gradients[0], ctx.cut), ctx.count)
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = _products(pulls, _in_blocks(weight, ctx.count)).transpose(0, 1).reshape(x.shape)
+        if ctx.needs_input_grad[1]:
+            products = _products(pulls.transpose(1, 2), _in_blocks(x, ctx.count))
+            of_weight = products.transpose(0, 1).reshape(weight.shape)
+        return of_x, of_weight, None
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b, one block after the other: a batched product can have other bits for another number of blocks."""
+    if len(a) == 1:
+        return (a[0] @ b[0]).unsqueeze(0)
+    return torch.stack([one @ other for one, other in zip(a, b, strict=True)])
+
+
+def _alike(x: Tensor, count: int) -> Tensor:
+    """Return [..., K] as [count, rows, K], the same for each block."""
+    return x.contiguous().view(-1, x.shape[-1]).expand(count, -1, -1)
+
+
+def _in_rows(weight: Tensor, count: int) -> Tensor:
+    """Return [count · N, K] as [count, N, K]."""
+    return weight.reshape(count, -1, weight.shape[-1])
+
+
+def _in_blocks(x: Tensor, count: int) -> Tensor:
+    """Return [..., count · K] as [count, rows, K].
+
+    A block lies in memory of its own: between the others of its rank its strides, and with them the bits of a product,
+    would depend on how many these are.
+    """
+    return x.reshape(-1, count, x.shape[-1] // count).transpose(0, 1).contiguous()
+
+
+def _left(gradient: Tensor, cut: Cut) -> Tensor:
+    return cut.gathered(gradient) if cut.sequence and cut.group is not None else gradient
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        return cut.gathered(x) if cut.sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        cut: Cut = ctx.cut
+        if cut.blocks is not None:  # summed already
+            return cut.part(gradients[0]), None
+        return cut.sum(gradients[0][None], cut=cut.sequence), None
+
+
+class _Leave(torch.autograd.Function):
+    """The sum over ranks of parts of which one is not zero, for each element: the same bits in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        return cut.leave(x[None])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _left(gradients[0], ctx.cut), None
+
+
+class _RepeatedHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, heads: int, copies: int, cut: Cut) -> Tensor:
+        ctx.heads, ctx.copies, ctx.cut = heads, copies, cut
+        each = weight.view(heads, -1, *weight.shape[1:]).repeat_interleave(copies, 0)
+        return cut.part(each, 0).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the sum over copies: of all ranks where bits count, else of this one."""
+        cut: Cut = ctx.cut
+        mine = ctx.heads * ctx.copies // cut.ranks
+        parts = gradients[0].view(mine, -1, *gradients[0].shape[1:])
+        if cut.blocks is None:
+            whole = parts.new_zeros(ctx.heads * ctx.copies, *parts.shape[1:])
+            whole[cut.rank * mine : (cut.rank + 1) * mine] = parts
+        else:
+            whole = parts if cut.group is None else cut.gathered(parts, 0)
+        by_copy = whole.view(ctx.heads, ctx.copies, *parts.shape[1:]).transpose(0, 1)
+        return _tree_sum(by_copy).flatten(0, 1), None, None, None
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, heads: int, cut: Cut) -> Tensor:
+        ctx.cut, ctx.shape = cut, x.shape
+        return x.reshape(1, -1, x.shape[-1]).expand(heads, -1, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _over_heads(gradients[0], ctx.cut).view(ctx.shape), None, None
+
+
+class _LeaveHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, cut: Cut) -> Tensor:
+        ctx.heads, ctx.dtype = parts.shape[0], parts.dtype
+        return _over_heads(parts, cut, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].to(ctx.dtype).expand(ctx.heads, *gradients[0].shape), None
+
+
+def _over_heads(parts: Tensor, cut: Cut, dtype: torch.dtype | None = None) -> Tensor:
+    blocks = parts.unflatten(0, (cut.blocks_of(parts.shape[0]), -1))  # type: ignore[no-untyped-call]
+    return cut.sum(blocks.sum(1, dtype=dtype))
+
+
+class _GatherLogits(torch.autograd.Function):
+    """The parts of all ranks, side by side in the last dim."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        return cut.gathered(x, -1 % x.dim())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.cut.part(gradients[0], -1), None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, cut: Cut, count: int) -> tuple[Tensor, ...]:
+        ctx.cut = cut
+        return tuple(weight.view_as(weight) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.cut.sum(torch.stack(gradients)), None, None
