@@ -32,7 +32,7 @@ SEQUENCE = 1  # the dim of activations [B, T, …] that sequence parallel cuts
 
 
 class Cut:
-    """How layers are cut.
+    """The way in which layers are cut, and the messages between their ranks.
 
     Attributes:
         group: the ranks over which; None: one.

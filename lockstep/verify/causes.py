@@ -103,7 +103,7 @@ class Evidence:
 
     @property
     def flows(self) -> list[RankFlow]:
-        """What each rank found part by part; empty if that was not possible."""
+        """The findings of each rank, part by part; empty if that was not possible."""
         return self.tried[FORCED].flows if FORCED in self.tried else []
 
     @property

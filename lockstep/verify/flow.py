@@ -71,7 +71,7 @@ class Deviation:
 
 @dataclass
 class RankFlow:
-    """What one rank found, part by part.
+    """The findings of one rank, part by part.
 
     Attributes:
         deviations: in the order of the step.
@@ -92,7 +92,7 @@ class RankFlow:
 
 @dataclass
 class RecordedFlow:
-    """What the reference recorded.
+    """A recording of the reference.
 
     Attributes:
         tensors: of each part.
