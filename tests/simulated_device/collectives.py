@@ -37,11 +37,15 @@ class SimWork(dist.Work):
 
 
 class SimGroup(dist.ProcessGroup):
-    """A communicator with a stream of its own; tensors of the host go to gloo at once."""
+    """A communicator with a stream of its own; tensors of the host go to gloo at once.
+
+    They go through a group of their own: on a rank whose stream is late they would overtake what is queued there.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("sim", store), rank, size, timeout)
+        self._host = dist.ProcessGroupGloo(dist.PrefixStore("sim-host", store), rank, size, timeout)
         self._checks = dist.ProcessGroupGloo(dist.PrefixStore("sim-check", store), rank, size, timeout)
         self._calls, self._sending = 0, []  # what is sent has to live on
         self.stream = Stream()
@@ -54,12 +58,12 @@ class SimGroup(dist.ProcessGroup):
         return dist.distributed_c10d._world.pg_names[self]
 
     def _queue(
-        self, name: str, read: Sequence[Tensor], written: Sequence[Tensor], compute: Callable[[], Any], result: Any,
-        *, together: bool = True,
+        self, name: str, read: Sequence[Tensor], written: Sequence[Tensor],
+        compute: Callable[[dist.ProcessGroupGloo], Any], result: Any, *, together: bool = True,
     ) -> Any:  # fmt: skip
         tensors = [*read, *written]
         if not any(isinstance(each, SimTensor) for each in tensors):
-            return compute()
+            return compute(self._host)
         assert all(isinstance(each, SimTensor) for each in tensors), "NCCL takes no tensors of the host"
         assert all(each.is_contiguous() for each in tensors), "NCCL takes contiguous tensors only"
         self._calls += 1
@@ -69,7 +73,7 @@ class SimGroup(dist.ProcessGroup):
         def work() -> None:
             if together:
                 self._compare(call)
-            done = compute()
+            done = compute(self._gloo)
             if done is not None:
                 done.wait()
             del tensors[:]  # the communicator keeps them until it is done
@@ -93,11 +97,11 @@ class SimGroup(dist.ProcessGroup):
         opts = opts or dist.AllreduceOptions()
         average = opts.reduceOp == dist.ReduceOp.AVG
 
-        def compute() -> Any:
+        def compute(gloo: dist.ProcessGroupGloo) -> Any:
             if not average:
-                return self._gloo.allreduce(raws, opts)
+                return gloo.allreduce(raws, opts)
             options = dist.AllreduceOptions()
-            self._gloo.allreduce(raws, options).wait()
+            gloo.allreduce(raws, options).wait()
             for raw in raws:
                 raw.div_(self.size())
             return None
@@ -106,27 +110,27 @@ class SimGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         raws = _raws(tensors)
-        return self._queue("broadcast", [], tensors, lambda: self._gloo.broadcast(raws, opts), tensors)
+        return self._queue("broadcast", [], tensors, lambda gloo: gloo.broadcast(raws, opts), tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         raws, raw_inputs = [_raws(each) for each in outputs], _raws(inputs)
         flat = [one for each in outputs for one in each]
-        return self._queue("all_gather", inputs, flat, lambda: self._gloo.allgather(raws, raw_inputs), outputs)
+        return self._queue("all_gather", inputs, flat, lambda gloo: gloo.allgather(raws, raw_inputs), outputs)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         to, of = _raws([output])[0], _raws([input])[0]
         pieces = list(to.view(-1).chunk(self.size()))
         return self._queue(
-            "all_gather_into_tensor", [input], [output], lambda: self._gloo.allgather([pieces], [of.view(-1)]), output
+            "all_gather_into_tensor", [input], [output], lambda gloo: gloo.allgather([pieces], [of.view(-1)]), output
         )
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         to, of = _raws([output])[0], _raws([input])[0]
         average = opts is not None and opts.reduceOp == dist.ReduceOp.AVG
 
-        def compute() -> None:
+        def compute(gloo: dist.ProcessGroupGloo) -> None:
             whole = of.clone().view(-1)
-            self._gloo.allreduce([whole]).wait()
+            gloo.allreduce([whole]).wait()
             piece = whole.chunk(self.size())[self.rank()]
             to.view(-1).copy_(piece / self.size() if average else piece)
 
@@ -136,7 +140,7 @@ class SimGroup(dist.ProcessGroup):
         to, of = _raws([output])[0], _raws([input])[0]
         return self._queue(
             "all_to_all_single", [input], [output],
-            lambda: self._gloo.alltoall_base(to, of, out_splits, in_splits), output,
+            lambda gloo: gloo.alltoall_base(to, of, out_splits, in_splits), output,
         )  # fmt: skip
 
     alltoall_base = all_to_all_single
@@ -146,20 +150,20 @@ class SimGroup(dist.ProcessGroup):
         """Send without waiting for the receiver: NCCL starts the calls of a batch together, here they are single."""
         raws = _raws(tensors)
 
-        def compute() -> Any:
+        def compute(gloo: dist.ProcessGroupGloo) -> Any:
             sent = [raw.clone() for raw in raws]
-            self._sending.append((self._gloo.send(sent, to, tag), sent))
+            self._sending.append((gloo.send(sent, to, tag), sent))
 
         if not any(isinstance(each, SimTensor) for each in tensors):
-            return self._gloo.send(raws, to, tag)
+            return self._host.send(raws, to, tag)
         return self._queue("send", tensors, [], compute, tensors, together=False)
 
     def recv(self, tensors: Any, of: int, tag: int = 0) -> Any:
         raws = _raws(tensors)
-        return self._queue("recv", [], tensors, lambda: self._gloo.recv(raws, of, tag), tensors, together=False)
+        return self._queue("recv", [], tensors, lambda gloo: gloo.recv(raws, of, tag), tensors, together=False)
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._gloo.barrier()
+        return self._host.barrier()
 
 
 def _raws(tensors: Sequence[Tensor]) -> list[Tensor]:
