@@ -130,6 +130,7 @@ MODELS = Registry(
         "bdh": "lockstep.models.bdh:BDH",
         "transformer": "lockstep.models.transformer:Transformer",
         "free_transformer": "lockstep.models.free_transformer:FreeTransformer",
+        "mixture": "lockstep.models.mixture:Mixture",
         "vae": "lockstep.models.vae:VAE",
     },
     further="hf:FOLDER_OR_TYPE or package.module:Class",

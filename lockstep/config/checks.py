@@ -28,7 +28,7 @@ def require_runnable(config: Config) -> None:
         raise UsageError(
             "the config names no model",
             where="model.name",
-            fix="write bdh, transformer, free_transformer, vae, hf:NAME or package.module:Class",
+            fix="write bdh, transformer, free_transformer, mixture, vae, hf:NAME or package.module:Class",
         )
     if config.data.name is None:
         raise UsageError(

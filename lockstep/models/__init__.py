@@ -1,6 +1,6 @@
 """Builds models: those that ship, by name, and the user's own.
 
-    bdh | transformer | free_transformer | vae      the families of this package
+    bdh | transformer | free_transformer | mixture | vae    the families of this package
     hf:FOLDER, hf:CONFIG.json, hf:TYPE              Hugging Face causal language models (`lockstep.models.hf`)
     package.module:Class                            any class, called with `model.args`
 

@@ -8,7 +8,11 @@ Any `nn.Module` can be trained. A model may help with
     blocks() -> [(name, module)]     its repeated blocks, for wrapping, checkpointing and compiling
     segments() -> [(name, module)]   the whole forward pass as a chain, for pipelines
     tensor_plan() -> {name: way}     how its layers are cut over ranks (`lockstep.parallel.tensor_cuts`)
+    experts() -> [(name, module)]    its experts, stacked in dim 0 of parameters (`lockstep.models.mixture.Experts`)
     init_weights()                   fills every parameter and buffer in place; then it can be built on `meta`
+
+A module that counts over a step has a buffer `step_counts` of integers, to which its forward passes add in training,
+and a method `end_step(counts)`, which gets the sum over the step's micro-batches after their backward passes.
 
 Without `loss`, the loss comes from `loss_fn(outputs, targets)`, or from the outputs themselves (`outputs["loss"]`,
 `outputs.loss`, or a 0-dim tensor). Such a loss is a mean unless `loss_fn.reduction` (or the model's `loss_reduction`)

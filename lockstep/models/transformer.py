@@ -52,11 +52,17 @@ class Decoder(LanguageModel):
 
 def block_plan(name: str) -> dict[str, str]:
     """Return how the attention and the feed-forward layer of a module are cut."""
-    attention, mlp = f"{name}.attention", f"{name}.mlp"
-    return {
-        **{f"{attention}.{layer}": "heads" for layer in ("query", "key", "value")}, f"{attention}.out": "row",
-        f"{mlp}.gate": "column", f"{mlp}.up": "column", f"{mlp}.down": "row",
-    }  # fmt: skip
+    return attention_plan(f"{name}.attention") | mlp_plan(f"{name}.mlp")
+
+
+def attention_plan(name: str) -> dict[str, str]:
+    """Return how an `Attention` is cut."""
+    return {**{f"{name}.{layer}": "heads" for layer in ("query", "key", "value")}, f"{name}.out": "row"}
+
+
+def mlp_plan(name: str) -> dict[str, str]:
+    """Return how a `SwiGLU` is cut."""
+    return {f"{name}.gate": "column", f"{name}.up": "column", f"{name}.down": "row"}
 
 
 class Transformer(Decoder):
@@ -145,16 +151,21 @@ class Head(nn.Module):
 
 
 class Block(nn.Module):
-    """A causal block: x [B, T, D] → x [B, T, D]; further arguments are passed on unchanged."""
+    """A causal block: x [B, T, D] → x [B, T, D]; further arguments are passed on unchanged.
+
+    Args:
+        mlp: in place of a SwiGLU of width mlp_hidden.
+    """
 
     def __init__(
-        self, n_embd: int, n_head: int, n_kv_head: int | None, mlp_hidden: int | None, dropout: float, n_layer: int
-    ) -> None:
+        self, n_embd: int, n_head: int, n_kv_head: int | None, mlp_hidden: int | None, dropout: float, n_layer: int,
+        mlp: nn.Module | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.attention_norm = nn.RMSNorm(n_embd, eps=NORM_EPS)
         self.attention = Attention(n_embd, n_head, n_kv_head)
         self.mlp_norm = nn.RMSNorm(n_embd, eps=NORM_EPS)
-        self.mlp = SwiGLU(n_embd, mlp_hidden)
+        self.mlp = SwiGLU(n_embd, mlp_hidden) if mlp is None else mlp
         self.dropout = nn.Dropout(dropout)
         # With two additions per layer, this makes the initial variance of the residual stream independent of depth.
         self.out_std = INIT_STD / math.sqrt(2 * n_layer)
@@ -164,7 +175,7 @@ class Block(nn.Module):
         nn.init.ones_(self.attention_norm.weight)
         nn.init.ones_(self.mlp_norm.weight)
         self.attention.init_weights(self.out_std)
-        self.mlp.init_weights(self.out_std)
+        self.mlp.init_weights(self.out_std)  # type: ignore[operator]
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run the block."""

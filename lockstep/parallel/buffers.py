@@ -16,6 +16,9 @@ The vectors of spectral normalisation follow from the weights alone: each forwar
 so their values would depend on how many micro-batches a rank runs. Here each micro-batch begins with the
 vectors that the step began with, and the step ends with one iteration made, as a plain loop over the whole batch does.
 
+What a module counts over a step (`step_counts`, see `lockstep.models.protocol`) is added up over micro-batches and
+ranks, as integers, and handed to its `end_step`.
+
 Changes to any other buffer follow no known rule, so they can't be replayed: ranks take rank 0's after each step and a
 warning is logged, or the model is refused where the same bits are asked for.
 """
@@ -39,6 +42,9 @@ from lockstep.torch_compat.normalizations import BatchNorm, SpectralNormParametr
 from lockstep.torch_compat.tensor_versions import version_of
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+_COUNTS = "step_counts"
+_EMPTIED = (*_STATISTICS, _COUNTS)  # at the begin of a micro-batch
 
 _NOTHING = nullcontext()  # one for all micro-batches: making it is a call
 
@@ -64,6 +70,11 @@ def spectral_vectors(model: nn.Module) -> list[tuple[nn.Module, str]]:
             if isinstance(hook, SpectralNorm):
                 found += [(module, f"{hook.name}_u"), (module, f"{hook.name}_v")]
     return found
+
+
+def counting_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that count over a step."""
+    return [m for m in model.modules() if _COUNTS in dict(m.named_buffers(recurse=False)) and hasattr(m, "end_step")]
 
 
 def refuse_synchronised(model: nn.Module) -> None:
@@ -99,6 +110,8 @@ class RunningBuffers(AroundMicroBatch):
     _norms: dict[str, BatchNorm] = field(init=False)
     _vectors: list[tuple[nn.Module, str]] = field(init=False)  # of spectral normalisation: module, and name there
     _iterated: list[Tensor] = field(default_factory=list)  # the vectors after a micro-batch of this step
+    _counting: list[nn.Module] = field(init=False)
+    _counts: Tensor | None = None  # of the step so far, of all of them
     _others: dict[str, tuple[nn.Module, str]] = field(init=False)  # name → its module, and its name there
     _records: dict[int, Tensor] = field(default_factory=dict)  # micro-batch → flat statistics
     _changing: list[str] | None = None  # other buffers that change; None before the first step's end
@@ -111,18 +124,19 @@ class RunningBuffers(AroundMicroBatch):
     def __post_init__(self) -> None:
         self._norms = normalisations(self.model)
         self._vectors = spectral_vectors(self.model)
-        vectors = {(id(module), name) for module, name in self._vectors}
+        self._counting = counting_modules(self.model)
+        known = {(id(module), name) for module, name in self._vectors} | {(id(m), _COUNTS) for m in self._counting}
         self._others = {
             f"{path}.{name}" if path else name: (module, name)
             for path, module in self.model.named_modules()
             for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
-            if not (path in self._norms and name in _STATISTICS) and (id(module), name) not in vectors
+            if not (path in self._norms and name in _STATISTICS) and (id(module), name) not in known
         }
 
     @property
     def any(self) -> bool:
         """Return whether the model has buffers that a forward pass may change."""
-        return bool(self._norms or self._others or self._vectors)
+        return bool(self._norms or self._others or self._vectors or self._counting)
 
     def before(self, run: MicroBatchPass) -> None:
         self._open = self.micro_batch(run.micro_batch.index, real=run.micro_batch.real)
@@ -145,11 +159,12 @@ class RunningBuffers(AroundMicroBatch):
 
     @contextmanager
     def _recording(self, index: int, real: bool) -> Iterator[None]:
-        exchanged = [(module, key) for module in self._active() for key in _STATISTICS]
+        exchanged: list[tuple[nn.Module, str]] = [(norm, key) for norm in self._active() for key in _STATISTICS]
+        exchanged += [(module, _COUNTS) for module in self._counting]
         kept = [(module, name, getattr(module, name)) for module, name in (*exchanged, *self._vectors)]
         for module, name, buffer in kept:
             if buffer is not None:
-                setattr(module, name, torch.zeros_like(buffer) if name in _STATISTICS else buffer.clone())
+                setattr(module, name, torch.zeros_like(buffer) if name in _EMPTIED else buffer.clone())
         self._index, self._real, self._versions = index, real, self._versions_now()
         try:
             yield
@@ -160,6 +175,9 @@ class RunningBuffers(AroundMicroBatch):
     def forward_done(self) -> None:
         """Record the statistics of this micro-batch after its forward pass; recomputation comes later."""
         self._iterated = [getattr(module, name) for module, name in self._vectors]
+        if self._counting and self._real:
+            counts = torch.cat([module.get_buffer(_COUNTS) for module in self._counting])
+            self._counts = counts if self._counts is None else self._counts + counts
         if not self._norms and not self._others:
             return
         if self._real and (active := self._active()):
@@ -179,8 +197,20 @@ class RunningBuffers(AroundMicroBatch):
             self._records.clear()
         for (module, name), iterated in zip(self._vectors, self._iterated, strict=True) if self._iterated else ():
             getattr(module, name).copy_(iterated)
+        if self._counting:
+            self._end_counts()
         if self._others:
             self._synchronize_others()
+
+    def _end_counts(self) -> None:
+        sizes = [module.get_buffer(_COUNTS).numel() for module in self._counting]
+        counts, self._counts = self._counts, None
+        if counts is None:  # this rank ran a dummy alone
+            counts = torch.cat([torch.zeros_like(module.get_buffer(_COUNTS)) for module in self._counting])
+        if self.ranks > 1:
+            dist.all_reduce(counts, group=self.group)
+        for module, part in zip(self._counting, torch.split(counts, sizes), strict=True):
+            module.end_step(part)  # type: ignore[operator]
 
     def _active(self) -> list[BatchNorm]:
         """Return those that update their averages; frozen ones, in evaluation mode, do not."""

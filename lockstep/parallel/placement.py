@@ -237,7 +237,8 @@ def around_micro_batches(
     if applied.compression.powersgd is not None:
         around.append(applied.compression.powersgd)
     around += applied.around
-    buffers = RunningBuffers(p.model, applied.statistics_over or p.ranks, p.dp_group, reproducible=p.reproducible)
+    ranks = 1 if p.dry_run is not None else applied.statistics_over or p.ranks  # without values there is no exchange
+    buffers = RunningBuffers(p.model, ranks, p.dp_group, reproducible=p.reproducible)
     if buffers.any:
         around.append(buffers)
     if applied.gradient_sync is not None:

@@ -2,7 +2,7 @@
 
 Public torch: tensors on meta have no device of their own, and their storages no bytes to count.
 Seen to work: torch 2.13.0.
-When gone: importing this file raises ImportError: no `lockstep plan`.
+When gone: importing this file raises ImportError: no `lockstep plan`, and no model `mixture`.
 """
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

@@ -27,6 +27,10 @@ def free_transformer(**args: object) -> nn.Module:
     return get_model("free_transformer")(**{**SMALL, "latent_bits": 5, "mlp_hidden": 24, "kappa": 0.0, **args})
 
 
+def mixture(**args: object) -> nn.Module:
+    return get_model("mixture")(**{**SMALL, "n_expert": 4, "expert_hidden": 8, "n_shared": 1, **args})
+
+
 def vae(**args: object) -> nn.Module:
     return get_model("vae")(**{"image_size": 16, "channels": 1, "latent_dim": 4, **args})
 
@@ -36,6 +40,7 @@ LANGUAGE: dict[str, Callable[..., nn.Module]] = {
     "transformer": transformer,
     "tied_transformer": tied_transformer,
     "free_transformer": free_transformer,
+    "mixture": mixture,
 }
 ALL: dict[str, Callable[..., nn.Module]] = {**LANGUAGE, "vae": vae}
 

@@ -58,6 +58,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], type[Dataset[dict[str, Tensor]]
     "transformer": (lambda: language_model("transformer"), Tokens),
     "tied": (tied, Tokens),
     "free_transformer": (lambda: language_model("free_transformer"), Tokens),
+    "mixture": (lambda: language_model("mixture"), Tokens),
     "vae": (vae, Images),
     "hf": (llama, Tokens),
 }

@@ -1,0 +1,314 @@
+"""A mixture of experts: the transformer, with a router and experts in place of each feed-forward layer.
+
+    scores   softmax or sigmoid of x · W, float32 [N, E]
+    chosen   the k experts with the largest scores + bias; no token is dropped
+    weights  the scores of these, divided by their sum where k > 1 (else W would have no gradient)
+    y        Σ weight · expert(x), in the order of the slots, + the shared experts, which see every token
+
+What keeps experts in use, each over the positions of one micro-batch, in training only:
+
+    balance   E · Σ_i f_i P_i, with f_i the fraction of the slots that expert i got and P_i the mean of its normalised
+              score; 1 if they are even (Fedus et al. 2021, arXiv:2101.03961). f is that of the micro-batch, or of
+              the whole step before, since a step's own is known after its last forward pass only
+    router z  the mean of logsumexp(logits)² (Zoph et al. 2022, arXiv:2202.08906)
+    bias      of an expert that got less than the mean in a step grows by `bias_rate`, else it shrinks; it decides who
+              is chosen and nothing else, so it needs no loss (Wang et al. 2024, arXiv:2408.15664)
+
+The first two are summed over the layers, and weighed by the valid targets of the micro-batch, so that they are a mean
+over a step's targets as the cross entropy is. They travel beside the residual stream and are the second output. In
+evaluation they are zero, and the loss is the cross entropy.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+from lockstep.models.language import require_positive, token_losses
+from lockstep.models.rotary import without_autocast
+from lockstep.models.transformer import (
+    INIT_STD,
+    Block,
+    Decoder,
+    Embedding,
+    Head,
+    SwiGLU,
+    attention_plan,
+    mlp_plan,
+)
+from lockstep.torch_compat.fake_tensors import FakeTensor
+
+
+class Mixture(Decoder):
+    """A Llama-style mixture of experts: ids [B, T] → (logits [B, T, V], terms [2]: balance and router z).
+
+    Args:
+        n_expert: E, experts in a layer.
+        top_k: k, experts that a token goes to.
+        expert_hidden: width of an expert's SwiGLU. Unset: that of the transformer, divided by top_k + n_shared.
+        n_shared: experts that every token goes to, computed as one of n_shared · expert_hidden.
+        router: what makes a score of a logit.
+        balance: over what the load in the balance term is counted; "none" leaves the term out.
+        balance_weight, z_weight: of the two terms; 0 leaves one out.
+        bias_rate: γ, by which the bias of an expert changes after each step. 0: there is no bias.
+        others: as in `Transformer`.
+
+    Raises:
+        UsageError: sizes do not fit.
+    """
+
+    averages_in_forward = True  # the terms: `dp` would take them over parts of a micro-batch
+
+    def __init__(
+        self, n_layer: int = 6, n_embd: int = 256, n_head: int = 4, n_kv_head: int | None = None, n_expert: int = 8,
+        top_k: int = 2, expert_hidden: int | None = None, n_shared: int = 0,
+        router: Literal["softmax", "sigmoid"] = "softmax",
+        balance: Literal["micro_batch", "step", "none"] = "micro_batch", balance_weight: float = 0.01,
+        z_weight: float = 0.001, bias_rate: float = 0.0, tie_embeddings: bool = False, dropout: float = 0.0,
+        vocab_size: int = 256, block_size: int = 512,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        require_positive(n_layer=n_layer, vocab_size=vocab_size, n_expert=n_expert, top_k=top_k)
+        _check_choices(n_expert, top_k, router, balance)
+        if expert_hidden is None:
+            expert_hidden = max(8, round(n_embd * 8 / 3 / (top_k + n_shared) / 8) * 8)
+        self.block_size, self.tie_embeddings, self.n_shared = block_size, tie_embeddings, n_shared
+        self.balance_weight, self.z_weight = balance_weight if balance != "none" else 0.0, z_weight
+        of_step = balance == "step" and balance_weight > 0
+        self.embed = Embedding(vocab_size, n_embd, dropout)
+        self.layers = nn.ModuleList(
+            MixtureBlock(
+                n_embd, n_head, n_kv_head, None, dropout, n_layer,
+                mlp=MixtureLayer(
+                    Router(n_embd, n_expert, top_k, router, of_step=of_step, bias_rate=bias_rate),
+                    Experts(n_expert, n_embd, expert_hidden),
+                    SwiGLU(n_embd, n_shared * expert_hidden) if n_shared else None,
+                ),
+            )
+            for _ in range(n_layer)
+        )  # fmt: skip
+        self.head = Head(n_embd, vocab_size, tied=tie_embeddings)
+        self.init_weights()
+
+    def experts(self) -> list[tuple[str, nn.Module]]:
+        """Return the experts of each layer."""
+        return [(name, module) for name, module in self.named_modules() if isinstance(module, Experts)]
+
+    def tensor_plan(self) -> dict[str, str]:
+        """Return how attention, the shared experts and the vocabulary are cut; each rank has all routed experts."""
+        shared = mlp_plan("layers.*.mlp.shared") if self.n_shared else {}
+        return {"embed": "vocabulary", **attention_plan("layers.*.attention"), **shared, "head": "head"}
+
+    def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the sum over the valid targets of the cross entropy and the weighed terms, in nats, float32."""
+        terms = self.loss_terms(outputs, batch)
+        return terms["cross_entropy"] + terms["balance"] + terms["router_z"]
+
+    def loss_terms(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the terms of the loss, each a 0-dim float32 sum over the valid targets, in nats."""
+        logits, (balance, router_z) = outputs
+        count = self.count(batch)
+        return {
+            "cross_entropy": token_losses(logits, batch["targets"]).sum(),
+            "balance": self.balance_weight * count * balance,
+            "router_z": self.z_weight * count * router_z,
+        }
+
+
+class MixtureBlock(Block):
+    """A causal block: x [B, T, D], and the terms of the blocks before it → x and the terms with its own."""
+
+    def forward(self, x: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
+        """Run the block."""
+        normed = self.attention_norm(x)
+        x = x + self.dropout(self.attention(normed, normed))
+        y, terms = self.mlp(self.mlp_norm(x))
+        return x + self.dropout(y), carried[0] + terms if carried else terms
+
+
+class MixtureLayer(nn.Module):
+    """A feed-forward layer of experts: x [B, T, D] → (y [B, T, D], terms [2]).
+
+    Args:
+        experts: called as `experts(rows, counts)`: rows in the order of their experts, and the number of each expert's.
+        shared: sees every token; None: there is no such expert.
+    """
+
+    def __init__(self, router: "Router", experts: "Experts", shared: SwiGLU | None) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared = router, experts, shared
+
+    def init_weights(self, out_std: float) -> None:
+        """Draw the weights."""
+        self.router.init_weights()
+        self.experts.init_weights(out_std)
+        if self.shared is not None:
+            self.shared.init_weights(out_std)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the layer."""
+        tokens = x.flatten(0, 1)
+        chosen, weights, counts, terms = self.router(tokens)
+        y = self._routed(tokens, chosen, weights, counts).view_as(x)
+        return y if self.shared is None else y + self.shared(x), terms
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of rows differ in each pass
+    def _routed(self, tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        order = chosen.flatten().argsort(stable=True)
+        rows = _Dispatch.apply(tokens, order, chosen.shape[1])  # type: ignore[no-untyped-call]
+        made = _InSlots.apply(self.experts(rows, _numbers(counts, len(order))), order)  # type: ignore[no-untyped-call]
+        slots: Tensor = made.view(*chosen.shape, -1) * weights.unsqueeze(-1)
+        return slots.sum(1).to(tokens.dtype)
+
+
+class Router(nn.Module):
+    """The choice of experts: tokens [N, D] → (chosen int64 [N, k], weights [N, k], counts int64 [E], terms [2]).
+
+    Where something depends on a step's load, `step_counts` adds up the counts, and `end_step` gets those of the step
+    (`lockstep.models.protocol`).
+
+    Args:
+        of_step: the balance term takes the load of the step before.
+    """
+
+    step_counts: Tensor
+    load: Tensor
+    bias: Tensor
+
+    def __init__(
+        self, n_embd: int, n_expert: int, top_k: int, score: str, *, of_step: bool, bias_rate: float
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.top_k, self.score, self.of_step, self.bias_rate = top_k, score, of_step, bias_rate
+        self.weight = nn.Parameter(torch.empty(n_expert, n_embd))
+        self.counts_steps = of_step or bias_rate > 0
+        if self.counts_steps:
+            self.register_buffer("step_counts", torch.zeros(n_expert, dtype=torch.int64), persistent=False)
+            self.register_buffer("load", torch.zeros(n_expert, dtype=torch.int64))
+            self.register_buffer("bias", torch.zeros(n_expert))
+
+    def init_weights(self) -> None:
+        """Draw the weight."""
+        nn.init.normal_(self.weight, std=INIT_STD)
+        if self.counts_steps:
+            for buffer in (self.step_counts, self.load, self.bias):
+                buffer.zero_()
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Choose."""
+        with without_autocast(tokens.device):
+            logits = F.linear(tokens.float(), self.weight.float())
+            scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+            ranked = scores.detach() + self.bias if self.bias_rate else scores.detach()
+            chosen = ranked.topk(self.top_k, dim=-1).indices
+            weights = scores.gather(1, chosen)
+            if self.top_k > 1:
+                weights = weights / weights.sum(-1, keepdim=True)
+            flat = chosen.flatten()
+            counts = torch.zeros(scores.shape[1], dtype=torch.int64, device=flat.device)
+            counts = counts.scatter_add(0, flat, torch.ones_like(flat))
+            return chosen, weights, counts, self._terms(logits, scores, counts)
+
+    def _terms(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
+        if not self.training:
+            return logits.new_zeros(2)
+        load = counts
+        if self.counts_steps:
+            self.step_counts += counts
+            load = self.load if self.of_step else counts
+        part = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        fractions = load / load.sum().clamp(min=1)  # before the first step there is no load
+        balance = len(load) * (fractions * part.mean(0)).sum()
+        return torch.stack([balance, logits.logsumexp(-1).square().mean()])
+
+    @torch.no_grad()
+    def end_step(self, counts: Tensor) -> None:
+        """Take up the counts of a whole step, int64 [E]."""
+        self.load.copy_(counts)
+        if self.bias_rate:
+            below = counts.double().mean() - counts
+            self.bias += (self.bias_rate * below.sign()).to(self.bias.dtype)
+
+
+class Experts(nn.Module):
+    """SwiGLUs side by side, whose parameters are stacked in dim 0: (rows [n, D], rows of each expert) → [n, D]."""
+
+    def __init__(self, n_expert: int, n_embd: int, hidden: int) -> None:
+        super().__init__()
+        require_positive(expert_hidden=hidden)
+        self.gate = nn.Parameter(torch.empty(n_expert, hidden, n_embd))
+        self.up = nn.Parameter(torch.empty(n_expert, hidden, n_embd))
+        self.down = nn.Parameter(torch.empty(n_expert, n_embd, hidden))
+
+    def init_weights(self, out_std: float) -> None:
+        """Draw the weights."""
+        nn.init.normal_(self.gate, std=INIT_STD)
+        nn.init.normal_(self.up, std=INIT_STD)
+        nn.init.normal_(self.down, std=out_std)
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Run each expert on its rows; one without rows has a gradient of zeros."""
+        # unbind, not an index for each: its backward pass writes each expert's gradient once.
+        weights = zip(torch.split(rows, counts), self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
+        return torch.cat([F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down) for x, gate, up, down in weights])
+
+
+class _Dispatch(torch.autograd.Function):
+    """A copy of each token for each of its experts, in the order of the experts: [N, D] → [N·k, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.top_k = top_k
+        return tokens[order // top_k]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        slots = torch.empty_like(gradients[0])
+        slots[order] = gradients[0]  # each row once, so that the result does not depend on the order of writes
+        return slots.view(-1, ctx.top_k, slots.shape[-1]).sum(1), None, None
+
+
+class _InSlots(torch.autograd.Function):
+    """Rows in the order of the experts, put back into that of tokens and slots: [N·k, D] → [N·k, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        slots = torch.empty_like(rows)
+        slots[order] = rows
+        return slots
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return gradients[0][order], None
+
+
+def _numbers(counts: Tensor, rows: int) -> list[int]:
+    """Return the rows of each expert as numbers; in `lockstep plan`, where nothing has values, even ones."""
+    if isinstance(counts, FakeTensor):
+        experts = len(counts)
+        return [rows // experts + (place < rows % experts) for place in range(experts)]
+    return counts.tolist()  # host waits for the device
+
+
+def _check_choices(n_expert: int, top_k: int, router: str, balance: str) -> None:
+    if top_k > n_expert:
+        raise UsageError(
+            f"top_k={top_k} of n_expert={n_expert}: a token can't go to more experts than there are",
+            where="model.args.top_k",
+            fix=f"write 1 to {n_expert}",
+        )
+    for key, value, known in (
+        ("router", router, ("softmax", "sigmoid")),
+        ("balance", balance, ("micro_batch", "step", "none")),
+    ):
+        if value not in known:
+            raise UsageError(
+                f"{key}={value!r} is not known", where=f"model.args.{key}", fix=f"write {', '.join(known)}"
+            )
