@@ -15,6 +15,7 @@ class Layout:
     Attributes:
         strategy: its name, as in `distributed.strategy`.
         pipeline, replicate, shard, tensor: ranks along the axis. Ranks along `tensor` work on the same micro-batches.
+        expert: of the ranks that share out micro-batches, neighbours that share out the experts of each layer.
         workers: number of models that train on their own between exchanges; 0: all ranks train one.
         notice: what was chosen for the user, logged at the start.
         topology: the layout as a topology (`hybrid:2x2`).
@@ -25,6 +26,7 @@ class Layout:
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
+    expert: int = 1
     workers: int = 0
     notice: str = field(default="", compare=False)
     topology: str = field(default="", compare=False)

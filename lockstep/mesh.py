@@ -31,6 +31,17 @@ def device_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
     return create_once(("mesh", device_type, sizes), lambda: DeviceMesh(device_type, ranks, mesh_dim_names=MESH_AXES))
 
 
+def expert_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
+    """Return the ranks that share out micro-batches as `expert_replicate` × `expert`: neighbours share out experts."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    sizes = (layout.data_parallel_size // layout.expert, layout.expert)
+    ranks = torch.arange(layout.world_size, dtype=torch.int).view(sizes)
+    names = ("expert_replicate", "expert")
+    return create_once(("experts", device_type, sizes), lambda: DeviceMesh(device_type, ranks, mesh_dim_names=names))
+
+
 def data_parallel_group(mesh: "DeviceMesh") -> "ProcessGroup | None":
     """Return the group of the ranks that share out micro-batches and hold the same stages and pieces as this one."""
     from functools import partial

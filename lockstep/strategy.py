@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 TENSOR = "tensor"  # the strategy of a layout with no other axis
+EXPERT = "expert"  # in a topology: how many of the ranks before it share out experts
 SINGLE, REPLICAS = "single", "ddp"  # the meaning of `auto` in Python: on one rank, and on several
 
 
@@ -50,6 +51,7 @@ class Strategy:
         splits_model: whether a rank keeps only some of the model's modules.
         reduces_by_ddp: whether DistributedDataParallel reduces gradients, so that `distributed.ddp` applies.
         own_loops: whether `lockstep.place` supports it in a user's own loop.
+        places_experts: whether it places models whose experts are spread over the axis `expert`.
         cuts_layers: whether it places models whose layers are cut over the axis `tensor`.
     """
 
@@ -65,6 +67,7 @@ class Strategy:
     reduces_by_ddp: ClassVar[bool] = False
     own_loops: ClassVar[bool] = True
     cuts_layers: ClassVar[bool] = False
+    places_experts: ClassVar[bool] = False
 
     # ---- before ranks start ----
 
@@ -228,7 +231,26 @@ def resolve(config: "DistributedConfig", world_size: int, local_world_size: int 
             fix=f"start a multiple of {tensor} ranks, or write another size",
         )
     per_node = max(1, (local_world_size or world_size) // tensor)
-    return with_topology(replace(strategy.layout(config, world_size // tensor, per_node), tensor=tensor))
+    return with_topology(
+        with_experts(replace(strategy.layout(config, world_size // tensor, per_node), tensor=tensor), config)
+    )
+
+
+def with_experts(layout: Layout, config: "DistributedConfig") -> Layout:
+    """Return the layout with the axis `expert`, which divides the ranks that share out micro-batches.
+
+    Raises:
+        UsageError: it does not.
+    """
+    size, ranks = config.expert_size or 1, layout.data_parallel_size
+    if ranks % size:
+        raise UsageError(
+            f"expert_size={size} does not divide the data-parallel size, {ranks}",
+            where="distributed.expert_size",
+            why="experts are spread over ranks that share out the micro-batches",
+            fix="write a divisor of it",
+        )
+    return replace(layout, expert=size)
 
 
 def with_topology(layout: Layout) -> Layout:
@@ -239,6 +261,8 @@ def with_topology(layout: Layout) -> Layout:
         topology = cut
     elif layout.tensor > 1:
         topology += f"*{cut}"
+    if layout.expert > 1:
+        topology += f"*{EXPERT}:{layout.expert}"
     return replace(layout, topology=topology)
 
 
@@ -263,6 +287,9 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
         if match is None:
             raise wrong
         name, sizes = match[1], [int(size) for size in (match[2] or "").split("x") if size]
+        if name == EXPERT and place and len(sizes) == 1 and sizes[0] and "expert_size" not in values:
+            values["expert_size"] = sizes[0]
+            continue
         strategy = _strategy_of_topology(name)
         if strategy is None:
             raise wrong

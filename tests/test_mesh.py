@@ -29,6 +29,7 @@ def test_trap_17_single_on_several_processes_is_refused() -> None:
         ({"strategy": "fsdp", "fsdp": {"sharding_strategy": "hybrid_shard"}}, 8, 4, "hybrid:2x4"),
         ({"strategy": "fsdp", "fsdp": {"sharding_strategy": "hybrid_shard"}}, 4, 4, "hybrid:2x2"),
         ({"strategy": "fsdp", "shard_size": 2}, 8, 8, "hybrid:4x2"),
+        ({"strategy": "fsdp", "expert_size": 2}, 4, 4, "fsdp:4*expert:2"),
         ({"strategy": "pipeline"}, 4, 4, "pipeline:4"),
         ({"strategy": "pipeline", "pipeline_size": 2}, 4, 4, "pipeline:2*ddp:2"),
         ({"strategy": "pipeline", "shard_size": 2}, 4, 4, "pipeline:2*fsdp:2"),
@@ -44,6 +45,11 @@ def test_leftover_ranks_replicate(settings: dict[str, object], world: int, local
     assert str(layout(world, local, **settings)) == expected
 
 
+def test_experts_are_spread_over_ranks_that_share_out_micro_batches() -> None:
+    with pytest.raises(UsageError, match="expert_size=3 does not divide the data-parallel size, 4"):
+        layout(4, strategy="ddp", expert_size=3)
+
+
 def test_sizes_that_do_not_multiply_show_the_equation() -> None:
     with pytest.raises(UsageError, match=r"pipeline 2 × replicate 1 × shard 3 = 6 ranks, but 4"):
         layout(4, strategy="pipeline", pipeline_size=2, shard_size=3)
@@ -54,14 +60,27 @@ def test_hybrid_shard_says_what_it_chose_on_one_node() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["single", "ddp:2", "fsdp:4", "hybrid:2x2", "pipeline:2", "pipeline:2*fsdp:2", "pipeline:2*hybrid:2x2"]
+    "text",
+    [
+        "single",
+        "ddp:2",
+        "fsdp:4",
+        "hybrid:2x2",
+        "pipeline:2",
+        "pipeline:2*fsdp:2",
+        "pipeline:2*hybrid:2x2",
+        "ddp:4*expert:2",
+    ],
 )
 def test_a_topology_reads_back_as_it_is_written(text: str) -> None:
     settings, ranks = parse_topology(text)
     assert str(layout(ranks, ranks, **settings)) == text
 
 
-@pytest.mark.parametrize("text", ["", "ddp:0", "fsdp:2x2", "hybrid:4", "hybrid:2x0", "fsdp:2*pipeline:2", "tensors:2"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "ddp:0", "fsdp:2x2", "hybrid:4", "hybrid:2x0", "fsdp:2*pipeline:2", "tensors:2", "expert:2", "ddp:2*expert:0"],
+)
 def test_what_is_no_topology_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a topology"):
         parse_topology(text)

@@ -19,7 +19,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "bdh": {"n_layer": 4, "n_embd": 32, "n_head": 4, "mlp_multiplier": 4},
     "transformer": {"n_layer": 4, "n_embd": 32, "n_head": 4},
     "free_transformer": {"n_layer": 4, "n_embd": 32, "n_head": 4, "latent_bits": 4},
-    "mixture": {"n_layer": 4, "n_embd": 32, "n_head": 4, "expert_hidden": 24},
+    "mixture": {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_expert": 4, "expert_hidden": 24},
     "vae": {"latent_dim": 4},
     "hf:gpt2": {"n_layer": 4, "n_embd": 32, "n_head": 4},
 }

@@ -70,6 +70,7 @@ def step_contradictions(
         )
     name = config.distributed.strategy if layout is None else layout.strategy
     yield from _tensor(config, (config.distributed.tensor_size or 1) if layout is None else layout.tensor)
+    yield from _expert(config, layout)
     if device_type == "mps":
         yield from _mps(config, name)
     if name != AUTO:
@@ -110,6 +111,35 @@ def _tensor(config: StepConfig, ranks: int) -> Iterator[Contradiction]:
                 (where, key),
                 f"{key} is {value}, and layers are cut over {ranks} ranks: {why}",
                 f"write {key.rpartition('.')[2]}: {str(off).lower()}, or tensor_size: 1",
+            )
+
+
+def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
+    where, distributed = "distributed.expert_size", config.distributed
+    ranks = (distributed.expert_size or 1) if layout is None else layout.expert
+    if ranks == 1:
+        return
+    name = distributed.strategy if layout is None else layout.strategy
+    if name != AUTO and not strategy_named(name).places_experts:
+        yield Contradiction(
+            (where, "distributed.strategy"),
+            f"experts can't be spread over {ranks} ranks under strategy {name}",
+            "write strategy: ddp or fsdp, or expert_size: 1",
+        )
+    tensor = (distributed.tensor_size or 1) if layout is None else layout.tensor
+    for key, value, off, why in (
+        ("distributed.tensor_size", tensor, 1, "the two axes have not been joined"),
+        ("precision.param_dtype", config.precision.param_dtype, "fp32", "experts are not gathered, and so not cast"),
+        ("precision.fp8", config.precision.fp8, "none", "products in fp8 have not been made for experts"),
+        ("distributed.ddp.compression.kind", distributed.ddp.compression.kind, "none", "it keeps whole models"),
+        ("distributed.ddp.static_graph", distributed.ddp.static_graph, False, "gradients of experts are not DDP's"),
+        ("distributed.fsdp.cpu_offload", distributed.fsdp.cpu_offload, False, "experts stay on their GPU"),
+    ):
+        if value not in (off, "auto"):
+            yield Contradiction(
+                (where, key),
+                f"{key} is {value}, and experts are spread over {ranks} ranks: {why}",
+                f"write {key.rpartition('.')[2]}: {str(off).lower()}, or expert_size: 1",
             )
 
 

@@ -205,6 +205,7 @@ TORCHTITAN: Rows = (
     ("pipeline_parallel_microbatch_size", "training.batch_size"),
     ("pipeline_parallel_split_points", "distributed.pipeline.split_spec"),
     ("tensor_parallel_degree", "distributed.tensor_size"),
+    ("expert_parallel_degree", "distributed.expert_size"),
     ("context_parallel_degree", "", "", "leave it out: context parallelism is not offered"),
     ("checkpoint.enable", "checkpoint.save_strategy"),
     ("checkpoint.interval", "checkpoint.save_steps"),

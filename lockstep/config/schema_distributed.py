@@ -232,6 +232,12 @@ class DistributedConfig(Section):
         description="Ranks over which each layer is cut (tensor parallel), and which work on the same micro-batches. "
         "Unset: 1.",
     )
+    expert_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Ranks over which the experts of each layer are spread (expert parallel); it divides those that "
+        "share out micro-batches. Unset: 1.",
+    )
     sequence_parallel: bool = Field(
         default=True,
         description="Between the layers that are cut over `tensor_size` ranks, each rank has a part of every sequence, "

@@ -6,7 +6,8 @@ Buffers are not broadcast here: `lockstep.parallel.buffers` keeps them equal.
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from lockstep.layout import Layout
 from lockstep.monitor.meters import watch_ddp
 from lockstep.parallel.comm.compression import Hook
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
-from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
+from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous, assign_strided
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
 from lockstep.parallel.reproducible.gradient_trees import ReplicaTree
 from lockstep.parallel.reproducible.tree import assign_tree
@@ -42,6 +43,7 @@ class DDP(Strategy):
     topologies = {"ddp": ("replicate",)}
     reduces_by_ddp = True
     cuts_layers = True
+    places_experts = True
 
     def contradictions(
         self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
@@ -62,13 +64,19 @@ class DDP(Strategy):
         assert mesh is not None
         p.materialise()
         compression = p.compress()
-        wrapped = apply_ddp(p.model, mesh, p.config.distributed.ddp, compression.hook)
+        how: Callable[..., list[tuple[int, bool]]] = assign_tree if p.reproducible else assign_contiguous
+        if p.experts is not None:  # ranks run the same number of micro-batches, since they exchange rows in each
+            how = p.experts.assign = partial(assign_tree, even=True) if p.reproducible else assign_strided
+        with p.without_experts():
+            wrapped = apply_ddp(p.model, mesh, p.config.distributed.ddp, compression.hook)
+            sync = DDPSync(wrapped)
+            tree = ReplicaTree(wrapped, mesh["replicate"].get_group()) if p.reproducible else None
         applied = AppliedStrategy(
-            shared_out(assign_tree if p.reproducible else assign_contiguous, p),
+            shared_out(how, p),
             runs=wrapped,
-            gradient_sync=DDPSync(wrapped),
+            gradient_sync=sync,
             multiplier=1.0 if p.reproducible else float(p.ranks),  # the tree is a sum; DDP's own reduction is a mean
-            tree=ReplicaTree(wrapped, mesh["replicate"].get_group()) if p.reproducible else None,
+            tree=tree,
             compression=compression,
         )
         return placed_in_order(p, applied)

@@ -18,24 +18,30 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import StepConfig
 from lockstep.errors import RunError, listed
+from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.parallel_model import ParallelModel, local
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def guard_replicas(
-    placed: ParallelModel, config: StepConfig, mesh: DeviceMesh | None, *, cut: Set[str] = frozenset()
+    placed: ParallelModel, config: StepConfig, mesh: DeviceMesh | None, *, cut: Set[str] = frozenset(),
+    experts: PlacedExperts | None = None,
 ) -> None:  # fmt: skip
     """Add a check to the placed model where there are replicas to compare and the config wants it.
 
     Args:
+        experts: spread over the axis `expert`.
         cut: names of which ranks along the axis `tensor` hold different pieces; all others they hold whole.
     """
     every = config.distributed.divergence_check_steps
     if mesh is not None and mesh["tensor"].size() > 1 and every is not None:
         placed.checks.append(guard(placed, mesh["tensor"].get_group(), every, left_out=cut))
+    if experts is not None and experts.replicas.size() > 1 and every is not None:
+        placed.checks.append(guard(placed, experts.replicas, every, left_out=set(placed.kept()) - set(experts.shapes)))
     if mesh is not None and mesh["replicate"].size() > 1 and every is not None:
-        placed.checks.append(guard(placed, mesh["replicate"].get_group(), every))
+        spread = set() if experts is None else set(experts.shapes)
+        placed.checks.append(guard(placed, mesh["replicate"].get_group(), every, left_out=spread))
     elif every is not None and "divergence_check_steps" in config.distributed.model_fields_set:
         placed.log_lines.append("divergence_check_steps: one replica, nothing to compare")
 

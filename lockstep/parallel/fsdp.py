@@ -33,7 +33,7 @@ from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
 from lockstep.parallel.reproducible.gradient_trees import ShardTree
-from lockstep.parallel.reproducible.tree import Partials, assign_hybrid, clear_zero_signs
+from lockstep.parallel.reproducible.tree import Partials, assign_hybrid, assign_in_groups, clear_zero_signs
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy, given_sizes
 
@@ -45,6 +45,7 @@ class FSDP(Strategy):
 
     topologies = {"fsdp": ("shard",), "hybrid": ("replicate", "shard")}
     cuts_layers = True
+    places_experts = True
 
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
         kind, notice = config.fsdp.sharding_strategy, ""
@@ -82,6 +83,12 @@ class FSDP(Strategy):
                 ("distributed.reproducible", "distributed.fsdp.accumulate"),
                 f"accumulate: {distributed.fsdp.accumulate} sums gradients in another order than the tree",
                 "write accumulate: sharded, or reproducible: false",
+            )
+        if layout is not None and layout.expert > 1 and layout.replicate > 1:
+            yield Contradiction(
+                ("distributed.expert_size", "distributed.strategy"),
+                f"experts can't be spread over the ranks of {layout}, which has replicas and shards",
+                "write sharding_strategy: full_shard without replicate_size, or strategy: ddp",
             )
 
     def instead_of_compression(self, kind: str) -> str | None:
@@ -141,7 +148,8 @@ class FSDP(Strategy):
             p.model.to(p.device)  # a shard is cut on the device that it stays on
         p.log_lines += apply_fsdp(
             p.model, mesh, options, p.blocks, param_dtype=p.config.precision.param_dtype,
-            replicas_apart=p.reproducible, device_type=p.device_type,
+            replicas_apart=p.reproducible, foreign=None if p.experts is None else set(p.experts.parameters),
+            device_type=p.device_type,
         )  # fmt: skip
         if not p.has_values:
             p.materialise()
@@ -158,7 +166,12 @@ class FSDP(Strategy):
             assign = partial(
                 assign_hybrid, replica=replica, replicas=layout.replicate, shard=shard, shards=layout.shard
             )  # fmt: skip
-            tree = ShardTree(p.model, mesh)
+            groups = 1
+            if p.experts is not None:  # ranks that share out experts run whole nodes, which are the sums that they send
+                groups = layout.shard // layout.expert
+                p.experts.assign = partial(assign_in_groups, groups=groups)
+                assign = shared_out(p.experts.assign, p)
+            tree = ShardTree(p.model, mesh, groups)
         applied = AppliedStrategy(
             assign,
             gradient_sync=FSDPSync(p.model, accumulate=options.accumulate),

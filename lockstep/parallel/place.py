@@ -1,6 +1,7 @@
 """`place` makes a `ParallelModel` of a model and a layout, in one ordered list of steps.
 
-checks → names → keyed randomness → float8 → activation checkpointing → compile → shard or replicate → first values
+checks → names → keyed randomness → float8 → activation checkpointing → compile → cut layers → spread experts
+→ shard or replicate → first values
 """
 
 import torch
@@ -19,6 +20,7 @@ from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.buffers import refuse_synchronised
 from lockstep.parallel.compiled import compile_blocks
+from lockstep.parallel.expert import apply_experts, train_experts
 from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.fsdp_units import units_of
 from lockstep.parallel.gradient_hooks import take_hooks
@@ -68,6 +70,8 @@ def place(
     placed = strategy.place(placement) if dry_run is None else strategy.rehearse(placement)
     if placement.cuts is not None:
         train_cuts(placed, placement.cuts)
+    if placement.experts is not None:
+        train_experts(placed, placement.experts)
     if not strategy.splits_model:
         held = sum(p.numel() for p in placed.parameters.values())
         assert size == held, "placement changed the number of parameters"
@@ -75,7 +79,7 @@ def place(
     placed.aliases, placed.num_parameters, placed.gradient_hooks = aliases, size, hooks
     if dry_run is None:
         cut = set() if placement.cuts is None else set(placement.cuts.dims)
-        divergence.guard_replicas(placed, config, placement.mesh, cut=cut)
+        divergence.guard_replicas(placed, config, placement.mesh, cut=cut, experts=placement.experts)
         side_effects.watch(placed)
     return placed
 
@@ -102,12 +106,16 @@ def prepared(
         refuse_synchronised(model)
     mesh = dry_run.mesh if dry_run is not None else device_mesh(layout, device.type) if shared else None
     cuts = cut_layers(model, layout, config, mesh, dry_run=dry_run is not None)
-    if first is not None and cuts is not None:
+    experts = apply_experts(model, layout, device.type, exact=config.distributed.reproducible)
+    if first is not None and experts is not None:
+        first.piece = experts.piece
+    elif first is not None and cuts is not None:
         first.piece = cuts.piece
     if dry_run is not None and cuts is not None:
         cuts.cut.on_send = dry_run.sends
     return PlacementContext(
-        model, layout, config, mesh, objective, device, precision, random_state, blocks, first, log_lines, dry_run, cuts
+        model, layout, config, mesh, objective, device, precision, random_state, blocks, first, log_lines, dry_run,
+        cuts, experts,
     )  # fmt: skip
 
 

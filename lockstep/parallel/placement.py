@@ -5,6 +5,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,6 +21,7 @@ from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.compiled import ColdStart
+from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.initial import FirstValues, materialise
 from lockstep.parallel.micro_step import AroundMicroBatch, evaluation_of, in_order, micro_step_of, plain_forward
 from lockstep.parallel.parallel_model import ParallelModel
@@ -66,6 +68,7 @@ class PlacementContext:
         log_lines: logged at start; strategies add theirs.
         dry_run: set where the model has no values, and gets none.
         cuts: of layers, over the axis `tensor`.
+        experts: spread over the axis `expert`; None where that has one rank.
     """
 
     model: nn.Module
@@ -81,6 +84,7 @@ class PlacementContext:
     log_lines: list[str] = field(default_factory=list)
     dry_run: DryRun | None = None
     cuts: TensorCuts | None = None
+    experts: PlacedExperts | None = None
 
     @property
     def device_type(self) -> str:
@@ -113,6 +117,10 @@ class PlacementContext:
         if self.mesh is None or self.layout.tensor == 1:
             return None
         return data_parallel_group(self.mesh)
+
+    def without_experts(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters of spread experts look as if they were not trained."""
+        return nullcontext() if self.experts is None else self.experts.hidden()
 
     def materialise(self) -> None:
         """Bring the model to its device; a model on meta gets storage and, except in a dry run, its first values."""
@@ -232,6 +240,10 @@ def around_micro_batches(
     around: list[AroundMicroBatch] = []
     if applied.tree is not None:
         around += [DeterministicKernels(), applied.tree]  # the tree takes the gradients that all others have made
+    if p.experts is not None:
+        p.experts.scale = 1.0 / applied.multiplier
+        if p.experts.exact:
+            around.append(p.experts)
     if p.config.training.compile:
         around.append(ColdStart(len(p.blocks) or 1, log_lines))
     if applied.compression.powersgd is not None:

@@ -251,6 +251,8 @@ def _layouts(
     for strategy in known_strategies(config.distributed.strategy):
         if (strategy.splits_model and (not pipelines or tensor > 1)) or (tensor > 1 and not strategy.cuts_layers):
             continue
+        if (config.distributed.expert_size or 1) > 1 and not strategy.places_experts:
+            continue
         for layout in strategy.layouts_to_plan(facts, config.step, groups):
             if not strategy.cuts_parameters(_layout(config, cluster, layout)):
                 yield layout
@@ -289,6 +291,9 @@ def evaluate_layout(
         return candidate
     if strategy.splits_model and layout.tensor > 1:
         candidate.refused = "a pipeline of cut layers is not planned yet"
+        return candidate
+    if layout.expert > 1:
+        candidate.refused = "experts over ranks are not planned yet"
         return candidate
     try:
         if strategy.splits_model:

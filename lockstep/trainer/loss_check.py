@@ -106,12 +106,12 @@ class LossCheck:
             return
         self.left -= 1
         # The ranks of a pipeline have the same batch already, and those in its middle have none.
-        if placed.layout.shard > 1 and placed.layout.pipeline == 1:
+        if max(placed.layout.shard, placed.layout.expert) > 1 and placed.layout.pipeline == 1:
             micro_batches = [MicroBatch(0, self._of_rank_0(micro_batches[0].batch))]
         self._conclude(gather_objects(self._finding(micro_batches, step)))
 
     def _of_rank_0(self, batch: Any) -> Any:
-        """Return rank 0's batch, on all ranks: all gather a sharded unit together, and data may decide which unit."""
+        """Return rank 0's batch, on all ranks: they gather units and exchange rows together, whatever the data."""
         box = [tree_map_only(Tensor, Tensor.cpu, batch) if is_main_process() else None]
         device = self._placed.random_state.device
         dist.broadcast_object_list(box, src=0, device=object_device(device))

@@ -1,8 +1,19 @@
 """Mixtures of experts: one process's losses, and its bits where they count, on every composition of axes."""
 
+from pathlib import Path
 from typing import Any
 
+import pytest
+from torch import Tensor
+
+from lockstep.config import config_from
+from lockstep.errors import UsageError
+from lockstep.models.mixture import Router
+from lockstep.parallel.expert import PlacedExperts
+from tests.parity.same_bits import Bits, relay, trainer_for
 from tests.parity.test_tensor import check_both
+from tests.parity.toy import Tokens
+from tests.ranks import run_ranks
 
 # name → (settings, model arguments)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -16,6 +27,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"n_layer": 2, "vocab_size": 64, "top_k": 1, "n_shared": 0, "bias_rate": 0.0},
     ),
     "bf16": ({"precision.mode": "bf16"}, {"n_layer": 2, "vocab_size": 64}),
+    "six experts": ({"training.global_batch_size": 22}, {"n_layer": 2, "vocab_size": 64, "n_expert": 6}),
 }
 
 
@@ -29,9 +41,120 @@ def cases_of(topologies: dict[str, tuple[str, ...]], steps: int = 5) -> list[tup
 
 def test_the_same_training() -> None:
     check_both(4, cases_of({
-        "ddp:4": ("softmax", "sigmoid, over the step"),
-        "fsdp:4": ("sigmoid, over the step", "one expert a token", "bf16"),
-        "pipeline:2*ddp:2": ("softmax",),
+        "ddp:4": ("softmax",),
         "pipeline:2*fsdp:2": ("sigmoid, over the step",),
-        "fsdp:2*tensor:2": ("softmax", "sigmoid, over the step"),
-    }))  # fmt: skip
+        "fsdp:2*tensor:2": ("sigmoid, over the step",),
+        "ddp:4*expert:2": ("softmax",),
+        "fsdp:4*expert:2": ("sigmoid, over the step", "one expert a token"),
+        "fsdp:4*expert:4": ("bf16",),
+    }, steps=3))  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_every_model_on_every_composition_of_axes() -> None:
+    topologies = (
+        "ddp:4", "fsdp:4", "hybrid:2x2", "pipeline:2*ddp:2", "pipeline:2*fsdp:2", "pipeline:2*tensor:2",
+        "ddp:2*tensor:2", "fsdp:2*tensor:2", "ddp:4*expert:2", "ddp:4*expert:4", "fsdp:4*expert:2", "fsdp:4*expert:4",
+    )  # fmt: skip
+    check_both(4, cases_of(dict.fromkeys(topologies, tuple(CASES)), steps=20))
+
+
+# ---- experts over ranks ----
+
+SMALL = {"n_layer": 2, "vocab_size": 64}
+
+
+def bytes_sent(topology: str) -> tuple[int, int]:
+    """Bytes of rows that this rank sends in a step, and four times those of its rows that go to experts elsewhere."""
+    sent: list[int] = []
+    elsewhere: list[int] = []
+    first = PlacedExperts.__init__
+
+    def counted(self: PlacedExperts, *args: Any, **kwargs: Any) -> None:
+        first(self, *args, **kwargs)
+        self.on_send = sent.append
+        ranks.append((self.rank, self.ranks))
+
+    def chosen(router: Router, _args: Any, outputs: tuple[Tensor, ...]) -> None:
+        rank, of = ranks[0]
+        elsewhere.append(int((outputs[0] * of // router.weight.shape[0] != rank).sum()))
+
+    ranks: list[tuple[int, int]] = []
+    PlacedExperts.__init__ = counted  # type: ignore[method-assign]
+    try:
+        trainer = trainer_for(topology, "mixture", {"training.max_steps": 1}, **SMALL)
+    finally:
+        PlacedExperts.__init__ = first  # type: ignore[method-assign]
+    trainer.loss_check.skip()
+    for module in trainer.placed.parts[0].modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(chosen)
+    list(trainer.steps(Tokens()))
+    return sum(sent), 4 * sum(elsewhere) * 32 * 4
+
+
+def evaluated(topology: str) -> float:
+    """The loss of a trained model; replicas are compared after each step."""
+    settings = {"training.max_steps": 2, "distributed.divergence_check_steps": 1}
+    trainer = trainer_for(topology, "mixture", settings, **SMALL)
+    list(trainer.steps(Tokens()))
+    return trainer.evaluate(Tokens())
+
+
+def refused(topology: str, model: str, args: dict[str, Any]) -> str:
+    with pytest.raises(UsageError) as found:
+        trainer_for(topology, model, {}, **args)
+    return str(found.value)
+
+
+REFUSED = {
+    "does not say which of its modules are experts": ("ddp:4*expert:2", "transformer", SMALL),
+    "gate has 6 experts, which 4 ranks can't share": ("fsdp:4*expert:4", "mixture", {**SMALL, "n_expert": 6}),
+    "which has replicas and shards": ("hybrid:2x2*expert:2", "mixture", SMALL),
+}
+TOPOLOGIES = ("ddp:4*expert:2", "fsdp:4*expert:4", "fsdp:4*expert:2")
+
+
+def on_four_ranks(folder: str) -> tuple[list[tuple[int, int]], list[float], list[str], Bits]:
+    return (
+        [bytes_sent(topology) for topology in TOPOLOGIES],
+        [evaluated(topology) for topology in TOPOLOGIES],
+        [refused(*case) for case in REFUSED.values()],
+        relay(folder, "mixture", {"training.max_steps": 10}, [*TOPOLOGIES, "ddp:4"], 2),
+    )
+
+
+def test_bytes_evaluation_refusals_and_checkpoints(tmp_path: Path) -> None:
+    """A checkpoint of one composition loads on any other, and the run ends in the bits of one process."""
+    results = run_ranks(on_four_ranks, 4, str(tmp_path))
+    for place in range(len(TOPOLOGIES)):
+        sent, expected = (sum(of_rank[0][place][what] for of_rank in results) for what in (0, 1))
+        assert sent == expected > 0
+    assert {loss for of_rank in results for loss in of_rank[1]} == {evaluated("single")}
+    for of_rank in results:
+        for expected_text, text in zip(REFUSED, of_rank[2], strict=True):
+            assert expected_text in text
+    digest, _ = relay(str(tmp_path), "mixture", {"training.max_steps": 10}, ["single"], 2)
+    (reference, _) = relay(str(tmp_path / "other"), "mixture", {"training.max_steps": 10}, ["single"], 10)
+    assert digest == reference
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"strategy": "pipeline"}, "experts can't be spread over 2 ranks under strategy pipeline"),
+        ({"strategy": "ddp", "tensor_size": 2}, "tensor_size is 2, and experts are spread over 2 ranks"),
+        ({"strategy": "ddp", "ddp.compression.kind": "bf16"}, "compression.kind is bf16, and experts are spread"),
+    ],
+)
+def test_what_does_not_go_together(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        config_from({"distributed.expert_size": 2, **{f"distributed.{k}": v for k, v in settings.items()}})
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_odd_numbers_of_ranks() -> None:
+    """Six ranks run nodes of which no two are halves of one: the ranks of an expert send several sums."""
+    check_both(6, cases_of(dict.fromkeys(("ddp:6*expert:2", "fsdp:6*expert:2", "ddp:6*expert:3"), ("six experts",))))

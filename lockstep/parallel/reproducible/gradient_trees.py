@@ -195,10 +195,11 @@ class ShardTree(GradientTree):
     Args:
         model: sharded over the axis `shard` of `mesh` alone.
         mesh: with the axes `replicate` and `shard`.
+        groups: of neighbouring shards, each of which runs whole nodes (`assign_in_groups`).
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, groups: int = 1) -> None:
+        self._model, self._groups = model, groups
         self.shards, self.replicas = mesh["shard"].get_group(), mesh["replicate"].get_group()
         self._units = []
         for name, module in model.named_modules():
@@ -208,15 +209,20 @@ class ShardTree(GradientTree):
                 module.set_all_reduce_hook(unit.all_reduce)
                 self._units.append(unit)
         self.leaves: int = 0
-        self.round: list[int] = []  # the micro-batches that the shards of this replica run now
+        self.round: list[int | None] = []  # the micro-batches that the shards of this replica run now; None: a dummy
         self.last = False
         self._rounds = 0
 
     def before(self, run: MicroBatchPass) -> None:
         self.leaves, self.last = run.micro_batches_per_step, run.last
-        mine = leaves_of(self.nodes)
-        shards = self.shards.size()
-        self.round = mine[self._rounds * shards : (self._rounds + 1) * shards]
+        groups, replica = self._groups, self.replicas.rank()
+        of_groups = tree_assignment(self.leaves, self.replicas.size() * groups)[
+            replica * groups : (replica + 1) * groups
+        ]
+        each = self.shards.size() // groups
+        places = range(self._rounds * each, (self._rounds + 1) * each)
+        runs = [leaves_of(nodes) for nodes in of_groups]
+        self.round = [run[place] if place < len(run) else None for run in runs for place in places]
 
     def after(self, run: MicroBatchPass) -> None:
         self._rounds = 0 if run.last else self._rounds + 1
@@ -280,8 +286,9 @@ class _Unit:
     def _add(self, leaves: list[Tensor]) -> None:
         if not len(self.partials):
             self.partials = Partials(self._tree.leaves)
-        for index, leaf in zip(self._tree.round, leaves, strict=False):  # behind the round's end: dummies
-            self.partials.add(index, [leaf], owned=False)
+        for index, leaf in zip(self._tree.round, leaves, strict=True):
+            if index is not None:
+                self.partials.add(index, [leaf], owned=False)
 
     def _write(self, output: Tensor) -> None:
         total = self.partials.total()

@@ -26,7 +26,7 @@ use to the first, which is what autograd does within one process. A pipeline sen
 in each micro-batch (`lockstep.parallel.pipeline.trees`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import lru_cache
 from typing import Any
 
@@ -40,6 +40,9 @@ from lockstep.torch_compat import foreach
 
 Node = tuple[int, int]
 """A run [lo, hi) of micro-batches that the tree sums as one."""
+
+Nodes = Sequence[Sequence[Node]]
+"""The nodes of each rank."""
 
 Values = list[Tensor | None]
 """One partial sum for each parameter (or one flat tensor for all of them); None where nothing was added."""
@@ -102,6 +105,18 @@ def leaves_of(nodes: Iterable[Node]) -> list[int]:
     return sorted(index for lo, hi in nodes for index in range(lo, hi))
 
 
+def nodes_that_cover(indices: Set[int], leaves: int) -> list[Node]:
+    """Return the fewest nodes that have these leaves and no others."""
+
+    def within(node: Node) -> list[Node]:
+        held = indices & set(range(*node))
+        if len(held) == node[1] - node[0]:
+            return [node]
+        return [inner for child in children(node) for inner in within(child)] if held else []
+
+    return within((0, leaves))
+
+
 def assign_tree(micro_batches: int, rank: int, ranks: int, *, even: bool = False) -> list[tuple[int, bool]]:
     """Return (index, real) of what a rank runs with one reduction a step; one dummy if it has no micro-batch.
 
@@ -117,17 +132,28 @@ def assign_tree(micro_batches: int, rank: int, ranks: int, *, even: bool = False
 
 
 def assign_hybrid(
-    micro_batches: int, replica: int, replicas: int, shard: int, shards: int
+    micro_batches: int, replica: int, replicas: int, shard: int, shards: int, *, even: bool = False
 ) -> list[tuple[int, bool]]:  # fmt: skip
     """Return (index, real) of what a rank runs where shards reduce each micro-batch and replicas once a step.
 
     A replica runs nodes of the tree; each of its shards runs every `shards`-th micro-batch of them, and shards with
     fewer run a dummy at the end.
+
+    Args:
+        even: the same number on each replica.
     """
-    mine = leaves_of(tree_assignment(micro_batches, replicas)[replica])
-    rounds = max(1, -(-len(mine) // shards))
+    assignment = tree_assignment(micro_batches, replicas)
+    mine = leaves_of(assignment[replica])
+    most = max(len(leaves_of(nodes)) for nodes in assignment) if even else len(mine)
+    rounds = max(1, -(-most // shards))
     places = [shard + round_ * shards for round_ in range(rounds)]
     return [(mine[place], True) if place < len(mine) else (mine[0] if mine else 0, False) for place in places]
+
+
+def assign_in_groups(micro_batches: int, rank: int, ranks: int, groups: int) -> list[tuple[int, bool]]:
+    """Return (index, real) of what a rank runs where all reduce each micro-batch, and each group runs whole nodes."""
+    group, place = divmod(rank, ranks // groups)
+    return assign_hybrid(micro_batches, group, groups, place, ranks // groups, even=True)
 
 
 class Partials:
@@ -223,13 +249,15 @@ class TreeReduceScatter:
         like: of the dtype and on the device of the sums.
         share: elements that each rank gets.
         leaves: micro-batches in the step.
+        nodes: of each rank; unset: `tree_assignment(leaves, W)`.
     """
 
     def __init__(
-        self, rows: Sequence[Tensor | None], like: Tensor, share: int, leaves: int, group: dist.ProcessGroup
-    ) -> None:
+        self, rows: Sequence[Tensor | None], like: Tensor, share: int, leaves: int, group: dist.ProcessGroup,
+        nodes: Nodes | None = None,
+    ) -> None:  # fmt: skip
         self._leaves = leaves
-        self._nodes = tree_assignment(leaves, group.size())
+        self._nodes: Nodes = tree_assignment(leaves, group.size()) if nodes is None else nodes
         mine, each = len(rows), [len(nodes) for nodes in self._nodes]
         assert mine == each[group.rank()]
         self._sent = like.new_zeros(group.size(), mine, share)
@@ -267,13 +295,17 @@ class TreeAllReduce:
         sums: this rank's nodes' sums, flat, of one size on all ranks, as for `TreeReduceScatter`.
         like: a flat tensor of that size, dtype and device.
         leaves: micro-batches in the step.
+        nodes: as for `TreeReduceScatter`.
     """
 
-    def __init__(self, sums: Sequence[Tensor | None], like: Tensor, leaves: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, sums: Sequence[Tensor | None], like: Tensor, leaves: int, group: dist.ProcessGroup,
+        nodes: Nodes | None = None,
+    ) -> None:  # fmt: skip
         self._size = _segment(like, group)
         cut = [None if value is None else torch.split(value, self._size) for value in sums]
         self._segments = [
-            _Segment([None if values is None else values[place] for values in cut], part, leaves, group)
+            _Segment([None if values is None else values[place] for values in cut], part, leaves, group, nodes)
             for place, part in enumerate(torch.split(like, self._size))
         ]
 
@@ -299,11 +331,13 @@ def _segment(like: Tensor, group: dist.ProcessGroup) -> int:
 class _Segment:
     """A slice of a `TreeAllReduce` that is sent at once."""
 
-    def __init__(self, sums: Sequence[Tensor | None], like: Tensor, leaves: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, sums: Sequence[Tensor | None], like: Tensor, leaves: int, group: dist.ProcessGroup, nodes: Nodes | None
+    ) -> None:
         self._group = group
         share = -(-like.numel() // group.size())
         rows = [None if value is None else in_rows(value, group.size(), share) for value in sums]
-        self._scatter = TreeReduceScatter(rows, like, share, leaves, group)
+        self._scatter = TreeReduceScatter(rows, like, share, leaves, group, nodes)
 
     def fold(self) -> None:
         self._total = self._scatter.finish()
@@ -316,9 +350,11 @@ class _Segment:
         del self._gathered, self._total
 
 
-def tree_all_reduce(sums: Sequence[Tensor | None], out: Tensor, leaves: int, group: dist.ProcessGroup) -> None:
+def tree_all_reduce(
+    sums: Sequence[Tensor | None], out: Tensor, leaves: int, group: dist.ProcessGroup, nodes: Nodes | None = None
+) -> None:
     """Write the sum over the step of one flat tensor to `out`, from its sums over this rank's nodes."""
-    reduce = TreeAllReduce(sums, out, leaves, group)
+    reduce = TreeAllReduce(sums, out, leaves, group, nodes)
     reduce.fold()
     reduce.finish(out)
 

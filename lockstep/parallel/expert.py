@@ -1,0 +1,330 @@
+"""Expert parallel: the experts of each layer are spread over the ranks of the axis `expert`.
+
+These ranks share out the step's micro-batches, too: the axis divides replicate × shard (Lepikhin et al. 2020, GShard,
+arXiv:2006.16668). A model's `experts()` names modules that are called with rows in the order of their experts and the
+number of each one's, and whose parameters are stacked over experts in dim 0. Of such a module a rank holds a run of
+experts:
+
+    rows → all-to-all → the rows of my experts, from each rank → experts → all-to-all → rows
+
+No row is dropped, so the ranks exchange numbers of rows first, for which the host waits. All ranks of the axis run the
+same number of micro-batches.
+
+Replicas and shards leave these parameters alone. Their gradients are summed over the ranks that hold the same experts:
+after the last backward pass, or, under `reproducible`, up the tree, for which an expert runs the rows of each rank by
+themselves: the products of one micro-batch have the same bits wherever they run.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from lockstep.errors import UsageError
+from lockstep.layout import Layout
+from lockstep.mesh import expert_mesh
+from lockstep.models.protocol import offered
+from lockstep.parallel.initial import canonical_names
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.reproducible.tree import Partials, clear_zero_signs, nodes_that_cover, tree_all_reduce
+
+Assign = Callable[..., list[tuple[int, bool]]]
+
+
+class PlacedExperts(AroundMicroBatch):
+    """The experts of a model that this rank holds, and the sums of their gradients.
+
+    Args:
+        mesh: with the axes `expert_replicate` and `expert`.
+        shapes: canonical name → whole shape of each parameter of experts.
+        layout: of all ranks.
+        exact: gradients are summed up the tree.
+
+    Attributes:
+        assign: (micro-batches, rank=, ranks=) → those of a rank; strategies set it where gradients are summed exactly.
+        scale: what gradients are multiplied by, where a strategy's own reduction takes a mean.
+        on_send: called with the bytes of the rows that this rank sends to others.
+    """
+
+    def __init__(self, mesh: DeviceMesh, shapes: Mapping[str, torch.Size], layout: Layout, *, exact: bool) -> None:
+        self.mesh, self.shapes, self.exact = mesh["expert"], dict(shapes), exact
+        self.group, self.replicas = self.mesh.get_group(), mesh["expert_replicate"].get_group()
+        self.ranks, self.rank = self.group.size(), self.group.rank()
+        self.assign: Assign | None = None
+        self.scale = 1.0
+        self.on_send: Callable[[int], None] | None = None
+        self._layout = layout
+        self._owners: dict[str, tuple[nn.Module, str]] = {}  # name → the module, and the parameter's name there
+        self._leaves: dict[str, list[Tensor | None]] = {}  # of this micro-batch: name → gradient of each rank's rows
+        self._partials, self._rounds = Partials(0), 0
+
+    # ---- parameters ----
+
+    def piece(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's piece of a parameter's value, in memory of its own; the whole of what is no expert's."""
+        if name not in self.shapes:
+            return whole
+        return whole.chunk(self.ranks, 0)[self.rank].clone(memory_format=torch.contiguous_format)
+
+    def whole(self, name: str, piece: Tensor) -> DTensor:
+        """Return the whole tensor, of which `piece` is this rank's."""
+        if name not in self.shapes:  # optimizers take DTensors or plain tensors, not both
+            return DTensor.from_local(piece, self.mesh, [Replicate()], run_check=False)
+        shape = self.shapes[name]
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(piece, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=strides)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Hide the parameters of experts, for the length of the block, from what collects parameters to be trained."""
+        wanted = [parameter for parameter in self.parameters if parameter.requires_grad]
+        for parameter in wanted:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in wanted:
+                parameter.requires_grad_(True)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of experts, as they are now: a model that leaves meta gets others."""
+        return [module.get_parameter(attribute) for module, attribute in self._owners.values()]
+
+    # ---- messages ----
+
+    def place_module(self, module: nn.Module, names: Mapping[int, str]) -> None:
+        """Let a module of experts hold this rank's, and exchange the rows.
+
+        Args:
+            names: id of a parameter → its canonical name.
+        """
+        full_names = {attribute: names[id(parameter)] for attribute, parameter in module.named_parameters()}
+        for attribute, full in full_names.items():
+            self._owners[full] = module, attribute
+            module.get_parameter(attribute).data = self.piece(full, module.get_parameter(attribute).data)
+        plain = copy.copy(module)  # with the same parameters, and its own forward pass
+
+        def forward(this: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
+            theirs = self._exchange_counts(counts, rows.device)
+            each = len(counts) // self.ranks
+            sent = [sum(counts[begin : begin + each]) for begin in range(0, len(counts), each)]
+            received = [sum(source) for source in theirs]
+            mine: Tensor = _Exchange.apply(rows, sent, received, self)  # type: ignore[no-untyped-call]
+            held = {attribute: this.get_parameter(attribute) for attribute in full_names}
+            if self.exact:
+                made = self._by_rank(plain, held, full_names, torch.split(mine, received), theirs)
+            else:
+                made = _by_expert(plain, held, mine, theirs)
+            returned: Tensor = _Exchange.apply(made, received, sent, self)  # type: ignore[no-untyped-call]
+            return returned
+
+        module.forward = MethodType(forward, module)
+
+    def _by_rank(
+        self, plain: nn.Module, held: Mapping[str, Tensor], names: Mapping[str, str], parts: tuple[Tensor, ...],
+        counts: list[list[int]],
+    ) -> Tensor:  # fmt: skip
+        """Return what the experts make of the rows of each rank, each with gradients of its own."""
+        copies = {
+            attribute: _ForEachRank.apply(parameter, names[attribute], self)  # type: ignore[no-untyped-call]
+            for attribute, parameter in held.items()
+        }
+        return torch.cat([
+            torch.func.functional_call(plain, {attribute: c[rank] for attribute, c in copies.items()}, (part, numbers))
+            for rank, (part, numbers) in enumerate(zip(parts, counts, strict=True))
+        ])  # fmt: skip
+
+    def _exchange_counts(self, counts: list[int], device: torch.device) -> list[list[int]]:
+        """Return, for each rank, the number of its rows for each of my experts."""
+        mine = torch.tensor(counts, device=device)
+        theirs = torch.empty_like(mine)
+        dist.all_to_all_single(theirs, mine, group=self.group)
+        found: list[list[int]] = theirs.view(self.ranks, -1).tolist()  # host waits for the device
+        return found
+
+    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Return the rows of all ranks for this one: [Σ sent, D] → [Σ received, D], in the order of the ranks."""
+        if self.on_send is not None:
+            self.on_send((sum(sent) - sent[self.rank]) * rows[0:1].numel() * rows.element_size())
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
+        return out
+
+    # ---- gradients ----
+
+    def keep(self, name: str, gradients: tuple[Tensor, ...]) -> None:
+        """Keep the gradients of a parameter for the rows of each rank."""
+        held = self._leaves.setdefault(name, [None] * self.ranks)
+        for rank, gradient in enumerate(gradients):
+            before = held[rank]
+            held[rank] = gradient if before is None else before + gradient
+
+    def after(self, run: MicroBatchPass) -> None:
+        """Add the leaves of the micro-batches that the ranks of the axis ran together, where sums are exact."""
+        if not self._rounds:
+            self._partials = Partials(run.micro_batches_per_step)
+        for place in range(self.ranks):
+            index, real = self._assigned(run.micro_batches_per_step, self._first + place)[self._rounds]
+            if real:
+                kept = self._leaves
+                values = [kept[name][place] if name in kept else None for name in self._owners]
+                self._partials.add(index, values, owned=False)
+        self._leaves.clear()
+        self._rounds = 0 if run.last else self._rounds + 1
+
+    @property
+    def _first(self) -> int:
+        return self.replicas.rank() * self.ranks
+
+    def _assigned(self, micro_batches: int, rank: int) -> list[tuple[int, bool]]:
+        assert self.assign is not None
+        return self.assign(micro_batches, rank=rank, ranks=self._layout.data_parallel_size)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Leave in `.grad` of this rank's experts the sum over all micro-batches of the step."""
+        if not self.exact:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    if self.replicas.size() > 1:
+                        dist.all_reduce(parameter.grad, group=self.replicas)
+                    parameter.grad.mul_(self.scale)
+            return
+        totals = self._partials.total() if self.replicas.size() == 1 else self._summed_over_replicas()
+        for parameter, total in zip(self.parameters, totals or [], strict=False):
+            parameter.grad = total
+        clear_zero_signs([total for total in totals or [] if total is not None])
+
+    def _summed_over_replicas(self) -> list[Tensor | None]:
+        leaves = self._partials.leaves
+        nodes = [
+            nodes_that_cover({
+                index
+                for rank in range(first, first + self.ranks)
+                for index, real in self._assigned(leaves, rank)
+                if real
+            }, leaves)
+            for first in range(0, self._layout.data_parallel_size, self.ranks)
+        ]  # fmt: skip
+        held = [self._partials.take(node) for node in nodes[self.replicas.rank()]]
+        totals: list[Tensor | None] = []
+        for place, parameter in enumerate(self.parameters):
+            sums = [None if v is None or (one := v[place]) is None else one.reshape(-1) for v in held]
+            out = torch.empty_like(parameter).view(-1)
+            tree_all_reduce(sums, out, leaves, self.replicas, nodes)
+            totals.append(out.view_as(parameter))
+        return totals
+
+
+def apply_experts(model: nn.Module, layout: Layout, device_type: str, *, exact: bool) -> PlacedExperts | None:
+    """Spread the experts of a model over the axis `expert`, in place; None where that has one rank.
+
+    Args:
+        model: with its values on every rank, or on meta.
+        exact: gradients are summed up the tree.
+
+    Raises:
+        UsageError: the model names no experts, or the ranks can't share them.
+    """
+    if layout.expert == 1:
+        return None
+    own = offered(model, "experts")
+    modules: list[tuple[str, nn.Module]] = [] if own is None else own()
+    if not modules:
+        raise UsageError(
+            f"{type(model).__name__} does not say which of its modules are experts",
+            where="distributed.expert_size",
+            fix="give the model experts() -> [(name, module)], each called with (rows, rows of each expert), with "
+            "parameters that are stacked over experts in dim 0; or write expert_size: 1",
+        )
+    names, _ = canonical_names(model)
+    shapes = {names[id(p)]: p.shape for _, module in modules for p in module.parameters()}
+    for name, shape in shapes.items():
+        if not shape or shape[0] % layout.expert:
+            raise UsageError(
+                f"{name} has {shape[0] if shape else 'no'} experts, which {layout.expert} ranks can't share",
+                where="distributed.expert_size",
+                fix=f"write a divisor of {shape[0]}" if shape else "stack it over experts in dim 0",
+            )
+    placed = PlacedExperts(expert_mesh(layout, device_type), shapes, layout, exact=exact)
+    for _, module in modules:
+        placed.place_module(module, names)
+    return placed
+
+
+def train_experts(placed: ParallelModel, experts: PlacedExperts) -> None:
+    """Let a placed model train DTensors in place of this rank's experts, and count each element once.
+
+    Args:
+        placed: by a strategy that leaves these parameters alone.
+        experts: those of its model.
+    """
+    own, finish = placed.parameters, placed.finish_gradients
+    trained = {
+        name: nn.Parameter(experts.whole(name, parameter.detach()), parameter.requires_grad)
+        for name, parameter in own.items()
+        if not isinstance(parameter, DTensor)
+    }
+
+    def finish_gradients() -> None:
+        finish()
+        experts.finish()
+        for name, parameter in trained.items():
+            gradient = own[name].grad
+            parameter.grad = None if gradient is None else experts.whole(name, gradient)
+            own[name].grad = None
+
+    placed.parameters, placed.finish_gradients = own | trained, finish_gradients
+    if placed.norm_groups:  # the shards: their first ranks hold each expert once
+        if experts.replicas.rank():
+            placed.counted = (set(own) if placed.counted is None else placed.counted) - set(experts.shapes)
+    else:
+        placed.norm_groups = [experts.group]
+        placed.counted = set(experts.shapes) if experts.rank else None
+
+
+def _by_expert(plain: nn.Module, held: Mapping[str, Tensor], rows: Tensor, counts: list[list[int]]) -> Tensor:
+    """Return what the experts make of all ranks' rows, each expert at once: [ranks, experts, …] → the same order."""
+    ranks, experts = len(counts), len(counts[0])
+    parts = torch.split(rows, [number for source in counts for number in source])
+    together = torch.cat([parts[rank * experts + expert] for expert in range(experts) for rank in range(ranks)])
+    numbers = [sum(source[expert] for source in counts) for expert in range(experts)]
+    made = torch.func.functional_call(plain, dict(held), (together, numbers))
+    pieces = torch.split(made, [counts[rank][expert] for expert in range(experts) for rank in range(ranks)])
+    return torch.cat([pieces[expert * ranks + rank] for rank in range(ranks) for expert in range(experts)])
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows sent to the ranks that want them; their gradients travel back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], experts: PlacedExperts) -> Tensor:
+        ctx.sent, ctx.received, ctx.experts = sent, received, experts
+        return experts.all_to_all(rows, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.experts.all_to_all(gradients[0], ctx.received, ctx.sent), None, None, None
+
+
+class _ForEachRank(torch.autograd.Function):
+    """A parameter for the rows of each rank, whose gradients are kept apart."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, name: str, experts: PlacedExperts) -> tuple[Tensor, ...]:
+        ctx.name, ctx.experts = name, experts
+        return tuple(parameter.view_as(parameter) for _ in range(experts.ranks))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.experts.keep(ctx.name, gradients)
+        return None, None, None
