@@ -230,21 +230,37 @@ def _batch_size(given: argparse.Namespace) -> int:
 
 
 def verify(argv: list[str]) -> int:
-    """Run `lockstep verify CONFIG [KEY=VALUE …] [--against TOPOLOGY,…] [--steps N] [--json]`."""
+    """Run `lockstep verify CONFIG [KEY=VALUE …] [--against TOPOLOGY,…]` or `… SCRIPT.py [--nproc-per-node N,…]`."""
     parser = Parser(
         "verify",
         "Prove that topologies take the steps that one process takes: the same samples, loss, gradients and values, "
         "up to the order of summation, or in every bit with distributed.reproducible=true. If they do not, report "
-        "the first difference and its cause, and exit with 1.",
+        "the first difference and its cause, and exit with 1. CONFIG may be anybody's training script: SCRIPT.py "
+        "[--nproc-per-node 1,2,4] [--steps N] [--json] [-- ARGS …], where {n} in ARGS is the number of ranks.",
     )
     add_config(parser)
     parser.add_argument(
         "--against", metavar="TOPOLOGY,…",
         help="ddp:2, fsdp:4, hybrid:2x2, pipeline:2*fsdp:2 … (default: ddp:2, fsdp:2 and the config's own strategy)",
     )  # fmt: skip
-    parser.add_argument("--steps", metavar="N", type=int, help="how many steps are compared (default: 5)")
+    text = "of a script: numbers of ranks, each compared with one process (default: 2)"
+    parser.add_argument("--nproc-per-node", metavar="N,…", help=text)
+    text = "how many steps are compared (default: 5, of a script 3)"
+    parser.add_argument("--steps", metavar="N", type=int, help=text)
     parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
-    given = parser.parse(argv)
+    end = argv.index("--") if "--" in argv else len(argv)
+    given = parser.parse(argv[:end])
+    if given.words and given.words[0].endswith(".py"):
+        from lockstep.verify import script
+
+        arguments = [*given.words[1:], *argv[end + 1 :]]
+        ranks = given.nproc_per_node or given.against
+        return script.run(given.words[0], arguments, ranks=ranks, steps=given.steps, in_json=given.json)
+    if given.nproc_per_node is not None or argv[end:]:
+        raise UsageError(
+            "--nproc-per-node and arguments after -- are for a script", fix="name one, as in lockstep verify train.py; "
+            "topologies of a config are written --against ddp:2",
+        )  # fmt: skip
     path, overrides = config_and_overrides(given)
     assert path is not None
 

@@ -1,0 +1,142 @@
+"""Starts a script in worlds of several ranks, and as processes of their own beside each other."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import LockstepError
+from lockstep.launch.spawn import spawn_again
+from lockstep.verify.isolated import run_isolated, why_not_ended
+from lockstep.verify.script.observe import ScriptTask, observe
+from lockstep.verify.script.record import ScriptRecord, batch_file, load_records
+
+_SECONDS = 600.0  # limit for a run of the script
+# What a script may import is imported once, for all its processes.
+_PRELOAD = ("accelerate.optimizer", "transformers.trainer", "lightning.fabric", "lightning_fabric")
+_LAST_LINES = 12  # of a process that failed without an exception
+
+
+class ScriptRuns:
+    """Runs one script again and again, each time in new processes.
+
+    Args:
+        folder: receives a folder for each run.
+        report: called with a line before each run.
+    """
+
+    def __init__(
+        self, script: str, arguments: Sequence[str], steps: int, folder: Path, report: Callable[[str], None]
+    ) -> None:  # fmt: skip
+        self._task = ScriptTask(script, tuple(arguments), steps, folder)
+        self._report = report
+        text = Path(script).read_text(errors="replace")
+        names = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.M))
+        preload = [module for module in _PRELOAD if module.partition(".")[0] in names]
+        self._start = partial(spawn_again, preload=["lockstep.verify.script.observe", *preload])
+        self._number = 0
+
+    def world(self, ranks: int, what: str, **changes: Any) -> tuple[Path, list[ScriptRecord]]:
+        """Run the script on several ranks, and return the folder of its records, and these.
+
+        Raises:
+            LockstepError: a rank failed, or a collective waits for a rank that does not call it.
+        """
+        task = self._new_task(changes)
+        self._report(f"{ranks} ranks: {what}")
+        self._start(_take, ([task], _SECONDS), ranks)
+        error = why_not_ended(task.folder, ranks, _SECONDS)
+        if error is not None:
+            raise _with_output(error, task.folder, ranks)
+        return task.folder, load_records(task.folder, ranks)
+
+    def alone(self, what: str, changes: Sequence[dict[str, Any]]) -> list[ScriptRecord]:
+        """Run the script as one process for each of `changes`, at the same time.
+
+        Raises:
+            LockstepError: one of them failed.
+        """
+        tasks = [self._new_task(change) for change in changes]
+        self._report(f"one process: {what}")
+        self._start(_take, (tasks, _SECONDS), len(tasks))
+        for number, task in enumerate(tasks):
+            error = why_not_ended(task.folder, number + 1, _SECONDS)
+            if error is not None:
+                raise _with_output(error, task.folder, 1)
+        return [load_records(task.folder, 1)[0] for task in tasks]
+
+    def _new_task(self, changes: dict[str, Any]) -> ScriptTask:
+        self._number += 1
+        folder = self._task.folder / f"run-{self._number}"
+        folder.mkdir()
+        return replace(self._task, folder=folder, **changes)
+
+
+def _take(tasks: Sequence[ScriptTask], seconds: float) -> None:
+    """Take the one task of all ranks, or this process's own."""
+    from lockstep.environment import rank_facts
+
+    alone = rank_facts().world_size == len(tasks)
+    task = tasks[rank_facts().rank] if alone else tasks[0]
+    run_isolated(partial(observe, task, alone=alone), task.folder, 0, seconds, alone=alone)
+
+
+def _with_output(error: LockstepError, folder: Path, ranks: int) -> LockstepError:
+    """Add the last lines of the first rank that wrote any, as a note."""
+    for rank in range(ranks):
+        log = folder / f"output-{rank}.log"
+        lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
+        if lines:
+            error.add_note("\n".join([f"output of rank {rank}:", *(f"  {line}" for line in lines)]))
+            break
+    return error
+
+
+# ---- which samples one process gets ----
+
+Feed = dict[tuple[int, int], list[tuple[int, int]]]
+"""(loader, batch) of one process → the (rank, batch) whose samples it gets together."""
+
+
+def united(records: Sequence[ScriptRecord]) -> Feed:
+    """Return the feed that gives one process the batches of all ranks together."""
+    feed: Feed = {}
+    for loader in records[0].batches:
+        counts = [len(record.batches.get(loader, [])) for record in records]
+        # Where rank 0 reads for all (Accelerate's dispatch_batches), a step takes a batch for each rank of it.
+        together = len(records) if counts[0] and not any(counts[1:]) else 1
+        for index in range(-(-max(counts) // together)):
+            at = range(index * together, (index + 1) * together)
+            feed[loader, index] = [(r, i) for r, count in enumerate(counts) for i in at if i < count]
+    return feed
+
+
+def step_batches(record: ScriptRecord, step: int) -> tuple[int, range] | None:
+    """Return the training loader, and which of its batches a step trains on; None if batches are no passes."""
+    loader = record.training_loader
+    if loader is None:
+        return None
+    begin = sum(record.passes[:step])
+    return loader, range(begin, begin + record.passes[step])
+
+
+def one_after_another(records: Sequence[ScriptRecord]) -> Feed:
+    """Return the feed for a script that takes as many more batches a step on one process as it has fewer ranks."""
+    feed: Feed = {}
+    number = 0
+    for step in range(len(records[0].steps)):
+        found = step_batches(records[0], step)
+        assert found is not None
+        loader, batches = found
+        for index in batches:
+            for rank in range(len(records)):
+                feed[loader, number] = [(rank, index)]
+                number += 1
+    return feed
+
+
+def is_stored(feed: Feed, folder: Path) -> bool:
+    """Return whether the samples that a feed names could be stored."""
+    return all(batch_file(folder, r, loader, i).exists() for (loader, _), at in feed.items() for r, i in at)

@@ -1,0 +1,45 @@
+"""`lockstep/torch_compat/script_patches.py`: calls of a script are seen, in a process of its own."""
+
+import multiprocessing
+from multiprocessing.queues import Queue
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_value_
+from torch.utils.data import DataLoader
+
+from lockstep.torch_compat import script_patches
+
+
+def test_backward_clipping_and_loaders_are_seen() -> None:
+    context = multiprocessing.get_context("fork")
+    seen: Queue[Any] = context.Queue()
+    process = context.Process(target=_observed, args=(seen,))
+    process.start()
+    assert seen.get(timeout=60) == [("backward", 3.0), ("clip", 1), ("clip", 1), ("made", 2)]
+    process.join()
+
+
+def _observed(seen: "Queue[Any]") -> None:
+    found: list[Any] = []
+
+    def backward(call: Any, loss: Any) -> Any:
+        found.append(("backward", float(loss)))
+        return call()
+
+    def clipping(call: Any, parameters: Any) -> Any:
+        found.append(("clip", len(parameters)))
+        return call()
+
+    script_patches.patch_backward(backward)
+    script_patches.patch_clipping(clipping)
+    script_patches.patch_loaders(
+        lambda given: given.update(batch_size=2), lambda loader: found.append(("made", loader.batch_size))
+    )
+    model = torch.nn.Linear(1, 1, bias=False)
+    (model.weight.sum() * 0 + 3).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert clip_grad_value_ is not torch.nn.utils.clip_grad_value_
+    torch.nn.utils.clip_grad_value_(model.parameters(), clip_value=1.0)
+    assert len(next(iter(DataLoader([1, 2, 3], 1)))) == 2  # type: ignore[arg-type]
+    seen.put(found)

@@ -1,0 +1,48 @@
+"""A loop of plain PyTorch over replicas; its arguments name the mistakes that it makes."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+SAMPLES, IGNORED = 96, -100
+
+
+def data(uneven: bool) -> TensorDataset:
+    numbers = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, 8, generator=numbers)
+    targets = torch.randint(0, 5, (SAMPLES,), generator=numbers)
+    if uneven:
+        targets[torch.rand(SAMPLES, generator=numbers) < 0.4] = IGNORED
+    return TensorDataset(inputs, targets)
+
+
+def main(faults: list[str]) -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank if "seeds" in faults else 0)
+    norm = nn.BatchNorm1d(32) if "batch norm" in faults else nn.LayerNorm(32)
+    model = nn.Sequential(nn.Linear(8, 32), norm, nn.GELU(), nn.Dropout(0.1 * ("dropout" in faults)), nn.Linear(32, 5))
+    runs = model if "unwrapped" in faults else nn.parallel.DistributedDataParallel(model)
+    if "own draws" in faults:
+        torch.manual_seed(rank)
+    samples, per_step = data("uneven" in faults), 2 if "accumulate" in faults else 1
+    sampler = None if "unsharded" in faults else DistributedSampler(samples)
+    loader = DataLoader(samples, batch_size=8, sampler=sampler, num_workers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * (world if "rate" in faults else 1))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(loader) // per_step)
+    for number, (inputs, targets) in enumerate(loader, start=1):
+        loss = nn.functional.cross_entropy(runs(inputs), targets, ignore_index=IGNORED) / per_step
+        (loss * world if "sum" in faults else loss).backward()
+        if number % per_step == 0:
+            nn.utils.clip_grad_norm_(runs.parameters(), 0.1)
+            optimizer.step()
+            for _ in range(world if "schedule" in faults else 1):
+                schedule.step()
+            optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,119 @@
+"""`lockstep verify SCRIPT.py` as docs/how_to/verify_any_script.md has it: right scripts and wrong ones on two ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.verify.script.command import text, verify_script
+from lockstep.verify.script.judge import ScriptOutcome
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def judged(script: str, *arguments: str) -> ScriptOutcome:
+    (outcome,) = verify_script(str(SCRIPTS / script), arguments, [2], steps=2)
+    assert not outcome.failed, outcome.failed
+    return outcome
+
+
+def kinds(outcome: ScriptOutcome) -> dict[str, bool]:
+    return {found.kind: found.is_error for found in outcome.causes}
+
+
+@pytest.mark.parametrize(
+    ("faults", "found"),
+    [
+        (["accumulate"], {}),
+        (["own draws", "dropout", "batch norm"], {"random numbers": False, "batch statistics": False}),
+        (["unsharded", "rate"], {"samples": True, "learning rate": True}),
+        (["sum", "schedule"], {"learning rate schedule": True, "sum of gradients": True}),
+        (["seeds", "unwrapped"], {"first values": True, "gradient synchronisation": True}),
+        (["uneven", "accumulate"], {"loss normalisation": True, "gradient accumulation": True}),
+    ],
+)  # fmt: skip
+def test_replicas(faults: list[str], found: dict[str, bool]) -> None:
+    """A right script passes, with what is other by nature; each mistake is named, and hides no other."""
+    outcome = judged("replicas.py", *faults)
+    assert kinds(outcome) == found
+    assert outcome.passed == (not any(found.values()))
+    assert outcome.steps == 2
+    assert "2 ranks take" in outcome.notices[0]
+
+
+@pytest.mark.parametrize(("kind", "found"), [("fsdp2", {}), ("fsdp1", {"clipping": True})])
+def test_shards(kind: str, found: dict[str, bool]) -> None:
+    """`clip_grad_norm_` sees the norm of DTensors over all ranks, and of FSDP1's shards only the rank's own."""
+    outcome = judged("sharded.py", kind)
+    assert kinds(outcome) == found
+
+
+def test_a_loop_of_accelerate_is_explained_in_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["verify", str(SCRIPTS / "accelerated.py"), "--nproc-per-node", "1,2", "--steps", "2", "--json"]
+    assert main(arguments) == 1
+    (world,) = json.loads(capsys.readouterr().out)["worlds"]
+    assert (world["ranks"], world["framework"], world["passed"]) == (2, "Accelerate", False)
+    fixes = {found["kind"]: found["fix"] for found in world["causes"]}
+    assert "device_specific=True" in fixes["random numbers"]
+    assert "accelerator.gather" in fixes["loss normalisation"]
+    assert world["columns"] == {
+        "samples": "✓", "random numbers": "✗", "first values": "✓", "settings": "✓", "gradients": "✗", "weights": "✗",
+    }  # fmt: skip
+    assert main([*arguments[:-1], "--", "right"]) == 0
+    printed = capsys.readouterr().out
+    assert "✓ but for what is other by nature" in printed
+    assert "✗" not in printed
+
+
+def test_a_script_without_loaders_is_judged_where_the_batch_is_held(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist\n"
+        "from torch import nn\n"
+        "dist.init_process_group('gloo')\n"
+        "torch.manual_seed(0)\n"
+        "size, rank = int(sys.argv[1]), dist.get_rank()\n"
+        "inputs = torch.randn(64, 4)\n"
+        "model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in range(4):\n"
+        "    begin = (step * dist.get_world_size() + rank) * size\n"
+        "    model(inputs[begin : begin + size]).square().mean().backward()\n"
+        "    optimizer.step()\n"
+    )
+    (held,) = verify_script(str(script), ["{8/n}"], [2], steps=2)
+    assert held.passed
+    (other,) = verify_script(str(script), ["8"], [2], steps=2)
+    assert not other.passed
+    assert "one process trains on 8 samples and 2 ranks on 16" in other.not_judged
+    assert "? cannot judge" in text("train.py", [other])
+
+
+def test_a_script_that_fails_or_takes_no_step_did_not_run(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os\nprint('hello')\nif os.environ['RANK'] == '1':\n    raise ValueError('no such file')\n"
+    )
+    (outcome,) = verify_script(str(script), [], [2], steps=2)
+    assert "rank 1 of 2 failed: ValueError: no such file" in outcome.failed
+    assert f"{script}:4" in outcome.failed
+    assert "output of rank 0:\n  hello" in outcome.failed
+    script.write_text("print('nothing')\n")
+    (outcome,) = verify_script(str(script), [], [2], steps=2)
+    assert "no call of optimizer.step() was seen" in outcome.failed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere.py"], "there is no script nowhere.py"),
+        ([__file__, "--against", "ddp:2"], "'ddp:2' is not a list of numbers of ranks"),
+        ([__file__, "--nproc-per-node", "1"], "one process is what others are compared with"),
+        ([__file__, "--steps", "0"], "--steps 0 compares nothing"),
+        (["run.yaml", "--nproc-per-node", "2"], "are for a script"),
+    ],
+)
+def test_misuse_is_one_error(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *arguments]) == 2
+    assert says in capsys.readouterr().err
