@@ -225,7 +225,8 @@ def _judge_cut(what: str, base: CutStep, other: CutStep, nudged: CutStep | None)
         return Check(TITLES[what], passed=True, text=text, relative=off)
     wholes, parts = (base, other) if what == HALF else (other, base)
     fits = _fits(wholes, parts)
-    if any(residual > _ADDS_UP for *_, residual in fits) or not fits:
+    # A weak term that couples samples, as the balance of experts is, explains a small difference.
+    if any(residual > min(_ADDS_UP, off / 4) for *_, residual in fits) or not fits:
         text = "the samples of a micro-batch are coupled (batch normalisation, negatives in the batch): batch_size is "
         return Check(TITLES[what], passed=True, text=text + "part of what is learned", relative=off)
     number, weights, _ = max(fits, key=lambda fit: _unlike(fit, parts, len(parts.means) // len(wholes.means)))

@@ -13,6 +13,7 @@ from lockstep.verify import reference
 from lockstep.verify.reference import BASE, EVALUATED, HALF, LOADED, NUDGED_BASE, PLAIN, TITLES, TWICE, Check
 from lockstep.verify.subject import Case
 from lockstep.verify.worker import record
+from tests.parity.toy import language_model
 
 COMMON: dict[str, Any] = {
     "training.batch_size": 2,
@@ -49,7 +50,12 @@ def test_a_model_with_dropout_agrees_however_it_is_cut(tmp_path: Path) -> None:
     assert all(check.passed and not check.text and check.relative < 1e-5 for check in found.values()), found
 
 
-@pytest.mark.parametrize("make", [faults.batch_norm, faults.contrastive_in_each_micro_batch])
+def experts_in_balance() -> Any:
+    """A weak term couples the samples."""
+    return faults.net(language_model("mixture", bias_rate=0.0, balance_weight=0.001))
+
+
+@pytest.mark.parametrize("make", [faults.batch_norm, faults.contrastive_in_each_micro_batch, experts_in_balance])
 def test_samples_that_are_coupled_are_no_fault(make: Callable[[], Any], tmp_path: Path) -> None:
     found = checked(make, [BASE, NUDGED_BASE, TWICE, PLAIN], tmp_path)
     assert all(check.passed and "coupled" in check.text for check in found.values()), found
