@@ -20,6 +20,7 @@ from lockstep.verify.script.record import (
     ScriptRecord,
     Tensors,
     by_rank,
+    is_cut,
 )
 
 Vector = NDArray[np.float64]
@@ -127,7 +128,7 @@ def cause(kind: str, text: str, found_by: str, framework: str, *, is_error: bool
 
 def seen_on_ranks(records: Sequence[ScriptRecord]) -> list[ScriptCause]:
     """Return causes that a run of several ranks shows by itself."""
-    found = [_same_samples(records), _same_draws(records), _other_first_values(records)]
+    found = [_same_samples(records), _same_draws(records), _other_first_values(records), _other_precision(records)]
     return [one for one in found if one is not None]
 
 
@@ -206,6 +207,39 @@ def relative(mine: Vector, right: Vector) -> float:
     return off if off == off else float("inf")
 
 
+def _other_precision(records: Sequence[ScriptRecord]) -> ScriptCause | None:
+    for steps in zip(*(record.steps for record in records), strict=False):
+        for rank, step in enumerate(steps):
+            if step.dtypes != steps[0].dtypes:
+                mine, right = listed(sorted(step.dtypes)), listed(sorted(steps[0].dtypes))
+                text = f"rank {rank} computes with {mine}, and rank 0 with {right}"
+                return ScriptCause("precision", text, "the dtypes of parameters and of autocast, by rank")
+    return None
+
+
+def replicas_cause(records: Sequence[ScriptRecord], number: int) -> ScriptCause | None:
+    """Return the cause if replicas were equal after a step and differ before the next, or an equal step parts them."""
+    if any(is_cut(list(step.values.values())) for record in records for step in record.steps):
+        return None
+    for at in range(number + 1):
+        states = [record.steps[at].before for record in records]
+        wrong = [name for name in states[0] if any(state.get(name) != states[0][name] for state in states)]
+        if wrong and not at:
+            return None
+        if wrong:
+            text = f"{listed(wrong)} were equal on all ranks after step {at}, and differ before step {at + 1} updates"
+            fix = "let nothing but the optimizer write weights, or let it write the same on all ranks"
+            return ScriptCause("replicas", text, "fingerprints of each rank's parameters", fix, column="weights")
+        values = by_rank([record.steps[at].values for record in records])
+        gradients = by_rank([record.steps[at].gradients for record in records])
+        if any(unequal_names(other, values[0]) for other in values[1:]):
+            if any(unequal_names(other, gradients[0]) for other in gradients[1:]):
+                return None
+            text = f"weights and gradients are equal on all ranks in step {at + 1}, and the updated weights are not"
+            return ScriptCause("replicas", text, "parameters and gradients of each rank", column="weights")
+    return None
+
+
 # ---- settings of the optimizer ----
 
 
@@ -222,6 +256,9 @@ def settings_cause(records: Sequence[ScriptRecord], reference: ScriptRecord) -> 
                 key = "lr" if "lr" in wrong else wrong[0]
                 name = "learning rate" if key == "lr" else key
                 text = f"{name} {_short(mine.get(key))} on rank {rank} instead of {_short(theirs[key])}"
+                if any(other.steps[number].settings != records[0].steps[number].settings for other in records):
+                    text += ": ranks step with different settings"
+                    return ScriptCause(name, text, "the settings with which each rank stepped", column="settings")
                 by = "the settings with which the optimizer stepped"
                 if key != "lr":
                     return ScriptCause(name, text, by, column="settings")
@@ -294,6 +331,12 @@ def weights_of(parts: Sequence[Vector], right: Vector) -> Vector | None:
     return np.asarray(weights, dtype=np.float64)
 
 
+def _explains(weights: Vector, parts: Sequence[Vector], right: Vector) -> bool:
+    """Return whether weights leave a tenth at most of what the mean leaves: else the difference is another."""
+    matrix = np.stack(list(parts), axis=1)
+    return relative(matrix @ weights, right) <= 0.1 * relative(matrix.mean(axis=1), right)
+
+
 _BY_PARTS = "gradients of one process on each rank's samples alone"
 
 
@@ -315,14 +358,11 @@ def gradient_cause(evidence: GradientEvidence, framework: str) -> ScriptCause | 
     weights = weights_of(parts, first)
     if weights is None:
         return None
-    said = ", ".join(f"{weight:.3g}" for weight in weights)
+    said = ", ".join(f"{weight:.3g}" for weight in np.round(weights, 6) + 0.0)
     only = [rank for rank, part in enumerate(parts) if evidence.same(first, part)]
-    text = (
-        f"all ranks use rank {only[0]}'s gradient alone"
-        if only
-        else f"the ranks' gradients are added with weights {said}"
-    )
-    kind = "gradient synchronisation" if only else "sum of gradients"
+    kind, text = "weights of ranks", f"the ranks' gradients count {said}, and 1/{ranks} each in one process"
+    if only:
+        kind, text = "gradient synchronisation", f"all ranks use rank {only[0]}'s gradient alone"
     return cause(kind, text, f"{_BY_PARTS}: added up so, they are the ranks' gradient", framework)
 
 
@@ -345,7 +385,7 @@ def _unsynchronised(evidence: GradientEvidence, framework: str) -> ScriptCause |
 def _unevenly_weighed(evidence: GradientEvidence, framework: str) -> ScriptCause | None:
     weights = weights_of(evidence.parts, evidence.reference)
     ranks = len(evidence.parts)
-    if weights is None or min(weights) < 0:
+    if weights is None or min(weights) < 0 or not _explains(weights, evidence.parts, evidence.reference):
         return None
     said = ", ".join(f"{weight:.3f}" for weight in weights)
     text = (
@@ -362,7 +402,12 @@ def accumulation_cause(
     """Return the cause if a step is its micro-batches' mean gradient, and the whole batch weighs them otherwise."""
     weights = weights_of(micro_batches, whole)
     mean: Vector = sum(micro_batches, np.zeros_like(step)) / len(micro_batches)
-    if weights is None or min(weights) < 0 or relative(step, mean) > EXACT:
+    if (
+        weights is None
+        or min(weights) < 0
+        or relative(step, mean) > EXACT
+        or not _explains(weights, micro_batches, whole)
+    ):
         return None
     said = ", ".join(f"{weight:.3f}" for weight in weights)
     text = (

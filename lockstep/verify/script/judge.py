@@ -9,6 +9,7 @@ import numpy as np
 
 from lockstep.errors import LockstepError, RunError
 from lockstep.verify.script.causes import (
+    EXACT,
     UNKNOWN,
     GradientEvidence,
     ScriptCause,
@@ -17,15 +18,16 @@ from lockstep.verify.script.causes import (
     cause,
     gradient_cause,
     relative,
+    replicas_cause,
     seen_on_ranks,
     settings_cause,
-    unequal_names,
 )
 from lockstep.verify.script.record import TORCH, Pieces, ScriptRecord, Tensors, by_rank
 from lockstep.verify.script.runs import Feed, ScriptRuns, is_stored, one_after_another, step_batches, united
 
 COLUMNS = ("samples", "random numbers", "first values", "settings", "gradients", "weights")
 _ROUNDING = 2e-5  # relative difference that needs no explanation in float32
+_ROUNDING_16 = 2e-2  # the same for parameters of 16 bits
 _CEILING = 1e-2  # a difference above it is never rounding
 _NUDGES = 10.0  # how many times as far as changed last bits do a difference may be
 _MOST_PARTS = 8  # processes that are started for the parts of one step
@@ -108,6 +110,7 @@ class _Judgement:
         self.runs, self.outcome, self.ranks = runs, outcome, outcome.ranks
         self.records: list[ScriptRecord] = []
         self.folder = Path()
+        self.rounding = _ROUNDING
         self.given: dict[str, Any] = {}  # what each run of one process is given, but for its samples
         self.feed: Feed = {}
 
@@ -137,17 +140,26 @@ class _Judgement:
     def _undo(self) -> None:
         """Run the ranks once more without what differs by itself."""
         again: dict[str, Any] = {}
+        what = []
         if any(draw.moved for record in self.records for step in record.steps for draw in step.draws):
             again["mean_draws"] = self.given["mean_draws"] = True
+            _, records = world = self.runs.world(self.ranks, "without random numbers", **again)
+            if all(map(_equal_losses, self.records, records)):  # as where the probability of dropout is 0
+                self.outcome.causes = [found for found in self.outcome.causes if found.kind != "random numbers"]
+            self.folder, self.records = world
+        dtypes = {dtype for record in self.records for step in record.steps for dtype in step.dtypes}
+        if any("autocast" in dtype for dtype in dtypes):
+            again["full_precision"] = self.given["full_precision"] = True
+            what.append("without autocast")
+            self.outcome.notices.append("without autocast: 16 bits round differently in batches of another size")
+        elif any("16" in dtype for dtype in dtypes):
+            self.rounding = _ROUNDING_16
+            self.outcome.notices.append(f"weights of 16 bits: differences below {_ROUNDING_16:.0%} are not judged")
         if any(found.kind == "first values" for found in self.outcome.causes):
             again["first"] = self._first()
-        if again:
-            what = ["without random numbers"] * ("mean_draws" in again)
-            what += ["with rank 0's first values"] * ("first" in again)
-            before = self.records
+            what.append("with rank 0's first values")
+        if what:
             self.folder, self.records = self.runs.world(self.ranks, " and ".join(what), **again)
-            if all(map(_equal_losses, before, self.records)):  # as where the probability of dropout is 0
-                self.outcome.causes = [found for found in self.outcome.causes if found.kind != "random numbers"]
 
     def _first(self) -> Tensors:
         return by_rank([record.first for record in self.records])[0]
@@ -224,7 +236,7 @@ class _Judgement:
 
     def _compare(self, reference: ScriptRecord) -> None:
         """Find the first difference and its cause."""
-        first, rounding = self._first_difference(reference, [(_ROUNDING, _ROUNDING * 50)] * self.outcome.steps)
+        first, rounding = self._first_difference(reference, [(self.rounding, self.rounding * 50)] * self.outcome.steps)
         if first is not None and first.relative <= _CEILING:
             nudged = self._alone("with other last bits in its weights", [self.feed], nudged=True)[0]
             moved = [self._distances(number, [nudged], reference) for number in range(len(nudged.steps))]
@@ -299,17 +311,18 @@ class _Judgement:
     def _explain(self, first: ScriptDifference, reference: ScriptRecord) -> None:
         outcome, framework = self.outcome, self.outcome.framework
         aspect, first.aspect = first.aspect, first.aspect.removeprefix("clipped ")
-        found: ScriptCause | None = None
-        if aspect == "clipped gradients":
+        if aspect == "weights" and any(one.column == "settings" for one in outcome.causes):
+            own = [record.steps[first.step].settings for record in self.records]
+            if any(other != own[0] for other in own):
+                return  # one process steps with rank 0's settings
+        found = replicas_cause(self.records, first.step)
+        if found is None and aspect == "clipped gradients":
             text = "the gradients are equal before they are clipped, and differ afterwards"
             found = cause("clipping", text, "gradients when clipping began, and when the optimizer stepped", framework)
-        elif aspect == "gradients":
+        elif found is None and aspect == "gradients":
             found = self._gradient_cause(first, reference) or self._statistics_cause(first)
         if found is None:
-            replicas = by_rank([record.steps[first.step].values for record in self.records])
-            text = "no known cause was shown; each rank's samples, first values and settings are given to one process"
-            if first.aspect == "weights" and any(unequal_names(other, replicas[0]) for other in replicas[1:]):
-                text = "the weights of ranks differ after the step, though their gradients are equal"
+            text = "none was shown; one process has the ranks' samples, first values and settings"
             found = ScriptCause(UNKNOWN, text, "comparison with one process")
         outcome.causes.append(found)
 
@@ -325,9 +338,14 @@ class _Judgement:
             return found
         # Each micro-batch may weigh its ranks otherwise: they are judged one by one.
         micro_batches = self._parts(first.step, at, [[self.feed[at[0], i]] * len(at[1]) for i in at[1]])
-        for i, whole in zip(at[1], micro_batches, strict=True):
-            parts = self._parts(first.step, at, [[[(rank, i)]] * len(at[1]) for rank in range(self.ranks)])
-            mean: Vector = sum(parts, np.zeros_like(whole)) / self.ranks
+        every = self._parts(
+            first.step, at, [[[(rank, i)]] * len(at[1]) for i in at[1] for rank in range(self.ranks)]
+        )  # fmt: skip
+        parted = [every[begin : begin + self.ranks] for begin in range(0, len(every), self.ranks)]
+        means: list[Vector] = [sum(parts, np.zeros_like(parts[0])) / self.ranks for parts in parted]
+        if any(relative(one, sum(means, np.zeros_like(one)) / len(means)) > EXACT for one in mine):
+            return None
+        for mean, whole, parts in zip(means, micro_batches, parted, strict=True):
             found = gradient_cause(GradientEvidence(names, [mean], whole, parts), self.outcome.framework)
             if found is not None:
                 return found
@@ -345,9 +363,9 @@ class _Judgement:
         """Undo batch normalisation on both sides."""
         if not self.records[0].normalises:
             return None
-        mean_draws = self.given.get("mean_draws", False)
-        changes = {"fixed_statistics": True, "mean_draws": mean_draws, "first": self.given["first"]}
-        folder, records = self.runs.world(self.ranks, "with running statistics", **changes)
+        undone: dict[str, Any] = {key: self.given[key] for key in ("mean_draws", "full_precision") if key in self.given}
+        undone |= {"fixed_statistics": True, "first": self.given["first"]}
+        folder, records = self.runs.world(self.ranks, "with running statistics", **undone)
         if any(len(record.steps) <= first.step for record in records):
             return None
         changes = {"fixed_statistics": True, "samples": folder}

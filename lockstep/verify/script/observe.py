@@ -34,7 +34,7 @@ from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
 from lockstep.verify.differences import shard_like
-from lockstep.verify.experiments import MeanDraws, with_other_last_bits
+from lockstep.verify.experiments import FullPrecision, MeanDraws, with_other_last_bits
 from lockstep.verify.script.record import (
     ACCELERATE,
     DEEPSPEED,
@@ -75,6 +75,7 @@ class ScriptTask:
         settings: of each step, of each parameter group, with which the optimizer steps.
         mean_draws: random numbers in forward and backward passes are the mean of their distribution.
         fixed_statistics: batch normalisation uses its running statistics.
+        full_precision: nothing is converted to 16 bits.
         nudged: the last bits of the first parameters are changed.
     """
 
@@ -89,6 +90,7 @@ class ScriptTask:
     settings: tuple[list[dict[str, Any]], ...] = ()
     mean_draws: bool = False
     fixed_statistics: bool = False
+    full_precision: bool = False
     nudged: bool = False
 
 
@@ -132,7 +134,7 @@ class ScriptObserver:
         self._models: list[nn.Module] = []
         self._depth = 0  # of modules that call each other
         self._in_backward = False
-        self._mode: ExitStack | None = None
+        self._modes = ExitStack()  # from the forward pass to the end of the backward pass
         self._states: dict[str, Any] | None = None  # of the generators, when the micro-batch began
         self._loaders = 0
         self._own: list[list[dict[str, Any]]] = []  # settings of the parameter groups to put back after the step
@@ -204,6 +206,9 @@ class ScriptObserver:
         if torch.compiler.is_compiling():
             return
         self._depth += 1
+        device = next(module.parameters(), torch.empty(0)).device.type
+        if torch.is_autocast_enabled(device):
+            self._step.dtypes.add(f"autocast to {torch.get_autocast_dtype(device)}")
         if self._depth > 1 or not (module.training and torch.is_grad_enabled()) or self._in_backward:
             return
         if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -220,8 +225,9 @@ class ScriptObserver:
             if self.task.mean_draws:
                 random.seed(0)
                 np.random.seed(0)
-                self._mode = ExitStack()
-                self._mode.enter_context(MeanDraws())  # type: ignore[no-untyped-call]
+                self._modes.enter_context(MeanDraws())  # type: ignore[no-untyped-call]
+            if self.task.full_precision:
+                self._modes.enter_context(FullPrecision())  # type: ignore[no-untyped-call]
 
     def _after_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -265,12 +271,11 @@ class ScriptObserver:
             return call()
         finally:
             self._in_backward = False
-            if self._mode is not None:
-                assert self._states is not None
-                self._mode.close()
+            self._modes.close()
+            if self.task.mean_draws and self._states is not None:
                 random.setstate(self._states["python"])
                 np.random.set_state(self._states["numpy"])
-            self._mode = self._states = None
+            self._states = None
 
     def _around_clipping(self, call: Any, parameters: Any) -> Any:
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -286,6 +291,8 @@ class ScriptObserver:
         if not self.record.steps:
             self.record.framework = _framework()
         self._step.gradients = self._gradients(parameters)
+        self._step.dtypes |= {str(parameter.dtype) for parameter in parameters}
+        self._step.before = {self._names[id(p)]: fingerprint(_local(p)) for p in parameters}
         self._step.settings = [_settings(group) for group in optimizer.param_groups]
         # There is no list of schedules; they hold the optimizer, and not the other way round.
         found = (item for item in gc.get_objects() if isinstance(item, LRScheduler))
@@ -380,7 +387,11 @@ def _framework() -> str:
 
 
 def _generator_states() -> dict[str, Any]:
-    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
+    states["torch"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        states["CUDA"] = torch.cuda.get_rng_state()
+    return states
 
 
 def _copied(tree: Any) -> Any:

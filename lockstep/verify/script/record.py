@@ -55,6 +55,8 @@ class RecordedStep:
         losses: what each backward pass started from.
         inputs: of each forward pass of a whole model, fingerprints of its rows.
         draws: of each micro-batch.
+        dtypes: of the parameters, and those of autocast.
+        before: fingerprints of the parameters before the update.
         unclipped: gradients when clipping began; empty without clipping.
         gradients: as the optimizer used them.
         settings: of each parameter group: learning rate, weight decay …
@@ -65,6 +67,8 @@ class RecordedStep:
     losses: list[float] = field(default_factory=list)
     inputs: list[list[str]] = field(default_factory=list)
     draws: list[RandomDraw] = field(default_factory=list)
+    dtypes: set[str] = field(default_factory=set)
+    before: dict[str, str] = field(default_factory=dict)
     unclipped: Pieces = field(default_factory=dict)
     gradients: Pieces = field(default_factory=dict)
     settings: list[dict[str, Any]] = field(default_factory=list)

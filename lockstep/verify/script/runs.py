@@ -35,7 +35,9 @@ class ScriptRuns:
         text = Path(script).read_text(errors="replace")
         names = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.M))
         preload = [module for module in _PRELOAD if module.partition(".")[0] in names]
-        self._start = partial(spawn_again, preload=["lockstep.verify.script.observe", *preload])
+        # pipelining brings torch's compiler, which DDP would import in each process.
+        preload = ["torch.distributed.pipelining", "lockstep.verify.script.observe", *preload]
+        self._start = partial(spawn_again, preload=preload)
         self._number = 0
 
     def world(self, ranks: int, what: str, **changes: Any) -> tuple[Path, list[ScriptRecord]]:

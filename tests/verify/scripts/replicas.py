@@ -34,7 +34,8 @@ def main(faults: list[str]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * (world if "rate" in faults else 1))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(loader) // per_step)
     for number, (inputs, targets) in enumerate(loader, start=1):
-        loss = nn.functional.cross_entropy(runs(inputs), targets, ignore_index=IGNORED) / per_step
+        with torch.autocast("cpu", enabled="autocast" in faults):
+            loss = nn.functional.cross_entropy(runs(inputs), targets, ignore_index=IGNORED) / per_step
         (loss * world if "sum" in faults else loss).backward()
         if number % per_step == 0:
             nn.utils.clip_grad_norm_(runs.parameters(), 0.1)
@@ -42,6 +43,8 @@ def main(faults: list[str]) -> None:
             for _ in range(world if "schedule" in faults else 1):
                 schedule.step()
             optimizer.zero_grad()
+            if "drift" in faults:
+                model[-1].bias.data += 0.1 * rank
 
 
 if __name__ == "__main__":
