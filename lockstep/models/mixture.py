@@ -98,9 +98,25 @@ class Mixture(Decoder):
         return [(name, module) for name, module in self.named_modules() if isinstance(module, Experts)]
 
     def tensor_plan(self) -> dict[str, str]:
-        """Return how attention, the shared experts and the vocabulary are cut; each rank has all routed experts."""
+        """Return how attention, the shared experts and the vocabulary are cut, and that ranks share out the others."""
         shared = mlp_plan("layers.*.mlp.shared") if self.n_shared else {}
-        return {"embed": "vocabulary", **attention_plan("layers.*.attention"), **shared, "head": "head"}
+        return {
+            "embed": "vocabulary", **attention_plan("layers.*.attention"), "layers.*.mlp.experts": "experts", **shared,
+            "head": "head",
+        }  # fmt: skip
+
+    def context_plan(self) -> dict[str, int]:
+        """Refuse to cut sequences over ranks.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "mixture can't cut sequences over ranks",
+            where="distributed.context_size",
+            why="the balance of its experts is counted over all positions of a micro-batch",
+            fix="write context_size: 1",
+        )
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the sum over the valid targets of the cross entropy and the weighed terms, in nats, float32."""

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.mesh import expert_mesh
+from lockstep.models.chain import look_up
 from lockstep.models.protocol import offered
 from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
@@ -119,7 +120,7 @@ class PlacedExperts(AroundMicroBatch):
             sent = [sum(counts[begin : begin + each]) for begin in range(0, len(counts), each)]
             received = [sum(source) for source in theirs]
             mine: Tensor = _Exchange.apply(rows, sent, received, self)  # type: ignore[no-untyped-call]
-            held = {attribute: this.get_parameter(attribute) for attribute in full_names}
+            held = {attribute: look_up(this, attribute) for attribute in full_names}
             if self.exact:
                 made = self._by_rank(plain, held, full_names, torch.split(mine, received), theirs)
             else:
@@ -237,6 +238,7 @@ def apply_experts(model: nn.Module, layout: Layout, device_type: str, *, exact: 
     """
     if layout.expert == 1:
         return None
+    assert layout.world_size == layout.data_parallel_size, "other axes are refused before"
     own = offered(model, "experts")
     modules: list[tuple[str, nn.Module]] = [] if own is None else own()
     if not modules:

@@ -210,6 +210,20 @@ def leave_heads(parts: Tensor, cut: Cut) -> Tensor:
     return _LeaveHeads.apply(parts, cut)  # type: ignore[no-untyped-call,no-any-return]
 
 
+def experts_apart(
+    run: Callable[[Tensor, list[int]], Tensor], rows: Tensor, counts: list[int], cut: Cut
+) -> Tensor:  # fmt: skip
+    """Return run(rows, counts), each rank its run of experts: rows [n, D] in the order of experts, counts of each's.
+
+    Rows are whole on every rank, and so is what is returned: a row is computed by one rank, and gathered as it is.
+    """
+    each = len(counts) // cut.ranks
+    sizes = [sum(counts[begin : begin + each]) for begin in range(0, len(counts), each)]
+    mine = _TakeRows.apply(rows, sizes, cut)  # type: ignore[no-untyped-call]
+    made = run(mine, counts[cut.rank * each : (cut.rank + 1) * each])
+    return _GatherRows.apply(made, sizes, cut)  # type: ignore[no-untyped-call,no-any-return]
+
+
 def by_pieces(run: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], cut: Cut, dim: int) -> Tensor:
     """Return run(x, *weights), piece by piece along `dim`; the weights' gradients are summed over all ranks' pieces."""
     count = cut.blocks_of(x.shape[dim])
@@ -397,6 +411,38 @@ class _GatherLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.cut.part(gradients[0], -1), None
+
+
+def _gathered_rows(rows: Tensor, sizes: list[int], cut: Cut) -> Tensor:
+    """Return the rows of all ranks, of which each has a number of its own."""
+    if cut.on_send is not None:
+        cut.on_send((cut.ranks - 1) * rows.numel() * rows.element_size())
+    out = rows.new_empty(sum(sizes), *rows.shape[1:])
+    same = rows.repeat(cut.ranks, *[1] * (rows.dim() - 1))
+    dist.all_to_all_single(out, same, sizes, [len(rows)] * cut.ranks, group=cut.group)
+    return out
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: list[int], cut: Cut) -> Tensor:
+        ctx.sizes, ctx.cut = sizes, cut
+        return torch.split(rows, sizes)[cut.rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered_rows(gradients[0], ctx.sizes, ctx.cut), None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: list[int], cut: Cut) -> Tensor:
+        ctx.sizes, ctx.cut = sizes, cut
+        return _gathered_rows(rows, sizes, cut)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return torch.split(gradients[0], ctx.sizes)[ctx.cut.rank].contiguous(), None, None
 
 
 class _Spread(torch.autograd.Function):

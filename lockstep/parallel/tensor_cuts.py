@@ -7,6 +7,7 @@ A model's `tensor_plan()` says how, by patterns of module names (Shoeybi et al. 
     row         its inputs are cut; what it returns is summed over ranks
     vocabulary  an embedding's rows are cut; a rank looks up its own ids, and the results are summed
     head        an output layer's rows are cut; the logits are gathered
+    experts     a module of experts (`lockstep.models.protocol`): each rank has some of them; their rows are whole
     scope       a module calls `enter` on what its cut layers take, and `leave` on what they return
     inner       a norm between cut layers, over the width of a head: whole, with the gradients of all ranks' heads
     sequence    a norm or a dropout between cut layers: sequence parallel gives a rank a part of each sequence there,
@@ -38,6 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lockstep.config import StepConfig
 from lockstep.errors import UsageError
+from lockstep.models.chain import look_up
 from lockstep.models.hf_decoder import hf_tensor_plan, refuse_attention_dropout
 from lockstep.models.protocol import offered
 from lockstep.parallel.initial import canonical_names
@@ -49,6 +51,7 @@ from lockstep.parallel.tensor_blocks import (
     column_linear,
     cut_dropout,
     enter_heads,
+    experts_apart,
     head_linear,
     leave_heads,
     repeated_heads,
@@ -281,6 +284,8 @@ def _cut_parameters(module: nn.Module, attribute: str | None, way: str) -> Itera
     """Yield the parameters that are cut, with the dim."""
     if attribute is not None:
         yield getattr(module, attribute), 0
+    elif way == "experts":
+        yield from ((parameter, 0) for parameter in module.parameters())
     elif way in _PRODUCTS:
         if getattr(module, "weight", None) is not None:
             yield module.weight, 1 if way == "row" else 0  # type: ignore[misc]
@@ -330,6 +335,23 @@ def _vocabulary(module: nn.Module, cut: Cut) -> None:
         return vocabulary_lookup(ids, weight, cut)
 
     _replace(module, forward, of_weight)
+
+
+def _experts(module: nn.Module, cut: Cut) -> None:
+    if cut.group is None:
+        return
+    plain, names = copy.copy(module), [name for name, _ in module.named_parameters()]
+
+    def forward(self: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
+        own = {name: look_up(self, name) for name in names}
+
+        def run(rows: Tensor, counts: list[int]) -> Tensor:
+            made: Tensor = torch.func.functional_call(plain, own, (rows, counts))
+            return made
+
+        return experts_apart(run, rows, counts, cut)
+
+    _replace(module, forward, None)
 
 
 def _scope(module: nn.Module, cut: Cut) -> None:
@@ -393,7 +415,7 @@ def _replace(module: nn.Module, forward: Callable[..., Tensor], product: Callabl
 
 _MAKE: dict[str, Callable[[nn.Module, Cut], None]] = {
     "column": _linear(column_linear), "heads": _linear(column_linear), "row": _row, "vocabulary": _vocabulary,
-    "head": _linear(head_linear), "scope": _scope, "inner": _inner, "sequence": _sequence,
+    "head": _linear(head_linear), "experts": _experts, "scope": _scope, "inner": _inner, "sequence": _sequence,
 }  # fmt: skip
 
 

@@ -146,6 +146,20 @@ class Candidate:
         return " ".join([str(self.layout), *more])
 
 
+def refuse_experts(config: Config) -> None:
+    """Refuse experts that are spread over ranks, whose memory and messages are not counted.
+
+    Raises:
+        UsageError: they are.
+    """
+    if (config.distributed.expert_size or 1) > 1:
+        raise UsageError(
+            f"no plan knows what experts over {config.distributed.expert_size} ranks cost",
+            where="distributed.expert_size",
+            fix="name a strategy in place of auto, or plan with expert_size: 1",
+        )
+
+
 def candidates(
     work: Workload, config: Config, cluster: GpuCluster, *, low: bool = True, pipelines: bool = True,
     shows: bool = True, first: Callable[[Candidate], None] = lambda _candidate: None, processes: int = 1,
@@ -159,6 +173,7 @@ def candidates(
         first: called with the first layout whose memory is known, long before all are; maybe in another process.
         processes: how many layouts to evaluate at a time, each in a fork of this process.
     """
+    refuse_experts(config)
     facts = model_size_of(work, config)
     layouts, modes = list(_layouts(facts, config, cluster, low, pipelines)), _modes(facts, config)
     found: list[Candidate] = []
@@ -251,8 +266,6 @@ def _layouts(
     for strategy in known_strategies(config.distributed.strategy):
         if (strategy.splits_model and (not pipelines or tensor > 1)) or (tensor > 1 and not strategy.cuts_layers):
             continue
-        if (config.distributed.expert_size or 1) > 1 and not strategy.places_experts:
-            continue
         for layout in strategy.layouts_to_plan(facts, config.step, groups):
             if not strategy.cuts_parameters(_layout(config, cluster, layout)):
                 yield layout
@@ -291,9 +304,6 @@ def evaluate_layout(
         return candidate
     if strategy.splits_model and layout.tensor > 1:
         candidate.refused = "a pipeline of cut layers is not planned yet"
-        return candidate
-    if layout.expert > 1:
-        candidate.refused = "experts over ranks are not planned yet"
         return candidate
     try:
         if strategy.splits_model:

@@ -23,7 +23,14 @@ from lockstep.costs.hardware import GPUS, LINKS, Gpu, GpuCluster, Link, cluster_
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.plan import GIB, calculate_resources
-from lockstep.plan.candidates import Candidate, candidates, evaluate_layout, largest_batch, model_size_of
+from lockstep.plan.candidates import (
+    Candidate,
+    candidates,
+    evaluate_layout,
+    largest_batch,
+    model_size_of,
+    refuse_experts,
+)
 from lockstep.plan.workload import workload_of
 from lockstep.strategy import REPLICAS, SINGLE
 
@@ -355,6 +362,7 @@ def choose(config: Config, world_size: int, local_world_size: int, cluster: GpuC
     """
     if world_size == 1:
         return Choice(config.replaced({"distributed.strategy": SINGLE}), "single, there is one rank")
+    refuse_experts(config)
     cluster = cluster or _cluster_here(config, world_size, local_world_size)
     work = workload_of(config)
     facts = model_size_of(work, config)

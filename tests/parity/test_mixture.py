@@ -10,6 +10,7 @@ from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.models.mixture import Router
 from lockstep.parallel.expert import PlacedExperts
+from lockstep.plan.command import choose
 from tests.parity.same_bits import Bits, relay, trainer_for
 from tests.parity.test_tensor import check_both
 from tests.parity.toy import Tokens
@@ -158,3 +159,8 @@ def test_what_does_not_go_together(settings: dict[str, Any], says: str) -> None:
 def test_odd_numbers_of_ranks() -> None:
     """Six ranks run nodes of which no two are halves of one: the ranks of an expert send several sums."""
     check_both(6, cases_of(dict.fromkeys(("ddp:6*expert:2", "fsdp:6*expert:2", "ddp:6*expert:3"), ("six experts",))))
+
+
+def test_no_plan_is_made_of_what_is_not_counted() -> None:
+    with pytest.raises(UsageError, match="no plan knows what experts over 2 ranks cost"):
+        choose(config_from({"distributed.expert_size": 2}), 4, 4)
