@@ -108,6 +108,23 @@ def test_a_script_that_fails_or_takes_no_step_did_not_run(tmp_path: Path) -> Non
     assert "no call of optimizer.step() was seen" in outcome.failed
 
 
+def test_a_script_of_lockstep_is_left_to_the_check_of_its_config(tmp_path: Path) -> None:
+    """Its generators are seeded inside of the forward pass, so equal states before it show nothing."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from lockstep import Trainer\n"
+        "data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))\n"
+        "model = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.1))\n"
+        "Trainer(model, None, nn.MSELoss(), strategy='ddp').train(data, epochs=1)\n"
+    )
+    (outcome,) = verify_script(str(script), [], [2], steps=1)
+    assert not outcome.failed
+    assert "lockstep verify CONFIG" in outcome.not_judged
+    assert not outcome.causes
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

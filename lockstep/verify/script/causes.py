@@ -160,7 +160,8 @@ def _same_draws(records: Sequence[ScriptRecord]) -> ScriptCause | None:
     draws = [[draw for step in record.steps for draw in step.draws] for record in records]
     for position, mine in enumerate(draws[0]):
         for other in (rank[position] for rank in draws[1:] if position < len(rank)):
-            alike |= {name for name in mine.moved if name in other.moved and mine.before[name] == other.before[name]}
+            # The states at the end, too: a framework may seed the generators when the forward pass has begun.
+            alike |= {name for name in mine.moved if (mine.before[name], mine.after[name]) == other.states_of(name)}
     drawn = sorted({name for rank in draws for draw in rank for name in draw.moved})
     if not drawn:
         return None
@@ -169,7 +170,7 @@ def _same_draws(records: Sequence[ScriptRecord]) -> ScriptCause | None:
             f"dropout, or what else draws from {listed(sorted(alike))}'s generator in a forward pass, is drawn alike "
             "on all ranks: samples at the same place of a batch get the same mask, and each its own in one process"
         )
-        by = "the generators' state before each forward pass, which moves it, is the same on several ranks"
+        by = "the generators' states before a forward pass, and after it has moved them, are the same on several ranks"
         return cause("random numbers", text, by, framework)
     text = (
         f"dropout, or what else draws from {listed(drawn)}'s generator in a forward pass, is drawn by each rank on its "

@@ -22,7 +22,7 @@ from lockstep.verify.script.causes import (
     seen_on_ranks,
     settings_cause,
 )
-from lockstep.verify.script.record import TORCH, Pieces, ScriptRecord, Tensors, by_rank
+from lockstep.verify.script.record import LOCKSTEP, TORCH, Pieces, ScriptRecord, Tensors, by_rank
 from lockstep.verify.script.runs import Feed, ScriptRuns, is_stored, one_after_another, step_batches, united
 
 COLUMNS = ("samples", "random numbers", "first values", "settings", "gradients", "weights")
@@ -77,7 +77,7 @@ class ScriptOutcome:
 
     def mark(self, column: str) -> str:
         """Return the table's sign for a column."""
-        if self.failed:
+        if self.failed or self.framework == LOCKSTEP:
             return "-"
         if column not in _STEP_COLUMNS:
             found = [one for one in self.causes if one.column == column]
@@ -125,6 +125,12 @@ class _Judgement:
                 fix="verify a script that torchrun can start, and give it the arguments with which it trains",
             )
         outcome.steps, outcome.framework = steps, self.records[0].framework
+        if outcome.framework == LOCKSTEP:
+            outcome.not_judged = (
+                "the script trains with Lockstep's own step, which `lockstep verify CONFIG` compares part by part; in "
+                "Python, lockstep.verify.verify takes a function that makes model and data"
+            )
+            return
         outcome.causes += seen_on_ranks(self.records)
         self._undo()
         reference = self._reference()

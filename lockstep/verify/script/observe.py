@@ -40,6 +40,7 @@ from lockstep.verify.script.record import (
     DEEPSPEED,
     FABRIC,
     LIGHTNING,
+    LOCKSTEP,
     TORCH,
     TRANSFORMERS,
     Pieces,
@@ -59,6 +60,7 @@ _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _FRAMEWORKS = {
     "transformers.trainer": TRANSFORMERS, "lightning.pytorch": LIGHTNING, "pytorch_lightning": LIGHTNING,
     "lightning.fabric": FABRIC, "lightning_fabric": FABRIC, "deepspeed": DEEPSPEED, "accelerate.optimizer": ACCELERATE,
+    "lockstep.trainer": LOCKSTEP,
 }  # fmt: skip
 
 

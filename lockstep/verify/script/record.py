@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
-TORCH, ACCELERATE, FABRIC, LIGHTNING, TRANSFORMERS, DEEPSPEED = (
-    "PyTorch", "Accelerate", "Fabric", "Lightning", "transformers", "DeepSpeed",
+TORCH, ACCELERATE, FABRIC, LIGHTNING, TRANSFORMERS, DEEPSPEED, LOCKSTEP = (
+    "PyTorch", "Accelerate", "Fabric", "Lightning", "transformers", "DeepSpeed", "Lockstep",
 )  # fmt: skip
 
 
@@ -40,6 +40,10 @@ class RandomDraw:
 
     before: dict[str, str]
     after: dict[str, str]
+
+    def states_of(self, generator: str) -> tuple[str | None, str | None]:
+        """Return a generator's state before and after."""
+        return self.before.get(generator), self.after.get(generator)
 
     @property
     def moved(self) -> list[str]:
@@ -85,7 +89,7 @@ class ScriptRecord:
         first: parameters before the first step, or before they were given other first values.
         batches: of each loader, by the order of their making: fingerprints of each batch's samples.
         asked: batch size of each loader as the script wrote it.
-        framework: whose loop it is: PyTorch, Accelerate, Fabric, Lightning, transformers, DeepSpeed.
+        framework: whose loop it is: PyTorch, Accelerate, Fabric, Lightning, transformers, DeepSpeed, Lockstep.
         wrappers: class names of the modules that were called from outside, and of those inside that wrap others.
         normalises: whether a module normalises by the statistics of its batch.
         notices: what could not be recorded.
