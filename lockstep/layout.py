@@ -1,11 +1,18 @@
 """Defines `Layout`: the number of ranks along each axis of the mesh. Does not import torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lockstep.errors import UsageError
 
-AXES = ("pipeline", "replicate", "shard", "tensor")  # a rank's neighbours are along the last one
+AXES = (
+    "pipeline",
+    "replicate",
+    "shard",
+    "context",
+    "tensor",
+)  # a rank's neighbours are along the last one
 
 
 @dataclass(frozen=True)
@@ -14,7 +21,7 @@ class Layout:
 
     Attributes:
         strategy: its name, as in `distributed.strategy`.
-        pipeline, replicate, shard, tensor: ranks along the axis. Ranks along `tensor` work on the same micro-batches.
+        pipeline, replicate, shard, context, tensor: ranks along the axis.
         expert: of the ranks that share out micro-batches, neighbours that share out the experts of each layer.
         workers: number of models that train on their own between exchanges; 0: all ranks train one.
         notice: what was chosen for the user, logged at the start.
@@ -25,6 +32,7 @@ class Layout:
     pipeline: int = 1
     replicate: int = 1
     shard: int = 1
+    context: int = 1
     tensor: int = 1
     expert: int = 1
     workers: int = 0
@@ -34,7 +42,15 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Number of all ranks."""
-        return self.pipeline * self.replicate * self.shard * self.tensor
+        return self.pipeline * self.data_parallel_size * self.same_batch_size
+
+    @property
+    def same_batch_size(self) -> int:
+        """Number of ranks that work on the same micro-batches.
+
+        Along `context` each has a part of every sequence, along `tensor` a part of every layer.
+        """
+        return self.context * self.tensor
 
     @property
     def data_parallel_size(self) -> int:
@@ -56,20 +72,21 @@ def layout_of_sizes(
     """Return the layout with these sizes, after checking that their product is the number of ranks.
 
     Args:
-        sizes: axis → ranks along it; axes left out have one, and `tensor` what the config says.
-        world_size: ranks, without the axis `tensor`.
+        sizes: axis → ranks along it; axes left out have one, `context` and `tensor` what the config says.
+        world_size: ranks, without the axes `context` and `tensor`.
         given: axis → its size in the config, for the message.
 
     Raises:
         UsageError: it is not; the message shows the equation.
     """
-    along = {axis: sizes.get(axis, 1) for axis in AXES} | {"tensor": given.get("tensor") or 1}
-    layout = Layout(strategy, along["pipeline"], along["replicate"], along["shard"], along["tensor"])
-    if layout.world_size != world_size * layout.tensor:
-        equation = " × ".join(f"{axis} {size}" for axis, size in along.items() if size > 1 or axis != "tensor")
+    same_batch = {axis: given.get(axis) or 1 for axis in ("context", "tensor")}
+    along: dict[str, Any] = {axis: sizes.get(axis, 1) for axis in AXES} | same_batch
+    layout = replace(Layout(strategy), **along)
+    if layout.world_size != world_size * layout.same_batch_size:
+        equation = " × ".join(f"{axis} {size}" for axis, size in along.items() if size > 1 or axis not in same_batch)
         given_text = ", ".join(f"{axis}_size={n}" for axis, n in given.items() if n) or "no sizes"
         raise UsageError(
-            f"{equation} = {layout.world_size} ranks, but {world_size * layout.tensor} were started",
+            f"{equation} = {layout.world_size} ranks, but {world_size * layout.same_batch_size} were started",
             where="distributed",
             why=f"strategy {strategy} with {given_text}",
             fix=f"start {layout.world_size} ranks, or let the sizes multiply to {world_size}",

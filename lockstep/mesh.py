@@ -1,7 +1,8 @@
-"""Builds the device mesh pipeline × replicate × tensor × shard, which is passed as an argument and never global.
+"""Builds the device mesh pipeline × replicate × context × tensor × shard, an argument of functions and never global.
 
-Ranks along `tensor` are neighbours, for they exchange most. In the mesh their axis comes before `shard`, because a
-parameter is cut over `tensor` first and the piece over `shard`: the order of a DTensor's placements.
+Ranks along `tensor` are neighbours, for they exchange most, and then those along `context`. In the mesh `tensor` comes
+before `shard`, because a parameter is cut over `tensor` first and the piece over `shard`: the order of a DTensor's
+placements.
 """
 
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from lockstep.config import DistributedConfig
 
-MESH_AXES = ("pipeline", "replicate", "tensor", "shard")
+MESH_AXES = ("pipeline", "replicate", "context", "tensor", "shard")
 
 
 def device_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
@@ -26,8 +27,8 @@ def device_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    sizes = (layout.pipeline, layout.replicate, layout.shard, layout.tensor)
-    ranks = torch.arange(layout.world_size, dtype=torch.int).view(sizes).transpose(2, 3)
+    sizes = (layout.pipeline, layout.replicate, layout.shard, layout.context, layout.tensor)
+    ranks = torch.arange(layout.world_size, dtype=torch.int).view(sizes).movedim(2, 4)
     return create_once(("mesh", device_type, sizes), lambda: DeviceMesh(device_type, ranks, mesh_dim_names=MESH_AXES))
 
 
@@ -49,10 +50,10 @@ def data_parallel_group(mesh: "DeviceMesh") -> "ProcessGroup | None":
     import torch.distributed as dist
 
     mine = None
-    pipeline, replicate, tensor, shard = mesh.shape
-    each = replicate * shard
-    for first in (stage * each * tensor + piece for stage in range(pipeline) for piece in range(tensor)):
-        ranks = list(range(first, first + each * tensor, tensor))  # every rank makes every group
+    pipeline, replicate, context, tensor, shard = mesh.shape
+    each, apart = replicate * shard, context * tensor
+    for first in (stage * each * apart + piece for stage in range(pipeline) for piece in range(apart)):
+        ranks = list(range(first, first + each * apart, apart))  # every rank makes every group
         made = create_once(("columns", *ranks), partial(dist.new_group, ranks))
         if dist.get_rank() in ranks:
             mine = made

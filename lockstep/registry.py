@@ -116,6 +116,7 @@ STRATEGIES = Registry(
         "dp": "lockstep.parallel.data_parallel:DP",
         "ddp": "lockstep.parallel.ddp:DDP",
         "fsdp": "lockstep.parallel.fsdp:FSDP",
+        "context": "lockstep.parallel.tensor:ContextParallel",
         "tensor": "lockstep.parallel.tensor:TensorParallel",
         "pipeline": "lockstep.parallel.pipeline.strategy:Pipeline",
         "accelerate": "lockstep.parallel.accelerate:Accelerate",

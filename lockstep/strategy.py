@@ -6,6 +6,7 @@ names no strategy. A shipped one is a file in `lockstep.parallel` and a line in 
 of `Strategy` in any package, written `distributed.strategy: package.module:Name`.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from lockstep.parallel.placement import PlacementContext
 
 AUTO = "auto"
-TENSOR = "tensor"  # the strategy of a layout with no other axis
+TENSOR, CONTEXT = "tensor", "context"  # the strategies of layouts without an axis that shares out micro-batches
 EXPERT = "expert"  # in a topology: how many of the ranks before it share out experts
 SINGLE, REPLICAS = "single", "ddp"  # the meaning of `auto` in Python: on one rank, and on several
 
@@ -51,8 +52,8 @@ class Strategy:
         splits_model: whether a rank keeps only some of the model's modules.
         reduces_by_ddp: whether DistributedDataParallel reduces gradients, so that `distributed.ddp` applies.
         own_loops: whether `lockstep.place` supports it in a user's own loop.
+        shares_batches: whether several ranks may work on the same micro-batches: along `context` and `tensor`.
         places_experts: whether it places models whose experts are spread over the axis `expert`.
-        cuts_layers: whether it places models whose layers are cut over the axis `tensor`.
     """
 
     name: str = ""
@@ -66,7 +67,7 @@ class Strategy:
     splits_model: ClassVar[bool] = False
     reduces_by_ddp: ClassVar[bool] = False
     own_loops: ClassVar[bool] = True
-    cuts_layers: ClassVar[bool] = False
+    shares_batches: ClassVar[bool] = False
     places_experts: ClassVar[bool] = False
 
     # ---- before ranks start ----
@@ -106,8 +107,8 @@ class Strategy:
 
     def on(self, layout: Layout) -> "Strategy":
         """Return the strategy that places the model on these ranks: on one rank there is nothing to exchange."""
-        if layout.tensor == layout.world_size:
-            return strategy_named(TENSOR if layout.tensor > 1 else SINGLE)
+        if layout.same_batch_size == layout.world_size:
+            return strategy_named(TENSOR if layout.tensor > 1 else CONTEXT if layout.context > 1 else SINGLE)
         return self
 
     def place(self, placement: "PlacementContext") -> "ParallelModel":
@@ -223,17 +224,20 @@ def resolve(config: "DistributedConfig", world_size: int, local_world_size: int 
             why=f"{world_size} processes would train {world_size} models, each on its own",
             fix="set distributed.strategy to ddp or fsdp, or start one process",
         )
-    tensor = config.tensor_size or (world_size if strategy.name == TENSOR else 1)
-    if world_size % tensor:
+    sizes: dict[str, Any] = {axis: getattr(config, f"{axis}_size") or 1 for axis in (CONTEXT, TENSOR)}
+    if strategy.name in sizes and getattr(config, f"{strategy.name}_size") is None:
+        sizes[strategy.name] = max(1, world_size // math.prod(sizes.values()))
+    same_batch = math.prod(sizes.values())
+    if world_size % same_batch:
+        written = " × ".join(f"{axis}_size={size}" for axis, size in sizes.items() if size > 1)
         raise UsageError(
-            f"tensor_size={tensor} does not divide the number of ranks, {world_size}",
-            where="distributed.tensor_size",
-            fix=f"start a multiple of {tensor} ranks, or write another size",
+            f"{written} does not divide the number of ranks, {world_size}",
+            where=f"distributed.{next(axis for axis, size in sizes.items() if size > 1)}_size",
+            fix=f"start a multiple of {same_batch} ranks, or write another size",
         )
-    per_node = max(1, (local_world_size or world_size) // tensor)
-    return with_topology(
-        with_experts(replace(strategy.layout(config, world_size // tensor, per_node), tensor=tensor), config)
-    )
+    per_node = max(1, (local_world_size or world_size) // same_batch)
+    layout = replace(strategy.layout(config, world_size // same_batch, per_node), **sizes)
+    return with_topology(with_experts(layout, config))
 
 
 def with_experts(layout: Layout, config: "DistributedConfig") -> Layout:
@@ -255,15 +259,12 @@ def with_experts(layout: Layout, config: "DistributedConfig") -> Layout:
 
 def with_topology(layout: Layout) -> Layout:
     """Return the layout with its topology."""
-    topology = strategy_named(layout.strategy).describe(replace(layout, tensor=1))
-    cut = f"{TENSOR}:{layout.tensor}"
-    if layout.tensor == layout.world_size and layout.tensor > 1:
-        topology = cut
-    elif layout.tensor > 1:
-        topology += f"*{cut}"
+    parts = [f"{axis}:{size}" for axis, size in ((CONTEXT, layout.context), (TENSOR, layout.tensor)) if size > 1]
+    if not parts or layout.same_batch_size < layout.world_size:
+        parts.insert(0, strategy_named(layout.strategy).describe(replace(layout, context=1, tensor=1)))
     if layout.expert > 1:
-        topology += f"*{EXPERT}:{layout.expert}"
-    return replace(layout, topology=topology)
+        parts.append(f"{EXPERT}:{layout.expert}")
+    return replace(layout, topology="*".join(parts))
 
 
 def parse_topology(text: str) -> tuple[dict[str, Any], int]:
@@ -301,7 +302,7 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
         if not place:
             values = {"strategy": strategy.name, **strategy.values.get(name, {})}
         values |= {f"{axis}_size": size for axis, size in zip(axes, sizes, strict=True)}
-        may_fill = (may_fill if place else strategy.divides | {TENSOR}) - set(axes)
+        may_fill = (may_fill if place else strategy.divides | {CONTEXT, TENSOR}) - set(axes)
         for size in sizes:
             ranks *= size
     return values, ranks

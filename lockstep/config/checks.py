@@ -69,6 +69,7 @@ def step_contradictions(
             "write cpu_offload: false",
         )
     name = config.distributed.strategy if layout is None else layout.strategy
+    yield from _context(config, (config.distributed.context_size or 1) if layout is None else layout.context)
     yield from _tensor(config, (config.distributed.tensor_size or 1) if layout is None else layout.tensor)
     yield from _expert(config, layout)
     if device_type == "mps":
@@ -89,6 +90,23 @@ def _mps(config: StepConfig, strategy: str) -> Iterator[Contradiction]:
             ("distributed.device", "distributed.reproducible"),
             "device: mps has no float64, with which reproducible computes the norm",
             "write reproducible: false, or device: cpu",
+        )
+
+
+def _context(config: StepConfig, ranks: int) -> Iterator[Contradiction]:
+    where, distributed = "distributed.context_size", config.distributed
+    if distributed.reproducible and distributed.context_blocks % ranks:
+        yield Contradiction(
+            (where, "distributed.context_blocks"),
+            f"reproducible cuts sequences into {distributed.context_blocks} chunk(s), which {ranks} ranks can't share",
+            f"write context_blocks: {2 * ranks}, here and in the runs that are to have the same bits",
+        )
+    cuts_twice = distributed.sequence_parallel and max(ranks, distributed.context_blocks) > 1
+    if distributed.reproducible and cuts_twice and (distributed.tensor_size or 1) > 1:
+        yield Contradiction(
+            (where, "distributed.sequence_parallel"),
+            "sequence_parallel cuts across the chunks in which reproducible computes a sequence",
+            "write sequence_parallel: false, here and in the runs that are to have the same bits",
         )
 
 
@@ -127,7 +145,9 @@ def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction
             "write strategy: ddp or fsdp, or expert_size: 1",
         )
     tensor = (distributed.tensor_size or 1) if layout is None else layout.tensor
+    context = (distributed.context_size or 1) if layout is None else layout.context
     for key, value, off, why in (
+        ("distributed.context_size", context, 1, "the two axes have not been joined"),
         ("distributed.tensor_size", tensor, 1, "the two axes have not been joined"),
         ("precision.param_dtype", config.precision.param_dtype, "fp32", "experts are not gathered, and so not cast"),
         ("precision.fp8", config.precision.fp8, "none", "products in fp8 have not been made for experts"),
@@ -160,13 +180,14 @@ def _of_strategy(
             f"equal bits are offered for single, ddp, fsdp and pipeline, not for {strategy.name}",
             "write strategy: ddp, or reproducible: false",
         )
-    tensor = (config.distributed.tensor_size or 1) if layout is None else layout.tensor
-    if tensor > 1 and not strategy.cuts_layers:
-        yield Contradiction(
-            ("distributed.tensor_size", "distributed.strategy"),
-            f"layers can't be cut over {tensor} ranks under strategy {strategy.name}",
-            "write strategy: tensor, ddp, fsdp or pipeline, or tensor_size: 1",
-        )
+    for axis, what in (("context", "sequences"), ("tensor", "layers")):
+        ranks = (getattr(config.distributed, f"{axis}_size") or 1) if layout is None else getattr(layout, axis)
+        if ranks > 1 and not strategy.shares_batches:
+            yield Contradiction(
+                (f"distributed.{axis}_size", "distributed.strategy"),
+                f"{what} can't be cut over {ranks} ranks under strategy {strategy.name}",
+                f"write strategy: {axis}, ddp, fsdp or pipeline, or {axis}_size: 1",
+            )
     if layout is not None and dtype != "fp32" and not strategy.casts_parameters(layout):
         yield Contradiction(
             ("precision.param_dtype",),

@@ -226,6 +226,18 @@ class DistributedConfig(Section):
     pipeline_size: int | None = Field(
         default=None, ge=1, description="Ranks along the pipeline; unset: follows from the world size."
     )
+    context_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Ranks over which each sequence is cut (context parallel), and which work on the same "
+        "micro-batches. Unset: 1.",
+    )
+    context_blocks: int = Field(
+        default=1,
+        ge=1,
+        description="Under `reproducible`, the chunks in which sequences are computed on any number of ranks; "
+        "`context_size` divides it.",
+    )
     tensor_size: int | None = Field(
         default=None,
         ge=1,

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lockstep.models.attention import Attend, SequenceDropout
 from lockstep.models.language import LanguageModel, require_multiple, require_positive
 from lockstep.models.rotary import phases, rotate, without_autocast
 
@@ -77,6 +78,10 @@ class BDH(LanguageModel):
         heads = dict.fromkeys(("encoder", "encoder_v", "decoder"), "column")
         return {"embed": "vocabulary", **heads, "layers.*": "scope", "head": "head"}
 
+    def context_plan(self) -> dict[str, int]:
+        """Return the dims of a batch along which its sequences lie."""
+        return {"input_ids": 1, "targets": 1}
+
     def shared_parameters(self) -> dict[str, dict[str, str]]:
         """Return the three large weights for every layer to borrow."""
         return {name: {weight: weight for weight in ("encoder", "encoder_v", "decoder")} for name, _ in self.blocks()}
@@ -99,7 +104,8 @@ class BDHLayer(nn.Module):
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(dropout)
+        self.attend = PastAttention()
+        self.dropout = SequenceDropout(dropout, sequence_dim=2)
 
     def enter(self, x: Tensor, heads: int) -> Tensor:
         """Return x for each head: [B, T, D] → [heads, B · T, D]; a tensor-parallel run replaces this."""
@@ -116,27 +122,39 @@ class BDHLayer(nn.Module):
         rows = batch * length
         x_heads = self.enter(x, heads)
         s = torch.relu(torch.bmm(x_heads, encoder))
-        a = attend_to_past(s.view(heads, batch, length, neurons), x_heads.view(heads, batch, length, width))
+        s = s.view(heads, batch, length, neurons)
+        a = attend_to_past(s, x_heads.view(heads, batch, length, width), self.attend)
         a = F.layer_norm(a, (width,)).view(heads, rows, width)
-        u = self.dropout(s * torch.relu(torch.bmm(a, encoder_v)))
+        u = self.dropout(s * torch.relu(torch.bmm(a, encoder_v)).view_as(s)).view(heads, rows, neurons)
         y = self.leave(torch.bmm(u, decoder.view(heads, neurons, width)))  # concat_heads(u) @ decoder
         y = F.layer_norm(y, (width,)).to(x.dtype).view_as(x)
         return F.layer_norm(x + y, (width,))
 
 
-def attend_to_past(s: Tensor, x: Tensor) -> Tensor:
+class PastAttention(Attend):
+    """Attention to strictly earlier positions, tril(q qᵀ, −1) x: q as queries and keys [H, B, T, N], x [H, B, T, D]."""
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
+        """Let a run of queries attend."""
+        heads_and_batch = q.shape[:2]
+        q, k, v = (each.flatten(0, 1) for each in (q, k, v))
+        attended = torch.bmm(torch.bmm(q, k.transpose(1, 2)).tril(first - 1), v) if first else sum_over_past(q, v)
+        return attended.unflatten(0, heads_and_batch)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def attend_to_past(s: Tensor, x: Tensor, attend: PastAttention) -> Tensor:
     """Return tril(q qᵀ, −1) x with q = rope(s): s [H, B, T, N], x [H, B, T, D] → [H, B, T, D].
 
     Under fp16 it computes in float32: entries of q qᵀ are sums of N mostly positive products, and exceed fp16's
     65504. The range of bf16 suffices.
     """
-    heads, batch, length, neurons = s.shape
+    length, neurons = s.shape[2:]
     dtype = torch.bfloat16 if s.dtype == torch.bfloat16 else torch.float32
     with without_autocast(x.device):
-        cos, sin = phases(length, neurons, THETA, x.device)
-        q = rotate(s, cos, sin, dtype).view(heads * batch, length, neurons)
-        values = x.to(dtype).reshape(heads * batch, length, -1)
-        return sum_over_past(q, values).view(heads, batch, length, -1)
+        cos, sin = phases(attend.positions(length, x.device), neurons, THETA)
+        q = rotate(s, cos, sin, dtype)
+        attended: Tensor = attend(q, q, x.to(dtype))
+        return attended
 
 
 CHUNK = 128  # positions

@@ -7,6 +7,7 @@ Any `nn.Module` can be trained. A model may help with
     count(batch) -> int | Tensor     number of valid targets
     blocks() -> [(name, module)]     its repeated blocks, for wrapping, checkpointing and compiling
     segments() -> [(name, module)]   the whole forward pass as a chain, for pipelines
+    context_plan() -> {name: dim}    the dims of a batch's parts along which sequences lie (`lockstep.parallel.context`)
     tensor_plan() -> {name: way}     how its layers are cut over ranks (`lockstep.parallel.tensor_cuts`)
     experts() -> [(name, module)]    its experts, stacked in dim 0 of parameters (`lockstep.models.mixture.Experts`)
     init_weights()                   fills every parameter and buffer in place; then it can be built on `meta`

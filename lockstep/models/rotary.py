@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 
-def phases(length: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the angles, both float32 [length, width/2]."""
-    pair = torch.arange(0, width, 2, dtype=torch.float32, device=device)
-    position = torch.arange(length, dtype=torch.float32, device=device)
-    angle = position[:, None] * theta ** (-pair / width)
+def phases(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the angles at positions [T], both float32 [T, width/2]."""
+    pair = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device)
+    angle = positions.float()[:, None] * theta ** (-pair / width)
     return angle.cos(), angle.sin()
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.models.attention import Attend
 from lockstep.models.language import LanguageModel, require_multiple, require_positive
 from lockstep.models.rotary import phases, rotate
 
@@ -92,6 +93,10 @@ class Transformer(Decoder):
         )
         self.head = Head(n_embd, vocab_size, tied=tie_embeddings)
         self.init_weights()
+
+    def context_plan(self) -> dict[str, int]:
+        """Return the dims of a batch along which its sequences lie."""
+        return {"input_ids": 1, "targets": 1}
 
     def tensor_plan(self) -> dict[str, str]:
         """Return how the layers are cut; between them each rank has a part of the sequence."""
@@ -202,8 +207,7 @@ class Attention(nn.Module):
         require_multiple("n_embd", n_embd, "2·n_head", 2 * n_head)  # rotary positions rotate pairs
         require_multiple("n_head", n_head, "n_kv_head", n_kv_head)
         self.head_width = n_embd // n_head
-        self.grouped = n_kv_head != n_head
-        self.causal = causal
+        self.attend = Attend(causal=causal)
         self.query = nn.Linear(n_embd, n_embd, bias=False)
         self.key = nn.Linear(n_embd, n_kv_head * self.head_width, bias=False)
         self.value = nn.Linear(n_embd, n_kv_head * self.head_width, bias=False)
@@ -218,11 +222,11 @@ class Attention(nn.Module):
     def forward(self, queries_from: Tensor, keys_from: Tensor) -> Tensor:
         """Attend."""
         q = self._heads(self.query(queries_from))
-        cos, sin = phases(q.shape[2], self.head_width, THETA, q.device)
+        cos, sin = phases(self.attend.positions(q.shape[2], q.device), self.head_width, THETA)
         q = rotate(q, cos, sin)
         k = rotate(self._heads(self.key(keys_from)), cos, sin)
         v = self._heads(self.value(keys_from))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.grouped)
+        y = self.attend(q, k, v)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return out
 

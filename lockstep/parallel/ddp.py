@@ -42,7 +42,7 @@ class DDP(Strategy):
 
     topologies = {"ddp": ("replicate",)}
     reduces_by_ddp = True
-    cuts_layers = True
+    shares_batches = True
     places_experts = True
 
     def contradictions(

@@ -35,6 +35,8 @@ def guard_replicas(
         cut: names of which ranks along the axis `tensor` hold different pieces; all others they hold whole.
     """
     every = config.distributed.divergence_check_steps
+    if mesh is not None and mesh["context"].size() > 1 and every is not None:
+        placed.checks.append(guard(placed, mesh["context"].get_group(), every))
     if mesh is not None and mesh["tensor"].size() > 1 and every is not None:
         placed.checks.append(guard(placed, mesh["tensor"].get_group(), every, left_out=cut))
     if experts is not None and experts.replicas.size() > 1 and every is not None:

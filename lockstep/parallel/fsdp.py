@@ -44,7 +44,7 @@ class FSDP(Strategy):
     """A shard of the model on every rank; first values are made one parameter at a time, and cut."""
 
     topologies = {"fsdp": ("shard",), "hybrid": ("replicate", "shard")}
-    cuts_layers = True
+    shares_batches = True
     places_experts = True
 
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:

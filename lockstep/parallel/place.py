@@ -20,6 +20,7 @@ from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.buffers import refuse_synchronised
 from lockstep.parallel.compiled import compile_blocks
+from lockstep.parallel.context import apply_context, context_of, cut_objective, plan_of, train_context
 from lockstep.parallel.expert import apply_experts, train_experts
 from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.fsdp_units import units_of
@@ -28,6 +29,7 @@ from lockstep.parallel.initial import FirstValues, broadcast_values, canonical_n
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.placement import Blocks, DryRun, PlacementContext
 from lockstep.parallel.reproducible.determinism import extra_traffic, join_uses_of_inputs, switch_on
+from lockstep.parallel.tensor_blocks import Cut
 from lockstep.parallel.tensor_cuts import TensorCuts, apply_tensor, checked_plan, train_cuts
 from lockstep.precision import Precision, switch_tf32
 from lockstep.randomness import RandomState, key_segments
@@ -68,6 +70,8 @@ def place(
     size = sum(p.numel() for p in model.parameters())
     placement = prepared(model, strategy, layout, config, objective, device, precision, dry_run)
     placed = strategy.place(placement) if dry_run is None else strategy.rehearse(placement)
+    if placement.context is not None:
+        train_context(placed, placement.context)
     if placement.cuts is not None:
         train_cuts(placed, placement.cuts)
     if placement.experts is not None:
@@ -105,22 +109,30 @@ def prepared(
     if shared:
         refuse_synchronised(model)
     mesh = dry_run.mesh if dry_run is not None else device_mesh(layout, device.type) if shared else None
-    cuts = cut_layers(model, layout, config, mesh, dry_run=dry_run is not None)
+    context = context_of(model, layout, config, mesh)
+    if context is not None:
+        objective = cut_objective(objective, context, plan_of(model))
+    cuts = cut_layers(model, layout, config, mesh, within=context, dry_run=dry_run is not None)
+    if context is not None:
+        apply_context(model, context)
     experts = apply_experts(model, layout, device.type, exact=config.distributed.reproducible)
     if first is not None and experts is not None:
         first.piece = experts.piece
     elif first is not None and cuts is not None:
         first.piece = cuts.piece
-    if dry_run is not None and cuts is not None:
-        cuts.cut.on_send = dry_run.sends
+    if dry_run is not None:
+        for cut in [cuts.cut if cuts is not None else None, context]:
+            if cut is not None:
+                cut.on_send = dry_run.sends
     return PlacementContext(
         model, layout, config, mesh, objective, device, precision, random_state, blocks, first, log_lines, dry_run,
-        cuts, experts,
+        cuts, context, experts,
     )  # fmt: skip
 
 
 def cut_layers(
-    model: nn.Module, layout: Layout, config: StepConfig, mesh: DeviceMesh | None, *, dry_run: bool
+    model: nn.Module, layout: Layout, config: StepConfig, mesh: DeviceMesh | None, *,
+    within: Cut | None, dry_run: bool,
 ) -> TensorCuts | None:  # fmt: skip
     """Cut the layers over the axis `tensor`; for the same bits, compute them in blocks on one rank, too.
 
@@ -135,7 +147,7 @@ def cut_layers(
             return None
     if dry_run:
         model.to_empty(device=torch.device("cpu"))  # a parameter on meta can't become a piece that is a fake tensor
-    return apply_tensor(model, mesh if layout.tensor > 1 else None, config)
+    return apply_tensor(model, mesh if layout.tensor > 1 else None, config, within)
 
 
 def key_model(model: nn.Module, random_state: RandomState, blocks: Blocks, *, cut: bool = False) -> None:

@@ -21,6 +21,7 @@ from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.compiled import ColdStart
+from lockstep.parallel.context import Context
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.initial import FirstValues, materialise
 from lockstep.parallel.micro_step import AroundMicroBatch, evaluation_of, in_order, micro_step_of, plain_forward
@@ -68,6 +69,7 @@ class PlacementContext:
         log_lines: logged at start; strategies add theirs.
         dry_run: set where the model has no values, and gets none.
         cuts: of layers, over the axis `tensor`.
+        context: the way in which sequences are cut.
         experts: spread over the axis `expert`; None where that has one rank.
     """
 
@@ -84,6 +86,7 @@ class PlacementContext:
     log_lines: list[str] = field(default_factory=list)
     dry_run: DryRun | None = None
     cuts: TensorCuts | None = None
+    context: Context | None = None
     experts: PlacedExperts | None = None
 
     @property
@@ -104,7 +107,7 @@ class PlacementContext:
     @property
     def rank(self) -> int:
         """Rank of this process among those that share out the micro-batches (without a pipeline)."""
-        return dist.get_rank() // self.layout.tensor if self.mesh is not None else 0
+        return dist.get_rank() // self.layout.same_batch_size if self.mesh is not None else 0
 
     @property
     def ranks(self) -> int:
@@ -114,7 +117,7 @@ class PlacementContext:
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
         """The data-parallel ranks that hold the same pieces; None: all ranks."""
-        if self.mesh is None or self.layout.tensor == 1:
+        if self.mesh is None or self.layout.same_batch_size == 1:
             return None
         return data_parallel_group(self.mesh)
 

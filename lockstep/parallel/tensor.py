@@ -1,4 +1,7 @@
-"""Tensor parallel alone; how layers are cut is in `lockstep.parallel.tensor_cuts`."""
+"""Tensor parallel alone, and context parallel alone: all ranks run every micro-batch.
+
+How layers are cut is in `lockstep.parallel.tensor_cuts`, and how sequences are in `lockstep.parallel.context`.
+"""
 
 from lockstep.config import DistributedConfig
 from lockstep.layout import Layout, layout_of_sizes
@@ -12,7 +15,7 @@ class TensorParallel(Strategy):
     """Only the axis `tensor`: all ranks run every micro-batch, each its part of every layer."""
 
     topologies = {"tensor": ("tensor",)}
-    cuts_layers = True
+    shares_batches = True
 
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
         return layout_of_sizes(self.name, {}, world_size, given_sizes(config))
@@ -24,3 +27,9 @@ class TensorParallel(Strategy):
             tree=LocalTree(list(placement.model.parameters())) if placement.reproducible else None,
         )
         return placed_in_order(placement, applied)
+
+
+class ContextParallel(TensorParallel):
+    """Only the axis `context`: all ranks run every micro-batch, each its part of every sequence."""
+
+    topologies = {"context": ("context",)}

@@ -40,6 +40,7 @@ class Cut:
         blocks: in a whole layer; None: each rank's part is one product, and sums are plain.
         sequence: outside the cut layers a rank has a part of the sequence.
         on_send: called with the bytes that this rank sends, in a dry run.
+        within: how the sequences are cut, of which this cuts a part.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, blocks: int | None, *, sequence: bool) -> None:
@@ -48,6 +49,7 @@ class Cut:
         self._whole: weakref.ref[Tensor] = weakref.ref(torch.empty(0))
         self._entered: Tensor | None = None
         self.on_send: Callable[[int], None] | None = None
+        self.within: Cut | None = None
 
     def blocks_of(self, size: int) -> int:
         """Return the number of blocks of this rank in a dim of which it holds `size`."""
@@ -231,11 +233,19 @@ def by_pieces(run: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], 
     return torch.cat([run(*piece) for piece in zip(x.chunk(count, dim), *copies, strict=True)], dim)
 
 
-def cut_dropout(x: Tensor, p: float, cut: Cut, dim: int) -> Tensor:
-    """Return dropout of this rank's part of a tensor, with the random numbers of the whole one."""
-    shape = [*x.shape[:dim], x.shape[dim] * cut.ranks, *x.shape[dim + 1 :]]
+def cut_dropout(x: Tensor, p: float, cuts: Sequence[tuple[Cut, int]]) -> Tensor:
+    """Return dropout of this rank's part of a tensor, with the random numbers of the whole one.
+
+    Args:
+        cuts: ways in which the whole is cut, the last one first, with the dim of each.
+    """
+    shape = list(x.shape)
+    for cut, dim in cuts:
+        shape[dim] *= cut.ranks
     kept = F.dropout(x.new_ones(shape), p)
-    return x * cut.part(kept, dim)
+    for cut, dim in reversed(cuts):
+        kept = cut.part(kept, dim)
+    return x * kept
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

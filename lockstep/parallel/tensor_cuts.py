@@ -25,7 +25,7 @@ and the blocks' sums are added as one tree: the product of a block has the same 
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -61,6 +61,7 @@ from lockstep.parallel.tensor_blocks import (
 
 _Planned = tuple[str, nn.Module, str | None, str]  # of a module: its name, itself, a parameter's attribute or None, way
 _PRODUCTS = ("column", "heads", "row", "vocabulary", "head")
+_BUCKET = 1 << 24  # numbers that are summed in one message, and copied for it
 _PLAIN = (nn.Linear.forward, nn.Embedding.forward)
 
 
@@ -111,12 +112,15 @@ class TensorCuts:
         return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=strides)
 
 
-def apply_tensor(model: nn.Module, mesh: DeviceMesh | None, config: StepConfig) -> TensorCuts:
+def apply_tensor(
+    model: nn.Module, mesh: DeviceMesh | None, config: StepConfig, within: Cut | None = None
+) -> TensorCuts:  # fmt: skip
     """Cut the layers of a model in place, by its own plan.
 
     Args:
         model: with its values on every rank, or on meta.
         mesh: with the axis `tensor`; None: one rank, which computes in blocks.
+        within: how the sequences are cut, of which a rank has its part.
 
     Raises:
         UsageError: the model has no plan, or a layer does not divide.
@@ -130,6 +134,7 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh | None, config: StepConfig) 
         distributed.tensor_blocks if distributed.reproducible else None,
         sequence=distributed.sequence_parallel and {"vocabulary", "sequence", "head"} <= {way for *_, way in plan},
     )
+    cut.within = within
     names, _ = canonical_names(model)
     cuts = TensorCuts(mesh, cut)
     most = _most_heads(model, plan)
@@ -393,11 +398,13 @@ def _by_pieces(module: nn.Module, cut: Cut, dim: int) -> None:
 
 def _dropout(module: nn.Dropout, cut: Cut, dim: int) -> None:
     """Draw the whole tensor's random numbers, and keep this rank's."""
+    sequence_dim = getattr(module, "sequence_dim", SEQUENCE)
 
     def forward(self: nn.Dropout, x: Tensor) -> Tensor:
-        if cut.group is None or not (self.training and self.p):
+        if not (self.training and self.p) or (cut.group is None and cut.within is None):
             return F.dropout(x, self.p, self.training)
-        return cut_dropout(x, self.p, cut, dim)
+        outer = [] if cut.within is None else [(cut.within, sequence_dim)]
+        return cut_dropout(x, self.p, [(cut, dim), *outer])
 
     _replace(module, forward, None)
 
@@ -435,7 +442,7 @@ def train_cuts(placed: ParallelModel, cuts: TensorCuts) -> None:
 
     def finish_gradients() -> None:
         finish()
-        _sum_partial(partial, group)
+        sum_over_ranks(partial, group)
         for name, parameter in trained.items():
             gradient = own[name].grad
             parameter.grad = None if gradient is None else cuts.whole(name, gradient)
@@ -443,16 +450,29 @@ def train_cuts(placed: ParallelModel, cuts: TensorCuts) -> None:
 
     placed.parameters, placed.finish_gradients = own | trained, finish_gradients
     placed.norm_groups = [*placed.norm_groups, group]
-    placed.adds_losses = cuts.cut.rank == 0
+    placed.adds_losses &= cuts.cut.rank == 0
     if cuts.cut.rank:  # of what all ranks along the axis hold whole, the first counts it
         placed.counted = (set(own) if placed.counted is None else placed.counted) & set(cuts.dims)
 
 
 @torch.no_grad()
-def _sum_partial(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if gradients:
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=group)
-        for gradient, total in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+def sum_over_ranks(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the parameters' gradients over a group, in place."""
+    waiting: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        gradient = local(parameter.grad)
+        if waiting and (gradient.dtype != waiting[0].dtype or sum(g.numel() for g in waiting) > _BUCKET):
+            _sum_together(waiting, group)
+            waiting = []
+        waiting.append(gradient)
+    if waiting:
+        _sum_together(waiting, group)
+
+
+def _sum_together(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, total in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))

@@ -13,7 +13,7 @@ from lockstep.config import Config, require_equation
 from lockstep.costs.hardware import Cost, GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime
 from lockstep.errors import UsageError
-from lockstep.layout import AXES, Layout
+from lockstep.layout import Layout
 from lockstep.models.protocol import blocks_of, pipeline_segments_of
 from lockstep.parallel.comm.compression import sent_numbers
 from lockstep.parallel.fsdp_units import units_of
@@ -261,10 +261,12 @@ def _layouts(
     may_be_low &= cluster.gpu.has_bf16 and config.precision.mode == "bf16" and not config.distributed.reproducible
     # Autocast keeps copies of fp32 weights; for large models only weights gathered in bf16 are useful.
     widths = [low] if may_be_low and facts.parameters > LARGE else [{}, low] if may_be_low else [{}]
-    tensor = config.distributed.tensor_size or 1
-    groups = cluster.of_tensor_groups(tensor)
+    together = (config.distributed.context_size or 1) * (config.distributed.tensor_size or 1)
+    groups = cluster.of_tensor_groups(together)
     for strategy in known_strategies(config.distributed.strategy):
-        if (strategy.splits_model and (not pipelines or tensor > 1)) or (tensor > 1 and not strategy.cuts_layers):
+        if strategy.splits_model and (not pipelines or together > 1):
+            continue
+        if together > 1 and not strategy.shares_batches:
             continue
         for layout in strategy.layouts_to_plan(facts, config.step, groups):
             if not strategy.cuts_parameters(_layout(config, cluster, layout)):
@@ -278,7 +280,7 @@ def _layout(config: Config, cluster: GpuCluster, changes: dict[str, Any]) -> Lay
     return resolve(config.replaced(_NO_SIZES | changes).distributed, cluster.num_gpus, cluster.per_node)
 
 
-_NO_SIZES = {f"distributed.{axis}_size": None for axis in AXES if axis != "tensor"}  # which the config decides
+_NO_SIZES = {f"distributed.{axis}_size": None for axis in ("pipeline", "replicate", "shard")}  # the config has the rest
 
 
 def evaluate_layout(
@@ -302,8 +304,8 @@ def evaluate_layout(
     candidate.samples = config.training.batch_size * count * layout.data_parallel_size
     if candidate.least > candidate.limit:
         return candidate
-    if strategy.splits_model and layout.tensor > 1:
-        candidate.refused = "a pipeline of cut layers is not planned yet"
+    if strategy.splits_model and layout.same_batch_size > 1:
+        candidate.refused = "a pipeline of cut layers or sequences is not planned yet"
         return candidate
     try:
         if strategy.splits_model:
@@ -358,17 +360,18 @@ def _evaluate_data_parallel(
     memory["parameters"] += round(strategy.further_state(config.step, facts.parameters))
     candidate.memory = memory
     groups, pieces = (
-        cluster.of_tensor_groups(layout.tensor),
+        cluster.of_tensor_groups(layout.same_batch_size),
         pieces_of(facts, rehearsal, cluster.seconds, layout.tensor),
     )
-    step = strategy.step_time(pieces, config.step, replace(layout, tensor=1), groups, count)
+    step = strategy.step_time(pieces, config.step, replace(layout, context=1, tensor=1), groups, count)
     sent = rehearsal.work.forward.plus(rehearsal.work.backward)
     waited = count * cluster.waited(sent)
     candidate.step = replace(
         step, compute=step.compute - waited, exposed=step.exposed + waited, inside=step.inside + count * sent.sent
     )
-    candidate.notes += compression_advice(pieces, config, layout, cluster, count) if layout.tensor == 1 else []
-    candidate.model_flops = 3.0 * rehearsal.work.forward.flops * count * layout.data_parallel_size * layout.tensor
+    candidate.notes += compression_advice(pieces, config, layout, cluster, count) if layout.same_batch_size == 1 else []
+    computing = layout.data_parallel_size * layout.same_batch_size
+    candidate.model_flops = 3.0 * rehearsal.work.forward.flops * count * computing
 
 
 def _device_type(cluster: GpuCluster) -> str:

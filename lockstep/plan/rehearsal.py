@@ -224,7 +224,7 @@ def _step(
             tracker.mark("forward")
             placed.micro_step(MicroBatch(index, batch), accumulator, 1.0, index == count - 1)
     tracker.mark("update")
-    if layout.tensor > 1:
+    if layout.same_batch_size > 1:
         placed.finish_gradients()
     update(optimizer)
 

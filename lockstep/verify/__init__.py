@@ -10,6 +10,7 @@ In plain mode each step starts from the reference's state, and gradients may dif
 order. With `distributed.reproducible` a topology continues from its own state, and every bit must be equal.
 """
 
+import math
 import os
 import pickle
 from collections.abc import Callable, Sequence
@@ -204,7 +205,8 @@ def _threads(ranks: int) -> int:
 
 def _data_parallel_size(topology: str) -> int:
     values, ranks = parse_topology(topology)
-    return ranks // int(values.get("pipeline_size") or 1) // int(values.get("tensor_size") or 1)
+    apart = [int(values.get(f"{axis}_size") or 1) for axis in ("pipeline", "context", "tensor")]
+    return ranks // math.prod(apart)
 
 
 def record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]], start: Start) -> list[dict[str, str]]:

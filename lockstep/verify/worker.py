@@ -202,8 +202,9 @@ def _flow(recorder: FlowRecorder, observer: StepObserver, reference: Stored) -> 
 
 def _replica(trainer: Trainer) -> tuple[int, ...]:
     """Return a number that is the same on ranks with the same tensors."""
-    layout, (rank, tensor) = trainer.layout, divmod(collectives.rank(), trainer.layout.tensor)
-    return rank // layout.data_parallel_size, rank % layout.shard, tensor
+    layout = trainer.layout
+    rank, piece = divmod(collectives.rank(), layout.same_batch_size)
+    return rank // layout.data_parallel_size, rank % layout.shard, piece % layout.tensor
 
 
 def _from_all(report: RankReport) -> list[RankReport]:

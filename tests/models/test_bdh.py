@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.errors import UsageError
-from lockstep.models.bdh import BDH, attend_to_past
+from lockstep.models.bdh import BDH, PastAttention, attend_to_past
 from tests.models.samples import bdh, texts
 
 
@@ -60,7 +60,7 @@ def test_it_computes_its_definition() -> None:
 
 def test_the_first_position_sees_nothing() -> None:
     s, x = torch.rand(2, 3, 5, 8), torch.randn(3, 5, 4)
-    attended = attend_to_past(s, x.expand(s.shape[0], *x.shape))
+    attended = attend_to_past(s, x.expand(s.shape[0], *x.shape), PastAttention())
     assert (attended[:, :, 0] == 0).all()
     assert (attended[:, :, 1] != 0).all()
     assert (F.layer_norm(attended[:, :, 0], (4,)) == 0).all()
@@ -72,10 +72,10 @@ def test_products_over_neurons_do_not_overflow(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     s, x = (torch.rand(1, 1, 4, 8192) * 8).to(dtype), torch.randn(1, 4, 4)
     with torch.autocast("cpu", dtype=dtype):
-        attended = attend_to_past(s, x.expand(s.shape[0], *x.shape))
+        attended = attend_to_past(s, x.expand(s.shape[0], *x.shape), PastAttention())
     assert attended.isfinite().all()
     assert attended.abs().max() > 65504
-    exact = attend_to_past(s.float(), x.expand(s.shape[0], *x.shape))
+    exact = attend_to_past(s.float(), x.expand(s.shape[0], *x.shape), PastAttention())
     torch.testing.assert_close(attended.float(), exact, rtol=0.05, atol=0.02 * exact.abs().max().item())
 
 

@@ -6,7 +6,7 @@ from lockstep.models.rotary import phases, rotate
 
 def test_products_depend_on_distance_alone() -> None:
     q, k = torch.randn(1, 8).expand(9, 8), torch.randn(1, 8).expand(9, 8)
-    cos, sin = phases(9, 8, 100.0, torch.device("cpu"))
+    cos, sin = phases(torch.arange(9), 8, 100.0)
     scores = rotate(q, cos, sin) @ rotate(k, cos, sin).T
     torch.testing.assert_close(scores[3, 1], scores[8, 6])
     torch.testing.assert_close(scores[0, 0], scores[5, 5])
@@ -14,7 +14,7 @@ def test_products_depend_on_distance_alone() -> None:
 
 
 def test_neighbours_turn_together() -> None:
-    cos, sin = phases(3, 4, 100.0, torch.device("cpu"))
+    cos, sin = phases(torch.arange(3), 4, 100.0)
     turned = rotate(torch.tensor([[1.0, 0.0, 0.0, 1.0]]).expand(3, 4), cos, sin)
     angle = torch.tensor([2.0, 2.0 / 10])  # position 2; theta^(−2/4) = 1/10
     expected = torch.stack((angle[0].cos(), angle[0].sin(), -angle[1].sin(), angle[1].cos()))
@@ -22,7 +22,7 @@ def test_neighbours_turn_together() -> None:
 
 
 def test_its_gradient_is_right() -> None:
-    cos, sin = phases(3, 6, 100.0, torch.device("cpu"))
+    cos, sin = phases(torch.arange(3), 6, 100.0)
     x, weights = torch.randn(2, 3, 6, requires_grad=True), torch.randn(2, 3, 6)
     (gradient,) = torch.autograd.grad((rotate(x, cos, sin) * weights).sum(), x)
     matrix = torch.autograd.functional.jacobian(lambda y: rotate(y, cos, sin), torch.zeros(2, 3, 6))
@@ -35,7 +35,7 @@ def test_its_gradient_is_right() -> None:
 def test_trap_20_angles_stay_float32(dtype: torch.dtype) -> None:
     """In bf16 position 257 equals position 256, and far tokens fall together."""
     with torch.autocast("cpu", dtype=dtype):
-        cos, sin = phases(300, 8, 10_000.0, torch.device("cpu"))
+        cos, sin = phases(torch.arange(300), 8, 10_000.0)
         turned = rotate(torch.ones(300, 8, dtype=dtype), cos, sin)
     assert cos.dtype == sin.dtype == torch.float32
     assert turned.dtype == dtype

@@ -24,7 +24,7 @@ def by_the_book(attention: Attention, x: Tensor) -> Tensor:
     for head in range(q.shape[0]):
         group = head * k.shape[0] // q.shape[0]
         for t in range(length):
-            seen = t + 1 if attention.causal else length
+            seen = t + 1 if attention.attend.causal else length
             weights = torch.softmax(k[group, :seen] @ q[head, t] / width**0.5, 0)
             out[t, head] = weights @ v[group, :seen]
     return attention.out(out.flatten(1))

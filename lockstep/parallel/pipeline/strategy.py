@@ -24,7 +24,7 @@ class Pipeline(Strategy):
     topologies = {"pipeline": ("pipeline",)}
     divides = frozenset({"replicate", "shard"})
     splits_model = True
-    cuts_layers = True
+    shares_batches = True
 
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
         shard = config.shard_size or 1

@@ -1,0 +1,195 @@
+"""Sequences cut over the axis `context`: one process's losses, and its bits where they count, on products of axes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.config import config_from
+from lockstep.errors import UsageError
+from lockstep.layout import Layout
+from lockstep.models.attention import Attend
+from lockstep.models.protocol import objective_of
+from lockstep.parallel.context import Context, apply_context, cut_objective, plan_of
+from lockstep.strategy import resolve
+from tests.parity.same_bits import many, trainer_for
+from tests.parity.test_same_bits import check
+from tests.parity.toy import Tokens, worst
+from tests.ranks import run_ranks
+
+TOPOLOGIES = {
+    2: ("context:2",),
+    4: ("context:4", "ddp:2*context:2", "fsdp:2*context:2", "pipeline:2*context:2", "context:2*tensor:2"),
+}
+GROUPED = {"n_layer": 2, "n_kv_head": 2, "vocab_size": 64}
+TIED = {**GROUPED, "tie_embeddings": True}
+EXACT = {"distributed.context_blocks": 4, "distributed.sequence_parallel": False}
+PLAIN = {"distributed.reproducible": False}
+# name → (model, settings, model arguments)
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "exact": ("transformer", EXACT, GROUPED),
+    "exact, tied": (
+        "transformer",
+        {**EXACT, "training.global_batch_size": 22, "training.gradient_checkpointing": "full"},
+        TIED,
+    ),
+    "plain": ("transformer", PLAIN, TIED),
+    "recomputed in bf16": (
+        "transformer",
+        {**PLAIN, "precision.mode": "bf16", "training.gradient_checkpointing": "full"},
+        GROUPED,
+    ),
+    "bdh": ("bdh", PLAIN, {"n_layer": 2, "vocab_size": 64}),
+}
+# Of losses, and of norms (see `test_tensor.py`).
+LIMITS = {"bf16": (1e-3, 1e-3), "bdh": (1e-5, 1e-4), "": (1e-5, 1e-5)}
+
+
+def in_turn(ranks: int, steps: int) -> list[tuple[Any, ...]]:
+    """Each topology with a case of equal bits, and with one without."""
+    exact, plain = ([case for name, case in CASES.items() if ("exact" in name) is wanted] for wanted in (True, False))
+    return [
+        (topology, model, settings, steps, args)
+        for place, topology in enumerate(TOPOLOGIES[ranks])
+        for model, settings, args in (exact[place % len(exact)], plain[(place + ranks // 4) % len(plain)])
+    ]
+
+
+def every(ranks: int, steps: int) -> list[tuple[Any, ...]]:
+    return [(t, model, settings, steps, args) for t in TOPOLOGIES[ranks] for model, settings, args in CASES.values()]
+
+
+def check_both(ranks: int, cases: list[tuple[Any, ...]]) -> None:
+    """Equal bits under `reproducible`; else losses and norms within 1e-5 of one process."""
+    expected = {repr(rest): many([("single", *rest)])[0] for _, *rest in cases}
+    for results in run_ranks(many, ranks, cases, timeout=1800):
+        for (topology, *rest), found in zip(cases, results, strict=True):
+            reference = expected[repr(rest)]
+            if "distributed.reproducible" not in rest[1]:
+                assert found == reference, (topology, rest)
+                continue
+            limits = LIMITS.get(rest[1].get("precision.mode", rest[0]), LIMITS[""])
+            for place, limit in enumerate(limits):
+                far = worst(*([(float.fromhex(step[place]),) for step in run] for _, run in (found, reference)))
+                assert far < limit, (topology, rest, place, far)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_same_training(ranks: int) -> None:
+    check_both(ranks, in_turn(ranks, steps=4))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_model_on_every_product_of_axes(ranks: int) -> None:
+    check_both(ranks, every(ranks, steps=20))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_three_axes() -> None:
+    """2 × 2 × 2 of pipeline, shards or replicas, tensor, and context."""
+    cases = [
+        (topology, model, settings, 5, args)
+        for topology in ("pipeline:2*fsdp:2*context:2", "hybrid:2x2*context:2", "fsdp:2*context:2*tensor:2")
+        for model, settings, args in (CASES["exact"], CASES["exact, tied"])
+    ]
+    check(8, cases, timeout=1800)
+
+
+# ---- chunks ----
+
+
+def test_chunks_are_dealt_from_both_ends_and_find_their_way_back() -> None:
+    context = Context(None, 8)
+    assert context.order(16) == [0, 7, 1, 6, 2, 5, 3, 4]
+    x = torch.arange(32).view(2, 16)
+    assert not torch.equal(context.part(x), x)
+    assert torch.equal(context.gathered(context.part(x)), x)
+    assert context.order(6) == [0, 1]  # what the length allows
+
+
+def test_a_run_of_queries_attends_as_in_the_whole() -> None:
+    q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
+    for causal in (True, False):
+        attend = Attend(causal=causal)
+        whole, seen = attend(q, k, v), 6 if causal else 8
+        run = attend.run(q[:, :, 4:6], k[:, :, :seen], v[:, :, :seen], 4)
+        torch.testing.assert_close(run, whole[:, :, 4:6])
+
+
+# ---- what can't be ----
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.weight = Attend(), nn.Parameter(torch.ones(2))
+
+    def context_plan(self) -> dict[str, int]:
+        return {"x": 1}
+
+
+def test_a_model_that_can_not_be_cut_is_refused() -> None:
+    with pytest.raises(UsageError, match="Linear does not say how its sequences are cut"):
+        plan_of(nn.Linear(2, 2))
+    model = nn.Linear(2, 2)
+    model.context_plan = lambda: {"x": 1}  # type: ignore[assignment]
+    with pytest.raises(UsageError, match=r"Linear has no lockstep\.models\.attention\.Attend"):
+        plan_of(model)
+    with pytest.raises(UsageError, match="the model, a Own, owns parameters, and can't run chunk by chunk"):
+        apply_context(Own(), Context(None, 4))
+
+
+def test_a_mean_is_refused() -> None:
+    with pytest.raises(UsageError, match="a loss that is a mean over some positions"):
+        cut_objective(objective_of(nn.Linear(2, 2), nn.CrossEntropyLoss()), Context(None, 4), {"x": 1})
+
+
+def test_what_does_not_divide_or_does_not_go_together() -> None:
+    with pytest.raises(UsageError, match="context_size=3 does not divide the number of ranks, 4"):
+        resolve(config_from({"distributed.strategy": "ddp", "distributed.context_size": 3}).distributed, 4)
+    assert resolve(config_from({"distributed.strategy": "context"}).distributed, 4) == Layout("context", context=4)
+    for settings, says in (
+        ({"strategy": "diloco"}, "sequences can't be cut over 2 ranks under strategy diloco"),
+        ({"reproducible": True}, r"reproducible cuts sequences into 1 chunk\(s\), which 2 ranks can't share"),
+        ({"reproducible": True, "context_blocks": 4, "tensor_size": 2}, "sequence_parallel cuts across the chunks"),
+        ({"strategy": "ddp", "expert_size": 2}, "context_size is 2, and experts are spread over 2 ranks"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            config_from({"distributed.context_size": 2, **{f"distributed.{k}": v for k, v in settings.items()}})
+
+
+def refused(length: int, model: str) -> str:
+    settings = {**PLAIN, "training.max_steps": 1}
+    args = {"vocab_size": 64} if model.startswith("hf:") else GROUPED
+    with pytest.raises(UsageError) as found:
+        list(trainer_for("context:2", model, settings, **args).steps(Tokens(length)))
+    return str(found.value)
+
+
+def measured() -> tuple[str, str, int, int]:
+    """What is refused, and the bytes of attention that a rank sends in one step of one micro-batch, and of theory."""
+    said = refused(15, "transformer"), refused(16, "hf:llama")
+    sent: list[int] = []
+    first = Context.__init__
+
+    def counted(self: Context, *args: Any, **kwargs: Any) -> None:
+        first(self, *args, **kwargs)
+        self.on_send = sent.append
+
+    Context.__init__ = counted  # type: ignore[method-assign]
+    settings = {**PLAIN, "training.max_steps": 1, "training.global_batch_size": 2}
+    list(trainer_for("context:2", "transformer", settings, **GROUPED).steps(Tokens(16)))
+    keys_and_values = 2 * (2 * 16 * 2 * 8) * 4  # [B, T, heads, width] each
+    loss = 2 * 4
+    return *said, sum(sent), (2 * 2 * keys_and_values + loss) // 2  # of two layers, gathered and summed, one half of it
+
+
+def test_lengths_and_models_are_refused_and_bytes_are_those_of_theory() -> None:
+    for length, model, found, expected in run_ranks(measured, 2):
+        assert "2 ranks along the axis context can't share a sequence of 15" in length
+        assert "does not say how its sequences are cut" in model
+        assert found == expected
