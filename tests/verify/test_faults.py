@@ -29,6 +29,8 @@ COMMON: dict[str, Any] = {
 FP16 = {"distributed.ddp.compression.kind": "fp16"}
 RECOMPUTED = {"training.gradient_checkpointing": "full"}
 
+pytestmark = pytest.mark.timeout(1800)  # the first test waits for all runs, and a busy machine takes 10 minutes
+
 # fault → (topology, settings, what differs first, kind of the cause, what its text names)
 FAULTS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "another_seed_on_a_rank": ("ddp:2", {}, "loss", "random numbers", "rank 1 has another seed"),
