@@ -13,9 +13,10 @@ from lockstep.models.attention import Attend
 from lockstep.models.protocol import objective_of
 from lockstep.parallel.context import Context, apply_context, cut_objective, plan_of
 from lockstep.strategy import resolve
-from tests.parity.same_bits import many, trainer_for
+from tests.parity.axes import check_against_one_process
+from tests.parity.same_bits import trainer_for
 from tests.parity.test_same_bits import check
-from tests.parity.toy import Tokens, worst
+from tests.parity.toy import Tokens
 from tests.ranks import run_ranks
 
 TOPOLOGIES = {
@@ -42,8 +43,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "bdh": ("bdh", PLAIN, {"n_layer": 2, "vocab_size": 64}),
 }
-# Of losses, and of norms (see `test_tensor.py`).
-LIMITS = {"bf16": (1e-3, 1e-3), "bdh": (1e-5, 1e-4), "": (1e-5, 1e-5)}
 
 
 def in_turn(ranks: int, steps: int) -> list[tuple[Any, ...]]:
@@ -60,31 +59,16 @@ def every(ranks: int, steps: int) -> list[tuple[Any, ...]]:
     return [(t, model, settings, steps, args) for t in TOPOLOGIES[ranks] for model, settings, args in CASES.values()]
 
 
-def check_both(ranks: int, cases: list[tuple[Any, ...]]) -> None:
-    """Equal bits under `reproducible`; else losses and norms within 1e-5 of one process."""
-    expected = {repr(rest): many([("single", *rest)])[0] for _, *rest in cases}
-    for results in run_ranks(many, ranks, cases, timeout=1800):
-        for (topology, *rest), found in zip(cases, results, strict=True):
-            reference = expected[repr(rest)]
-            if "distributed.reproducible" not in rest[1]:
-                assert found == reference, (topology, rest)
-                continue
-            limits = LIMITS.get(rest[1].get("precision.mode", rest[0]), LIMITS[""])
-            for place, limit in enumerate(limits):
-                far = worst(*([(float.fromhex(step[place]),) for step in run] for _, run in (found, reference)))
-                assert far < limit, (topology, rest, place, far)
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_same_training(ranks: int) -> None:
-    check_both(ranks, in_turn(ranks, steps=4))
+    check_against_one_process(ranks, in_turn(ranks, steps=4))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_model_on_every_product_of_axes(ranks: int) -> None:
-    check_both(ranks, every(ranks, steps=20))
+    check_against_one_process(ranks, every(ranks, steps=20))
 
 
 @pytest.mark.full

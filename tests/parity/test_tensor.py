@@ -13,7 +13,8 @@ from lockstep.layout import Layout
 from lockstep.parallel.tensor_blocks import Cut
 from lockstep.parallel.tensor_cuts import apply_tensor
 from lockstep.strategy import resolve
-from tests.parity.same_bits import many, trainer_for
+from tests.parity.axes import check_against_one_process
+from tests.parity.same_bits import trainer_for
 from tests.parity.test_same_bits import check
 from tests.parity.toy import Tokens, worst
 from tests.ranks import run_ranks
@@ -37,9 +38,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("hf:qwen2", {}, {"vocab_size": 64}),  # with biases
     "qwen3": ("hf:qwen3", {}, {"vocab_size": 64, "head_dim": 8}),  # with norms of heads
 }
-# Of losses, and of norms. A loss moves so far when one activation in bf16 rounds to its other neighbour. Where a ReLU
-# of BDH opens, a last digit is a jump of the gradient: 4e-5 of its norm, with losses that are 4e-7 apart.
-LIMITS = {"bf16": (1e-3, 1e-3), "bdh": (1e-5, 1e-4), "": (1e-5, 1e-5)}
 
 
 def in_turn(ranks: int, steps: int) -> list[tuple[Any, ...]]:
@@ -53,19 +51,8 @@ def every(ranks: int, steps: int) -> list[tuple[Any, ...]]:
 
 
 def check_both(ranks: int, cases: list[tuple[Any, ...]]) -> None:
-    """Equal bits under `reproducible`; else losses and norms within 1e-5 of one process."""
     plain = [(t, model, {**s, "distributed.reproducible": False}, *rest) for t, model, s, *rest in cases]
-    expected = {repr(rest): many([("single", *rest)])[0] for _, *rest in cases + plain}
-    for results in run_ranks(many, ranks, cases + plain, timeout=1800):
-        for (topology, *rest), found in zip(cases + plain, results, strict=True):
-            reference = expected[repr(rest)]
-            if "distributed.reproducible" not in rest[1]:
-                assert found == reference, (topology, rest)
-                continue
-            limits = LIMITS.get(rest[1].get("precision.mode", rest[0]), LIMITS[""])
-            for place, limit in enumerate(limits):
-                far = worst(*([(float.fromhex(step[place]),) for step in run] for _, run in (found, reference)))
-                assert far < limit, (topology, rest, place, far)
+    check_against_one_process(ranks, cases + plain)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
