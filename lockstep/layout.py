@@ -6,13 +6,8 @@ from typing import Any
 
 from lockstep.errors import UsageError
 
-AXES = (
-    "pipeline",
-    "replicate",
-    "shard",
-    "context",
-    "tensor",
-)  # a rank's neighbours are along the last one
+# A rank's neighbours are along the last one.
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 
 @dataclass(frozen=True)

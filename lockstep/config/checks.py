@@ -69,7 +69,7 @@ def step_contradictions(
             "write cpu_offload: false",
         )
     name = config.distributed.strategy if layout is None else layout.strategy
-    yield from _context(config, (config.distributed.context_size or 1) if layout is None else layout.context)
+    yield from _context(config, layout)
     yield from _tensor(config, (config.distributed.tensor_size or 1) if layout is None else layout.tensor)
     yield from _expert(config, layout)
     if device_type == "mps":
@@ -93,8 +93,10 @@ def _mps(config: StepConfig, strategy: str) -> Iterator[Contradiction]:
         )
 
 
-def _context(config: StepConfig, ranks: int) -> Iterator[Contradiction]:
+def _context(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
     where, distributed = "distributed.context_size", config.distributed
+    ranks = (distributed.context_size or 1) if layout is None else layout.context
+    tensor = (distributed.tensor_size or 1) if layout is None else layout.tensor
     if distributed.reproducible and distributed.context_blocks % ranks:
         yield Contradiction(
             (where, "distributed.context_blocks"),
@@ -102,7 +104,7 @@ def _context(config: StepConfig, ranks: int) -> Iterator[Contradiction]:
             f"write context_blocks: {2 * ranks}, here and in the runs that are to have the same bits",
         )
     cuts_twice = distributed.sequence_parallel and max(ranks, distributed.context_blocks) > 1
-    if distributed.reproducible and cuts_twice and (distributed.tensor_size or 1) > 1:
+    if distributed.reproducible and cuts_twice and tensor > 1:
         yield Contradiction(
             (where, "distributed.sequence_parallel"),
             "sequence_parallel cuts across the chunks in which reproducible computes a sequence",

@@ -283,7 +283,8 @@ def _by_chunks(name: str, module: nn.Module, context: Context) -> None:
         def run(piece: Tensor, *weights: Tensor) -> Tensor:
             return whole_forward(_Lent(self, dict(zip(names, weights, strict=True))), piece)
 
-        return by_pieces(run, x, [getattr(self, each) for each in names], context, SEQUENCE)
+        dim = SEQUENCE if x.dim() > 1 else 0  # positions [T], of a table of them
+        return by_pieces(run, x, [getattr(self, each) for each in names], context, dim)
 
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 

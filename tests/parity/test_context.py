@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
@@ -12,9 +13,10 @@ from lockstep.layout import Layout
 from lockstep.models.attention import Attend
 from lockstep.models.protocol import objective_of
 from lockstep.parallel.context import Context, apply_context, cut_objective, plan_of
-from lockstep.strategy import resolve
+from lockstep.strategy import parse_topology, resolve
+from lockstep.trainer import Trainer
 from tests.parity.axes import check_against_one_process
-from tests.parity.same_bits import trainer_for
+from tests.parity.same_bits import digest, trainer_for
 from tests.parity.test_same_bits import check
 from tests.parity.toy import Tokens
 from tests.ranks import run_ranks
@@ -177,3 +179,56 @@ def test_lengths_and_models_are_refused_and_bytes_are_those_of_theory() -> None:
         assert "2 ranks along the axis context can't share a sequence of 15" in length
         assert "does not say how its sequences are cut" in model
         assert found == expected
+
+
+# ---- a model of one's own ----
+
+
+class LearnedPositions(nn.Module):
+    """As `docs/how_to/long_context.md` describes a model of one's own, with a table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(64, 32), nn.Embedding(64, 32)
+        self.qkv, self.norm, self.head = nn.Linear(32, 96), nn.LayerNorm(32), nn.Linear(32, 64)
+        self.attend, self.dropout = Attend(), nn.Dropout(0.1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.positions(self.attend.positions(ids.shape[1], ids.device))
+        q, k, v = (each.transpose(1, 2) for each in self.qkv(self.norm(x)).view(*x.shape[:2], 3, 4, 8).unbind(2))
+        logits: Tensor = self.head(x + self.dropout(self.attend(q, k, v).transpose(1, 2).flatten(2)))
+        return logits
+
+    def inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
+        return (batch["input_ids"],)
+
+    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+
+    def count(self, batch: dict[str, Tensor]) -> int:
+        return batch["targets"].numel()
+
+    def context_plan(self) -> dict[str, int]:
+        return {"input_ids": 1, "targets": 1}
+
+
+def own_model(topology: str) -> tuple[list[float], str]:
+    """Losses in the plain mode; digest of a reproducible run."""
+    values, _ = parse_topology(topology)
+    settings = {f"distributed.{key}": value for key, value in values.items()} | {
+        "training.batch_size": 2, "training.global_batch_size": 8, "training.max_steps": 3, "precision.mode": "fp32",
+    }  # fmt: skip
+    exact = {"distributed.reproducible": True, "distributed.context_blocks": 4}
+    torch.manual_seed(0)
+    losses = [float(r.loss) for r in Trainer(LearnedPositions(), config=config_from(settings)).steps(Tokens())]
+    torch.manual_seed(0)
+    trainer = Trainer(LearnedPositions(), config=config_from(settings | exact))
+    list(trainer.steps(Tokens()))
+    return losses, digest(trainer)
+
+
+def test_a_model_of_ones_own_with_learned_positions() -> None:
+    losses, bits = own_model("single")
+    for found, found_bits in run_ranks(own_model, 2, "context:2"):
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert found_bits == bits

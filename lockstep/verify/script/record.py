@@ -16,7 +16,7 @@ TORCH, ACCELERATE, FABRIC, LIGHTNING, TRANSFORMERS, DEEPSPEED, LOCKSTEP = (
 
 @dataclass
 class TensorPiece:
-    """What one rank holds of a tensor.
+    """One rank's part of a tensor.
 
     Attributes:
         local: a copy on the CPU.
