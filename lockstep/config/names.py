@@ -22,6 +22,7 @@ SOURCES = {
     "accelerate": "Hugging Face Accelerate",
     "deepspeed": "DeepSpeed",
     "torchtitan": "torchtitan",
+    "megatron": "Megatron-LM",
     "nanogpt": "nanoGPT",
     "torch": "PyTorch itself",
 }

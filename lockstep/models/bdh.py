@@ -76,7 +76,7 @@ class BDH(LanguageModel):
     def tensor_plan(self) -> dict[str, str]:
         """Return how the layers are cut: by heads; and the vocabulary."""
         heads = dict.fromkeys(("encoder", "encoder_v", "decoder"), "column")
-        return {"embed": "vocabulary", **heads, "layers.*": "scope", "head": "head"}
+        return {"embed": "vocabulary", **heads, "layers.*": "scope", "head": "head", "token_losses": "loss"}
 
     def context_plan(self) -> dict[str, int]:
         """Return the dims of a batch along which its sequences lie."""

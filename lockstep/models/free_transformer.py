@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.chain import run_segments
-from lockstep.models.language import draw_token, require_positive, token_losses
+from lockstep.models.language import draw_token, require_positive
 from lockstep.models.protocol import IGNORED_TARGET
 from lockstep.models.rotary import without_autocast
 from lockstep.models.transformer import (
@@ -124,7 +124,7 @@ class FreeTransformer(Decoder):
         kl = torch.where(valid, kl_from_fair_coins(z_logits), 0.0)
         excess = torch.where(valid, F.relu(kl - self.kappa), 0.0)
         return {
-            "cross_entropy": token_losses(logits, batch["targets"]).sum(),
+            "cross_entropy": self.token_losses(logits, batch["targets"]).sum(),
             "penalty": self.beta * excess.sum(),
             "kl": kl.detach().sum(),
         }

@@ -4,7 +4,7 @@ It stays the library's object and its parameters keep their names, so `save_pret
 other tools. Its class is replaced by a subclass that takes ids [B, T] and returns logits [B, T, V], with our own loss:
 the data shift targets, and the library's loss would shift them again. A mixture of experts with `output_router_logits`
 in its config adds a balance term: there the library's own loss is used, with targets marked as shifted. The term is
-computed per micro-batch, and a step weighs it like the mean losses.
+computed per micro-batch, and a step weighs it like the mean losses; in evaluation the loss is without it.
 
 The Llama and GPT-2 families are also divided into segments, each a module of the model under its own name:
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.chain import run_segments
-from lockstep.models.language import LanguageModel
+from lockstep.models.language import LanguageModel, TokenLosses
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import IGNORED_TARGET
 
@@ -49,6 +49,11 @@ def meet_protocol(model: Any) -> nn.Module:
     if can_be_cut(model.config):
         kind = {"llama": Llama, "gpt2": GPT2}[model.config.model_type]
     _swap_class(model, kind)
+    embedding = model.get_input_embeddings()
+    if isinstance(getattr(embedding, "embed_scale", None), Tensor):
+        _swap_class(embedding, ScaledEmbedding)
+    if kind is not MixtureModel:
+        model.token_losses = TokenLosses()
     model.block_size = getattr(model.config, "max_position_embeddings", None) or 1024
     if isinstance(model, CutModel):
         model.cut()
@@ -86,8 +91,9 @@ class MixtureModel(CausalModel):
             return super().forward(ids, **arguments)
         with LossCalls() as calls:
             found = super(LanguageModel, self).forward(
-                input_ids=ids, labels=targets, shift_labels=targets, use_cache=False
-            )
+                input_ids=ids, labels=targets, shift_labels=targets, use_cache=False,
+                output_router_logits=self.training,
+            )  # fmt: skip
         if not self._takes_targets_as_they_are:
             self._require_as_they_are(calls, targets)
         return found.logits, found.loss.float()
@@ -111,6 +117,20 @@ class MixtureModel(CausalModel):
                 "batches of input_ids and labels",
             )
         self._takes_targets_as_they_are = True
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding whose vectors are multiplied by `embed_scale`: ids [B, T] → [B, T, D]."""
+
+    embed_scale: Tensor
+
+    def product(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Return the rows of the table; a tensor-parallel run replaces this."""
+        return F.embedding(ids, weight, self.padding_idx)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up the ids."""
+        return self.product(input, self.weight) * self.embed_scale.to(self.weight.dtype)
 
 
 class CutModel(CausalModel):

@@ -86,47 +86,6 @@ def refuse_balanced_experts(model: nn.Module) -> None:
         )
 
 
-# What transformers calls the ways in which a layer is cut, and `lockstep.parallel.tensor_cuts` does.
-_WAYS = {
-    "colwise": "column", "rowwise": "row", "colwise_rep": "head", "colwise_gather_output": "head",
-    "replicated_with_grad_allreduce": "inner",
-}  # fmt: skip
-
-
-def hf_tensor_plan(model: nn.Module) -> dict[str, str] | None:
-    """Return how transformers cuts the layers of a causal model over ranks; None where it does not say."""
-    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
-    of_decoder = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
-    if family is None or not of_decoder or decoder_segments(model) is None:
-        return None
-    ways = {f"{family.decoder}.{name}": _WAYS.get(way, "") for name, way in of_decoder.items()}
-    decoder = getattr(model, family.decoder)
-    scaled = type(getattr(decoder, "embed_tokens", None)) is not nn.Embedding
-    if not all(ways.values()) or "head" in ways.values() or scaled:
-        return None
-    for name in ways:
-        if name.endswith(("q_proj", "k_proj", "v_proj")):
-            ways[name] = "heads"
-    return {f"{family.decoder}.embed_tokens": "vocabulary", **ways, "lm_head": "head"}
-
-
-def refuse_attention_dropout(model: nn.Module) -> None:
-    """Refuse dropout within attention where heads are cut: the kernel draws, and would not draw what one process draws.
-
-    Raises:
-        UsageError: with what to write.
-    """
-    config = getattr(model, "config", None)
-    for name in ("attention_dropout", "attn_pdrop"):
-        if getattr(config, name, 0.0):
-            raise UsageError(
-                f"{type(model).__name__} has {name}={getattr(config, name)}, and its heads are cut over ranks",
-                where="distributed.tensor_size",
-                why="the kernel draws for the heads that a rank has, not what one process draws for all of them",
-                fix=f"write {name}: 0 in the model's arguments, or tensor_size: 1",
-            )
-
-
 def _cut(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
     decoder: Any = getattr(model, family.decoder)
     layers = dict(getattr(decoder, family.layers).named_children())

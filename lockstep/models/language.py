@@ -26,6 +26,10 @@ class LanguageModel(nn.Module):
 
     block_size: int
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_losses = TokenLosses()
+
     def forward(self, ids: Tensor) -> Any:
         """Run the chain."""
         return run_segments(self, ids)
@@ -36,18 +40,25 @@ class LanguageModel(nn.Module):
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy summed over the valid targets, in nats, float32."""
-        return token_losses(outputs, batch["targets"]).sum()
+        losses: Tensor = self.token_losses(outputs, batch["targets"])
+        return losses.sum()
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of valid targets as a 0-dim tensor, so that the caller decides when the host reads it."""
         return (batch["targets"] != IGNORED_TARGET).sum()
 
 
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross entropy of each target, in nats: float32 [B·T], 0 where the target does not count."""
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
-    )
+class TokenLosses(nn.Module):
+    """The cross entropy of each target: logits [B, T, V], targets [B, T] → float32 [B·T], 0 where one does not count.
+
+    A tensor-parallel run replaces `forward` where the model's plan has "loss", and gives it a part of the vocabulary.
+    """
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the losses, in nats."""
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
+        )
 
 
 def require_multiple(what: str, value: int, of: str, divisor: int) -> None:

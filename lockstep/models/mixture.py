@@ -19,7 +19,7 @@ over a step's targets as the cross entropy is. They travel beside the residual s
 evaluation they are zero, and the loss is the cross entropy.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.language import require_positive, token_losses
+from lockstep.models.language import require_positive
 from lockstep.models.rotary import without_autocast
 from lockstep.models.transformer import (
     INIT_STD,
@@ -102,7 +102,7 @@ class Mixture(Decoder):
         shared = mlp_plan("layers.*.mlp.shared") if self.n_shared else {}
         return {
             "embed": "vocabulary", **attention_plan("layers.*.attention"), "layers.*.mlp.experts": "experts", **shared,
-            "head": "head",
+            "head": "head", "token_losses": "loss",
         }  # fmt: skip
 
     def context_plan(self) -> dict[str, int]:
@@ -128,7 +128,7 @@ class Mixture(Decoder):
         logits, (balance, router_z) = outputs
         count = self.count(batch)
         return {
-            "cross_entropy": token_losses(logits, batch["targets"]).sum(),
+            "cross_entropy": self.token_losses(logits, batch["targets"]).sum(),
             "balance": self.balance_weight * count * balance,
             "router_z": self.z_weight * count * router_z,
         }
@@ -168,16 +168,26 @@ class MixtureLayer(nn.Module):
         """Run the layer."""
         tokens = x.flatten(0, 1)
         chosen, weights, counts, terms = self.router(tokens)
-        y = self._routed(tokens, chosen, weights, counts).view_as(x)
+        y = through_experts(self.experts, tokens, chosen, weights, counts).view_as(x)
         return y if self.shared is None else y + self.shared(x), terms
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of rows differ in each pass
-    def _routed(self, tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        order = chosen.flatten().argsort(stable=True)
-        rows = _Dispatch.apply(tokens, order, chosen.shape[1])  # type: ignore[no-untyped-call]
-        made = _InSlots.apply(self.experts(rows, _numbers(counts, len(order))), order)  # type: ignore[no-untyped-call]
-        slots: Tensor = made.view(*chosen.shape, -1) * weights.unsqueeze(-1)
-        return slots.sum(1).to(tokens.dtype)
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of rows differ in each pass
+def through_experts(
+    experts: Callable[[Tensor, list[int]], Tensor], tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor
+) -> Tensor:  # fmt: skip
+    """Return the weighed sum of what experts make of each token, in the order of its slots: [N, D] → [N, D].
+
+    Args:
+        experts: (rows in the order of experts, rows of each expert) → rows.
+        chosen, weights: [N, k].
+        counts: tokens of each expert, int64 [E].
+    """
+    order = chosen.flatten().argsort(stable=True)
+    rows = _Dispatch.apply(tokens, order, chosen.shape[1])  # type: ignore[no-untyped-call]
+    made = _InSlots.apply(experts(rows, _numbers(counts, len(order))), order)  # type: ignore[no-untyped-call]
+    slots: Tensor = made.view(*chosen.shape, -1) * weights.unsqueeze(-1)
+    return slots.sum(1).to(tokens.dtype)
 
 
 class Router(nn.Module):

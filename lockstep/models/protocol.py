@@ -68,6 +68,7 @@ class Objective:
         is_mean: whether `loss` is a mean.
         in_outputs: the loss is computed by the model's forward pass.
         observed: observations of a mean without a declared count; None if the count is declared.
+        of_model: whether `loss` is the model's own method.
         must_be_told: reject a loss whose divisor is unknown, unless a comparison shows that it is a mean over samples.
     """
 
@@ -78,6 +79,7 @@ class Objective:
     in_outputs: bool = False
     observed: Observed | None = None
     must_be_told: bool = False
+    of_model: bool = False
 
     def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int, int | Tensor]:
         """Run one forward pass: (loss, times, number of valid targets), as in `factors`."""
@@ -150,7 +152,7 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
                 f"{type(model).__name__} has loss(), which returns a sum, but no count() to divide it by",
                 fix="add count(batch) -> number of valid targets in the batch",
             )
-        return Objective(inputs, own, declared)
+        return Objective(inputs, own, declared, of_model=True)
     if loss_fn is not None:
         counted = declared or _count_for(loss_fn)
         return _reduced(

@@ -44,7 +44,7 @@ class Decoder(LanguageModel):
 
     def tensor_plan(self) -> dict[str, str]:
         """Return how the layers are cut: by heads, by units of the feed-forward layers, and by the vocabulary."""
-        return {"embed": "vocabulary", **block_plan("layers.*"), "head": "head"}
+        return {"embed": "vocabulary", **block_plan("layers.*"), "head": "head", "token_losses": "loss"}
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
         """Return the embedding for a tied head to borrow."""

@@ -30,7 +30,8 @@ from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.placement import Blocks, DryRun, PlacementContext
 from lockstep.parallel.reproducible.determinism import extra_traffic, join_uses_of_inputs, switch_on
 from lockstep.parallel.tensor_blocks import Cut
-from lockstep.parallel.tensor_cuts import TensorCuts, apply_tensor, checked_plan, train_cuts
+from lockstep.parallel.tensor_cuts import TensorCuts, apply_tensor, train_cuts
+from lockstep.parallel.tensor_plan import checked_plan
 from lockstep.precision import Precision, switch_tf32
 from lockstep.randomness import RandomState, key_segments
 from lockstep.strategy import Strategy, strategy_named
@@ -112,7 +113,7 @@ def prepared(
     context = context_of(model, layout, config, mesh)
     if context is not None:
         objective = cut_objective(objective, context, plan_of(model))
-    cuts = cut_layers(model, layout, config, mesh, within=context, dry_run=dry_run is not None)
+    cuts = cut_layers(model, layout, config, mesh, objective, within=context, dry_run=dry_run is not None)
     if context is not None:
         apply_context(model, context)
     experts = apply_experts(model, layout, device.type, exact=config.distributed.reproducible)
@@ -131,7 +132,7 @@ def prepared(
 
 
 def cut_layers(
-    model: nn.Module, layout: Layout, config: StepConfig, mesh: DeviceMesh | None, *,
+    model: nn.Module, layout: Layout, config: StepConfig, mesh: DeviceMesh | None, objective: Objective, *,
     within: Cut | None, dry_run: bool,
 ) -> TensorCuts | None:  # fmt: skip
     """Cut the layers over the axis `tensor`; for the same bits, compute them in blocks on one rank, too.
@@ -147,7 +148,7 @@ def cut_layers(
             return None
     if dry_run:
         model.to_empty(device=torch.device("cpu"))  # a parameter on meta can't become a piece that is a fake tensor
-    return apply_tensor(model, mesh if layout.tensor > 1 else None, config, within)
+    return apply_tensor(model, mesh if layout.tensor > 1 else None, config, within, own_loss=objective.of_model)
 
 
 def key_model(model: nn.Module, random_state: RandomState, blocks: Blocks, *, cut: bool = False) -> None:

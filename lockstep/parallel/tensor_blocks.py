@@ -41,6 +41,8 @@ class Cut:
         sequence: outside the cut layers a rank has a part of the sequence.
         on_send: called with the bytes that this rank sends, in a dry run.
         within: how the sequences are cut, of which this cuts a part.
+        keeps_logits: the loss takes a rank's part of the logits.
+        outside: set while a model is called from outside of the step; then logits are whole.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, blocks: int | None, *, sequence: bool) -> None:
@@ -50,6 +52,7 @@ class Cut:
         self._entered: Tensor | None = None
         self.on_send: Callable[[int], None] | None = None
         self.within: Cut | None = None
+        self.keeps_logits = self.outside = False
 
     def blocks_of(self, size: int) -> int:
         """Return the number of blocks of this rank in a dim of which it holds `size`."""
@@ -177,6 +180,17 @@ def repeated_heads(weight: Tensor, heads: int, copies: int, cut: Cut) -> Tensor:
     return _RepeatedHeads.apply(weight, heads, copies, cut)  # type: ignore[no-untyped-call,no-any-return]
 
 
+def fused_rows(weight: Tensor, sizes: Sequence[int], parts: int, cut: Cut) -> Tensor:
+    """Return this rank's run of parts, each of some rows of every layer, of layers that lie in one weight [Σ sizes, …].
+
+    Args:
+        sizes: rows of each layer.
+        parts: into how many each is divided, the same on any number of ranks.
+    """
+    layers = [layer.unflatten(0, (parts, -1)) for layer in weight.split(list(sizes))]  # type: ignore[no-untyped-call]
+    return repeated_heads(torch.cat(layers, 1).flatten(0, 1), parts, 1, cut)
+
+
 def row_linear(x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
     """Return x Wᵀ, summed over ranks: x [B, T, K / ranks], weight [N, K / ranks] → [B, T, N] or a part of it."""
     x, weight, _ = _autocast(x, weight, None)
@@ -197,9 +211,9 @@ def vocabulary_lookup(ids: Tensor, weight: Tensor, cut: Cut, padding_idx: int | 
 
 
 def head_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
-    """Return the whole x Wᵀ + b: x [B, T, K], weight [N / ranks, K] → [B, T, N]."""
+    """Return x Wᵀ + b: x [B, T, K], weight [N / ranks, K] → [B, T, N], or this rank's part for a loss that takes it."""
     y = column_linear(x, weight, bias, cut)
-    return y if cut.group is None else _GatherLogits.apply(y, cut)  # type: ignore[no-untyped-call]
+    return y if cut.group is None or (cut.keeps_logits and not cut.outside) else _GatherLogits.apply(y, cut)  # type: ignore[no-untyped-call]
 
 
 def enter_heads(x: Tensor, heads: int, cut: Cut) -> Tensor:
@@ -259,6 +273,8 @@ def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
+        if cut.blocks is not None:
+            weight = weight.contiguous()  # a transposed one's strides would depend on the ranks
         ctx.save_for_backward(x, weight)
         ctx.cut, ctx.count = cut, cut.blocks_of(weight.shape[0])
         if cut.blocks is None:
@@ -266,12 +282,12 @@ class _Column(torch.autograd.Function):
         else:
             blocks = _products(_alike(x, ctx.count), _in_rows(weight, ctx.count).transpose(1, 2))
             y = blocks.transpose(0, 1).reshape(*x.shape[:-1], -1)
-        return y if bias is None else y + bias
+        return _no_view(y) if bias is None else y + bias
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        pulls = _in_blocks(gradients[0], ctx.count)
+        pulls = in_blocks(gradients[0], ctx.count)
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[1]:
             of_weight = _products(pulls.transpose(1, 2), _alike(x, ctx.count)).flatten(0, 1)
@@ -288,8 +304,8 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.cut, ctx.count = cut, cut.blocks_of(weight.shape[1])
-        products = _products(_in_blocks(x, ctx.count), _in_blocks(weight, ctx.count).transpose(1, 2))
-        return cut.leave(products.view(-1, *x.shape[:-1], weight.shape[0]))
+        products = _products(in_blocks(x, ctx.count), in_blocks(weight, ctx.count).transpose(1, 2))
+        return _no_view(cut.leave(products.view(-1, *x.shape[:-1], weight.shape[0])))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -297,11 +313,16 @@ class _Row(torch.autograd.Function):
         pulls = _alike(_left(gradients[0], ctx.cut), ctx.count)
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_x = _products(pulls, _in_blocks(weight, ctx.count)).transpose(0, 1).reshape(x.shape)
+            of_x = _products(pulls, in_blocks(weight, ctx.count)).transpose(0, 1).reshape(x.shape)
         if ctx.needs_input_grad[1]:
-            products = _products(pulls.transpose(1, 2), _in_blocks(x, ctx.count))
+            products = _products(pulls.transpose(1, 2), in_blocks(x, ctx.count))
             of_weight = products.transpose(0, 1).reshape(weight.shape)
         return of_x, of_weight, None
+
+
+def _no_view(x: Tensor) -> Tensor:
+    """Return the same memory without a base: FSDP2 warns of modules that return views, which nothing here writes to."""
+    return x.detach()
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
@@ -321,7 +342,7 @@ def _in_rows(weight: Tensor, count: int) -> Tensor:
     return weight.reshape(count, -1, weight.shape[-1])
 
 
-def _in_blocks(x: Tensor, count: int) -> Tensor:
+def in_blocks(x: Tensor, count: int) -> Tensor:
     """Return [..., count · K] as [count, rows, K].
 
     A block lies in memory of its own: between the others of its rank its strides, and with them the bits of a product,
@@ -354,7 +375,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
-        return cut.leave(x[None])
+        return _no_view(cut.leave(x[None]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -416,7 +437,7 @@ class _GatherLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
-        return cut.gathered(x, -1 % x.dim())
+        return _no_view(cut.gathered(x, -1 % x.dim()))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

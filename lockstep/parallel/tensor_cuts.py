@@ -1,21 +1,6 @@
 """Tensor parallel: layers are cut over the ranks of the axis `tensor`, which work on the same micro-batches.
 
-A model's `tensor_plan()` says how, by patterns of module names (Shoeybi et al. 2019, Megatron-LM, section 3):
-
-    column      a linear layer's outputs are cut; its input is whole
-    heads       the same, between heads: the module around it has `head_width` (or `head_dim`)
-    row         its inputs are cut; what it returns is summed over ranks
-    vocabulary  an embedding's rows are cut; a rank looks up its own ids, and the results are summed
-    head        an output layer's rows are cut; the logits are gathered
-    experts     a module of experts (`lockstep.models.protocol`): each rank has some of them; their rows are whole
-    scope       a module calls `enter` on what its cut layers take, and `leave` on what they return
-    inner       a norm between cut layers, over the width of a head: whole, with the gradients of all ranks' heads
-    sequence    a norm or a dropout between cut layers: sequence parallel gives a rank a part of each sequence there,
-                if the plan also has `vocabulary`, where sequences are cut, and `head`, where they are whole again
-
-A pattern may also name a parameter: `column` cuts its first dim. Between a column cut and a row cut nothing is sent:
-heads of attention and units of a feed-forward layer are apart. A module that does more than its product has it as a
-method, `product(x, weight)`.
+Which, and how, a model's plan says (`lockstep.parallel.tensor_plan`).
 
 Under `reproducible` the layers of the plan are computed in `tensor_blocks` blocks on any number of ranks, also on one,
 and the blocks' sums are added as one tree: the product of a block has the same bits wherever it runs
@@ -24,9 +9,9 @@ and the blocks' sums are added as one tree: the product of a block has the same 
 
 import copy
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -40,9 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lockstep.config import StepConfig
 from lockstep.errors import UsageError
 from lockstep.models.chain import look_up
-from lockstep.models.hf_decoder import hf_tensor_plan, refuse_attention_dropout
-from lockstep.models.protocol import offered
+from lockstep.models.hf_tensor import fit_heads, is_transposed, refuse_attention_dropout
+from lockstep.models.mixture import through_experts
 from lockstep.parallel.initial import canonical_names
+from lockstep.parallel.loss_parallel import cut_token_losses
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.tensor_blocks import (
     SEQUENCE,
@@ -52,17 +38,16 @@ from lockstep.parallel.tensor_blocks import (
     cut_dropout,
     enter_heads,
     experts_apart,
+    fused_rows,
     head_linear,
     leave_heads,
     repeated_heads,
     row_linear,
     vocabulary_lookup,
 )
+from lockstep.parallel.tensor_plan import PRODUCTS, Planned, checked_plan, loss_is_planned, module_around
 
-_Planned = tuple[str, nn.Module, str | None, str]  # of a module: its name, itself, a parameter's attribute or None, way
-_PRODUCTS = ("column", "heads", "row", "vocabulary", "head")
 _BUCKET = 1 << 24  # numbers that are summed in one message, and copied for it
-_PLAIN = (nn.Linear.forward, nn.Embedding.forward)
 
 
 @dataclass
@@ -113,7 +98,7 @@ class TensorCuts:
 
 
 def apply_tensor(
-    model: nn.Module, mesh: DeviceMesh | None, config: StepConfig, within: Cut | None = None
+    model: nn.Module, mesh: DeviceMesh | None, config: StepConfig, within: Cut | None = None, *, own_loss: bool = True
 ) -> TensorCuts:  # fmt: skip
     """Cut the layers of a model in place, by its own plan.
 
@@ -121,6 +106,7 @@ def apply_tensor(
         model: with its values on every rank, or on meta.
         mesh: with the axis `tensor`; None: one rank, which computes in blocks.
         within: how the sequences are cut, of which a rank has its part.
+        own_loss: the loss is the model's own method.
 
     Raises:
         UsageError: the model has no plan, or a layer does not divide.
@@ -135,15 +121,23 @@ def apply_tensor(
         sequence=distributed.sequence_parallel and {"vocabulary", "sequence", "head"} <= {way for *_, way in plan},
     )
     cut.within = within
+    cut.keeps_logits = own_loss and loss_is_planned(model, plan)
     names, _ = canonical_names(model)
     cuts = TensorCuts(mesh, cut)
     most = _most_heads(model, plan)
     for name, module, attribute, way in plan:
+        if way.startswith("fused"):
+            around, unit = module_around(model, name) if way == "fused_heads" else (None, 1)
+            _fuse(module, name, unit, cut)
+            if around is not None:
+                fit_heads(around, cut.ranks)
+            cuts.partial |= {names[id(p)] for p in module.parameters()} if cut.blocks is None else set()
+            continue
         if attribute is None:
             _MAKE[way](module, cut)
         unit = 1
         if way == "heads":
-            around, unit = _around(model, name)
+            around, unit = module_around(model, name)
             heads = _rows(module) // unit
             copies = _copies(heads, most[around], cut)
             if copies:
@@ -163,93 +157,18 @@ def apply_tensor(
     return cuts
 
 
-def plan_of(model: nn.Module) -> dict[str, str] | None:
-    """Return a model's plan: its own, or that of transformers for its family; None: it has none."""
-    own = offered(model, "tensor_plan")
-    plan: dict[str, str] | None = hf_tensor_plan(model) if own is None else own()
-    return plan
-
-
-def checked_plan(model: nn.Module) -> list[_Planned]:
-    """Return what the model's plan names, after checking that its layers can be cut in these ways.
-
-    Raises:
-        UsageError: one can't, or there is no plan.
-    """
-    plan = list(_planned(model))
-    for name, module, attribute, way in plan:
-        own = type(module).forward
-        if way in _PRODUCTS and attribute is None and not hasattr(module, "product") and own not in _PLAIN:
-            raise UsageError(
-                f"{name}, a {type(module).__name__}, has a forward pass of its own, of which its product can't be cut",
-                where="distributed.tensor_size",
-                fix="give it a method product(x, weight), which its forward pass calls, or leave it out of the plan",
-            )
-        if way == "sequence" and not isinstance(module, nn.RMSNorm | nn.LayerNorm | nn.Dropout):
-            raise UsageError(
-                f'tensor_plan() says "sequence" of {name}, a {type(module).__name__}',
-                where="distributed.sequence_parallel",
-                fix="say so of nn.RMSNorm, nn.LayerNorm and nn.Dropout only",
-            )
-        if way == "heads":
-            _around(model, name)
-    return plan
-
-
-def _planned(model: nn.Module) -> Iterator[_Planned]:
-    """Yield (name, module, attribute, way) for each module, or parameter `attribute` of one, that the plan names."""
-    plan = plan_of(model)
-    if plan is None:
-        raise UsageError(
-            f"{type(model).__name__} does not say how its layers are cut",
-            where="distributed.tensor_size",
-            fix='give the model tensor_plan() -> {"layers.*.attention.query": "heads", "layers.*.attention.out": "row"}'
-            f"; the ways are {', '.join(_MAKE)}",
-        )
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    for pattern, way in plan.items():
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        found = [name for name in modules if expression.fullmatch(name)]
-        of_parameters = [name for name in parameters if expression.fullmatch(name)]
-        if way not in _MAKE or not (found or of_parameters):
-            raise UsageError(
-                f"tensor_plan() of {type(model).__name__} says {pattern!r}: {way!r}",
-                why="there is no such way" if way not in _MAKE else "no module has such a name",
-                fix=f"write one of {', '.join(_MAKE)}" if way not in _MAKE else "* stands for one part of a name",
-            )
-        yield from ((name, modules[name], None, way) for name in found)
-        for name in of_parameters:
-            owner, _, attribute = name.rpartition(".")
-            yield owner, modules[owner], attribute, way
-
-
-def _around(model: nn.Module, name: str) -> tuple[nn.Module, int]:
-    """Return the module around a layer that is cut by heads, and the width of a head."""
-    around = model.get_submodule(name.rpartition(".")[0])
-    width = getattr(around, "head_width", None) or getattr(around, "head_dim", None)
-    if not isinstance(width, int):
-        raise UsageError(
-            f'tensor_plan() of {type(model).__name__} says {name!r}: "heads"',
-            why=f"{type(around).__name__}, the module around it, has no head_width",
-            fix="give it the width of a head, in numbers, as self.head_width",
-        )
-    return around, width
-
-
-def _most_heads(model: nn.Module, plan: list[_Planned]) -> dict[nn.Module, int]:
+def _most_heads(model: nn.Module, plan: list[Planned]) -> dict[nn.Module, int]:
     """Return module → the most heads that a layer of it has: those of queries, where keys have fewer."""
     most: dict[nn.Module, int] = {}
     for name, module, _, way in plan:
         if way == "heads":
-            around, width = _around(model, name)
+            around, width = module_around(model, name)
             most[around] = max(most.get(around, 0), _rows(module) // width)
     return most
 
 
 def _rows(linear: nn.Module) -> int:
-    weight = linear.weight
-    assert isinstance(weight, Tensor)
-    return weight.shape[0]
+    return _weight(linear).shape[0]
 
 
 def _copies(heads: int, most: int, cut: Cut) -> int:
@@ -274,6 +193,26 @@ def _repeat_heads(module: nn.Module, width: int, copies: int, cut: Cut) -> None:
     _replace(module, forward, of_weight)
 
 
+def _fuse(module: Any, name: str, unit: int, cut: Cut) -> None:
+    """Hold a weight in which several layers lie whole on every rank, and compute this rank's part of each layer."""
+    parts = math.gcd(*(size // unit for size in module.fused_sizes))
+    _check_divides(f"{name}.weight", parts * unit, unit, cut)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = fused_rows(_weight(self), self.fused_sizes, parts, cut)
+        bias = None if self.bias is None else fused_rows(self.bias, self.fused_sizes, parts, cut)
+        made = column_linear(x, weight, bias, cut).unflatten(-1, (parts // cut.ranks, -1))  # type: ignore[no-untyped-call]
+        layers = made.split([size // parts for size in self.fused_sizes], -1)
+        return torch.cat([layer.flatten(-2) for layer in layers], -1)
+
+    _replace(module, forward, None)
+
+
+def _weight(module: Any) -> Tensor:
+    weight: Tensor = module.weight
+    return weight.t() if is_transposed(module) else weight
+
+
 def _check_divides(name: str, size: int, unit: int, cut: Cut) -> None:
     if size % (unit * cut.ranks) == 0:
         return
@@ -289,11 +228,11 @@ def _cut_parameters(module: nn.Module, attribute: str | None, way: str) -> Itera
     """Yield the parameters that are cut, with the dim."""
     if attribute is not None:
         yield getattr(module, attribute), 0
-    elif way == "experts":
+    elif way in ("experts", "routed"):
         yield from ((parameter, 0) for parameter in module.parameters())
-    elif way in _PRODUCTS:
+    elif way in PRODUCTS:
         if getattr(module, "weight", None) is not None:
-            yield module.weight, 1 if way == "row" else 0  # type: ignore[misc]
+            yield module.weight, int((way == "row") != is_transposed(module))  # type: ignore[misc]
         if way in ("column", "heads", "head") and getattr(module, "bias", None) is not None:
             yield module.bias, 0  # type: ignore[misc]
 
@@ -309,7 +248,7 @@ def _partial_parameters(module: nn.Module, way: str, cut: Cut) -> Iterator[nn.Pa
 def _linear(product: Callable[[Tensor, Tensor, Tensor | None, Cut], Tensor]) -> Callable[[nn.Module, Cut], None]:
     def make(module: nn.Module, cut: Cut) -> None:
         def forward(self: Any, x: Tensor) -> Tensor:
-            return product(x, self.weight, self.bias, cut)
+            return product(x, _weight(self), self.bias, cut)
 
         def of_weight(self: Any, x: Tensor, weight: Tensor) -> Tensor:
             return product(x, weight, None, cut)
@@ -321,7 +260,7 @@ def _linear(product: Callable[[Tensor, Tensor, Tensor | None, Cut], Tensor]) -> 
 
 def _row(module: nn.Module, cut: Cut) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
-        y = row_linear(x, self.weight, cut)
+        y: Tensor = row_linear(x, _weight(self), cut)
         if self.bias is not None and cut.blocks is not None and cut.sequence:
             return by_pieces(torch.add, y, (self.bias.to(y.dtype),), cut, SEQUENCE)
         return y if self.bias is None else y.add(self.bias.to(y.dtype))
@@ -337,9 +276,17 @@ def _vocabulary(module: nn.Module, cut: Cut) -> None:
         return vocabulary_lookup(ids, self.weight, cut, self.padding_idx)
 
     def of_weight(self: Any, ids: Tensor, weight: Tensor) -> Tensor:
-        return vocabulary_lookup(ids, weight, cut)
+        return vocabulary_lookup(ids, weight, cut, getattr(self, "padding_idx", None))
 
     _replace(module, forward, of_weight)
+
+
+def _loss(module: nn.Module, cut: Cut) -> None:
+    def forward(_self: nn.Module, logits: Tensor, targets: Tensor) -> Tensor:
+        return cut_token_losses(logits, targets, cut)
+
+    if cut.keeps_logits:
+        _replace(module, forward, None)
 
 
 def _experts(module: nn.Module, cut: Cut) -> None:
@@ -355,6 +302,26 @@ def _experts(module: nn.Module, cut: Cut) -> None:
             return made
 
         return experts_apart(run, rows, counts, cut)
+
+    _replace(module, forward, None)
+
+
+def _routed(module: nn.Module, cut: Cut) -> None:
+    def run(self: Any, rows: Tensor, counts: list[int]) -> Tensor:
+        made = []
+        experts = self.gate_up_proj.unbind(), self.down_proj.unbind()
+        for x, gate_up, down in zip(torch.split(rows, counts), *experts, strict=True):
+            gate, up = F.linear(x, gate_up).chunk(2, -1)
+            made.append(F.linear(self.act_fn(gate) * up, down))
+        return torch.cat(made)
+
+    def forward(self: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        counts = (chosen.flatten()[:, None] == torch.arange(self.num_experts, device=chosen.device)).sum(0)
+        own: Callable[..., Tensor] = partial(run, self)
+        mixed: Tensor = through_experts(
+            own if cut.group is None else partial(experts_apart, own, cut=cut), tokens, chosen, weights, counts
+        )
+        return mixed
 
     _replace(module, forward, None)
 
@@ -422,7 +389,8 @@ def _replace(module: nn.Module, forward: Callable[..., Tensor], product: Callabl
 
 _MAKE: dict[str, Callable[[nn.Module, Cut], None]] = {
     "column": _linear(column_linear), "heads": _linear(column_linear), "row": _row, "vocabulary": _vocabulary,
-    "head": _linear(head_linear), "experts": _experts, "scope": _scope, "inner": _inner, "sequence": _sequence,
+    "head": _linear(head_linear), "loss": _loss, "routed": _routed, "experts": _experts, "scope": _scope,
+    "inner": _inner, "sequence": _sequence,
 }  # fmt: skip
 
 
@@ -436,7 +404,7 @@ def train_cuts(placed: ParallelModel, cuts: TensorCuts) -> None:
     group = cuts.cut.group
     if group is None:
         return
-    own, finish = placed.parameters, placed.finish_gradients
+    own, finish, forward = placed.parameters, placed.finish_gradients, placed.forward
     trained = cuts.placed(own)
     partial = [own[name] for name in sorted(cuts.partial & set(own))]
 
@@ -448,7 +416,14 @@ def train_cuts(placed: ParallelModel, cuts: TensorCuts) -> None:
             parameter.grad = None if gradient is None else cuts.whole(name, gradient)
             own[name].grad = None
 
-    placed.parameters, placed.finish_gradients = own | trained, finish_gradients
+    def with_whole_logits(*args: Any, **kwargs: Any) -> Any:
+        cuts.cut.outside = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            cuts.cut.outside = False
+
+    placed.parameters, placed.finish_gradients, placed.forward = own | trained, finish_gradients, with_whole_logits
     placed.norm_groups = [*placed.norm_groups, group]
     placed.adds_losses &= cuts.cut.rank == 0
     if cuts.cut.rank:  # of what all ranks along the axis hold whole, the first counts it

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep.config import config_from
 from lockstep.strategy import parse_topology
@@ -41,7 +42,9 @@ def digest(trainer: Trainer) -> str:
     return sha.hexdigest()
 
 
-def trainer_for(topology: str, model: str, settings: dict[str, Any], **args: Any) -> Trainer:
+def trainer_for(
+    topology: str, model: str | nn.Module, settings: dict[str, Any], loss_fn: Any = None, **args: Any
+) -> Trainer:  # fmt: skip
     values, _ = parse_topology(topology)
     common = {
         "training.batch_size": 2,
@@ -53,7 +56,8 @@ def trainer_for(topology: str, model: str, settings: dict[str, Any], **args: Any
         "distributed.reproducible": True,
     }
     config = config_from({**common, **{f"distributed.{key}": value for key, value in values.items()}, **settings})
-    return Trainer(language_model(model, **args), config=config)
+    built = language_model(model, **args) if isinstance(model, str) else model
+    return Trainer(built, config=config, loss_fn=loss_fn)
 
 
 def bits(topology: str, model: str, settings: dict[str, Any] | None = None, steps: int = 8, **args: Any) -> Bits:

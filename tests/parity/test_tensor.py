@@ -5,18 +5,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import default_collate
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
+from lockstep.models.transformer import Transformer
+from lockstep.parallel.loss_parallel import cut_token_losses
 from lockstep.parallel.tensor_blocks import Cut
 from lockstep.parallel.tensor_cuts import apply_tensor
 from lockstep.strategy import resolve
 from tests.parity.axes import check_against_one_process
 from tests.parity.same_bits import trainer_for
 from tests.parity.test_same_bits import check
-from tests.parity.toy import Tokens, worst
+from tests.parity.toy import Tokens, language_model, worst
 from tests.ranks import run_ranks
 
 TOPOLOGIES = {
@@ -26,6 +31,7 @@ TOPOLOGIES = {
 # name → (model, settings, model arguments). Two heads of keys and values: on four ranks fewer than ranks.
 GROUPED = {"n_layer": 2, "n_kv_head": 2, "vocab_size": 64}
 TIED, WHOLE_SEQUENCES = {**GROUPED, "tie_embeddings": True}, {"distributed.sequence_parallel": False}
+WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grouped": ("transformer", {}, GROUPED),
     "tied": ("transformer", {"training.global_batch_size": 22, "training.gradient_checkpointing": "full"}, TIED),
@@ -37,12 +43,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("hf:llama", {"precision.mode": "bf16"}, {"vocab_size": 64, "tie_word_embeddings": True}),
     "qwen2": ("hf:qwen2", {}, {"vocab_size": 64}),  # with biases
     "qwen3": ("hf:qwen3", {}, {"vocab_size": 64, "head_dim": 8}),  # with norms of heads
+    "gpt2": ("hf:gpt2", {}, {"vocab_size": 64, "attn_pdrop": 0.0}),  # queries, keys and values in one weight; tied
+    "mixtral": ("hf:mixtral", {}, {"vocab_size": 64, "num_local_experts": 4}),
+    "gemma": ("hf:gemma", {}, {"vocab_size": 64, "head_dim": 8}),  # a scaled embedding, which is tied
+    "phi3": ("hf:phi3", {}, {"vocab_size": 64, "num_key_value_heads": 4, "pad_token_id": 0}),
+    "qwen2_moe": ("hf:qwen2_moe", {}, {"vocab_size": 64, "num_experts": 4, **dict.fromkeys(WIDTHS, 16)}),
 }
+ONLY_FULL = ("qwen2", "gemma", "phi3", "qwen2_moe")
 
 
 def in_turn(ranks: int, steps: int) -> list[tuple[Any, ...]]:
     """One half of the models on two ranks, the other on four, where products of axes take turns."""
-    tops, models = TOPOLOGIES[ranks], list(CASES.values())[ranks == 4 :: 2]
+    tops, models = TOPOLOGIES[ranks], [case for name, case in CASES.items() if name not in ONLY_FULL][ranks == 4 :: 2]
     return [(tops[place % len(tops)], model, s, steps, args) for place, (model, s, args) in enumerate(models)]
 
 
@@ -91,6 +103,49 @@ def test_compiled_blocks() -> None:
     for topology, ranks in (("tensor:2", 2), ("fsdp:2*tensor:2", 4)):
         for found in run_ranks(compiled, ranks, topology):
             assert worst(found, expected) < 1e-5
+
+
+BALANCED = {"vocab_size": 64, "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 1.0}
+
+
+def own_balance(topology: str) -> list[tuple[float, float]]:
+    """Steps of a mixture of Hugging Face with its own balance term, a large one; micro-batches have unequal targets."""
+    settings = {"training.max_steps": 3, "distributed.reproducible": False, "training.global_batch_size": 8}
+    trainer = trainer_for(topology, "hf:mixtral", settings, **BALANCED)
+    return [(float(record.loss), float(record.grad_norm)) for record in trainer.steps(Tokens())]
+
+
+def own_balances() -> list[list[tuple[float, float]]]:
+    return [own_balance(topology) for topology in ("ddp:2", "fsdp:2", "tensor:2")]
+
+
+def test_a_mixture_of_hugging_face_with_its_own_balance_term() -> None:
+    """Weighed by valid targets, like the mean loss to which the library adds it: by hand, and on every strategy."""
+    expected = own_balance("single")
+    for found in run_ranks(own_balances, 2):
+        for steps in found:
+            assert worst(steps, expected) < 1e-5
+
+
+def test_the_balance_term_of_the_library_by_hand() -> None:
+    transformers = pytest.importorskip("transformers")
+    model: Any = language_model("hf:mixtral", **BALANCED)
+    library = transformers.MixtralForCausalLM(model.config)
+    library.load_state_dict(model.state_dict())
+    data = Tokens()
+    micro_batches = [default_collate([data[index] for index in pair]) for pair in ((0, 1), (5, 6))]
+    counts, means = [], []
+    for batch in micro_batches:
+        targets = batch["targets"]
+        counts.append(int((targets != -100).sum()))
+        means.append(float(library(input_ids=batch["input_ids"], labels=targets, shift_labels=targets).loss.detach()))
+    settings = {"distributed.reproducible": False, "training.global_batch_size": 4, "training.max_steps": 1}
+    trainer = trainer_for("single", model, settings)
+    for batch in micro_batches:
+        trainer.training_step(batch)
+    assert counts[0] != counts[1]
+    expected = sum(n * mean for n, mean in zip(counts, means, strict=True)) / sum(counts)
+    assert float(trainer.last_record.loss) == pytest.approx(expected, rel=1e-6)
 
 
 # ---- what a model says, and what can't be ----
@@ -169,7 +224,12 @@ def test_models_that_ranks_can_not_share() -> None:
         "embed.weight has 61 rows or columns, which 2 ranks can't share": ("transformer", {}, 16),
         "which 2 ranks can't share": ("transformer", {**GROUPED, "n_head": 1, "n_kv_head": 1}, 16),
         "2 ranks along the axis tensor can't share a sequence of 15": ("transformer", GROUPED, 15),
-        "does not say how its layers are cut": ("hf:gemma", {"vocab_size": 64}, 16),
+        "does not say how its layers are cut": ("hf:olmo2", {"vocab_size": 64}, 16),
+        "qkv_proj.weight has 1 heads, which 2 ranks can't share": (
+            "hf:phi3",
+            {"vocab_size": 64, "num_key_value_heads": 1, "pad_token_id": 0},
+            16,
+        ),
         "has attention_dropout=0.1": ("hf:llama", {"vocab_size": 64, "attention_dropout": 0.1}, 16),
     }
     found = run_ranks(refusals, 2, [("tensor:2", *case) for case in cases.values()])
@@ -178,8 +238,20 @@ def test_models_that_ranks_can_not_share() -> None:
             assert expected in text
 
 
-def bytes_counted() -> tuple[int, int]:
-    """Bytes that this rank's cut layers send in one step of one micro-batch, and those of theory."""
+class WidestOutput(TorchDispatchMode):
+    """Records the widest last dim of what operators return."""
+
+    widest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.ndim > 1:
+            self.widest = max(self.widest, out.shape[-1])
+        return out
+
+
+def sent_and_widest(loss_fn: Any = None) -> tuple[int, int, int]:
+    """Bytes that this rank's cut layers send in one step of one micro-batch, those of theory, and the widest tensor."""
     sent: list[int] = []
     first = Cut.__init__
 
@@ -189,15 +261,84 @@ def bytes_counted() -> tuple[int, int]:
 
     Cut.__init__ = counted  # type: ignore[method-assign]
     settings = {"distributed.reproducible": False, "training.max_steps": 1, "training.global_batch_size": 2}
-    args = {"n_layer": 3, "n_kv_head": 4, "vocab_size": 64}
-    list(trainer_for("tensor:4", "transformer", settings, **args).steps(Tokens(16)))
-    activation, logits = 2 * 16 * 32 * 4, 2 * 16 * 64 * 4
+    args = {"n_layer": 3, "n_kv_head": 4, "vocab_size": 1024}
+    with WidestOutput() as seen:
+        list(trainer_for("tensor:4", "transformer", settings, loss_fn, **args).steps(Tokens(16)))
+    Cut.__init__ = first  # type: ignore[method-assign]
+    activation, positions = 2 * 16 * 32 * 4, 2 * 16
+    logits = positions * 2 * 4 * 4 if loss_fn is None else positions * 1024 * 4  # two numbers of each rank; or whole
     per_layer = 8 * activation  # forward and backward: an all-gather and a reduce-scatter each, of both halves
-    ends = 2 * activation + 2 * activation + logits  # embedding; entering the head; gathered logits
-    return sum(sent), (3 * per_layer + ends) * 3 // 4
+    ends = 2 * activation + 2 * activation + logits  # embedding; entering the head; the loss
+    return sum(sent), (3 * per_layer + ends) * 3 // 4, seen.widest
 
 
-def test_bytes_of_a_step_are_those_of_theory() -> None:
-    """Four all-reduces a layer, as halves."""
-    for found, expected in run_ranks(bytes_counted, 4):
-        assert found == expected
+def sent_and_widest_of_both() -> list[tuple[int, int, int]]:
+    return [sent_and_widest(), sent_and_widest(nn.CrossEntropyLoss())]
+
+
+def test_bytes_of_a_step_are_those_of_theory_and_no_rank_has_whole_logits() -> None:
+    """Four all-reduces a layer, as halves; logits are gathered for a loss function that Lockstep does not know."""
+    for (sent, expected, widest), (sent_whole, expected_whole, widest_whole) in run_ranks(sent_and_widest_of_both, 4):
+        assert (sent, widest) == (expected, 1024 // 4)
+        assert (sent_whole, widest_whole) == (expected_whole, 1024)
+
+
+# ---- losses ----
+
+
+class WithLogitPenalty(Transformer):
+    """A loss of one's own, which reads the logits itself."""
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        counted = (batch["targets"] != -100).flatten()
+        penalty = outputs.float().flatten(0, 1).logsumexp(-1).square() * counted
+        return super().loss(outputs, batch) + 1e-3 * penalty.sum()
+
+
+def trained_and_evaluated(topology: str, kind: str, exact: bool) -> list[float]:
+    """Losses of three steps, then that of an evaluation, and the most likely tokens' sum outside of the step."""
+    settings = {"training.max_steps": 3, "distributed.reproducible": exact}
+    args = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 64, "dropout": 0.1}
+    loss_fn = nn.CrossEntropyLoss() if kind == "function" else None
+    with torch.device("meta"):
+        model = (WithLogitPenalty if kind == "overridden" else Transformer)(**args)
+    trainer = trainer_for(topology, model, settings, loss_fn)
+    losses = [float(record.loss) for record in trainer.steps(Tokens())]
+    losses.append(trainer.evaluate(Tokens()))
+    trainer.placed.parts[0].eval()
+    logits = trainer.placed.forward(torch.arange(16)[None])
+    return [*losses, float(logits.double().sum()), float(logits.shape[-1])]
+
+
+def train_and_evaluate_all(topology: str) -> list[list[float]]:
+    kinds = ("own", "function", "overridden")
+    return [trained_and_evaluated(topology, kind, exact) for kind in kinds for exact in (True, False)]
+
+
+def test_losses_evaluation_and_logits_outside_of_the_step() -> None:
+    """A model's own loss takes cut logits; a loss function, or one that a subclass brings, takes whole ones."""
+    expected = train_and_evaluate_all("single")
+    for found in run_ranks(train_and_evaluate_all, 2, "tensor:2"):
+        assert found[::2] == expected[::2]
+        for one, other in zip(found, expected, strict=True):
+            assert worst([tuple(one)], [tuple(other)]) < 1e-5
+
+
+@pytest.mark.parametrize("blocks", [None, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cut_losses_of_one_rank(blocks: int | None, dtype: torch.dtype) -> None:
+    targets = torch.randint(0, 64, (2, 8))
+    targets[0, :3] = -100
+    ours = (torch.randn(2, 8, 64) * 3).to(dtype).requires_grad_()
+    theirs = ours.detach().clone().requires_grad_()
+    losses = cut_token_losses(ours, targets, Cut(None, blocks, sequence=False))
+    expected = F.cross_entropy(theirs.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    torch.testing.assert_close(losses, expected)
+    losses.sum().backward()  # type: ignore[no-untyped-call]
+    expected.sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_target_outside_of_the_vocabulary_is_no_silent_zero() -> None:
+    losses = cut_token_losses(torch.zeros(1, 2, 8), torch.tensor([[3, 8]]), Cut(None, 2, sequence=False))
+    assert losses.isnan().tolist() == [False, True]

@@ -41,6 +41,8 @@ def language_model(name: str, **args: Any) -> nn.Module:
     if name.startswith("hf:"):
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         grouped = {"num_key_value_heads": 2, "block_size": LENGTH, "vocab_size": VOCAB}
+        if name == "hf:gpt2":  # has other names, and no grouped heads
+            sizes, grouped = {"n_embd": 32, "n_layer": 2, "n_head": 4}, {"block_size": LENGTH, "vocab_size": VOCAB}
         torch.manual_seed(0)  # some families have no values on meta
         with torch.device("meta"):
             return get_model(name)(**{**sizes, **grouped, **args})

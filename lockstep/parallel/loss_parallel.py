@@ -1,0 +1,58 @@
+"""Loss parallel: the cross entropy of logits whose vocabulary is cut over the axis `tensor`; no rank has them whole.
+
+A block of the vocabulary gives two numbers for each position: the logarithm of its sum of exponentials, and the logit
+of the target if that is in it. Ranks gather these (Shoeybi et al. 2019, Megatron-LM, section 3). The gradient of a
+rank's logits is their softmax, less 1 at the target, and needs no message. Where bits count, each block is computed in
+memory of its own, and the sums of all blocks are added alike on every number of ranks, also on one.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.models.protocol import IGNORED_TARGET
+from lockstep.parallel.tensor_blocks import Cut, in_blocks
+
+
+def cut_token_losses(logits: Tensor, targets: Tensor, cut: Cut) -> Tensor:
+    """Return the cross entropy of each target, in nats: float32 [B·T], 0 where the target does not count.
+
+    Args:
+        logits: this rank's part of the vocabulary, [B, T, V / ranks].
+        targets: int64 [B, T]; one outside of the vocabulary makes its loss nan.
+    """
+    return _TokenLosses.apply(logits, targets.flatten(), cut)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, cut: Cut) -> Tensor:
+        width = logits.shape[-1]
+        blocks = in_blocks(logits, cut.blocks_of(width))
+        here = targets - cut.rank * width
+        found = (here >= 0) & (here < width)
+        own = logits.reshape(-1, width).gather(1, torch.where(found, here, 0)[:, None])[:, 0].float()
+        sums = [block.float().logsumexp(-1) for block in blocks]
+        of_ranks = torch.stack([*sums, torch.where(found, own, 0.0)])[None]
+        if cut.group is not None:
+            of_ranks = cut.gathered(of_ranks, 0)
+        total, of_target = of_ranks[:, :-1].flatten(0, 1).logsumexp(0), of_ranks[:, -1].sum(0)
+        counted = targets != IGNORED_TARGET
+        outside = counted & ((targets < 0) | (targets >= width * cut.ranks))
+        ctx.save_for_backward(logits, here, found, counted, total)
+        ctx.count = len(blocks)
+        return torch.where(counted, total - of_target, 0.0).masked_fill(outside, torch.nan)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logits, here, found, counted, total = ctx.saved_tensors
+        scale = torch.where(counted, gradients[0], 0.0)[:, None]
+        pulls = [
+            (block.float() - total[:, None]).exp_().mul_(scale).to(logits.dtype)
+            for block in in_blocks(logits, ctx.count)
+        ]
+        pull = pulls[0] if ctx.count == 1 else torch.stack(pulls, 1).flatten(1)
+        at = torch.where(found, here, 0)[:, None]
+        pull.scatter_add_(1, at, torch.where(found[:, None], -scale, 0.0).to(logits.dtype))
+        return pull.view(logits.shape), None, None

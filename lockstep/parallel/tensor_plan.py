@@ -1,0 +1,120 @@
+"""The plan by which a model's layers are cut over ranks: its ways, and what can't be followed.
+
+A model's `tensor_plan()` says how, by patterns of module names (Shoeybi et al. 2019, Megatron-LM, section 3):
+
+    column      a linear layer's outputs are cut; its input is whole
+    heads       the same, between heads: the module around it has `head_width` (or `head_dim`)
+    fused       several layers in one weight, whose sizes are its `fused_sizes`: each is cut as by
+                `column`, between all ranks' parts; every rank holds it whole
+    fused_heads the same, between heads: queries, keys and values
+    row         its inputs are cut; what it returns is summed over ranks
+    vocabulary  an embedding's rows are cut; a rank looks up its own ids, and the results are summed
+    head        an output layer's rows are cut; the logits are gathered
+    loss        a `TokenLosses`, through which alone the model's `loss` reads the logits: they are not gathered
+    routed      a module of experts that is given tokens, their experts and weights: each rank has some of the experts
+    experts     a module of experts (`lockstep.models.protocol`): each rank has some of them; their rows are whole
+    scope       a module calls `enter` on what its cut layers take, and `leave` on what they return
+    inner       a norm between cut layers, over the width of a head: whole, with the gradients of all ranks' heads
+    sequence    a norm or a dropout between cut layers: sequence parallel gives a rank a part of each sequence there,
+                if the plan also has `vocabulary`, where sequences are cut, and `head`, where they are whole again
+
+A pattern may also name a parameter: `column` cuts its first dim. Between a column cut and a row cut nothing is sent:
+heads of attention and units of a feed-forward layer are apart. A module that does more than its product has it as a
+method, `product(x, weight)`.
+"""
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.models.hf_tensor import hf_tensor_plan, is_transposed
+from lockstep.models.protocol import offered
+
+PRODUCTS = ("column", "heads", "fused", "fused_heads", "row", "vocabulary", "head")
+WAYS = (*PRODUCTS, "loss", "routed", "experts", "scope", "inner", "sequence")
+Planned = tuple[str, nn.Module, str | None, str]  # of a module: its name, itself, a parameter's attribute or None, way
+_PLAIN = (nn.Linear.forward, nn.Embedding.forward)
+
+
+def plan_of(model: nn.Module) -> dict[str, str] | None:
+    """Return a model's plan: its own, or that of transformers for its family; None: it has none."""
+    own = offered(model, "tensor_plan")
+    plan: dict[str, str] | None = hf_tensor_plan(model) if own is None else own()
+    return plan
+
+
+def checked_plan(model: nn.Module) -> list[Planned]:
+    """Return what the model's plan names, after checking that its layers can be cut in these ways.
+
+    Raises:
+        UsageError: one can't, or there is no plan.
+    """
+    plan = list(_planned(model))
+    for name, module, attribute, way in plan:
+        own = type(module).forward
+        known = hasattr(module, "product") or own in _PLAIN or is_transposed(module)
+        if way in PRODUCTS and attribute is None and not known:
+            raise UsageError(
+                f"{name}, a {type(module).__name__}, has a forward pass of its own, of which its product can't be cut",
+                where="distributed.tensor_size",
+                fix="give it a method product(x, weight), which its forward pass calls, or leave it out of the plan",
+            )
+        if way == "sequence" and not isinstance(module, nn.RMSNorm | nn.LayerNorm | nn.Dropout):
+            raise UsageError(
+                f'tensor_plan() says "sequence" of {name}, a {type(module).__name__}',
+                where="distributed.sequence_parallel",
+                fix="say so of nn.RMSNorm, nn.LayerNorm and nn.Dropout only",
+            )
+        if way.endswith("heads"):
+            module_around(model, name)
+    return plan
+
+
+def loss_is_planned(model: nn.Module, plan: list[Planned]) -> bool:
+    """Return whether the plan speaks of the model's `loss`, and not of one that a subclass has replaced."""
+    if "loss" not in {way for *_, way in plan} or "loss" in vars(model):
+        return False
+    first = next((each for each in type(model).__mro__ if {"loss", "tensor_plan"} & vars(each).keys()), None)
+    return first is None or "tensor_plan" in vars(first) or offered(model, "tensor_plan") is None
+
+
+def _planned(model: nn.Module) -> Iterator[Planned]:
+    """Yield (name, module, attribute, way) for each module, or parameter `attribute` of one, that the plan names."""
+    plan = plan_of(model)
+    if plan is None:
+        raise UsageError(
+            f"{type(model).__name__} does not say how its layers are cut",
+            where="distributed.tensor_size",
+            fix='give the model tensor_plan() -> {"layers.*.attention.query": "heads", "layers.*.attention.out": "row"}'
+            f"; the ways are {', '.join(WAYS)}",
+        )
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    for pattern, way in plan.items():
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        found = [name for name in modules if expression.fullmatch(name)]
+        of_parameters = [name for name in parameters if expression.fullmatch(name)]
+        if way not in WAYS or not (found or of_parameters):
+            raise UsageError(
+                f"tensor_plan() of {type(model).__name__} says {pattern!r}: {way!r}",
+                why="there is no such way" if way not in WAYS else "no module has such a name",
+                fix=f"write one of {', '.join(WAYS)}" if way not in WAYS else "* stands for one part of a name",
+            )
+        yield from ((name, modules[name], None, way) for name in found)
+        for name in of_parameters:
+            owner, _, attribute = name.rpartition(".")
+            yield owner, modules[owner], attribute, way
+
+
+def module_around(model: nn.Module, name: str) -> tuple[nn.Module, int]:
+    """Return the module around a layer that is cut by heads, and the width of a head."""
+    around = model.get_submodule(name.rpartition(".")[0])
+    width = getattr(around, "head_width", None) or getattr(around, "head_dim", None)
+    if not isinstance(width, int):
+        raise UsageError(
+            f"tensor_plan() of {type(model).__name__} says {name!r}: cut by heads",
+            why=f"{type(around).__name__}, the module around it, has no head_width",
+            fix="give it the width of a head, in numbers, as self.head_width",
+        )
+    return around, width
