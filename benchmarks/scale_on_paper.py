@@ -21,7 +21,8 @@ from lockstep.costs.hardware import LINKS, GpuCluster, cluster_of, find_gpu, fin
 from lockstep.costs.steps import ModelSize
 from lockstep.layout import Layout
 from lockstep.parallel.pipeline.plan import StageTime, pipeline_step
-from lockstep.plan.candidates import model_size_of, pieces_of
+from lockstep.plan.candidates import pieces_of
+from lockstep.plan.layouts import model_size_of
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.workload import workload_of
 from lockstep.strategy import strategy_named
@@ -67,7 +68,7 @@ def sharded(run: Sharded, gpus: int) -> float:
         run.model, run.batch, run.checkpointing, run.sharding, layout(min(gpus, REHEARSED))
     )
     step = strategy_named(layout(gpus).strategy).step_time(
-        pieces_of(facts, rehearsal, cluster.seconds), config.step, layout(gpus), cluster, 1
+        pieces_of(facts, rehearsal, cluster.seconds, layout(gpus)), config.step, layout(gpus), cluster, 1
     )
     return 3 * rehearsal.work.forward.flops / (step.seconds * cluster.gpu.half * 1e12)
 

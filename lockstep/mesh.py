@@ -33,13 +33,17 @@ def device_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
 
 
 def expert_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
-    """Return the ranks that share out micro-batches as `expert_replicate` × `expert`: neighbours share out experts."""
+    """Return the device mesh in which `expert_replicate` × `expert` stand for replicate × shard.
+
+    Neighbours share out experts. `tensor` comes before `expert`, because it cuts first.
+    """
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    sizes = (layout.data_parallel_size // layout.expert, layout.expert)
-    ranks = torch.arange(layout.world_size, dtype=torch.int).view(sizes)
-    names = ("expert_replicate", "expert")
+    replicas = layout.data_parallel_size // layout.expert
+    sizes = (layout.pipeline, replicas, layout.expert, layout.context, layout.tensor)
+    ranks = torch.arange(layout.world_size, dtype=torch.int).view(sizes).movedim(2, 4)
+    names = ("pipeline", "expert_replicate", "context", "tensor", "expert")
     return create_once(("experts", device_type, sizes), lambda: DeviceMesh(device_type, ranks, mesh_dim_names=names))
 
 

@@ -4,6 +4,7 @@ Each verb imports what it needs, so that `--help` loads neither torch nor the sc
 """
 
 import argparse
+import gc
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -176,8 +177,11 @@ def plan(argv: list[str]) -> int:
         raise UsageError(f"--params plans without a config, and {other} needs one", fix="leave one of the two out")
     size = _batch_size(given)
 
+    gc.disable()  # half a second of looking for garbage, where imports make none
     from lockstep.plan import command
 
+    gc.freeze()
+    gc.enable()
     request = command.PlanOptions(
         given.gpus, given.gpu_type, given.interconnect, given.gpus_per_node, given.find_batch_size, given.json,
         given.write, given.chart, given.price,

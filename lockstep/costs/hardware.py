@@ -25,13 +25,15 @@ class Cost(NamedTuple):
         low: floating-point operations in bf16 or fp16, by the formulas of torch.utils.flop_counter.
         full: the same in fp32.
         moved: bytes read and written by operations without a formula: they are bound by memory bandwidth.
-        sent: bytes that a rank sends to those along the axis `tensor`, and waits for.
+        tensor, context, expert: bytes that a rank sends to those along the axis, and waits for.
     """
 
     low: int = 0
     full: int = 0
     moved: int = 0
-    sent: int = 0
+    tensor: int = 0
+    context: int = 0
+    expert: int = 0
 
     def plus(self, other: "Cost", times: int = 1) -> "Cost":
         """Return the sum with `times` times another cost."""
@@ -169,16 +171,12 @@ class GpuCluster:
         return self.gpu.memory * GIB * (1 - RESERVED)
 
     def seconds(self, cost: Cost) -> float:
-        """Return the seconds that one GPU computes, and waits for those that compute the same layers."""
+        """Return the seconds that one GPU computes."""
         e = self.efficiency
         products = (cost.low / self.gpu.half + cost.full / self.gpu.single) / (1e12 * self.gpu.products)
-        return products + cost.moved * e.fused / (self.gpu.bandwidth * 1e9 * e.memory) + self.waited(cost)
+        return products + cost.moved * e.fused / (self.gpu.bandwidth * 1e9 * e.memory)
 
-    def waited(self, cost: Cost) -> float:
-        """Return the seconds that a GPU waits for messages along the axis `tensor`, all of them inside of a node."""
-        return cost.sent / (self.inside.bandwidth * 1e9)
-
-    def of_tensor_groups(self, ranks: int) -> "GpuCluster":
+    def of_batch_groups(self, ranks: int) -> "GpuCluster":
         """Return the cluster of groups of `ranks` neighbours, each of which works on the same micro-batches."""
         return replace(self, num_gpus=max(1, self.num_gpus // ranks), per_node=max(1, self.per_node // ranks))
 
@@ -258,7 +256,7 @@ class Group:
         """Number of nodes."""
         return max(1, self.size // self.local)
 
-    def _moved(self, whole: float) -> float:
+    def moved(self, whole: float) -> float:
         """Return the seconds to move `whole` bytes to every rank from ranks that hold 1/size each, or the reverse."""
         c = self.cluster
         inside = (self.local - 1) / self.local * whole / c.inside.bandwidth if self.local > 1 else 0.0
@@ -274,11 +272,19 @@ class Group:
 
     def gather(self, whole: float) -> float:
         """Return the seconds of an all-gather, or reduce-scatter, of a tensor with `whole` bytes before sharding."""
-        return 0.0 if self.size == 1 or not whole else self._latency() + self._moved(whole)
+        return 0.0 if self.size == 1 or not whole else self._latency() + self.moved(whole)
 
     def all_reduce(self, size: float) -> float:
         """Return the seconds of an all-reduce of `size` bytes per rank: a reduce-scatter and an all-gather."""
         return 2 * self.gather(size)
+
+    def all_to_all(self, sent: float) -> tuple[float, float, float]:
+        """Return (seconds, bytes inside of the node, bytes between nodes) where a rank sends each other one as much."""
+        if self.size == 1:
+            return 0.0, 0.0, 0.0
+        c, crossing = self.cluster, (self.size - self.local) / (self.size - 1) * sent
+        seconds = max((sent - crossing) / c.inside.bandwidth, crossing / c.between.bandwidth)
+        return seconds / (1e9 * c.efficiency.links), sent - crossing, crossing
 
     def bytes_sent(self, whole: float) -> tuple[float, float]:
         """Return the bytes that one rank sends in a `gather`: (over links inside of the node, between nodes)."""

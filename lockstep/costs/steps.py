@@ -6,10 +6,10 @@ are done.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from lockstep.costs.hardware import GpuCluster, Group, group_of
+from lockstep.costs.hardware import Cost, GpuCluster, Group, group_of
 from lockstep.layout import Layout
 
 
@@ -127,6 +127,7 @@ class ModelSize:
         units, unit_parameters: number of units that FSDP gathers one by one, and the average parameters of one.
         optimizer_bytes: optimizer state per parameter, at least.
         low_rank_bytes: size of the gradients under PowerSGD, at the config's rank.
+        expert_parameters: of the parameters, those of the experts in mixture layers, which are among the units.
     """
 
     parameters: int
@@ -136,6 +137,7 @@ class ModelSize:
     unit_parameters: float
     optimizer_bytes: float
     low_rank_bytes: float
+    expert_parameters: int = 0
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,52 @@ class StepTime:
     bubble: float = 0.0
     inside: float = 0.0
     between: float = 0.0
+
+
+class Sent(NamedTuple):
+    """The messages of a step that nothing hides: seconds, and bytes inside of a node and between nodes."""
+
+    seconds: float = 0.0
+    inside: float = 0.0
+    between: float = 0.0
+
+    def plus(self, other: "Sent", times: float = 1) -> "Sent":
+        """Return the sum with `times` times another one."""
+        return Sent(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+def along_axes(cost: Cost, layout: Layout, cluster: GpuCluster) -> Sent:
+    """Return what a rank sends along tensor, context and expert, and waits for; latency is left out."""
+    found = Sent()
+    for size, sent, stride in ((layout.tensor, cost.tensor, 1), (layout.context, cost.context, layout.tensor)):
+        if size > 1:
+            group, whole = group_of(cluster, size, stride), sent * size / (size - 1)
+            found = found.plus(Sent(group.moved(whole), *group.bytes_sent(whole)))
+    among = group_of(cluster, layout.expert, layout.same_batch_size)
+    return found.plus(Sent(*among.all_to_all(cost.expert)))
+
+
+def sums_of_experts(size: ModelSize, layout: Layout, cluster: GpuCluster) -> Sent:
+    """Return the time and bytes of the sums of experts' gradients over the ranks that hold the same ones."""
+    if layout.expert == 1:
+        return Sent()
+    held = 4 * size.expert_parameters / (layout.expert * layout.tensor * layout.pipeline)
+    group = group_of(cluster, layout.data_parallel_size // layout.expert, layout.expert * layout.same_batch_size)
+    return Sent(group.all_reduce(held), *group.bytes_sent(2 * held))
+
+
+def with_sent(step: StepTime, waited: Sent, after: Sent) -> StepTime:
+    """Return a step's time with messages that it waits for.
+
+    Args:
+        waited: counted as computation so far.
+        after: not counted yet.
+    """
+    return replace(
+        step, seconds=step.seconds + after.seconds, compute=step.compute - waited.seconds,
+        exposed=step.exposed + waited.seconds + after.seconds,
+        inside=step.inside + waited.inside + after.inside, between=step.between + waited.between + after.between,
+    )  # fmt: skip
 
 
 def replicated_step(

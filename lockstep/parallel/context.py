@@ -32,7 +32,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.attention import Attend
 from lockstep.models.protocol import Objective, offered
-from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.tensor_blocks import SEQUENCE, Cut, by_pieces, cut_dropout
 from lockstep.parallel.tensor_cuts import sum_over_ranks
 
@@ -198,6 +198,9 @@ def train_context(placed: ParallelModel, context: Context) -> None:
         finish()
         assert group is not None
         sum_over_ranks(own, group)
+        if context.on_send is not None:
+            numbers = sum(local(p.grad).numel() for p in own if p.grad is not None)
+            context.on_send(2 * 4 * numbers * (context.ranks - 1) // context.ranks)
 
     def whole_sequences(*args: Any, **kwargs: Any) -> Any:
         context.whole = True

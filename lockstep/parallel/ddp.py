@@ -89,7 +89,8 @@ def rehearse_replicas(placement: PlacementContext) -> ParallelModel:
     """Place a model without values whose gradients DDP is to reduce."""
     assert placement.dry_run is not None
     placement.materialise()
-    reducer = placement.dry_run.reducer(placement.model, placement.config.distributed.ddp)
+    with placement.without_experts():
+        reducer = placement.dry_run.reducer(placement.model, placement.config.distributed.ddp)
     applied = AppliedStrategy(
         shared_out(assign_contiguous, placement), gradient_sync=reducer, multiplier=float(placement.ranks)
     )

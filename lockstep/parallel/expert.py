@@ -13,10 +13,13 @@ same number of micro-batches.
 Replicas and shards leave these parameters alone. Their gradients are summed over the ranks that hold the same experts:
 after the last backward pass, or, under `reproducible`, up the tree, for which an expert runs the rows of each rank by
 themselves: the products of one micro-batch have the same bits wherever they run.
+
+The axis `tensor` deals out experts first: each of its ranks has a run of them, of which a rank along `expert` has a
+part, and sends only rows for its own run. In a pipeline the ranks with the same stages share out these stages' experts.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -36,6 +39,8 @@ from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.reproducible.tree import Partials, clear_zero_signs, nodes_that_cover, tree_all_reduce
+from lockstep.parallel.tensor_cuts import TensorCuts
+from lockstep.torch_compat.fake_tensors import FakeTensor
 
 Assign = Callable[..., list[tuple[int, bool]]]
 
@@ -44,7 +49,7 @@ class PlacedExperts(AroundMicroBatch):
     """The experts of a model that this rank holds, and the sums of their gradients.
 
     Args:
-        mesh: with the axes `expert_replicate` and `expert`.
+        mesh: with the axes `expert_replicate`, `expert` and `tensor`.
         shapes: canonical name → whole shape of each parameter of experts.
         layout: of all ranks.
         exact: gradients are summed up the tree.
@@ -56,16 +61,18 @@ class PlacedExperts(AroundMicroBatch):
     """
 
     def __init__(self, mesh: DeviceMesh, shapes: Mapping[str, torch.Size], layout: Layout, *, exact: bool) -> None:
-        self.mesh, self.shapes, self.exact = mesh["expert"], dict(shapes), exact
-        self.group, self.replicas = self.mesh.get_group(), mesh["expert_replicate"].get_group()
+        self.mesh, self.shapes, self.exact = mesh, dict(shapes), exact
+        self.group, self.replicas = mesh["expert"].get_group(), mesh["expert_replicate"].get_group()
         self.ranks, self.rank = self.group.size(), self.group.rank()
         self.assign: Assign | None = None
         self.scale = 1.0
         self.on_send: Callable[[int], None] | None = None
         self._layout = layout
         self._owners: dict[str, tuple[nn.Module, str]] = {}  # name → the module, and the parameter's name there
+        self._dealt: set[str] = set()  # names of what the axis `tensor` cuts, too
         self._leaves: dict[str, list[Tensor | None]] = {}  # of this micro-batch: name → gradient of each rank's rows
-        self._partials, self._rounds = Partials(0), 0
+        self._partials: dict[tuple[str, ...], Partials] = {}  # names of what ran together → its sums
+        self._micro_batches = self._rounds = 0
 
     # ---- parameters ----
 
@@ -78,10 +85,13 @@ class PlacedExperts(AroundMicroBatch):
     def whole(self, name: str, piece: Tensor) -> DTensor:
         """Return the whole tensor, of which `piece` is this rank's."""
         if name not in self.shapes:  # optimizers take DTensors or plain tensors, not both
-            return DTensor.from_local(piece, self.mesh, [Replicate()], run_check=False)
+            return DTensor.from_local(piece, self.mesh["expert"], [Replicate()], run_check=False)
         shape = self.shapes[name]
         strides = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(piece, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=strides)
+        axes = ("tensor", "expert") if name in self._dealt else ("expert",)
+        return DTensor.from_local(
+            piece, self.mesh[axes], [Shard(0)] * len(axes), run_check=False, shape=shape, stride=strides
+        )
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -98,24 +108,52 @@ class PlacedExperts(AroundMicroBatch):
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of experts, as they are now: a model that leaves meta gets others."""
-        return [module.get_parameter(attribute) for module, attribute in self._owners.values()]
+        return [self._parameter(name) for name in self._owners]
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        module, attribute = self._owners[name]
+        return module.get_parameter(attribute)
+
+    @property
+    def _trained(self) -> list[str]:
+        """Names of the experts that this rank trains: those of other stages of a pipeline are on meta."""
+        return [name for name in self._owners if not self._parameter(name).is_meta]
+
+    def take_pieces(self, cuts: TensorCuts | None) -> None:
+        """Keep this rank's experts, after the axis `tensor` has cut what it cuts.
+
+        Raises:
+            UsageError: the ranks can't share them.
+        """
+        tensor = 1
+        if cuts is not None and cuts.cut.group is not None:
+            self._dealt, tensor = set(self.shapes) & set(cuts.dims), cuts.cut.ranks
+        for name, shape in self.shapes.items():
+            ranks = self.ranks * (tensor if name in self._dealt else 1)
+            if not shape or shape[0] % ranks:
+                dealt = f" ({self.ranks} along expert × {tensor} along tensor)" if name in self._dealt else ""
+                raise UsageError(
+                    f"{name} has {shape[0] if shape else 'no'} experts, which {ranks} ranks{dealt} can't share",
+                    where="distributed.expert_size",
+                    fix=f"write a divisor of {shape[0] // (ranks // self.ranks)}" if shape
+                    else "stack it over experts in dim 0",
+                )  # fmt: skip
+            self._parameter(name).data = self.piece(name, self._parameter(name).data)
 
     # ---- messages ----
 
     def place_module(self, module: nn.Module, names: Mapping[int, str]) -> None:
-        """Let a module of experts hold this rank's, and exchange the rows.
+        """Let a module of experts exchange the rows.
 
         Args:
             names: id of a parameter → its canonical name.
         """
         full_names = {attribute: names[id(parameter)] for attribute, parameter in module.named_parameters()}
-        for attribute, full in full_names.items():
-            self._owners[full] = module, attribute
-            module.get_parameter(attribute).data = self.piece(full, module.get_parameter(attribute).data)
+        self._owners |= {full: (module, attribute) for attribute, full in full_names.items()}
         plain = copy.copy(module)  # with the same parameters, and its own forward pass
 
         def forward(this: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
-            theirs = self._exchange_counts(counts, rows.device)
+            theirs = self._exchange_counts(counts, rows)
             each = len(counts) // self.ranks
             sent = [sum(counts[begin : begin + each]) for begin in range(0, len(counts), each)]
             received = [sum(source) for source in theirs]
@@ -144,9 +182,12 @@ class PlacedExperts(AroundMicroBatch):
             for rank, (part, numbers) in enumerate(zip(parts, counts, strict=True))
         ])  # fmt: skip
 
-    def _exchange_counts(self, counts: list[int], device: torch.device) -> list[list[int]]:
-        """Return, for each rank, the number of its rows for each of my experts."""
-        mine = torch.tensor(counts, device=device)
+    def _exchange_counts(self, counts: list[int], rows: Tensor) -> list[list[int]]:
+        """Return, for each rank, the number of its rows for each of my experts; in a dry run, as many as mine."""
+        if isinstance(rows, FakeTensor):
+            each = len(counts) // self.ranks
+            return [counts[self.rank * each : (self.rank + 1) * each]] * self.ranks
+        mine = torch.tensor(counts, device=rows.device)
         theirs = torch.empty_like(mine)
         dist.all_to_all_single(theirs, mine, group=self.group)
         found: list[list[int]] = theirs.view(self.ranks, -1).tolist()  # host waits for the device
@@ -169,56 +210,76 @@ class PlacedExperts(AroundMicroBatch):
             before = held[rank]
             held[rank] = gradient if before is None else before + gradient
 
+    def begin(self, micro_batches: int) -> None:
+        """Begin a step of this many micro-batches over all ranks."""
+        self._micro_batches = micro_batches
+        self._partials.clear()
+
     def after(self, run: MicroBatchPass) -> None:
         """Add the leaves of the micro-batches that the ranks of the axis ran together, where sums are exact."""
         if not self._rounds:
-            self._partials = Partials(run.micro_batches_per_step)
-        for place in range(self.ranks):
-            index, real = self._assigned(run.micro_batches_per_step, self._first + place)[self._rounds]
-            if real:
-                kept = self._leaves
-                values = [kept[name][place] if name in kept else None for name in self._owners]
-                self._partials.add(index, values, owned=False)
-        self._leaves.clear()
+            self.begin(run.micro_batches_per_step)
+        self.add_leaves(self._rounds, self._owners)
         self._rounds = 0 if run.last else self._rounds + 1
+
+    def add_leaves(self, place: int | None, names: Iterable[str]) -> None:
+        """Add the gradients of the last backward pass.
+
+        Args:
+            place: of the micro-batch among those that a rank runs in the step; None: no rank has one there.
+            names: of parameters, always the same together; those that are not of experts are left out.
+        """
+        mine = tuple(name for name in names if name in self._owners)
+        if not mine:
+            return
+        partials = self._partials.setdefault(mine, Partials(self._micro_batches))
+        for rank in range(self.ranks):
+            assigned = self._assigned(self._first + rank)
+            if place is not None and place < len(assigned) and assigned[place][1]:
+                values = [self._leaves[name][rank] if name in self._leaves else None for name in mine]
+                partials.add(assigned[place][0], values, owned=False)
+        self._leaves.clear()
 
     @property
     def _first(self) -> int:
         return self.replicas.rank() * self.ranks
 
-    def _assigned(self, micro_batches: int, rank: int) -> list[tuple[int, bool]]:
+    def _assigned(self, rank: int) -> list[tuple[int, bool]]:
         assert self.assign is not None
-        return self.assign(micro_batches, rank=rank, ranks=self._layout.data_parallel_size)
+        return self.assign(self._micro_batches, rank=rank, ranks=self._layout.data_parallel_size)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Leave in `.grad` of this rank's experts the sum over all micro-batches of the step."""
         if not self.exact:
-            for parameter in self.parameters:
+            for parameter in map(self._parameter, self._trained):
                 if parameter.grad is not None:
                     if self.replicas.size() > 1:
                         dist.all_reduce(parameter.grad, group=self.replicas)
                     parameter.grad.mul_(self.scale)
             return
-        totals = self._partials.total() if self.replicas.size() == 1 else self._summed_over_replicas()
-        for parameter, total in zip(self.parameters, totals or [], strict=False):
-            parameter.grad = total
-        clear_zero_signs([total for total in totals or [] if total is not None])
+        alone = self.replicas.size() == 1
+        for names in sorted(self._partials):  # all ranks in the same order
+            partials = self._partials[names]
+            totals = partials.total() if alone else self._summed_over_replicas(names, partials)
+            for name, total in zip(names, totals or [], strict=False):
+                self._parameter(name).grad = total
+            clear_zero_signs([total for total in totals or [] if total is not None])
 
-    def _summed_over_replicas(self) -> list[Tensor | None]:
-        leaves = self._partials.leaves
+    def _summed_over_replicas(self, names: Sequence[str], partials: Partials) -> list[Tensor | None]:
+        leaves = partials.leaves
         nodes = [
             nodes_that_cover({
                 index
                 for rank in range(first, first + self.ranks)
-                for index, real in self._assigned(leaves, rank)
+                for index, real in self._assigned(rank)
                 if real
             }, leaves)
             for first in range(0, self._layout.data_parallel_size, self.ranks)
         ]  # fmt: skip
-        held = [self._partials.take(node) for node in nodes[self.replicas.rank()]]
+        held = [partials.take(node) for node in nodes[self.replicas.rank()]]
         totals: list[Tensor | None] = []
-        for place, parameter in enumerate(self.parameters):
+        for place, parameter in enumerate(map(self._parameter, names)):
             sums = [None if v is None or (one := v[place]) is None else one.reshape(-1) for v in held]
             out = torch.empty_like(parameter).view(-1)
             tree_all_reduce(sums, out, leaves, self.replicas, nodes)
@@ -227,18 +288,19 @@ class PlacedExperts(AroundMicroBatch):
 
 
 def apply_experts(model: nn.Module, layout: Layout, device_type: str, *, exact: bool) -> PlacedExperts | None:
-    """Spread the experts of a model over the axis `expert`, in place; None where that has one rank.
+    """Let the experts of a model exchange rows over the axis `expert`, in place; None where that has one rank.
+
+    The pieces are taken later (`PlacedExperts.take_pieces`): the axis `tensor` deals out experts first.
 
     Args:
         model: with its values on every rank, or on meta.
         exact: gradients are summed up the tree.
 
     Raises:
-        UsageError: the model names no experts, or the ranks can't share them.
+        UsageError: the model names no experts.
     """
     if layout.expert == 1:
         return None
-    assert layout.world_size == layout.data_parallel_size, "other axes are refused before"
     own = offered(model, "experts")
     modules: list[tuple[str, nn.Module]] = [] if own is None else own()
     if not modules:
@@ -250,31 +312,34 @@ def apply_experts(model: nn.Module, layout: Layout, device_type: str, *, exact: 
         )
     names, _ = canonical_names(model)
     shapes = {names[id(p)]: p.shape for _, module in modules for p in module.parameters()}
-    for name, shape in shapes.items():
-        if not shape or shape[0] % layout.expert:
-            raise UsageError(
-                f"{name} has {shape[0] if shape else 'no'} experts, which {layout.expert} ranks can't share",
-                where="distributed.expert_size",
-                fix=f"write a divisor of {shape[0]}" if shape else "stack it over experts in dim 0",
-            )
     placed = PlacedExperts(expert_mesh(layout, device_type), shapes, layout, exact=exact)
     for _, module in modules:
         placed.place_module(module, names)
     return placed
 
 
-def train_experts(placed: ParallelModel, experts: PlacedExperts) -> None:
+def parameters_of_experts(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of the experts that a model names."""
+    own = offered(model, "experts")
+    return [] if own is None else [parameter for _, module in own() for parameter in module.parameters()]
+
+
+def train_experts(
+    placed: ParallelModel, experts: PlacedExperts, replicas: dist.ProcessGroup, *, others: bool
+) -> None:  # fmt: skip
     """Let a placed model train DTensors in place of this rank's experts, and count each element once.
 
     Args:
         placed: by a strategy that leaves these parameters alone.
         experts: those of its model.
+        replicas: the ranks that hold the same shards of all else.
+        others: make DTensors of plain parameters that are not of experts, too.
     """
     own, finish = placed.parameters, placed.finish_gradients
     trained = {
         name: nn.Parameter(experts.whole(name, parameter.detach()), parameter.requires_grad)
         for name, parameter in own.items()
-        if not isinstance(parameter, DTensor)
+        if name in experts.shapes or (others and not isinstance(parameter, DTensor))
     }
 
     def finish_gradients() -> None:
@@ -286,12 +351,11 @@ def train_experts(placed: ParallelModel, experts: PlacedExperts) -> None:
             own[name].grad = None
 
     placed.parameters, placed.finish_gradients = own | trained, finish_gradients
-    if placed.norm_groups:  # the shards: their first ranks hold each expert once
-        if experts.replicas.rank():
-            placed.counted = (set(own) if placed.counted is None else placed.counted) - set(experts.shapes)
-    else:
-        placed.norm_groups = [experts.group]
-        placed.counted = set(experts.shapes) if experts.rank else None
+    counted = set(own) if placed.counted is None else placed.counted
+    if replicas.size() > 1:  # experts differ between replicas, too; all else is counted by the first one
+        placed.norm_groups = [*placed.norm_groups, replicas]
+        counted = counted & set(experts.shapes) if replicas.rank() else counted
+    placed.counted = counted - set(experts.shapes) if experts.replicas.rank() else counted
 
 
 def _by_expert(plain: nn.Module, held: Mapping[str, Tensor], rows: Tensor, counts: list[list[int]]) -> Tensor:

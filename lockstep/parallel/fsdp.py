@@ -28,6 +28,7 @@ from lockstep.costs.steps import ModelSize, Pieces, StepTime, sharded_step
 from lockstep.errors import Contradiction, UsageError, listed
 from lockstep.layout import Layout, layout_of_sizes
 from lockstep.parallel.comm.gloo import GlooMessages
+from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.fsdp_units import UnitUsage, own_parameters, units_of
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
@@ -83,12 +84,6 @@ class FSDP(Strategy):
                 ("distributed.reproducible", "distributed.fsdp.accumulate"),
                 f"accumulate: {distributed.fsdp.accumulate} sums gradients in another order than the tree",
                 "write accumulate: sharded, or reproducible: false",
-            )
-        if layout is not None and layout.expert > 1 and layout.replicate > 1:
-            yield Contradiction(
-                ("distributed.expert_size", "distributed.strategy"),
-                f"experts can't be spread over the ranks of {layout}, which has replicas and shards",
-                "write sharding_strategy: full_shard without replicate_size, or strategy: ddp",
             )
 
     def instead_of_compression(self, kind: str) -> str | None:
@@ -168,8 +163,8 @@ class FSDP(Strategy):
             )  # fmt: skip
             groups = 1
             if p.experts is not None:  # ranks that share out experts run whole nodes, which are the sums that they send
-                groups = layout.shard // layout.expert
-                p.experts.assign = partial(assign_in_groups, groups=groups)
+                groups = layout.shard // layout.expert if layout.shard % layout.expert == 0 else 1
+                p.experts.assign = partial(assign_in_groups, groups=layout.replicate * groups)
                 assign = shared_out(p.experts.assign, p)
             tree = ShardTree(p.model, mesh, groups)
         applied = AppliedStrategy(
@@ -200,13 +195,15 @@ def over_gloo(model: nn.Module, layout: Layout, *, reproducible: bool = False) -
 
 def shard_stage(
     mesh: DeviceMesh, config: StepConfig, root: nn.Module, units: Sequence[tuple[str, nn.Module]],
-    foreign: set[nn.Parameter], frees: bool, device_type: str | None = None,
+    foreign: set[nn.Parameter], frees: bool, device_type: str | None = None, experts: PlacedExperts | None = None,
 ) -> list[str]:  # fmt: skip
     """Shard a pipeline's stage, or what stages share; units were chosen before the model was cut.
 
     Args:
         device_type: on which it will run; unset: the mesh's.
+        experts: whose parameters stay as they are.
     """
+    foreign = foreign if experts is None else foreign | set(experts.parameters)
     device_type = device_type or mesh.device_type
     if scalars := scalars_of(root):
         raise UsageError(

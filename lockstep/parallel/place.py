@@ -1,11 +1,14 @@
 """`place` makes a `ParallelModel` of a model and a layout, in one ordered list of steps.
 
-checks → names → keyed randomness → float8 → activation checkpointing → compile → cut layers → spread experts
+checks → names → keyed randomness → float8 → activation checkpointing → compile → spread experts → cut layers
 → shard or replicate → first values
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -21,7 +24,7 @@ from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.buffers import refuse_synchronised
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.context import apply_context, context_of, cut_objective, plan_of, train_context
-from lockstep.parallel.expert import apply_experts, train_experts
+from lockstep.parallel.expert import PlacedExperts, apply_experts, train_experts
 from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.fsdp_units import units_of
 from lockstep.parallel.gradient_hooks import take_hooks
@@ -73,18 +76,21 @@ def place(
     placed = strategy.place(placement) if dry_run is None else strategy.rehearse(placement)
     if placement.context is not None:
         train_context(placed, placement.context)
-    if placement.cuts is not None:
-        train_cuts(placed, placement.cuts)
-    if placement.experts is not None:
-        train_experts(placed, placement.experts)
+    cuts, experts = placement.cuts, placement.experts
+    if experts is not None:
+        assert placement.mesh is not None
+        others = cuts is None or cuts.cut.group is None
+        train_experts(placed, experts, placement.mesh["replicate"].get_group(), others=others)
+    if cuts is not None:
+        train_cuts(placed, cuts, elsewhere=set() if experts is None else set(experts.shapes))
     if not strategy.splits_model:
         held = sum(p.numel() for p in placed.parameters.values())
         assert size == held, "placement changed the number of parameters"
         assert set(placed.parameters) == set(names.values()), "placement changed names of parameters"
     placed.aliases, placed.num_parameters, placed.gradient_hooks = aliases, size, hooks
     if dry_run is None:
-        cut = set() if placement.cuts is None else set(placement.cuts.dims)
-        divergence.guard_replicas(placed, config, placement.mesh, cut=cut, experts=placement.experts)
+        cut = set() if cuts is None else set(cuts.dims)
+        divergence.guard_replicas(placed, config, placement.mesh, cut=cut, experts=experts)
         side_effects.watch(placed)
     return placed
 
@@ -113,27 +119,41 @@ def prepared(
     context = context_of(model, layout, config, mesh)
     if context is not None:
         objective = cut_objective(objective, context, plan_of(model))
-    cuts = cut_layers(model, layout, config, mesh, objective, within=context, dry_run=dry_run is not None)
+    if dry_run is not None and layout.tensor * layout.expert > 1 and on_meta(model):
+        model.to_empty(device=torch.device("cpu"))  # a parameter on meta can't become a piece that is a fake tensor
+    experts = apply_experts(model, layout, device.type, exact=config.distributed.reproducible)
+    cuts = cut_layers(model, layout, config, mesh, objective, within=context)
     if context is not None:
         apply_context(model, context)
-    experts = apply_experts(model, layout, device.type, exact=config.distributed.reproducible)
-    if first is not None and experts is not None:
-        first.piece = experts.piece
-    elif first is not None and cuts is not None:
-        first.piece = cuts.piece
+    if experts is not None:
+        experts.take_pieces(cuts)
+    if first is not None:
+        first.piece = pieces_of([by for by in (cuts, experts) if by is not None])
     if dry_run is not None:
-        for cut in [cuts.cut if cuts is not None else None, context]:
-            if cut is not None:
-                cut.on_send = dry_run.sends
+        senders = {"tensor": None if cuts is None else cuts.cut, "context": context, "expert": experts}
+        for axis, sender in senders.items():
+            if sender is not None:
+                sender.on_send = partial(dry_run.sends, axis)
     return PlacementContext(
         model, layout, config, mesh, objective, device, precision, random_state, blocks, first, log_lines, dry_run,
         cuts, context, experts,
     )  # fmt: skip
 
 
+def pieces_of(cut_by: Sequence[TensorCuts | PlacedExperts]) -> Callable[[str, Tensor], Tensor]:
+    """Return (name, whole value) → this rank's piece, cut along each axis in turn."""
+
+    def piece(name: str, whole: Tensor) -> Tensor:
+        for by in cut_by:
+            whole = by.piece(name, whole)
+        return whole
+
+    return piece
+
+
 def cut_layers(
     model: nn.Module, layout: Layout, config: StepConfig, mesh: DeviceMesh | None, objective: Objective, *,
-    within: Cut | None, dry_run: bool,
+    within: Cut | None,
 ) -> TensorCuts | None:  # fmt: skip
     """Cut the layers over the axis `tensor`; for the same bits, compute them in blocks on one rank, too.
 
@@ -146,8 +166,6 @@ def cut_layers(
             checked_plan(model)
         except UsageError:
             return None
-    if dry_run:
-        model.to_empty(device=torch.device("cpu"))  # a parameter on meta can't become a piece that is a fake tensor
     return apply_tensor(model, mesh if layout.tensor > 1 else None, config, within, own_loss=objective.of_model)
 
 

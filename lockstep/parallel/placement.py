@@ -23,7 +23,7 @@ from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.compiled import ColdStart
 from lockstep.parallel.context import Context
 from lockstep.parallel.expert import PlacedExperts
-from lockstep.parallel.initial import FirstValues, materialise
+from lockstep.parallel.initial import FirstValues, materialise, on_meta
 from lockstep.parallel.micro_step import AroundMicroBatch, evaluation_of, in_order, micro_step_of, plain_forward
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.reproducible.determinism import DeterministicKernels
@@ -42,13 +42,13 @@ class DryRun:
         mesh: over a fake process group; None on one rank.
         device_type: the device that the run will have, `cuda` or `cpu`; the fake tensors are on the CPU.
         reducer: makes the replacement for DDP's reducer, which refuses fake tensors.
-        sends: called with the bytes of each message along the axis `tensor`.
+        sends: called with the axis `tensor`, `context` or `expert`, and the bytes of each message along it.
     """
 
     mesh: DeviceMesh | None
     device_type: str
-    reducer: Callable[[nn.Module, DDPConfig], AroundMicroBatch]
-    sends: Callable[[int], None] | None = None
+    reducer: Callable[[nn.Module, DDPConfig], AroundMicroBatch] = lambda _model, _config: AroundMicroBatch()
+    sends: Callable[[str, int], None] = lambda _axis, _size: None
 
 
 @dataclass
@@ -130,7 +130,7 @@ class PlacementContext:
         if self.has_values:
             self.model.to(self.device)
             return
-        if self.dry_run is not None and self.cuts is not None:
+        if self.dry_run is not None and not on_meta(self.model):
             return  # it has storage already
         self.model.to_empty(device=self.device)
         if self.first is not None:

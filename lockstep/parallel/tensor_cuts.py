@@ -9,7 +9,7 @@ and the blocks' sums are added as one tree: the product of a block has the same 
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -75,12 +75,18 @@ class TensorCuts:
         piece = whole.chunk(self.cut.ranks, self.dims[name])[self.cut.rank]
         return piece.clone(memory_format=torch.contiguous_format)  # fused updates run over the memory as it lies
 
-    def placed(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Return name → DTensor over the memory of each cut parameter, with the whole's shape."""
+    def placed(
+        self, parameters: Mapping[str, nn.Parameter], elsewhere: Set[str] = frozenset()
+    ) -> dict[str, nn.Parameter]:
+        """Return name → DTensor over the memory of each cut parameter, with the whole's shape.
+
+        Args:
+            elsewhere: names of DTensors that are cut along this axis already.
+        """
         return {
             name: nn.Parameter(self.whole(name, parameter.detach()), parameter.requires_grad)
             for name, parameter in parameters.items()
-            if name in self.dims or not isinstance(parameter, DTensor)
+            if name not in elsewhere and (name in self.dims or not isinstance(parameter, DTensor))
         }
 
     def whole(self, name: str, piece: Tensor) -> DTensor:
@@ -394,18 +400,19 @@ _MAKE: dict[str, Callable[[nn.Module, Cut], None]] = {
 }  # fmt: skip
 
 
-def train_cuts(placed: ParallelModel, cuts: TensorCuts) -> None:
+def train_cuts(placed: ParallelModel, cuts: TensorCuts, elsewhere: Set[str] = frozenset()) -> None:
     """Let a placed model train DTensors in place of this rank's pieces, and count each element once over the axis.
 
     Args:
         placed: by a strategy that knows nothing of the axis.
         cuts: which parameters are cut.
+        elsewhere: as for `TensorCuts.placed`.
     """
     group = cuts.cut.group
     if group is None:
         return
     own, finish, forward = placed.parameters, placed.finish_gradients, placed.forward
-    trained = cuts.placed(own)
+    trained = cuts.placed(own, elsewhere)
     partial = [own[name] for name in sorted(cuts.partial & set(own))]
 
     def finish_gradients() -> None:

@@ -11,37 +11,15 @@ import torch
 from lockstep import accelerator
 from lockstep.config import Config, require_equation
 from lockstep.costs.hardware import Cost, GpuCluster
-from lockstep.costs.steps import ModelSize, Pieces, StepTime
+from lockstep.costs.steps import ModelSize, Pieces, Sent, StepTime, along_axes, sums_of_experts, with_sent
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
-from lockstep.models.protocol import blocks_of, pipeline_segments_of
-from lockstep.parallel.comm.compression import sent_numbers
-from lockstep.parallel.fsdp_units import units_of
 from lockstep.plan import GIB
+from lockstep.plan.layouts import layout_of, layouts, model_size_of, modes, with_layout
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.workload import Workload
 from lockstep.progress import progress_of
-from lockstep.strategy import known_strategies, resolve, strategy_named
-
-_OPTIMIZER_BYTES = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0}
-
-
-def model_size_of(work: Workload, config: Config) -> ModelSize:
-    """Return the sizes of a config's model that do not depend on its layout."""
-    model = work.description
-    blocks = blocks_of(model)
-    units = units_of(model, config.distributed.fsdp, blocks)
-    held = sum(p.numel() for _, unit in units for p in unit.parameters())
-    optimizer = _OPTIMIZER_BYTES.get(config.training.optimizer, 0.0)
-    if config.training.optimizer_args.get("momentum"):
-        optimizer = 4.0
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    low_rank = sent_numbers(shapes, "powersgd", config.distributed.ddp.compression.rank)
-    return ModelSize(
-        sum(p.numel() for p in model.parameters()), len(blocks), len(pipeline_segments_of(model) or []), len(units),
-        held / len(units) if units else 0.0, optimizer, 4 * low_rank,
-    )  # fmt: skip
-
+from lockstep.strategy import known_strategies, strategy_named
 
 _KIND_KEY = "distributed.ddp.compression.kind"
 PAYS_FROM = 0.1  # fraction of a step: less is not worth the lost precision
@@ -80,9 +58,6 @@ def compression_advice(
             f"{seconds['none']:.3g} without; write none"
         ]
     return []
-
-
-LARGE = 5e9  # parameters
 
 
 @dataclass
@@ -146,20 +121,6 @@ class Candidate:
         return " ".join([str(self.layout), *more])
 
 
-def refuse_experts(config: Config) -> None:
-    """Refuse experts that are spread over ranks, whose memory and messages are not counted.
-
-    Raises:
-        UsageError: they are.
-    """
-    if (config.distributed.expert_size or 1) > 1:
-        raise UsageError(
-            f"no plan knows what experts over {config.distributed.expert_size} ranks cost",
-            where="distributed.expert_size",
-            fix="name a strategy in place of auto, or plan with expert_size: 1",
-        )
-
-
 def candidates(
     work: Workload, config: Config, cluster: GpuCluster, *, low: bool = True, pipelines: bool = True,
     shows: bool = True, first: Callable[[Candidate], None] = lambda _candidate: None, processes: int = 1,
@@ -173,9 +134,8 @@ def candidates(
         first: called with the first layout whose memory is known, long before all are; maybe in another process.
         processes: how many layouts to evaluate at a time, each in a fork of this process.
     """
-    refuse_experts(config)
     facts = model_size_of(work, config)
-    layouts, modes = list(_layouts(facts, config, cluster, low, pipelines)), _modes(facts, config)
+    considered = list(layouts(work, facts, config, cluster, low=low, pipelines=pipelines))
     found: list[Candidate] = []
     known = get_context("fork").Value("b", False)
 
@@ -186,10 +146,10 @@ def candidates(
                 first(candidate)
 
     def evaluate(index: int) -> list[Candidate]:
-        return _over_modes(work, config, cluster, facts, layouts[index], modes, once)
+        return _over_modes(work, config, cluster, facts, considered[index], modes(facts, config), once)
 
-    with progress_of("planning", len(layouts), unit="layouts", shows=shows) as advance:
-        for evaluated in _in_order(evaluate, len(layouts), processes):
+    with progress_of("planning", len(considered), unit="layouts", shows=shows) as advance:
+        for evaluated in _in_order(evaluate, len(considered), processes):
             found += evaluated
             advance(1)
     if not any(candidate.fits for candidate in found) and cluster.num_gpus > 1:
@@ -202,14 +162,16 @@ def candidates(
 
 
 def _over_modes(
-    work: Workload, config: Config, cluster: GpuCluster, facts: ModelSize, layout: dict[str, Any], modes: list[str],
+    work: Workload, config: Config, cluster: GpuCluster, facts: ModelSize, layout: dict[str, Any], tried: list[str],
     first: Callable[[Candidate], None],
 ) -> list[Candidate]:  # fmt: skip
     """Evaluate one layout with each mode of checkpointing, the one with the least memory first."""
     found: list[Candidate] = []
     most = None
-    for mode in modes:
+    for mode in tried:
         changes = {**layout, "training.gradient_checkpointing": mode}
+        if most is not None and most.refused:
+            break
         if most is not None and not most.fits:  # without recomputation it needs even more
             found.append(Candidate(most.layout, changes, least=most.needed, limit=most.limit, samples=most.samples))
         else:
@@ -246,66 +208,26 @@ def _run_task(index: int) -> list[Candidate]:
     return _task(index)
 
 
-def _modes(facts: ModelSize, config: Config) -> list[str]:
-    """Return the modes of checkpointing, the one with the least memory first."""
-    if not facts.blocks:
-        return ["none"]
-    asked = config.training.gradient_checkpointing
-    return ["full", *([asked] if asked not in ("full", "none") else []), "none"]
-
-
-def _layouts(
-    facts: ModelSize, config: Config, cluster: GpuCluster, may_be_low: bool, pipelines: bool
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    low = {"precision.param_dtype": "bf16"}
-    may_be_low &= cluster.gpu.has_bf16 and config.precision.mode == "bf16" and not config.distributed.reproducible
-    # Autocast keeps copies of fp32 weights; for large models only weights gathered in bf16 are useful.
-    widths = [low] if may_be_low and facts.parameters > LARGE else [{}, low] if may_be_low else [{}]
-    together = (config.distributed.context_size or 1) * (config.distributed.tensor_size or 1)
-    groups = cluster.of_tensor_groups(together)
-    for strategy in known_strategies(config.distributed.strategy):
-        if strategy.splits_model and (not pipelines or together > 1):
-            continue
-        if together > 1 and not strategy.shares_batches:
-            continue
-        for layout in strategy.layouts_to_plan(facts, config.step, groups):
-            if not strategy.cuts_parameters(_layout(config, cluster, layout)):
-                yield layout
-            for width in widths[-1:] if strategy.splits_model else widths:
-                if strategy.cuts_parameters(_layout(config, cluster, layout)):
-                    yield layout | width
-
-
-def _layout(config: Config, cluster: GpuCluster, changes: dict[str, Any]) -> Layout:
-    return resolve(config.replaced(_NO_SIZES | changes).distributed, cluster.num_gpus, cluster.per_node)
-
-
-_NO_SIZES = {f"distributed.{axis}_size": None for axis in ("pipeline", "replicate", "shard")}  # the config has the rest
-
-
 def evaluate_layout(
     work: Workload, config: Config, cluster: GpuCluster, changes: dict[str, Any], facts: ModelSize
 ) -> Candidate:
     """Evaluate memory and time of one layout."""
-    config = config.replaced(_NO_SIZES | changes)
+    layout, config = layout_of(config, cluster, changes), with_layout(config, changes)
     strategy = strategy_named(config.distributed.strategy)
-    layout = resolve(config.distributed, cluster.num_gpus, cluster.per_node)
     candidate = Candidate(layout, changes, limit=cluster.usable_memory)
     try:
         count = micro_batches(config, layout)
     except UsageError as error:
         candidate.refused = error.what
         return candidate
-    shards = layout.shard * layout.pipeline * layout.tensor
     offload = config.distributed.fsdp.cpu_offload
-    state = 0.0 if offload else facts.parameters * (4 + facts.optimizer_bytes) / shards
-    whole = 8 * facts.parameters / layout.pipeline if strategy.splits_model and layout.shard > 1 else 0.0
+    dense, experts = apart(facts, layout)
+    held = (dense / layout.shard + experts) / (layout.pipeline * layout.tensor)
+    state = 0.0 if offload else held * (4 + facts.optimizer_bytes)
+    whole = 8 * dense / (layout.pipeline * layout.tensor) if strategy.splits_model and layout.shard > 1 else 0.0
     candidate.least = state + whole
     candidate.samples = config.training.batch_size * count * layout.data_parallel_size
     if candidate.least > candidate.limit:
-        return candidate
-    if strategy.splits_model and layout.same_batch_size > 1:
-        candidate.refused = "a pipeline of cut layers or sequences is not planned yet"
         return candidate
     try:
         if strategy.splits_model:
@@ -336,13 +258,19 @@ def micro_batches(config: Config, layout: Layout) -> int:
     return -(-count // layout.data_parallel_size)
 
 
-def pieces_of(
-    facts: ModelSize, rehearsal: Rehearsal, seconds: Callable[[Cost], float], tensor: int = 1
-) -> Pieces:  # fmt: skip
-    """Return the parts of a step; `seconds` returns a GPU's time for a cost, `tensor` ranks share each layer."""
-    computed, each = rehearsal.work, 4 / tensor
+def apart(facts: ModelSize, layout: Layout) -> tuple[float, float]:
+    """Return the numbers of parameters that strategies reduce, and of those of spread experts on one rank."""
+    if layout.expert == 1:
+        return facts.parameters, 0.0
+    return facts.parameters - facts.expert_parameters, facts.expert_parameters / layout.expert
+
+
+def pieces_of(facts: ModelSize, rehearsal: Rehearsal, seconds: Callable[[Cost], float], layout: Layout) -> Pieces:
+    """Return the parts of a step; `seconds` returns a rank's time for a cost."""
+    computed, each, (dense, _) = rehearsal.work, 4 / layout.tensor, apart(facts, layout)
+    rest = facts.parameters - facts.units * facts.unit_parameters
     return Pieces(
-        facts.units, each * facts.unit_parameters, each * (facts.parameters - facts.units * facts.unit_parameters),
+        facts.units, each * (dense - rest) / max(1, facts.units), each * rest,
         seconds(computed.forward), seconds(computed.backward), seconds(computed.update), facts.low_rank_bytes,
     )  # fmt: skip
 
@@ -359,19 +287,28 @@ def _evaluate_data_parallel(
     strategy = strategy_named(layout.strategy)
     memory["parameters"] += round(strategy.further_state(config.step, facts.parameters))
     candidate.memory = memory
-    groups, pieces = (
-        cluster.of_tensor_groups(layout.same_batch_size),
-        pieces_of(facts, rehearsal, cluster.seconds, layout.tensor),
-    )
-    step = strategy.step_time(pieces, config.step, replace(layout, context=1, tensor=1), groups, count)
-    sent = rehearsal.work.forward.plus(rehearsal.work.backward)
-    waited = count * cluster.waited(sent)
-    candidate.step = replace(
-        step, compute=step.compute - waited, exposed=step.exposed + waited, inside=step.inside + count * sent.sent
-    )
-    candidate.notes += compression_advice(pieces, config, layout, cluster, count) if layout.same_batch_size == 1 else []
+    candidate.step, pieces = data_parallel_step(facts, rehearsal, config, layout, cluster, count)
+    if layout.same_batch_size * layout.expert == 1:
+        candidate.notes += compression_advice(pieces, config, layout, cluster, count)
     computing = layout.data_parallel_size * layout.same_batch_size
     candidate.model_flops = 3.0 * rehearsal.work.forward.flops * count * computing
+
+
+def data_parallel_step(
+    facts: ModelSize, rehearsal: Rehearsal, config: Config, layout: Layout, cluster: GpuCluster, count: int
+) -> tuple[StepTime, Pieces]:
+    """Return the time of a step of `count` micro-batches a rank, without a pipeline."""
+
+    def seconds(cost: Cost) -> float:
+        return cluster.seconds(cost) + along_axes(cost, layout, cluster).seconds
+
+    pieces = pieces_of(facts, rehearsal, seconds, layout)
+    groups, alone = cluster.of_batch_groups(layout.same_batch_size), replace(layout, context=1, tensor=1)
+    step = strategy_named(layout.strategy).step_time(pieces, config.step, alone, groups, count)
+    work = rehearsal.work
+    each = along_axes(work.forward.plus(work.backward), layout, cluster)
+    waited = along_axes(work.update, layout, cluster).plus(each, count)
+    return with_sent(step, waited, sums_of_experts(facts, layout, cluster)), pieces
 
 
 def _device_type(cluster: GpuCluster) -> str:
@@ -395,20 +332,27 @@ def _evaluate_pipeline(
     stages: list[StageTime] = []
     flops = 0
     per_rank = config.distributed.pipeline.stages_per_rank
+    dense, waited = apart(facts, layout)[0], Sent()
     for stage in range(layout.pipeline * per_rank):
         holder = next((r for r in found.values() if stage in r.stages), None)
         middle = found[layout.pipeline // 2].stages
         computed = holder.stages[stage] if holder is not None else next(iter(middle.values()))
         flops += computed.forward.flops
+        sent = [along_axes(cost, layout, cluster) for cost in (computed.forward, computed.backward)]
+        if stage < per_rank:  # stages of one rank
+            waited = waited.plus(sent[0].plus(sent[1]), count)
         stages.append(
             StageTime(
-                cluster.seconds(computed.forward), cluster.seconds(computed.backward), float(fullest.sent[stage]),
-                4 * facts.parameters / (layout.pipeline * per_rank),
+                cluster.seconds(computed.forward) + sent[0].seconds,
+                cluster.seconds(computed.backward) + sent[1].seconds, float(fullest.sent[stage]),
+                4 * dense / (layout.pipeline * per_rank * layout.tensor),
             )
         )  # fmt: skip
     update = max(cluster.seconds(rehearsal.work.update) for rehearsal in found.values())
-    candidate.step = pipeline_step(stages, config.step, layout, cluster, count, update)
-    candidate.model_flops = 3.0 * flops * count * layout.data_parallel_size
+    groups, alone = cluster.of_batch_groups(layout.same_batch_size), replace(layout, context=1, tensor=1)
+    step = pipeline_step(stages, config.step, alone, groups, count, update)
+    candidate.step = with_sent(step, waited, sums_of_experts(facts, layout, cluster))
+    candidate.model_flops = 3.0 * flops * count * layout.data_parallel_size * layout.same_batch_size
 
 
 _MOST_TRIES = 10

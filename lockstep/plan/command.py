@@ -28,9 +28,8 @@ from lockstep.plan.candidates import (
     candidates,
     evaluate_layout,
     largest_batch,
-    model_size_of,
-    refuse_experts,
 )
+from lockstep.plan.layouts import model_size_of
 from lockstep.plan.workload import workload_of
 from lockstep.strategy import REPLICAS, SINGLE
 
@@ -362,7 +361,6 @@ def choose(config: Config, world_size: int, local_world_size: int, cluster: GpuC
     """
     if world_size == 1:
         return Choice(config.replaced({"distributed.strategy": SINGLE}), "single, there is one rank")
-    refuse_experts(config)
     cluster = cluster or _cluster_here(config, world_size, local_world_size)
     work = workload_of(config)
     facts = model_size_of(work, config)

@@ -7,7 +7,7 @@ The device is always the CPU; on a GPU the same tensors are created, apart from 
 kernels' own workspaces.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,9 +23,10 @@ from lockstep.costs.hardware import Cost
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import RunError
 from lockstep.layout import Layout
-from lockstep.mesh import device_mesh
+from lockstep.mesh import device_mesh, expert_mesh
 from lockstep.models.protocol import blocks_of
 from lockstep.optim import build_optimizer
+from lockstep.parallel.expert import parameters_of_experts
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.place import place
@@ -96,12 +97,11 @@ def rehearse(
     """
     strategy = strategy_named(layout.strategy)
     assert not strategy.splits_model
-    # Replicas and micro-batches after the second change nothing.
-    layout = replace(layout, replicate=min(layout.replicate, 2))
+    layout = with_few_replicas(layout)
     alike = config.training.gradient_checkpointing not in GROUPED
     model, left_out = work.shortened(kept_blocks(device_type)) if alike else (work.model(), 0)
     with fake_ranks(layout.world_size), ExitStack() as modes:
-        mesh = device_mesh(layout, "cpu") if layout.world_size > 1 else None
+        mesh = meshes(layout)
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(EqualChunks())
         tracker = modes.enter_context(Tracker())
@@ -120,12 +120,33 @@ def rehearse(
             states: dict[Tensor, Any] = {
                 parameter: optimizer.state[placed.parameters[name]] for parameter, name in names.items()
             }
-            start = with_blocks_left_out(start, blocks_of(model)[REPEATED][1], states, left_out, buckets=reduces)
+            start = with_blocks_left_out(
+                start, blocks_of(model)[REPEATED][1], states, left_out,
+                in_buckets=set(model.parameters()) - spread_experts(model, layout) if reduces else set(),
+            )  # fmt: skip
     return Rehearsal(
         peak_over(start, regions),
         dict(zip(KINDS, start, strict=True)),
         _work_of(regions, sum(start) / max(1, sum(tracker.record.start))),
     )
+
+
+def meshes(layout: Layout) -> DeviceMesh | None:
+    """Create the meshes that a placement needs, before tensors are fake; return the first of them."""
+    if layout.expert > 1:
+        expert_mesh(layout, "cpu")
+    return device_mesh(layout, "cpu") if layout.world_size > 1 else None
+
+
+def with_few_replicas(layout: Layout) -> Layout:
+    """Return the layout with as few replicas as the axis `expert` takes: those after the second change nothing."""
+    few = next(n for n in range(1, layout.replicate + 1) if n * layout.shard % layout.expert == 0)
+    return replace(layout, replicate=max(few, min(layout.replicate, 2 * few)))
+
+
+def spread_experts(model: nn.Module, layout: Layout) -> set[nn.Parameter]:
+    """Return the parameters of experts that are spread over ranks."""
+    return set(parameters_of_experts(model)) if layout.expert > 1 else set()
 
 
 def _work_of(regions: list[Region], grown: float) -> Work:
@@ -200,17 +221,23 @@ def _place_model(
         on_backward(value, lambda: tracker.mark("backward"))
         return value
 
-    def sends(size: int) -> None:
-        tracker.record.items.append(Cost(sent=size))
-
     placed = place(
         model, layout, planned(config.step), objective=replace(objective, loss=loss), device=CPU,
-        precision=precision_of(config), dry_run=DryRun(mesh, device_type, partial(Reducer, tracker), sends),
+        precision=precision_of(config), dry_run=dry_run_of(tracker, mesh, device_type),
     )  # fmt: skip
     strategy = strategy_named(layout.strategy)
-    if not strategy.reduces_by_ddp or layout.world_size == 1:  # else the reducer does it
-        tag_gradients(tracker, model.parameters())
+    reduced = strategy.reduces_by_ddp and layout.world_size > 1  # then the reducer does it, but for experts
+    tag_gradients(tracker, spread_experts(model, layout) if reduced else model.parameters())
     return placed
+
+
+def dry_run_of(tracker: Tracker, mesh: DeviceMesh | None, device_type: str) -> DryRun:
+    """Return a dry run in which messages along an axis are costs in the tracker's record."""
+
+    def sends(axis: str, size: int) -> None:
+        tracker.record.items.append(Cost(**{axis: size}))
+
+    return DryRun(mesh, device_type, partial(Reducer, tracker), sends)
 
 
 def _step(
@@ -224,7 +251,7 @@ def _step(
             tracker.mark("forward")
             placed.micro_step(MicroBatch(index, batch), accumulator, 1.0, index == count - 1)
     tracker.mark("update")
-    if layout.same_batch_size > 1:
+    if layout.same_batch_size * layout.expert > 1:
         placed.finish_gradients()
     update(optimizer)
 
@@ -264,7 +291,7 @@ def _tag_persistent(tracker: Tracker, model: nn.Module, optimizer: torch.optim.O
 
 def with_blocks_left_out(
     start: tuple[int, ...], block: nn.Module, states: Mapping[Tensor, Mapping[str, Any]], left_out: int, *,
-    buckets: bool = False,
+    in_buckets: Set[nn.Parameter] = frozenset(),
 ) -> tuple[int, ...]:  # fmt: skip
     """Add the memory of blocks that were left out to what is live before a step.
 
@@ -272,7 +299,7 @@ def with_blocks_left_out(
         start: bytes by kind.
         block: one that is equal to them.
         states: parameter → its optimizer state.
-        buckets: whether gradients have buckets of their own.
+        in_buckets: parameters whose gradients have buckets of their own.
     """
     whole = list(start)
     for parameter in block.parameters():
@@ -281,5 +308,5 @@ def with_blocks_left_out(
         whole[_KIND["optimizer"]] += left_out * sum(
             local(t).untyped_storage().nbytes() for t in states[parameter].values() if isinstance(t, Tensor)
         )
-        whole[_KIND["buckets"]] += left_out * size * buckets
+        whole[_KIND["buckets"]] += left_out * size * (parameter in in_buckets)
     return tuple(whole)

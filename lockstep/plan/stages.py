@@ -10,19 +10,18 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import Config
 from lockstep.costs.hardware import Cost
 from lockstep.costs.steps import ScheduledPass
 from lockstep.layout import Layout
-from lockstep.mesh import device_mesh
 from lockstep.models.chain import lent, run_segment, shared_parameters_of
 from lockstep.models.protocol import Objective, blocks_of, require_segments
 from lockstep.parallel.pipeline.place import local_stages
@@ -37,19 +36,21 @@ from lockstep.plan.rehearsal import (
     GROUPED,
     Rehearsal,
     Work,
+    dry_run_of,
     fake_ranks,
     fill_state,
+    meshes,
     optimizer_of,
     planned,
     precision_of,
     update,
     with_blocks_left_out,
+    with_few_replicas,
 )
 from lockstep.plan.tracker import (
     KINDS,
     EqualChunks,
     Record,
-    Reducer,
     Region,
     Tracker,
     join_regions,
@@ -76,18 +77,18 @@ def rehearse_rank(
         micro_batches: per step of a data-parallel rank.
         device_type: the run's, `cuda` or `cpu`.
     """
-    layout = replace(layout, replicate=min(layout.replicate, 2))
+    layout = with_few_replicas(layout)
     cut = _shortened(work, config, layout, rank, kept_blocks(device_type))
     model, plan = cut.model, cut.plan
     objective = work.objective(model)
     pipeline = config.distributed.pipeline
     count = plan.facts.padded(pipeline.n_microbatches or micro_batches, layout.pipeline, len(plan.parts.stages))
     order = actions(pipeline.schedule, layout.pipeline, pipeline.stages_per_rank, count)[rank]
-    low = config.precision.param_dtype == "bf16" and layout.data_parallel_size > 1
-    metas = _metas(copy.deepcopy(model), work, config, plan, low)
-    with fake_ranks(layout.world_size, rank * layout.data_parallel_size), ExitStack() as modes:
-        mesh = device_mesh(layout, "cpu")
+    with fake_ranks(layout.world_size, rank * layout.world_size // layout.pipeline), ExitStack() as modes:
+        mesh = meshes(layout)
+        assert mesh is not None
         group = mesh["pipeline"].get_group()
+        metas = _metas(copy.deepcopy(model), work, config, plan, layout, mesh)
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(EqualChunks())
         tracker = modes.enter_context(Tracker())
@@ -168,22 +169,26 @@ def _in_schedule_order(order: Sequence[ScheduledPass], changes: Changes) -> list
     return [*regions, changes["update", 0, True]]
 
 
-def _metas(model: nn.Module, work: Workload, config: Config, plan: PipelinePlan, low: bool) -> list[Metas]:
+def _metas(
+    model: nn.Module, work: Workload, config: Config, plan: PipelinePlan, layout: Layout, mesh: DeviceMesh
+) -> list[Metas]:  # fmt: skip
     """Return the outputs of each stage: one forward pass through the chain, in which equal segments run once.
 
     Args:
         model: on meta; it is changed.
-        low: whether FSDP2 gathers parameters in bf16.
     """
-    if low:
+    if config.precision.param_dtype == "bf16" and layout.data_parallel_size > 1:  # FSDP2 gathers parameters so
         model.to(torch.bfloat16)
-    objective = work.objective(model)
     found: list[Metas] = []
     known: dict[tuple[str, Metas], Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), precision_of(config).autocast():
         model.to_empty(device=CPU)
+        placement = prepared(
+            model, strategy_named(layout.strategy), layout, planned(config.step), work.objective(model), CPU,
+            precision_of(config), DryRun(mesh, "cpu"),
+        )  # fmt: skip
         segments, shared = require_segments(model), shared_parameters_of(model)
-        inputs = values, keywords = objective.inputs(work.batch(config.training.batch_size))
+        inputs = values, keywords = placement.objective.inputs(work.batch(config.training.batch_size))
         for stage in plan.parts.stages:
             for name, segment in segments[stage.start : stage.stop]:
                 key = (block_description(segment), tuple(Meta.of(value) for value in values))
@@ -216,17 +221,23 @@ class _Rank:
         mark_blocks(self.tracker, blocks_of(model))
         placement = prepared(
             model, strategy_named(self.layout.strategy), self.layout, planned(config.step), self.objective, CPU,
-            precision_of(config), DryRun(self.mesh, self.device_type, partial(Reducer, self.tracker)),
+            precision_of(config), dry_run_of(self.tracker, self.mesh, self.device_type),
         )  # fmt: skip
         here = local_stages(placement, self.mesh, plan)
-        here.work.inputs = lambda: self.objective.inputs(self.batch)
-        here.work.finish = lambda outputs: self.objective.summed(outputs, self.batch)
+        here.work.inputs = lambda: placement.objective.inputs(self.batch)
+        here.work.finish = lambda outputs: placement.objective.summed(outputs, self.batch)
         self.parts, self.unit, held = here.parts, here.unit, here.held
         blocks = placement.blocks
-        self.parameters = list(held.named_parameters().values())
-        self.held, self.blocks = held, blocks
+        own, experts = held.named_parameters(), placement.experts
+        self.parameters, self.held, self.blocks, self.experts = list(own.values()), held, blocks, experts
+        # The optimizer takes DTensors or plain tensors, not both.
+        self.trained = {
+            parameter: parameter if experts is None or name not in experts.shapes
+            else nn.Parameter(experts.whole(name, parameter.detach()), parameter.requires_grad)
+            for name, parameter in own.items()
+        }  # fmt: skip
         tag_gradients(self.tracker, self.parameters)
-        self.optimizer = optimizer_of(config, self.parameters)
+        self.optimizer = optimizer_of(config, list(self.trained.values()))
         self.stages = [
             Stage(part, part.index, len(plan.parts.stages), CPU, self.group,
                   forward_at=lambda _s, _p: nullcontext(), backward_at=lambda _s, _p: nullcontext())
@@ -279,6 +290,10 @@ class _Rank:
                 stage.perform_reduce_grad(1)
         if self.unit is not None:
             reduce_gradients(self.unit)
+        for name, parameter in self.held.named_parameters().items():
+            trained = self.trained[parameter]
+            if trained is not parameter and self.experts is not None and parameter.grad is not None:
+                trained.grad, parameter.grad = self.experts.whole(name, parameter.grad), None
         update(self.optimizer)
         cut("update", 0, True)
         return changes
@@ -289,5 +304,6 @@ class _Rank:
         for stage in self.cut.plan.parts.of_rank(self.rank):
             if stage in self.cut.left_out:
                 block = self.blocks[self.cut.repeated[stage]][1]
-                found = with_blocks_left_out(found, block, self.optimizer.state, self.cut.left_out[stage])
+                states: dict[Tensor, Any] = {one: self.optimizer.state[other] for one, other in self.trained.items()}
+                found = with_blocks_left_out(found, block, states, self.cut.left_out[stage])
         return found

@@ -31,7 +31,6 @@ from lockstep.models.chain import lent, run_segment, shared_parameters_of
 from lockstep.models.protocol import Objective, blocks_of, objective_of, require_segments
 from lockstep.parallel.pipeline.plan import KEY, Partition, balanced_cuts, table
 from lockstep.torch_compat.pytree import tree_map
-from lockstep.trainer.setup import loss_fn_of
 
 KEPT_BLOCKS = 5  # of many equal blocks: first, second, the repeated one, last but one, last
 REPEATED = 2  # its index
@@ -150,7 +149,11 @@ def workload_of(config: Config, loss_fn: Any = None) -> Workload:
     def make() -> nn.Module:
         return build_model(config.model, facts)
 
-    work = Workload(make, sample, loss_fn_of(config) if loss_fn is None else loss_fn)
+    if loss_fn is None and config.loss_fn is not None:
+        from lockstep.trainer.setup import loss_fn_of  # loads the trainer, which a plan does not need
+
+        loss_fn = loss_fn_of(config)
+    work = Workload(make, sample, loss_fn)
     if sample is None:
         length = getattr(work.description, "block_size", None)
         if length is None:

@@ -10,7 +10,6 @@ from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.models.mixture import Router
 from lockstep.parallel.expert import PlacedExperts
-from lockstep.plan.command import choose
 from tests.parity.same_bits import Bits, relay, trainer_for
 from tests.parity.test_tensor import check_both
 from tests.parity.toy import Tokens
@@ -47,6 +46,12 @@ def test_the_same_training() -> None:
         "ddp:4*expert:2": ("softmax",),
         "fsdp:4*expert:2": ("one expert a token",),
         "fsdp:4*expert:4": ("bf16",),
+        "hybrid:2x2*expert:2": ("sigmoid, over the step",),
+        "hybrid:2x2*expert:4": ("softmax",),
+        "ddp:2*tensor:2*expert:2": ("sigmoid, over the step",),
+        "fsdp:2*tensor:2*expert:2": ("softmax",),
+        "pipeline:2*ddp:2*expert:2": ("softmax",),
+        "pipeline:2*fsdp:2*expert:2": ("sigmoid, over the step",),
     }, steps=3))  # fmt: skip
 
 
@@ -56,6 +61,8 @@ def test_every_model_on_every_composition_of_axes() -> None:
     topologies = (
         "ddp:4", "fsdp:4", "hybrid:2x2", "pipeline:2*ddp:2", "pipeline:2*fsdp:2", "pipeline:2*tensor:2",
         "ddp:2*tensor:2", "fsdp:2*tensor:2", "ddp:4*expert:2", "ddp:4*expert:4", "fsdp:4*expert:2", "fsdp:4*expert:4",
+        "hybrid:2x2*expert:2", "hybrid:2x2*expert:4", "ddp:2*tensor:2*expert:2", "fsdp:2*tensor:2*expert:2",
+        "pipeline:2*ddp:2*expert:2", "pipeline:2*fsdp:2*expert:2",
     )  # fmt: skip
     exact = tuple(name for name in CASES if name != "bf16")
     cases = cases_of(dict.fromkeys(topologies, exact), steps=20)
@@ -69,7 +76,7 @@ SMALL = {"n_layer": 2, "vocab_size": 64}
 
 
 def bytes_sent(topology: str) -> tuple[int, int]:
-    """Bytes of rows that this rank sends in a step, and four times those of its rows that go to experts elsewhere."""
+    """Bytes of rows that this rank sends in a second step, and four times those that go to experts elsewhere."""
     sent: list[int] = []
     elsewhere: list[int] = []
     first = PlacedExperts.__init__
@@ -77,23 +84,31 @@ def bytes_sent(topology: str) -> tuple[int, int]:
     def counted(self: PlacedExperts, *args: Any, **kwargs: Any) -> None:
         first(self, *args, **kwargs)
         self.on_send = sent.append
-        ranks.append((self.rank, self.ranks))
+        made.append(self)
 
     def chosen(router: Router, _args: Any, outputs: tuple[Tensor, ...]) -> None:
-        rank, of = ranks[0]
-        elsewhere.append(int((outputs[0] * of // router.weight.shape[0] != rank).sum()))
+        (experts,), of = made, made[0].mesh["tensor"]
+        each = router.weight.shape[0] // of.size()  # experts of a rank along the axis tensor, which has all rows
+        within = outputs[0] - of.get_local_rank() * each
+        mine = (within >= 0) & (within < each)
+        elsewhere.append(int((mine & (within * experts.ranks // each != experts.rank)).sum()))
 
-    ranks: list[tuple[int, int]] = []
+    made: list[PlacedExperts] = []
     PlacedExperts.__init__ = counted  # type: ignore[method-assign]
     try:
-        trainer = trainer_for(topology, "mixture", {"training.max_steps": 1}, **SMALL)
+        trainer = trainer_for(topology, "mixture", {"training.max_steps": 2}, **SMALL)
     finally:
         PlacedExperts.__init__ = first  # type: ignore[method-assign]
     trainer.loss_check.skip()
-    for module in trainer.placed.parts[0].modules():
-        if isinstance(module, Router):
-            module.register_forward_hook(chosen)
-    list(trainer.steps(Tokens()))
+    for part in trainer.placed.parts:
+        for module in part.modules():
+            if isinstance(module, Router):
+                module.register_forward_hook(chosen)
+    steps = trainer.steps(Tokens())
+    next(steps)  # in which a pipeline learns the shapes that it sends, too
+    sent.clear()
+    elsewhere.clear()
+    list(steps)
     return sum(sent), 4 * sum(elsewhere) * 32 * 4
 
 
@@ -114,40 +129,44 @@ def refused(topology: str, model: str, args: dict[str, Any]) -> str:
 REFUSED = {
     "does not say which of its modules are experts": ("ddp:4*expert:2", "transformer", SMALL),
     "gate has 6 experts, which 4 ranks can't share": ("fsdp:4*expert:4", "mixture", {**SMALL, "n_expert": 6}),
-    "which has replicas and shards": ("hybrid:2x2*expert:2", "mixture", SMALL),
-}
-TOPOLOGIES = ("ddp:4*expert:2", "fsdp:4*expert:4", "fsdp:4*expert:2")
+    "6 experts, which 4 ranks (2 along expert × 2 along tensor) can't share": (
+        "fsdp:2*tensor:2*expert:2", "mixture", {**SMALL, "n_expert": 6},
+    ),
+}  # fmt: skip
+TOPOLOGIES = ("ddp:4*expert:2", "hybrid:2x2*expert:4", "fsdp:2*tensor:2*expert:2", "pipeline:2*fsdp:2*expert:2")
 
 
 def on_four_ranks(folder: str) -> tuple[list[tuple[int, int]], list[float], list[str], Bits]:
     return (
-        [bytes_sent(topology) for topology in TOPOLOGIES[:2]],
-        [evaluated(topology) for topology in TOPOLOGIES[:2]],
+        [bytes_sent(topology) for topology in TOPOLOGIES],
+        [evaluated(topology) for topology in TOPOLOGIES[1:]],
         [refused(*case) for case in REFUSED.values()],
-        relay(folder, "mixture", {"training.max_steps": 10}, [*TOPOLOGIES, "ddp:4"], 2),
+        relay(folder, "mixture", {"training.max_steps": 10}, list(TOPOLOGIES), 2, SMALL["vocab_size"]),
     )
 
 
 def test_bytes_evaluation_refusals_and_checkpoints(tmp_path: Path) -> None:
     """A checkpoint of one composition loads on any other, and the run ends in the bits of one process."""
     results = run_ranks(on_four_ranks, 4, str(tmp_path))
-    for place in range(2):
+    for place in range(len(TOPOLOGIES)):
         sent, expected = (sum(of_rank[0][place][what] for of_rank in results) for what in (0, 1))
         assert sent == expected > 0
     assert {loss for of_rank in results for loss in of_rank[1]} == {evaluated("single")}
     for of_rank in results:
         for expected_text, text in zip(REFUSED, of_rank[2], strict=True):
             assert expected_text in text
-    digest, _ = relay(str(tmp_path), "mixture", {"training.max_steps": 10}, ["single"], 2)
-    (reference, _) = relay(str(tmp_path / "other"), "mixture", {"training.max_steps": 10}, ["single"], 10)
+    digest, reference = (
+        relay(str(folder), "mixture", {"training.max_steps": 10}, ["single"], steps, SMALL["vocab_size"])[0]
+        for folder, steps in ((tmp_path, 2), (tmp_path / "other", 10))
+    )
     assert digest == reference
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"strategy": "pipeline"}, "experts can't be spread over 2 ranks under strategy pipeline"),
-        ({"strategy": "ddp", "tensor_size": 2}, "tensor_size is 2, and experts are spread over 2 ranks"),
+        ({"strategy": "diloco"}, "experts can't be spread over 2 ranks under strategy diloco"),
+        ({"strategy": "ddp", "context_size": 2}, "context_size is 2, and experts are spread over 2 ranks"),
         ({"strategy": "ddp", "ddp.compression.kind": "bf16"}, "compression.kind is bf16, and experts are spread"),
     ],
 )
@@ -160,9 +179,16 @@ def test_what_does_not_go_together(settings: dict[str, Any], says: str) -> None:
 @pytest.mark.timeout(3600)
 def test_odd_numbers_of_ranks() -> None:
     """Six ranks run nodes of which no two are halves of one: the ranks of an expert send several sums."""
-    check_both(6, cases_of(dict.fromkeys(("ddp:6*expert:2", "fsdp:6*expert:2", "ddp:6*expert:3"), ("six experts",))))
+    topologies = ("ddp:6*expert:2", "fsdp:6*expert:2", "ddp:6*expert:3", "hybrid:2x3*expert:2", "hybrid:3x2*expert:6")
+    check_both(6, cases_of(dict.fromkeys(topologies, ("six experts",))))
 
 
-def test_no_plan_is_made_of_what_is_not_counted() -> None:
-    with pytest.raises(UsageError, match="no plan knows what experts over 2 ranks cost"):
-        choose(config_from({"distributed.expert_size": 2}), 4, 4)
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_three_axes() -> None:
+    """2 × 2 × 2 of pipeline, shards or replicas, tensor and experts."""
+    topologies = (
+        "pipeline:2*fsdp:2*tensor:2*expert:2", "pipeline:2*ddp:2*tensor:2*expert:2", "pipeline:2*ddp:4*expert:2",
+        "pipeline:2*hybrid:2x2*expert:4", "hybrid:2x2*tensor:2*expert:2",
+    )  # fmt: skip
+    check_both(8, cases_of(dict.fromkeys(topologies, ("softmax", "sigmoid, over the step"))))

@@ -14,7 +14,7 @@ from lockstep.plan.rehearsal import rehearse
 from lockstep.plan.stages import rehearse_rank
 from lockstep.plan.tracker import Tracker
 from lockstep.plan.workload import Workload
-from lockstep.strategy import resolve
+from lockstep.strategy import parse_topology, resolve
 from lockstep.trainer import Trainer
 
 LENGTH, VOCABULARY, SAMPLES = 64, 256, 64
@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Dataset[Any]]] = {
     "bdh": (lambda: get_model("bdh")(**{**COMMON, "n_embd": 64}, mlp_multiplier=16), Tokens()),
     "transformer": (lambda: get_model("transformer")(**COMMON), Tokens()),
     "free_transformer": (lambda: get_model("free_transformer")(**COMMON, latent_bits=8), Tokens()),
+    "mixture": (lambda: get_model("mixture")(**COMMON, router="sigmoid", bias_rate=0.01, n_shared=1), Tokens()),
     "vae": (lambda: get_model("vae")(image_size=32, channels=1, latent_dim=32), Images()),
 }
 FSDP = ("full_shard", "shard_grad_op", "no_shard")
@@ -54,14 +55,16 @@ PIPELINES = ("GPipe", "1F1B")
 
 class Case(NamedTuple):
     model: str
-    strategy: str  # ddp, a sharding strategy, or a schedule
+    strategy: str  # ddp, a sharding strategy, a schedule, or a topology
     checkpointing: str
     accumulation: int = 2
     more: tuple[tuple[str, Any], ...] = ()
 
     def config(self) -> Config:
         settings: dict[str, Any] = {"distributed.strategy": "ddp"}
-        if self.strategy in FSDP:
+        if ":" in self.strategy:
+            settings = {f"distributed.{key}": value for key, value in parse_topology(self.strategy)[0].items()}
+        elif self.strategy in FSDP:
             settings = {"distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": self.strategy}
         elif self.strategy != "ddp":
             settings = {"distributed.strategy": "pipeline", "distributed.pipeline.schedule": self.strategy}
@@ -111,7 +114,7 @@ def predict(case: Case, ranks: int) -> list[int]:
     if layout.strategy == "pipeline":
         return [
             rehearse_rank(
-                work, config, layout, rank // layout.data_parallel_size, micro_batches=case.accumulation,
+                work, config, layout, rank * layout.pipeline // ranks, micro_batches=case.accumulation,
                 device_type="cpu",
             ).peak.total
             for rank in range(ranks)
@@ -119,10 +122,25 @@ def predict(case: Case, ranks: int) -> list[int]:
     return [rehearse(work, config, layout, micro_batches=case.accumulation, device_type="cpu").peak.total] * ranks
 
 
-def grid() -> list[Case]:
+# On four ranks: which models are cut how.
+AXES = {
+    "transformer": (
+        "tensor:4", "ddp:2*tensor:2", "fsdp:2*tensor:2", "pipeline:2*tensor:2", "context:4", "ddp:2*context:2",
+        "fsdp:2*context:2", "pipeline:2*context:2", "context:2*tensor:2",
+    ),
+    "mixture": (
+        "ddp:4*expert:2", "ddp:4*expert:4", "fsdp:4*expert:2", "fsdp:4*expert:4", "hybrid:2x2*expert:2",
+        "fsdp:2*tensor:2*expert:2", "pipeline:2*ddp:2*expert:2", "pipeline:2*fsdp:2*expert:2", "fsdp:2*tensor:2",
+    ),
+}  # fmt: skip
+
+
+def grid(ranks: int) -> list[Case]:
+    """Every model under every strategy; on four ranks, models cut along tensor, context and expert."""
+    strategies = dict.fromkeys(MODELS, ("ddp", *FSDP, *PIPELINES)) if ranks == 2 else AXES
     return [
-        Case(model, strategy, checkpointing, 2 if strategy not in PIPELINES else 4)
-        for model in MODELS
-        for strategy in ("ddp", *FSDP, *PIPELINES)
+        Case(model, strategy, checkpointing, 4 if strategy in PIPELINES or "pipeline" in strategy else 2)
+        for model, these in strategies.items()
+        for strategy in these
         for checkpointing in ("none", "full")
     ]

@@ -5,8 +5,9 @@ import pytest
 from lockstep.config import config_from
 from lockstep.costs.hardware import cluster_of
 from lockstep.costs.steps import Pieces
-from lockstep.plan.candidates import compression_advice, evaluate_layout, model_size_of
+from lockstep.plan.candidates import compression_advice, evaluate_layout
 from lockstep.plan.command import why
+from lockstep.plan.layouts import model_size_of
 from lockstep.plan.workload import workload_of
 from lockstep.strategy import resolve
 

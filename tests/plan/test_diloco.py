@@ -4,7 +4,8 @@ import pytest
 
 from lockstep.config import config_from
 from lockstep.costs.hardware import cluster_of
-from lockstep.plan.candidates import Candidate, candidates, evaluate_layout, model_size_of
+from lockstep.plan.candidates import Candidate, candidates, evaluate_layout
+from lockstep.plan.layouts import model_size_of
 from lockstep.plan.workload import workload_of
 
 SIZES = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 8192, "block_size": 16}

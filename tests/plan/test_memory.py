@@ -21,6 +21,10 @@ PART = [
     Case("vae", "no_shard", "none"),
     Case("free_transformer", "1F1B", "full", 4),
     Case("bdh", "GPipe", "none", 4),
+    Case("transformer", "tensor:2", "none"),
+    Case("transformer", "context:2", "full"),
+    Case("mixture", "ddp:2*expert:2", "none"),
+    Case("mixture", "fsdp:2*expert:2", "full"),
 ]
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from lockstep.config import load_config
 from lockstep.costs.hardware import cluster_of
-from lockstep.plan.candidates import evaluate_layout, largest_batch, model_size_of
+from lockstep.plan.candidates import evaluate_layout, largest_batch
+from lockstep.plan.layouts import model_size_of
 from lockstep.plan.workload import workload_of
 
 SMALL = """

@@ -87,7 +87,7 @@ def place(placement: PlacementContext) -> ParallelModel:
     shared = SharedSums(plan.across(), mesh.mesh.flatten(1).T.tolist(), cut.held.named_parameters)
     if p.reproducible:
         here = [part.index for part in cut.parts]
-        cut.trees = StageTrees(cut.held, uses, here, p.device, mesh, cut.dp_group, shared.group_of)
+        cut.trees = StageTrees(cut.held, uses, here, p.device, mesh, cut.dp_group, shared.group_of, p.experts)
     runner = _runner(p, cut, group, halves=halves)
     exact = p.reproducible
     explanations: list[Explain] = [
@@ -95,6 +95,8 @@ def place(placement: PlacementContext) -> ParallelModel:
         *([explain_kernel] if exact else []),
     ]
     assign = partial(assign_tree, even=True) if exact else assign_strided
+    if p.experts is not None:
+        p.experts.assign = assign
     return ParallelModel(
         layout=layout,
         parts=list(cut.parts),
@@ -129,7 +131,7 @@ def local_stages(p: PlacementContext, mesh: DeviceMesh, plan: PipelinePlan) -> L
         make_empty(held, p.device)
     cut = LocalStages(plan, held, parts, work, reshards_after_forward(layout, p.config))
     if layout.data_parallel_size > 1:
-        shard = partial(fsdp.shard_stage, mesh, p.config, device_type=p.device_type)
+        shard = partial(fsdp.shard_stage, mesh, p.config, device_type=p.device_type, experts=p.experts)
         cut.unit, lines = shard_stages(parts, held, units, shard, cut.frees)
         p.log_lines += lines
     return cut
@@ -151,6 +153,7 @@ def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, 
             dp_size,
             knows_batches=parts[0].is_first and (p.cuts is None or p.cuts.cut.rank == 0),
             device=objects_on,
+            together=p.experts is not None,
         ),
         make_schedule=partial(PipelineSchedule, plan.facts.name),
         padded=lambda count: plan.facts.padded(count, p.layout.pipeline, stages),

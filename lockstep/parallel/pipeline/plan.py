@@ -257,6 +257,8 @@ def splits_backward(plan: PipelinePlan, uses: Uses, config: StepConfig) -> tuple
         why = "blocks would be recomputed for each half"
     elif config.distributed.reproducible and uses.like:
         why = "sums of shared weights go to the stage before with the gradients of inputs"
+    elif (config.distributed.expert_size or 1) > 1:
+        why = "gradients of spread experts are taken once a backward pass"
     if not why:
         return True, []
     return False, [f"{plan.facts.name}: gradients of weights are computed with those of inputs, because {why}"]

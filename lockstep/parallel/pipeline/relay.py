@@ -184,7 +184,8 @@ class Agreement:
 
     Attributes:
         signatures: of each of this pipeline's micro-batches.
-        new: places in the run of micro-batches with signatures new to this pipeline, one for each signature.
+        new: places in the run of micro-batches with signatures new to this pipeline, one for each signature; where
+            pipelines run together, all places if any pipeline has new ones.
         anyone: whether any pipeline has new ones.
     """
 
@@ -200,11 +201,14 @@ class Shapes:
         dp_rank: which of the `dp_size` parallel pipelines this rank belongs to.
         knows_batches: this rank has the first stage.
         device: on which all ranks exchange small messages.
+        together: pipelines exchange rows of experts in each pass, so that all of them run the same number of passes.
     """
 
-    def __init__(self, dp_rank: int, dp_size: int, *, knows_batches: bool, device: torch.device) -> None:
+    def __init__(
+        self, dp_rank: int, dp_size: int, *, knows_batches: bool, device: torch.device, together: bool = False
+    ) -> None:  # fmt: skip
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._knows_batches, self._device = knows_batches, device
+        self._knows_batches, self._device, self._together = knows_batches, device, together
         self._seen: set[tuple[int, int]] = set()  # (dp_rank, signature)
         self._metas: dict[tuple[int, int], tuple[Metas, Metas]] = {}  # (signature, stage) → what it receives, sends
 
@@ -227,6 +231,8 @@ class Shapes:
         ]
         received = {(dp_rank, key) for dp_rank, keys in enumerate(rows) for key in keys}
         anyone = bool(received - self._seen)
+        if anyone and self._together:
+            new = list(range(len(mine)))
         self._seen |= received
         return Agreement(mine, new, anyone)
 

@@ -73,8 +73,11 @@ class Runner:
             _unshard(self.shared_unit)
         if self.trees is not None:
             self.trees.begin(accumulator.micro_batches_per_step)
-        for place, run in enumerate(runs, start=1):
-            self._start_run(run, [keys[micro_batch.index] for micro_batch in run], last=place == len(runs))
+        size = self.per_run or len(micro_batches)
+        for number, run in enumerate(runs):
+            if self.trees is not None:
+                self.trees.run, self.trees.places = run, range(number * size, (number + 1) * size)
+            self._start_run(run, [keys[micro_batch.index] for micro_batch in run], last=number == len(runs) - 1)
             self._schedule(len(run)).run()
         if self.shared_unit is not None:
             reduce_gradients(self.shared_unit)
@@ -85,8 +88,6 @@ class Runner:
     def _start_run(self, run: Sequence[MicroBatch], keys: Sequence[int], *, last: bool) -> None:
         self._run = run
         self.work.finish = self._loss
-        if self.trees is not None:
-            self.trees.run = run
         for stage in self.stages:
             metas = [self.shapes.of(key, stage.stage_index) for key in keys]
             stage.begin([received for received, _ in metas], [sent for _, sent in metas], reduces=last)

@@ -25,6 +25,7 @@ class Pipeline(Strategy):
     divides = frozenset({"replicate", "shard"})
     splits_model = True
     shares_batches = True
+    places_experts = True
 
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
         shard = config.shard_size or 1

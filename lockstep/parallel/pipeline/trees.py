@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lockstep.data.batches import MicroBatch
 from lockstep.mesh import local_chunk
 from lockstep.parallel.comm import all_gather_flat
+from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.parallel_model import local
 from lockstep.parallel.pipeline.stage_parameters import StageParameters
 from lockstep.parallel.reproducible.tree import Partials, TreeReduceScatter, clear_zero_signs, tree_assignment
@@ -68,6 +69,7 @@ class StageTrees:
         mesh: with the axes `replicate` and `shard`.
         dp_group: the ranks with the same stages; None where there is one pipeline.
         shared_groups: parameter → group of this pipeline's ranks that hold it, where there are several.
+        experts: those that the parallel pipelines share out, which have sums of their own.
     """
 
     held: StageParameters
@@ -77,7 +79,9 @@ class StageTrees:
     mesh: DeviceMesh
     dp_group: dist.ProcessGroup | None
     shared_groups: Mapping[str, dist.ProcessGroup]
+    experts: PlacedExperts | None = None
     run: Sequence[MicroBatch] = ()  # micro-batches of the schedule's run
+    places: range = range(0)  # of these in the step; without those that pad a run
     _partials: dict[int, Partials] = field(default_factory=dict)
     _leaves: int = 0
 
@@ -89,6 +93,8 @@ class StageTrees:
         """Begin a step of `leaves` micro-batches over all ranks."""
         self._leaves = leaves
         self._partials = {stage: Partials(leaves) for stage in self.stages}
+        if self.experts is not None:
+            self.experts.begin(leaves)
 
     # ---- what stages send: see `torch_stage.Leaves` ----
 
@@ -112,6 +118,9 @@ class StageTrees:
         micro_batch = self.run[place]
         if micro_batch.real:
             self._partials[stage].add(micro_batch.index, [sums.get(name) for name in self._complete[stage]])
+        if self.experts is not None:
+            at = self.places[place] if place < len(self.places) else None
+            self.experts.add_leaves(at, self._complete[stage])
         handed_on = [(name, sums.get(name)) for name in self.uses.crossing(stage - 1)]
         return tuple(
             torch.zeros_like(self.uses.like[name], device=self.device) if value is None else value.contiguous()

@@ -29,10 +29,12 @@ from lockstep.parallel.micro_step import MicroBatchPass
 from lockstep.parallel.parallel_model import local
 from lockstep.parallel.placement import GradientTree
 from lockstep.parallel.reproducible.tree import (
+    Node,
     Partials,
     TreeAllReduce,
     clear_zero_signs,
     leaves_of,
+    nodes_that_cover,
     tree_all_reduce,
     tree_assignment,
 )
@@ -215,13 +217,9 @@ class ShardTree(GradientTree):
 
     def before(self, run: MicroBatchPass) -> None:
         self.leaves, self.last = run.micro_batches_per_step, run.last
-        groups, replica = self._groups, self.replicas.rank()
-        of_groups = tree_assignment(self.leaves, self.replicas.size() * groups)[
-            replica * groups : (replica + 1) * groups
-        ]
-        each = self.shards.size() // groups
+        each = self.shards.size() // self._groups
         places = range(self._rounds * each, (self._rounds + 1) * each)
-        runs = [leaves_of(nodes) for nodes in of_groups]
+        runs = [leaves_of(nodes) for nodes in self._of_replica(self.replicas.rank())]
         self.round = [run[place] if place < len(run) else None for run in runs for place in places]
 
     def after(self, run: MicroBatchPass) -> None:
@@ -232,10 +230,17 @@ class ShardTree(GradientTree):
             for parameter in self._model.parameters():
                 parameter.grad = None  # held in the units' trees
 
-    @property
-    def nodes(self) -> Sequence[tuple[int, int]]:
-        """Nodes that this rank's replica runs in the step."""
-        return tree_assignment(self.leaves, self.replicas.size())[self.replicas.rank()]
+    def _of_replica(self, replica: int) -> Sequence[Sequence[Node]]:
+        """Return the nodes of each of a replica's groups."""
+        of_groups = tree_assignment(self.leaves, self.replicas.size() * self._groups)
+        return of_groups[replica * self._groups : (replica + 1) * self._groups]
+
+    def nodes(self) -> list[list[Node]]:
+        """Return the nodes that each replica runs in the step."""
+        return [
+            nodes_that_cover(set(leaves_of(node for nodes in self._of_replica(replica) for node in nodes)), self.leaves)
+            for replica in range(self.replicas.size())
+        ]
 
     def finish(self) -> None:
         """Complete the gradients after the last backward pass of a step."""
@@ -278,8 +283,10 @@ class _Unit:
         if not tree.last:
             return
         if tree.replicas.size() > 1:
-            sums = [None if (v := self.partials.take(node)) is None else v[0] for node in tree.nodes]
-            tree_all_reduce(sums, reduced, tree.leaves, tree.replicas)
+            nodes = tree.nodes()
+            held = [self.partials.take(node) for node in nodes[tree.replicas.rank()]]
+            sums = [None if values is None else values[0] for values in held]
+            tree_all_reduce(sums, reduced, tree.leaves, tree.replicas, nodes)
         elif tree.shards.size() == 1:
             self._write(reduced)
 

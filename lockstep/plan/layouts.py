@@ -1,0 +1,132 @@
+"""Lists the layouts that a plan considers: strategies, and sizes of the axes tensor, context and expert."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from lockstep.config import Config
+from lockstep.costs.hardware import GpuCluster
+from lockstep.costs.steps import ModelSize
+from lockstep.errors import UsageError
+from lockstep.layout import Layout
+from lockstep.models.protocol import blocks_of, offered, pipeline_segments_of
+from lockstep.parallel.comm.compression import sent_numbers
+from lockstep.parallel.expert import parameters_of_experts
+from lockstep.parallel.fsdp_units import units_of
+from lockstep.parallel.tensor_cuts import plan_of
+from lockstep.plan.workload import Workload
+from lockstep.strategy import known_strategies, resolve
+
+LARGE = 5e9  # parameters
+LONG = 32_768  # tokens in a sample from which cut sequences are considered
+SHARE = 8_192  # of them that are left to a rank
+_AXES = ("tensor", "context", "expert")
+_NO_SIZES = {f"distributed.{axis}_size": None for axis in ("pipeline", "replicate", "shard")}  # the config has the rest
+_OPTIMIZER_BYTES = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0}
+
+
+def model_size_of(work: Workload, config: Config) -> ModelSize:
+    """Return the sizes of a config's model that do not depend on its layout."""
+    model = work.description
+    blocks = blocks_of(model)
+    units = units_of(model, config.distributed.fsdp, blocks)
+    held = sum(p.numel() for _, unit in units for p in unit.parameters())
+    optimizer = _OPTIMIZER_BYTES.get(config.training.optimizer, 0.0)
+    if config.training.optimizer_args.get("momentum"):
+        optimizer = 4.0
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    low_rank = sent_numbers(shapes, "powersgd", config.distributed.ddp.compression.rank)
+    return ModelSize(
+        sum(p.numel() for p in model.parameters()), len(blocks), len(pipeline_segments_of(model) or []), len(units),
+        held / len(units) if units else 0.0, optimizer, 4 * low_rank,
+        sum(p.numel() for p in parameters_of_experts(model)),
+    )  # fmt: skip
+
+
+def modes(facts: ModelSize, config: Config) -> list[str]:
+    """Return the modes of checkpointing, the one with the least memory first."""
+    if not facts.blocks:
+        return ["none"]
+    asked = config.training.gradient_checkpointing
+    return ["full", *([asked] if asked not in ("full", "none") else []), "none"]
+
+
+def layouts(
+    work: Workload, facts: ModelSize, config: Config, cluster: GpuCluster, *, low: bool, pipelines: bool
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Yield the layouts to plan, as keys of the config.
+
+    Args:
+        low: whether to include bf16 weights.
+        pipelines: whether to include pipelines.
+    """
+    low &= cluster.gpu.has_bf16 and config.precision.mode == "bf16" and not config.distributed.reproducible
+    narrow = {"precision.param_dtype": "bf16"}
+    # Autocast keeps copies of fp32 weights; for large models only weights gathered in bf16 are useful.
+    widths = [narrow] if low and facts.parameters > LARGE else [{}, narrow] if low else [{}]
+    for axes in axes_to_plan(work, facts, config, cluster):
+        sizes = [axes.get(f"distributed.{a}_size", getattr(config.distributed, f"{a}_size")) or 1 for a in _AXES]
+        tensor, context, expert = sizes
+        held = replace(facts, parameters=facts.parameters // tensor)
+        for strategy in known_strategies(config.distributed.strategy):
+            if strategy.splits_model and not pipelines:
+                continue
+            if (tensor * context > 1 and not strategy.shares_batches) or (expert > 1 and not strategy.places_experts):
+                continue
+            for layout in strategy.layouts_to_plan(held, config.step, cluster.of_batch_groups(tensor * context)):
+                try:
+                    cuts = strategy.cuts_parameters(layout_of(config, cluster, layout | axes))
+                except UsageError:  # the ranks that are left can't share out experts
+                    continue
+                if not cuts or expert > 1:  # parameters of experts are not gathered, and so not cast
+                    yield layout | axes
+                else:
+                    yield from (layout | axes | width for width in (widths[-1:] if strategy.splits_model else widths))
+
+
+def axes_to_plan(
+    work: Workload, facts: ModelSize, config: Config, cluster: GpuCluster
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Yield the sizes of the axes tensor, context and expert to plan with, as keys of the config.
+
+    Where the config has one of them, only that. Else also: layers of a large model cut inside of a node, long samples
+    over as many ranks as leave each of them `SHARE` tokens, experts spread inside of a node and as far as they go.
+    """
+    distributed, gpus, model = config.distributed, cluster.num_gpus, work.description
+    yield {}
+    if gpus == 1 or any(getattr(distributed, f"{axis}_size") for axis in _AXES):
+        return
+    context, tokens = 1, work.tokens_per_sample()
+    if tokens >= LONG and offered(model, "context_plan") is not None:
+        context = _power_of_two(tokens // SHARE, gpus)
+        if distributed.reproducible and distributed.context_blocks % context:
+            context = 1
+    long = {"distributed.context_size": context} if context > 1 else {}
+    if long:
+        yield long
+    tensor = _power_of_two(cluster.per_node, gpus // context)
+    if facts.parameters > LARGE and tensor > 1 and plan_of(model) is not None:
+        yield {"distributed.tensor_size": tensor, **long}
+    experts = next((p.shape[0] for p in parameters_of_experts(model) if p.ndim), 1)
+    for size in sorted({math.gcd(experts, cluster.per_node), math.gcd(experts, gpus)} - {1}):
+        yield {"distributed.expert_size": size}
+
+
+def _power_of_two(most: int, of: int) -> int:
+    """Return the largest power of two that is at most `most` and divides `of`."""
+    return max(1 << power for power in range(max(1, most).bit_length()) if of % (1 << power) == 0)
+
+
+def layout_of(config: Config, cluster: GpuCluster, changes: dict[str, Any]) -> Layout:
+    """Return the layout of a config with these changes on all GPUs.
+
+    Raises:
+        UsageError: sizes do not fit.
+    """
+    return resolve(with_layout(config, changes).distributed, cluster.num_gpus, cluster.per_node)
+
+
+def with_layout(config: Config, changes: dict[str, Any]) -> Config:
+    """Return the config with these changes in place of its sizes of pipeline, replicate and shard."""
+    return config.replaced(_NO_SIZES | changes)
