@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from lockstep.config import Config
@@ -74,7 +75,9 @@ def layouts(
                 continue
             if (tensor * context > 1 and not strategy.shares_batches) or (expert > 1 and not strategy.places_experts):
                 continue
-            for layout in strategy.layouts_to_plan(held, config.step, cluster.of_batch_groups(tensor * context)):
+            groups = cluster.of_batch_groups(tensor * context)
+            of_strategy = strategy.layouts_to_plan(held, config.step, groups)
+            for layout in islice(of_strategy, 1) if axes else of_strategy:  # one of each: a plan is wanted soon
                 try:
                     cuts = strategy.cuts_parameters(layout_of(config, cluster, layout | axes))
                 except UsageError:  # the ranks that are left can't share out experts
