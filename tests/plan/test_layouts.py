@@ -69,7 +69,8 @@ def test_what_experts_over_ranks_save_and_send() -> None:
     held = 4 * (size.parameters - size.expert_parameters * 3 / 4)
     assert abs(spread.memory["optimizer"] / (2 * held) - 1) < 0.01 > abs(spread.memory["parameters"] / held - 1)
     assert spread.needed < plain.needed
-    rows = 2 * 2 * 32 * 2 * 2 * 64 * 4 * 3 / 4 * 2  # passes × exchanges × positions × top_k × samples × bytes, of 2 layers
+    # passes × exchanges × positions × top_k × samples × bytes × layers, of which 3 of 4 leave
+    rows = 2 * 2 * 32 * 2 * 2 * (64 * 4) * 2 * 3 / 4
     dense = 2 * 4 * (size.parameters - size.expert_parameters) * 3 / 4
     assert spread.step.inside == pytest.approx(rows + dense, rel=0.02)
 
