@@ -5,6 +5,7 @@ python -m benchmarks.choosing > docs/choosing.md
 
 from lockstep.costs.hardware import GPUS
 from lockstep.plan import Sharding, calculate_resources
+from lockstep.plan.layouts import LARGE, LONG, SHARE
 
 SIZES = (("< 1B", 0.5e9), ("1B – 7B", 3e9), ("7B – 70B", 13e9), ("> 70B", 100e9))
 MEMORIES = (8, 16, 24)
@@ -51,6 +52,21 @@ def page() -> str:
         "A parameter takes 16 bytes: weight, gradient and Adam's two moments, in fp32. `ddp` keeps all of them on",
         "every GPU, `fsdp` a share. A model of 7 billion parameters (104 GiB of state) fits none of these GPUs unless",
         "it is sharded, or cut into the stages of a pipeline.",
+        "",
+        "## What else can be cut",
+        "",
+        "| key | what it cuts | when | among what `lockstep plan` considers |",
+        "|---|---|---|---|",
+        "| `tensor_size` | each layer, over neighbours | a layer's parameters and activations fill a GPU, or there are "
+        f"more GPUs than samples in a global batch | above {LARGE / 1e9:.0f}B parameters, inside of a node |",
+        "| `context_size` | each sequence | activations of one sequence fill a GPU | "
+        f"from {LONG:,} positions, until a rank has {SHARE:,} |",
+        "| `expert_size` | the experts of a mixture | experts are most of the parameters | inside of a "
+        "node, and as far as experts or GPUs go |",
+        "| `pipeline_size` | the chain of layers | the link between nodes is slow, or there are very many GPUs | "
+        "the fewest stages whose parameters and gradients fit |",
+        "",
+        "All go together: `pipeline:4*fsdp:8*tensor:8`. `lockstep plan` takes a size that the config has as given.",
         "",
         "## The largest model that one GPU trains",
         "",

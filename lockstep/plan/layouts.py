@@ -15,7 +15,7 @@ from lockstep.models.protocol import blocks_of, offered, pipeline_segments_of
 from lockstep.parallel.comm.compression import sent_numbers
 from lockstep.parallel.expert import parameters_of_experts
 from lockstep.parallel.fsdp_units import units_of
-from lockstep.parallel.tensor_cuts import plan_of
+from lockstep.parallel.tensor_plan import plan_of
 from lockstep.plan.workload import Workload
 from lockstep.strategy import known_strategies, resolve
 

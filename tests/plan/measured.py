@@ -122,6 +122,13 @@ def predict(case: Case, ranks: int) -> list[int]:
     return [rehearse(work, config, layout, micro_batches=case.accumulation, device_type="cpu").peak.total] * ranks
 
 
+def errors_of(case: Case, predicted: list[int], measured: list[int]) -> list[float]:
+    """Of each rank; where loads of experts differ, of the mean over ranks."""
+    if "expert" in case.strategy:
+        return [sum(predicted) / sum(measured) - 1]
+    return [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
+
+
 # On four ranks: which models are cut how.
 AXES = {
     "transformer": (
