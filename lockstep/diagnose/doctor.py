@@ -227,6 +227,25 @@ def clocks(facts: Sequence[dict[str, Any]]) -> list[Finding]:
     return lines or [Finding(GOOD, "clocks", text)]
 
 
+def axes(config: Any, facts: Sequence[dict[str, Any]]) -> list[Finding]:
+    """Check that the sizes of the axes fit the ranks, and that those which send in every layer stay on a machine."""
+    from lockstep.strategy import AUTO, resolve
+
+    if config is None or config.distributed.strategy == AUTO:
+        return []
+    machines = [one["machine"] for one in facts]
+    try:
+        layout = resolve(config.distributed, len(facts), machines.count(machines[0]))
+    except UsageError as error:
+        return [Finding(BAD, "axes", error.what, error.fix or "")]
+    for axis, size in (("tensor", layout.tensor), ("context", layout.same_batch_size)):
+        groups = [machines[start : start + size] for start in range(0, len(machines), size)]
+        if any(len(set(group)) > 1 for group in groups):
+            found = f"{size} ranks that exchange activations in every layer lie on several machines"
+            return [Finding(WARN, "axes", found, f"write an {axis}_size that divides {machines.count(machines[0])}")]
+    return [Finding(GOOD, "axes", str(layout))]
+
+
 def all_reduce(device: Any, link: float | None) -> list[Finding]:
     """Check that a sum over ranks is right, and measure its speed by message size; all ranks call it.
 
@@ -321,6 +340,7 @@ def examine(
     own |= disk(run_directory, exchange, facts.local_rank == 0)
     everybody = exchange.all(own)
     report(line for verdict in ALL for line in verdict(everybody))
+    report(axes(config, everybody))
     route, address = _route(exchange, everybody)
     report(route)
     report(ports(exchange, address, everybody))

@@ -205,8 +205,10 @@ TRAINING = (
     KnownError(
         "shapes do not fit",
         r"shapes cannot be multiplied|the size of tensor a \(\d+\) must match|shape '.*' is invalid for input",
-        "the batch has another shape than the model was built for",
-        "compare the batch's shape with the model's arguments (block_size, image_size): `lockstep config show`",
+        "the batch has another shape than the model was built for; or a layer that is cut over tensor_size ranks is "
+        "followed by code that counts on all of its heads or units",
+        "compare the batch's shape with the model's arguments (block_size, image_size): `lockstep config show`; "
+        "between cut layers view(…, -1, head_width) takes any number of heads",
     ),
     KnownError(
         "index out of range",

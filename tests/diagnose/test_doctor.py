@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lockstep.diagnose import BAD, doctor, verdicts
+from lockstep.config import config_from
+from lockstep.diagnose import BAD, GOOD, WARN, doctor, verdicts
 from lockstep.diagnose.verdicts import code_digest, own_facts
 from tests.launch.shared import finish, lockstep, start
 from tests.ranks import free_port
@@ -50,6 +51,24 @@ def test_a_run_directory_that_cannot_be_written_is_a_line(tmp_path: Path) -> Non
     facts = {"local_rank": 0, "machine": "m", "host": "h", "rank": 0, "disk": None}
     line = next(verdicts.disk([facts | doctor.disk(place, exchange, rank_of_machine=True)]))
     assert (line.status, line.found) == (BAD, f"the run directory can't be written: Not a directory: {place}")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "machines", "status", "found"),
+    [
+        ({"strategy": "ddp", "tensor_size": 2}, "aabb", GOOD, "ddp:2*tensor:2"),
+        ({"strategy": "ddp", "tensor_size": 2}, "aaabbb", WARN, "2 ranks that exchange activations in every layer"),
+        ({"strategy": "ddp", "context_size": 2, "tensor_size": 2}, "aabb", WARN, "4 ranks that exchange activations"),
+        ({"strategy": "ddp", "tensor_size": 3}, "aabb", BAD, "tensor_size=3 does not divide the number of ranks, 4"),
+    ],
+)
+def test_axes_that_send_in_every_layer_stay_on_a_machine(
+    sizes: dict[str, object], machines: str, status: str, found: str
+) -> None:
+    config = config_from({f"distributed.{key}": value for key, value in sizes.items()})
+    (line,) = doctor.axes(config, [{"machine": machine} for machine in machines])
+    assert line.status == status
+    assert found in line.found
 
 
 def test_one_process_says_so_and_the_lines_are_for_people(tmp_path: Path) -> None:
