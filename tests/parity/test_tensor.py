@@ -80,6 +80,19 @@ def test_every_model_on_every_product_of_axes(ranks: int) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_families_of_hugging_face() -> None:
+    """All whose plan Lockstep follows, and which are not among the cases above."""
+    small = {"vocab_size": 64, "pad_token_id": 0}
+    further: dict[str, dict[str, Any]] = {
+        "ernie4_5": {"head_dim": 8}, "gemma2": {"head_dim": 8}, "gemma3_text": {"head_dim": 8},
+        "phi": {"num_key_value_heads": 4}, "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, WIDTHS[0]: 16},
+        **{name: {} for name in ("cohere", "granite", "mistral", "smollm3")},
+    }  # fmt: skip
+    check_both(2, [("tensor:2", f"hf:{name}", {}, 2, small | args) for name, args in further.items()])
+
+
+@pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_three_axes() -> None:
     """2 × 2 × 2 of pipeline, shards or replicas, and tensor."""
