@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
     from lockstep.trainer.average import WeightAverage
     from lockstep.trainer.placed_model import place
+    from lockstep.verify.watch import observe
 
 _HOME = {
     "Config": "lockstep.config",
     "Trainer": "lockstep.trainer",
     "get_model": "lockstep.models",
     "WeightAverage": "lockstep.trainer.average",
+    "observe": "lockstep.verify.watch",
     "place": "lockstep.trainer.placed_model",
     "spawn": "lockstep.launch.spawn",
     "DistributedSampler": "lockstep.data.order",
@@ -50,6 +52,7 @@ __all__ = [
     "get_model",
     "is_main_process",
     "local_rank",
+    "observe",
     "place",
     "rank",
     "setup",

@@ -20,8 +20,8 @@ from tests.house import imports, tree
 
 # Of the standard library, of named tuples, and of transformers.
 OTHERS = {
-    "_exit", "_getframe", "_inheriting", "_actions", "_option_string_actions", "_asdict", "_replace", "_fields",
-    "_no_split_modules",
+    "_current_frames", "_exit", "_getframe", "_inheriting", "_actions", "_option_string_actions", "_asdict", "_replace",
+    "_fields", "_no_split_modules",
 }  # fmt: skip
 # What every tensor, module, optimizer and hook has: on anything but `self` these are torch's, whoever else has such.
 _TORCHS = {

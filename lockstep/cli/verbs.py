@@ -55,6 +55,8 @@ def launch(argv: list[str]) -> int:
         "--output-dir", metavar="DIR", type=Path, help="logs go to DIR/logs (default: runs/<SCRIPT's name>)"
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
+    text = "say what contradicts a right training loop; look at parameters every N steps (default: 100)"
+    parser.add_argument("--watch-training", metavar="N", nargs="?", type=int, const=100, help=text)
     parser.add_argument("script", metavar="SCRIPT", nargs="?")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
     given = parser.parse(argv, until_script=True)
@@ -66,6 +68,14 @@ def launch(argv: list[str]) -> int:
     if given.module and given.no_python:
         raise UsageError("a module is run by Python", where="-m and --no-python", fix="leave one of them out")
     output = given.output_dir or Path("runs", Path(given.script).stem)
+    if given.watch_training is not None:
+        from lockstep.verify.injection import inject
+
+        if given.watch_training < 1:
+            raise UsageError(
+                f"--watch-training {given.watch_training} is not a number from 1 on", fix="leave it out: 100"
+            )
+        inject(LOCKSTEP_WATCHED_TRAINING=str(given.watch_training))
     return launch_script(
         given.script,
         given.arguments,
@@ -240,7 +250,8 @@ def verify(argv: list[str]) -> int:
         "Prove that topologies take the steps that one process takes: the same samples, loss, gradients and values, "
         "up to the order of summation, or in every bit with distributed.reproducible=true. If they do not, report "
         "the first difference and its cause, and exit with 1. CONFIG may be anybody's training script: SCRIPT.py "
-        "[--nproc-per-node 1,2,4] [--steps N] [--json] [-- ARGS …], where {n} in ARGS is the number of ranks.",
+        "[--nproc-per-node 1,2,4] [--steps N] [--json] [-- ARGS …], where {n} in ARGS is the number of ranks; or a "
+        'command, as in lockstep verify "accelerate launch --num_processes {n} train.py" --ranks 1,2.',
     )
     add_config(parser)
     parser.add_argument(
@@ -248,13 +259,13 @@ def verify(argv: list[str]) -> int:
         help="ddp:2, fsdp:4, hybrid:2x2, pipeline:2*fsdp:2 … (default: ddp:2, fsdp:2 and the config's own strategy)",
     )  # fmt: skip
     text = "of a script: numbers of ranks, each compared with one process (default: 2)"
-    parser.add_argument("--nproc-per-node", metavar="N,…", help=text)
+    parser.add_argument("--nproc-per-node", "--ranks", metavar="N,…", help=text)
     text = "how many steps are compared (default: 5, of a script 3)"
     parser.add_argument("--steps", metavar="N", type=int, help=text)
     parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
     end = argv.index("--") if "--" in argv else len(argv)
     given = parser.parse(argv[:end])
-    if given.words and given.words[0].endswith(".py"):
+    if given.words and (given.words[0].endswith(".py") or len(given.words[0].split()) > 1):
         from lockstep.verify import script
 
         arguments = [*given.words[1:], *argv[end + 1 :]]

@@ -11,3 +11,11 @@ from typing import Any
 import torch.nn.functional as F
 
 NAMES: dict[str, Any] = vars(F)
+
+
+def is_mean(loss: Any) -> bool:
+    """Return whether a loss is a mean as a loss function, or `mean()`, returns it: nothing divides or weighs it."""
+    node = loss.grad_fn
+    if node is None:
+        return False
+    return node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1

@@ -1,13 +1,15 @@
 """`lockstep verify SCRIPT.py` as docs/how_to/verify_any_script.md has it: right scripts and wrong ones on two ranks."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.cli import main
+from lockstep.errors import UsageError
 from lockstep.verify.script.command import text, verify_script
-from lockstep.verify.script.judge import ScriptOutcome
+from lockstep.verify.script.outcome import ScriptOutcome
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -49,6 +51,95 @@ def test_shards(kind: str, found: dict[str, bool]) -> None:
     assert kinds(outcome) == found
 
 
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["tensor"], {}),
+        (["pipeline"], {}),
+        (["by hand"], {}),
+        (["by hand", "forget"], {"gradient synchronisation": True}),
+        (["tensor", "norm"], {"sum of gradients": True}),
+        (["pipeline", "scale"], {"sum of gradients": True}),
+    ],
+)
+def test_models_that_are_cut(arguments: list[str], found: dict[str, bool]) -> None:
+    """Ranks that share a model read the same samples, and that is right; parts are joined for one process."""
+    outcome = judged("cut.py", *arguments)
+    assert kinds(outcome) == found
+
+
+@pytest.mark.full
+def test_a_model_that_is_cut_and_sharded() -> None:
+    (outcome,) = verify_script(str(SCRIPTS / "cut.py"), ["fsdp and tensor"], [4], steps=2)
+    assert outcome.passed, text("cut.py", [outcome])
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "says"),
+    [
+        ("collective", "hang", "rank 0 calls barrier (0 elements, "),
+        ("uneven", "uneven steps", "rank 1 has ended after 1 step, and others wait for it: rank 0 waits at "),
+        ("crash", "crash", "the script runs as one process, and not on 2 ranks: rank 1 of 2 failed: IndexError"),
+    ],
+)
+def test_scripts_that_hang_or_crash(how: str, kind: str, says: str) -> None:
+    """It says where each rank waits, soon after none of them computes any more."""
+    (outcome,) = verify_script(str(SCRIPTS / "hanging.py"), [how], [2], steps=3)
+    assert not outcome.passed
+    assert [found.kind for found in outcome.causes] == [kind]
+    assert says in outcome.causes[0].text
+    assert "✗" in text("hanging.py", [outcome])
+
+
+def test_a_script_of_lightning() -> None:
+    """Its optimizer computes the gradients in a closure; as it is documented, it passes."""
+    pytest.importorskip("lightning", reason="Lightning is not installed: pip install lightning")
+    outcome = judged("lightened.py", "{n}")
+    assert (outcome.framework, kinds(outcome)) == ("Lightning", {})
+    assert kinds(judged("lightened.py", "{n}", "unsharded")) == {"samples": True}
+
+
+def test_a_command_in_place_of_a_script() -> None:
+    command = (
+        f"{sys.executable} -m torch.distributed.run --nproc-per-node {{n}} --master-port 0 {SCRIPTS}/replicas.py sum"
+    )
+    (outcome,) = verify_script(command, [], [2], steps=2)
+    assert kinds(outcome) == {"sum of gradients": True}, text(command, [outcome])
+    with pytest.raises(UsageError, match=r"has no \{n\}"):
+        verify_script("torchrun train.py", [], [2], steps=2)
+    (outcome,) = verify_script("no-such-launcher {n}", [], [2], steps=2)
+    assert "no-such-launcher can't be run" in outcome.failed
+    (outcome,) = verify_script(f"{sys.executable} -c exit({{n}})", [], [2], steps=2)
+    assert "the command ended with code 2" in outcome.failed
+
+
+def test_a_part_of_a_script_is_compared(tmp_path: Path) -> None:
+    """`with lockstep.observe():` leaves out what comes before it."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, torch.distributed as dist, lockstep\n"
+        "from torch import nn\n"
+        "dist.init_process_group('gloo')\n"
+        "torch.manual_seed(0)\n"
+        "inputs = torch.randn(64, 4)\n"
+        "def train(model, steps):\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    for step in range(steps):\n"
+        "        part = inputs[8 * step : 8 * step + 8].chunk(dist.get_world_size())[dist.get_rank()]\n"
+        "        model(part).square().mean().backward()\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+        "model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))\n"
+        "train(model.module, 1 if dist.get_world_size() == 1 else 0)\n"
+        "with lockstep.observe():\n"
+        "    train(model, 2)\n"
+        "raise SystemExit('not reached')\n"
+    )
+    (outcome,) = verify_script(str(script), [], [2], steps=5)
+    assert outcome.passed, text("train.py", [outcome])
+    assert outcome.steps == 2
+
+
 def test_a_loop_of_accelerate_is_explained_in_its_words(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["verify", str(SCRIPTS / "accelerated.py"), "--nproc-per-node", "1,2", "--steps", "2", "--json"]
     assert main(arguments) == 1
@@ -58,7 +149,8 @@ def test_a_loop_of_accelerate_is_explained_in_its_words(capsys: pytest.CaptureFi
     assert "device_specific=True" in fixes["random numbers"]
     assert "accelerator.gather" in fixes["loss normalisation"]
     assert world["columns"] == {
-        "samples": "✓", "random numbers": "✗", "first values": "✓", "settings": "✓", "gradients": "✗", "weights": "✗",
+        "loop": "✓", "samples": "✓", "random numbers": "✗", "first values": "✓", "settings": "✓", "gradients": "✗",
+        "weights": "✗",
     }  # fmt: skip
 
 

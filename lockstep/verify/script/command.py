@@ -1,6 +1,7 @@
 """Runs `lockstep verify SCRIPT.py …`, and formats its verdict as a table or as JSON."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from lockstep.scratch import temporary
-from lockstep.verify.script.causes import ScriptCause
-from lockstep.verify.script.judge import COLUMNS, ScriptOutcome, judge_script
-from lockstep.verify.script.runs import ScriptRuns
+from lockstep.verify.script.fixes import ScriptCause
+from lockstep.verify.script.judge import judge_script
+from lockstep.verify.script.outcome import COLUMNS, ScriptOutcome
+from lockstep.verify.script.runs import CommandRuns, ScriptRuns
 
 DEFAULT_STEPS = 3
 _HEADINGS = ("ranks", *COLUMNS, "")
@@ -33,8 +35,14 @@ def run(script: str, arguments: Sequence[str], *, ranks: str | None, steps: int 
 
 
 def verify_script(script: str, arguments: Sequence[str], ranks: Sequence[int], *, steps: int) -> list[ScriptOutcome]:
-    """Compare a script on each number of ranks with one process."""
-    if not Path(script).is_file():
+    """Compare a script, or a command in which `{n}` stands for the number of ranks, with one process."""
+    is_command = len(script.split()) > 1
+    if is_command and not re.search(r"\{(\d+/)?n\}", script):
+        raise UsageError(
+            f"the command {script!r} has no {{n}}, which stands for the number of ranks",
+            fix='write it, as in lockstep verify "torchrun --nproc-per-node {n} train.py" --ranks 1,2',
+        )
+    if not is_command and not Path(script).is_file():
         raise UsageError(f"there is no script {script}", fix="name a Python file that trains")
     if steps < 1:
         raise UsageError(f"--steps {steps} compares nothing", fix="write a number from 1 on")
@@ -47,7 +55,12 @@ def verify_script(script: str, arguments: Sequence[str], ranks: Sequence[int], *
     outcomes = []
     for number in ranks:
         with temporary("verify-script") as folder:
-            outcomes.append(judge_script(ScriptRuns(script, arguments, steps, folder, report), number))
+            runs = (
+                CommandRuns(script, steps, folder, report)
+                if is_command
+                else ScriptRuns(script, arguments, steps, folder, report)
+            )
+            outcomes.append(judge_script(runs, number))
     return outcomes
 
 

@@ -1,96 +1,44 @@
 """Compares a script's steps on several ranks with those of one process that is given the same samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lockstep.errors import LockstepError, RunError
-from lockstep.verify.script.causes import (
-    EXACT,
-    UNKNOWN,
+from lockstep.verify.script.fixes import UNKNOWN, ScriptCause, cause
+from lockstep.verify.script.gradients import (
     GradientEvidence,
-    ScriptCause,
     Vector,
     accumulation_cause,
-    cause,
-    gradient_cause,
+    computation_cause,
+    coupling_cause,
+    reduction_cause,
     relative,
+    shared_cause,
+    sizes_of,
+    vector,
+    weighing_cause,
+)
+from lockstep.verify.script.outcome import ScriptDifference, ScriptOutcome
+from lockstep.verify.script.ranks import (
+    hang_cause,
+    is_cut_by_script,
+    loop_causes,
     replicas_cause,
     seen_on_ranks,
     settings_cause,
+    uneven_steps,
 )
-from lockstep.verify.script.record import LOCKSTEP, TORCH, Pieces, ScriptRecord, Tensors, by_rank
-from lockstep.verify.script.runs import Feed, ScriptRuns, is_stored, one_after_another, step_batches, united
+from lockstep.verify.script.record import LOCKSTEP, RecordedStep, ScriptRecord, World
+from lockstep.verify.script.runs import Feed, HangError, ScriptRuns, is_stored, one_after_another, step_batches, united
 
-COLUMNS = ("samples", "random numbers", "first values", "settings", "gradients", "weights")
 _ROUNDING = 2e-5  # relative difference that needs no explanation in float32
 _ROUNDING_16 = 2e-2  # the same for parameters of 16 bits
 _CEILING = 1e-2  # a difference above it is never rounding
 _NUDGES = 10.0  # how many times as far as changed last bits do a difference may be
 _MOST_PARTS = 8  # processes that are started for the parts of one step
-_STEP_COLUMNS = ("gradients", "weights")  # in the order in which a step computes them
-
-
-@dataclass
-class ScriptDifference:
-    """The first difference: `aspect` is a column, `relative` its size."""
-
-    step: int
-    aspect: str
-    name: str
-    relative: float
-    rank: int | None = None
-
-
-@dataclass
-class ScriptOutcome:
-    """Steps of a script on a number of ranks, compared with one process.
-
-    Attributes:
-        steps: number of steps that were compared.
-        framework: whose loop it is.
-        first: the first difference that is left when random numbers, first values and settings are equal.
-        rounding: the largest difference of a gradient that is none.
-        causes: of this and of other differences.
-        notices: what the comparison takes for granted.
-        failed: the error, if the script could not be run.
-        not_judged: why gradients and weights can't be compared; empty: they were.
-    """
-
-    ranks: int
-    steps: int = 0
-    framework: str = TORCH
-    first: ScriptDifference | None = None
-    rounding: float = 0.0
-    causes: list[ScriptCause] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-    failed: str = ""
-    not_judged: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """Return whether the ranks train what one process trains, but for what is other by nature."""
-        return not self.failed and not self.not_judged and not any(found.is_error for found in self.causes)
-
-    def mark(self, column: str) -> str:
-        """Return the table's sign for a column."""
-        if self.failed or self.framework == LOCKSTEP:
-            return "-"
-        if column not in _STEP_COLUMNS:
-            found = [one for one in self.causes if one.column == column]
-            return "✓" if not found else "✗" if any(one.is_error for one in found) else "≈"
-        if self.not_judged:
-            return "?"
-        found = [one for one in self.causes if one.column in _STEP_COLUMNS]
-        if not found:
-            return "✓"
-        first = self.first.aspect if self.first is not None else _STEP_COLUMNS[0]
-        if _STEP_COLUMNS.index(column) < _STEP_COLUMNS.index(first):
-            return "✓"
-        return "✗" if any(one.is_error for one in found) else "≈"
 
 
 def judge_script(runs: ScriptRuns, ranks: int) -> ScriptOutcome:
@@ -98,9 +46,25 @@ def judge_script(runs: ScriptRuns, ranks: int) -> ScriptOutcome:
     outcome = ScriptOutcome(ranks)
     try:
         _Judgement(runs, outcome).judge()
+    except HangError as hang:
+        framework = next((record.framework for record in hang.records if record is not None), outcome.framework)
+        outcome.causes.append(hang_cause(hang.records, hang.places, framework))
+        outcome.failed = outcome.causes[-1].text
     except LockstepError as error:
         outcome.failed = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        _add_crash(runs, outcome, str(error).splitlines()[0])
     return outcome
+
+
+def _add_crash(runs: ScriptRuns, outcome: ScriptOutcome, text: str) -> None:
+    """Say whether one process runs what several ranks don't."""
+    try:
+        runs.alone("as it is, since the ranks failed", [{}])
+    except LockstepError:
+        outcome.notices.append("one process fails, too")
+    else:
+        text = f"the script runs as one process, and not on {outcome.ranks} ranks: {text}"
+        outcome.causes.append(ScriptCause("crash", text, "the script's own error"))
 
 
 class _Judgement:
@@ -109,6 +73,8 @@ class _Judgement:
     def __init__(self, runs: ScriptRuns, outcome: ScriptOutcome) -> None:
         self.runs, self.outcome, self.ranks = runs, outcome, outcome.ranks
         self.records: list[ScriptRecord] = []
+        self.world = World([])
+        self.joined: dict[str, int] = {}
         self.folder = Path()
         self.rounding = _ROUNDING
         self.given: dict[str, Any] = {}  # what each run of one process is given, but for its samples
@@ -116,7 +82,7 @@ class _Judgement:
 
     def judge(self) -> None:
         outcome = self.outcome
-        self.folder, self.records = self.runs.world(self.ranks, "as it is")
+        self._take("as it is")
         steps = min(len(record.steps) for record in self.records)
         if not steps:
             raise RunError(
@@ -131,7 +97,11 @@ class _Judgement:
                 "Python, lockstep.verify.verify takes a function that makes model and data"
             )
             return
-        outcome.causes += seen_on_ranks(self.records)
+        outcome.causes += loop_causes(self.records)
+        outcome.causes += self._seen_on_ranks()
+        uneven = uneven_steps(self.records, outcome.framework)
+        if uneven is not None:
+            outcome.causes.append(uneven)
         self._undo()
         reference = self._reference()
         if reference is None:
@@ -143,16 +113,35 @@ class _Judgement:
         if not outcome.not_judged and self.records[0].passes[0] > 1:
             self._check_accumulation(reference)
 
+    def _take(self, what: str, **changes: Any) -> None:
+        """Run the ranks, whose records are judged from now on."""
+        self.folder, self.records = self.runs.world(self.ranks, what, **changes)
+        self.world = World(self.records, self.joined)
+
+    def _seen_on_ranks(self) -> list[ScriptCause]:
+        """Return what ranks show; what looks wrong is right where a script cuts its model over them by itself."""
+        found = seen_on_ranks(self.world)
+        if any(one.is_error for one in found) and len(self.world.units) == self.ranks:
+            try:
+                probe = self._alone("as it is", [{}], first=self._first(), steps=1)[0]
+            except LockstepError:
+                return found
+            if probe.joined:
+                self.joined = probe.joined
+                self.world = World(self.records, self.joined)
+                return seen_on_ranks(self.world)
+        return found
+
     def _undo(self) -> None:
         """Run the ranks once more without what differs by itself."""
         again: dict[str, Any] = {}
         what = []
         if any(draw.moved for record in self.records for step in record.steps for draw in step.draws):
             again["mean_draws"] = self.given["mean_draws"] = True
-            _, records = world = self.runs.world(self.ranks, "without random numbers", **again)
-            if all(map(_equal_losses, self.records, records)):  # as where the probability of dropout is 0
+            before = self.records
+            self._take("without random numbers", **again)
+            if all(map(_equal_losses, before, self.records)):  # as where the probability of dropout is 0
                 self.outcome.causes = [found for found in self.outcome.causes if found.kind != "random numbers"]
-            self.folder, self.records = world
         dtypes = {dtype for record in self.records for step in record.steps for dtype in step.dtypes}
         if any("autocast" in dtype for dtype in dtypes):
             again["full_precision"] = self.given["full_precision"] = True
@@ -165,37 +154,47 @@ class _Judgement:
             again["first"] = self._first()
             what.append("with rank 0's first values")
         if what:
-            self.folder, self.records = self.runs.world(self.ranks, " and ".join(what), **again)
+            self._take(" and ".join(what), **again)
 
-    def _first(self) -> Tensors:
-        return by_rank([record.first for record in self.records])[0]
+    def _first(self) -> dict[str, list[Any]]:
+        """Return the first values of each parameter on each rank."""
+        ranks = self.world.tensors(lambda record: record.first)
+        return {name: [rank[name] for rank in ranks if name in rank] for name in ranks[0]}
 
     def _reference(self) -> ScriptRecord | None:
         """Return one process's record, given the ranks' samples, first values and settings."""
-        self.feed = united(self.records)
+        shared = is_cut_by_script(self.world)
+        self.feed = united(self.world, shared=shared)
         if not is_stored(self.feed, self.folder):
             self.feed = {}
             self.outcome.notices.append("samples could not be stored: one process reads its own")
+        readers = self.world.leaders[: 1 if shared else None]
         sizes = {
-            loader: sum(len(r.batches[loader][0]) for r in self.records if r.batches.get(loader))
+            loader: sum(len(r.batches[loader][0]) for r in readers if r.batches.get(loader))
             for loader in self.records[0].batches
         } if self.feed else {}  # fmt: skip
         settings = [step.settings for step in self.records[0].steps]
         self.given |= {"first": self._first(), "settings": tuple(settings), "steps": self.outcome.steps}
         self.given |= {"samples": self.folder, "sizes": {k: v for k, v in sizes.items() if v}}
-        reference = self._alone("given the samples of all ranks", [self.feed])[0]
+        try:
+            reference = self._alone("given the samples of all ranks", [self.feed])[0]
+        except LockstepError as error:
+            self.outcome.not_judged = (
+                f"one process, with which ranks are compared, does not run the script: {str(error).splitlines()[0]}"
+            )
+            return None
         loader = self.records[0].training_loader
-        mine, theirs = self.records[0].passes[:1], reference.passes[:1]
-        if self.feed and loader is not None and mine and theirs == [mine[0] * self.ranks]:
+        mine, theirs, units = self.records[0].passes[:1], reference.passes[:1], len(self.world.units)
+        if self.feed and loader is not None and mine and theirs == [mine[0] * units] and units > 1:
             self.given["sizes"] = {}
-            self.feed = one_after_another(self.records)
+            self.feed = one_after_another(self.world)
             reference = self._alone("given the samples of each rank in turn", [self.feed])[0]
             self.outcome.notices.append(
                 f"as written, {self.ranks} ranks accumulate over {mine[0]} micro-batches a step and one process over "
                 f"{theirs[0]}: the same global batch"
             )
         elif self.feed and loader is not None:
-            self._say_batch(reference, loader)
+            self._say_batch(reference, loader, readers)
         if not reference.steps:
             self.outcome.not_judged = "one process took no step"
         elif not self.feed or loader is None:
@@ -207,8 +206,8 @@ class _Judgement:
     def _is_split(self) -> bool:
         return any(len(at) == 1 for at in self.feed.values())
 
-    def _say_batch(self, reference: ScriptRecord, loader: int) -> None:
-        size = sum(len(record.batches[loader][0]) for record in self.records if record.batches.get(loader))
+    def _say_batch(self, reference: ScriptRecord, loader: int, readers: Sequence[ScriptRecord]) -> None:
+        size = sum(len(record.batches[loader][0]) for record in readers if record.batches.get(loader))
         written = reference.asked.get(loader)
         passes = self.records[0].passes[0]
         if written is None or written == size:
@@ -223,15 +222,18 @@ class _Judgement:
     def _check_inputs(self, reference: ScriptRecord) -> None:
         """Judge a script that reads its samples without a loader only where one process reads the same."""
         for number in range(self.outcome.steps):
-            mine = sorted(row for r in self.records for rows in r.steps[number].inputs for row in rows)
-            theirs = sorted(row for rows in reference.steps[number].inputs for row in rows)
-            if not mine or mine != theirs:
+            units = [record.steps[number] for record in self.world.leaders]
+            right = reference.steps[number]
+            mine, theirs = [sum(map(len, step.inputs)) for step in units], sum(map(len, right.inputs))
+            total = sum(step.elements for step in units) % 2**64
+            if not mine[0]:
+                self.outcome.not_judged = "the samples come from no DataLoader, and the model has no inputs to compare"
+                return
+            if right.elements not in (total, units[0].elements if len(set(mine)) == 1 else total):
                 self.outcome.not_judged = (
-                    f"in step {number + 1}, one process trains on {len(theirs)} samples and {self.ranks} ranks on "
-                    f"{len(mine)}, which are not the same; they don't come from a DataLoader, through which one "
+                    f"in step {number + 1}, one process trains on {theirs} samples and {self.ranks} ranks on "
+                    f"{sum(mine)}, which are not the same; they don't come from a DataLoader, through which one "
                     "process could get them; an argument such as {16/n} holds a global batch of 16 on n ranks"
-                    if mine
-                    else "the samples come from no DataLoader, and the model has no inputs by position to compare"
                 )
                 return
 
@@ -245,7 +247,7 @@ class _Judgement:
         first, rounding = self._first_difference(reference, [(self.rounding, self.rounding * 50)] * self.outcome.steps)
         if first is not None and first.relative <= _CEILING:
             nudged = self._alone("with other last bits in its weights", [self.feed], nudged=True)[0]
-            moved = [self._distances(number, [nudged], reference) for number in range(len(nudged.steps))]
+            moved = [self._distances(number, World([nudged]), reference) for number in range(len(nudged.steps))]
             if max(moved[first.step]) > _CEILING / _NUDGES and first.relative <= _NUDGES * max(moved[first.step]):
                 self.outcome.not_judged = (
                     f"{first.aspect} of step {first.step + 1} differ by {first.relative:.0e}, and changed last bits "
@@ -258,30 +260,31 @@ class _Judgement:
         if first is not None:
             self._explain(first, reference)
 
-    def _distances(self, number: int, records: Sequence[ScriptRecord], reference: ScriptRecord) -> tuple[float, float]:
+    def _distances(self, number: int, world: World, reference: ScriptRecord) -> tuple[float, float]:
         """Return how far the ranks' gradients are off, and their updates."""
-        mine, right = self._gradients(number, records), self._gradients(number, [reference])[0]
+        mine, right = self._gradients(number, world), self._gradients(number, World([reference]))[0]
         gradient = max(relative(one, right) for one in mine)
-        return gradient, max(self._updates(number, records, reference))
+        return gradient, max(self._updates(number, world, reference))
 
-    def _gradients(self, number: int, records: Sequence[ScriptRecord], *, clipped: bool = False) -> list[Vector]:
-        steps = [record.steps[number] for record in records]
-        pieces: list[Pieces] = [step.gradients if clipped or not step.unclipped else step.unclipped for step in steps]
-        return [_vector(one, self._shapes) for one in by_rank(pieces)]
+    def _gradients(self, number: int, world: World, *, clipped: bool = False) -> list[Vector]:
+        def pick(record: ScriptRecord) -> Any:
+            step = record.steps[number]
+            return step.gradients if clipped or not step.unclipped else step.unclipped
 
-    def _updates(self, number: int, records: Sequence[ScriptRecord], reference: ScriptRecord) -> list[float]:
-        shapes = _shapes([record.steps[number].values for record in (reference,)])
-        right = _vector(by_rank([reference.steps[number].values])[0], shapes)
-        before = self._before(number, [reference], shapes)[0]
-        moved = max(float(np.linalg.norm(right - before)), 1e-300)
-        mine = [_vector(one, shapes) for one in by_rank([record.steps[number].values for record in records])]
-        return [float(np.linalg.norm(one - right)) / moved for one in mine]
+        return [vector(one, self._sizes) for one in world.tensors(pick)]
 
-    def _before(self, number: int, records: Sequence[ScriptRecord], shapes: dict[str, int]) -> list[Vector]:
+    def _updates(self, number: int, world: World, reference: ScriptRecord) -> list[float]:
+        one_process = World([reference])
+        values = one_process.tensors(lambda record: record.steps[number].values)
+        sizes = sizes_of(values)
+        right = vector(values[0], sizes)
         if number:
-            return [_vector(one, shapes) for one in by_rank([record.steps[number - 1].values for record in records])]
-        first = self.given["first"]
-        return [_vector({name: first[name] for name in first if name in shapes}, shapes)]
+            before = one_process.tensors(lambda record: record.steps[number - 1].values)[0]
+        else:
+            before = {name: ranks[0] for name, ranks in self.given["first"].items()}
+        moved = max(float(np.linalg.norm(right - vector(before, sizes))), 1e-300)
+        ranks = world.tensors(lambda record: record.steps[number].values)
+        return [float(np.linalg.norm(vector(one, sizes) - right)) / moved for one in ranks]
 
     def _first_difference(
         self, reference: ScriptRecord, limits: Sequence[tuple[float, float]]
@@ -289,24 +292,29 @@ class _Judgement:
         rounding = 0.0
         for number in range(min(self.outcome.steps, len(reference.steps))):
             step = reference.steps[number]
-            self._shapes = _shapes([step.gradients, step.unclipped])
+            self._size(step)
             for clipped in (False, True):
-                right = self._gradients(number, [reference], clipped=clipped)[0]
-                for rank, mine in enumerate(self._gradients(number, self.records, clipped=clipped)):
+                right = self._gradients(number, World([reference]), clipped=clipped)[0]
+                for rank, mine in enumerate(self._gradients(number, self.world, clipped=clipped)):
                     off = relative(mine, right)
                     if off > limits[number][0]:
                         name = self._farthest(mine, right)
                         aspect = "clipped gradients" if clipped and step.unclipped else "gradients"
                         return ScriptDifference(number, aspect, name, off, rank), rounding
                     rounding = max(rounding, off)
-            for rank, off in enumerate(self._updates(number, self.records, reference)):
+            for rank, off in enumerate(self._updates(number, self.world, reference)):
                 if off > limits[number][1]:
                     return ScriptDifference(number, "weights", "", off, rank), rounding
         return None, rounding
 
+    def _size(self, step: RecordedStep) -> None:
+        """Compare from now on the gradients that a step of one process has."""
+        pieces = {**step.unclipped, **step.gradients}
+        self._sizes = {name: piece.local.numel() for name, piece in pieces.items()}
+
     def _farthest(self, mine: Vector, right: Vector) -> str:
         begin, worst = 0, ("", -1.0)
-        for name, size in self._shapes.items():
+        for name, size in self._sizes.items():
             off = float(np.linalg.norm((mine - right)[begin : begin + size]))
             worst = max(worst, (name, off), key=lambda pair: pair[1])
             begin += size
@@ -321,49 +329,93 @@ class _Judgement:
             own = [record.steps[first.step].settings for record in self.records]
             if any(other != own[0] for other in own):
                 return  # one process steps with rank 0's settings
-        found = replicas_cause(self.records, first.step)
+        found = replicas_cause(self.world, first.step)
         if found is None and aspect == "clipped gradients":
             text = "the gradients are equal before they are clipped, and differ afterwards"
             found = cause("clipping", text, "gradients when clipping began, and when the optimizer stepped", framework)
         elif found is None and aspect == "gradients":
-            found = self._gradient_cause(first, reference) or self._statistics_cause(first)
+            causes = self._gradient_causes(first, reference)
+            if causes:
+                outcome.causes += causes
+                return
         if found is None:
             text = "none was shown; one process has the ranks' samples, first values and settings"
             found = ScriptCause(UNKNOWN, text, "comparison with one process")
         outcome.causes.append(found)
 
-    def _gradient_cause(self, first: ScriptDifference, reference: ScriptRecord) -> ScriptCause | None:
-        at = step_batches(self.records[0], first.step)
-        if at is None or not self.feed or self._is_split() or self.ranks > _MOST_PARTS:
+    def _gradient_causes(self, first: ScriptDifference, reference: ScriptRecord) -> list[ScriptCause]:
+        evidence = self._evidence(first.step, reference)
+        if not evidence.own:
+            found = self._statistics_cause(first) or shared_cause(evidence)
+            return [] if found is None else [found]
+        found = reduction_cause(evidence)
+        if found is not None:
+            same = relative(evidence.mean, evidence.reference) < _CEILING / _NUDGES
+            weighed = None if same else weighing_cause(evidence)
+            return [found] if weighed is None else [found, weighed]
+        found = weighing_cause(evidence) or self._statistics_cause(first)
+        if found is None:
+            found = self._computation_cause(first, evidence) or self._micro_batch_cause(first, evidence)
+        return [] if found is None else [found]
+
+    def _evidence(self, number: int, reference: ScriptRecord) -> GradientEvidence:
+        """Return a step's gradients, with those of each unit's samples alone."""
+        units = [unit[0] for unit in self.world.units]
+        mine = self._gradients(number, self.world)
+        own = []
+        if all(set(record.steps[number].own) >= set(self._sizes) for record in self.records):
+            # A rank that shares a model with others holds its own part of it.
+            tensors = self.world.tensors(lambda record: record.steps[number].own)
+            own = [vector(tensors[rank], self._sizes) for rank in units] if len(units) == self.ranks else []
+        elif (at := self._at(number)) is not None and len(units) > 1:
+            own = [gradients for gradients, _ in self._alone_on_each(number, at)]
+        right = self._gradients(number, World([reference]))[0]
+        ranks = [mine[rank] for rank in units] if own else mine
+        return GradientEvidence(self._sizes, ranks, right, own, self.outcome.framework)
+
+    def _at(self, number: int) -> tuple[int, range] | None:
+        """Return the loader and batches of a step, if one process can be given parts of them."""
+        at = step_batches(self.records[0], number)
+        limited = len(self.world.units) <= _MOST_PARTS and not is_cut_by_script(self.world)
+        return at if self.feed and not self._is_split() and limited else None
+
+    def _alone_on_each(self, number: int, at: tuple[int, range]) -> list[tuple[Vector, ScriptRecord]]:
+        return self._parts(number, at, [[[(unit[0], i)] for i in at[1]] for unit in self.world.units])
+
+    def _computation_cause(self, first: ScriptDifference, evidence: GradientEvidence) -> ScriptCause | None:
+        """Compare what each rank computes from its samples with what one process does."""
+        at = self._at(first.step)
+        if at is None or len(self.world.units) == 1:
             return None
-        parts = self._parts(first.step, at, [[[(rank, i)] for i in at[1]] for rank in range(self.ranks)])
-        mine, right = self._gradients(first.step, self.records), self._gradients(first.step, [reference])[0]
-        names = list(self._shapes.items())
-        found = gradient_cause(GradientEvidence(names, mine, right, parts), self.outcome.framework)
-        if found is not None or len(at[1]) == 1 or self.ranks * len(at[1]) > _MOST_PARTS:
-            return found
-        # Each micro-batch may weigh its ranks otherwise: they are judged one by one.
+        alone = self._alone_on_each(first.step, at)
+        gradients, records = [one for one, _ in alone], [record for _, record in alone]
+        found = computation_cause(evidence, gradients, self.world.leaders, records, first.step)
+        if found is None and len(at[1]) == 1:
+            found = coupling_cause(evidence, gradients)
+        return found
+
+    def _micro_batch_cause(self, first: ScriptDifference, evidence: GradientEvidence) -> ScriptCause | None:
+        """Judge micro-batches one by one: each may weigh its ranks otherwise."""
+        at, units = self._at(first.step), self.world.units
+        if at is None or len(at[1]) == 1 or len(units) * len(at[1]) > _MOST_PARTS:
+            return None
         micro_batches = self._parts(first.step, at, [[self.feed[at[0], i]] * len(at[1]) for i in at[1]])
-        every = self._parts(
-            first.step, at, [[[(rank, i)]] * len(at[1]) for i in at[1] for rank in range(self.ranks)]
-        )  # fmt: skip
-        parted = [every[begin : begin + self.ranks] for begin in range(0, len(every), self.ranks)]
-        means: list[Vector] = [sum(parts, np.zeros_like(parts[0])) / self.ranks for parts in parted]
-        if any(relative(one, sum(means, np.zeros_like(one)) / len(means)) > EXACT for one in mine):
-            return None
-        for mean, whole, parts in zip(means, micro_batches, parted, strict=True):
-            found = gradient_cause(GradientEvidence(names, [mean], whole, parts), self.outcome.framework)
+        given = [[[(unit[0], i)]] * len(at[1]) for i in at[1] for unit in units]
+        every = [gradient for gradient, _ in self._parts(first.step, at, given)]
+        for place, (right, _) in enumerate(micro_batches):
+            parts = every[place * len(units) : (place + 1) * len(units)]
+            found = weighing_cause(GradientEvidence(self._sizes, parts, right, parts, evidence.framework))
             if found is not None:
                 return found
         return None
 
     def _parts(
         self, step: int, at: tuple[int, range], given: Sequence[Sequence[Sequence[tuple[int, int]]]]
-    ) -> list[Vector]:  # fmt: skip
-        """Return the gradient of a step of one process for each of `given`: the samples of each of its batches."""
+    ) -> list[tuple[Vector, ScriptRecord]]:  # fmt: skip
+        """Return a step's gradient of one process for each of `given`: the samples of each of its batches."""
         feeds = [{**self.feed, **{(at[0], i): list(s) for i, s in zip(at[1], one, strict=True)}} for one in given]
         records = self._alone("given parts of the samples alone", feeds, steps=step + 1)
-        return [self._gradients(step, [record])[0] for record in records]
+        return [(self._gradients(step, World([record]))[0], record) for record in records]
 
     def _statistics_cause(self, first: ScriptDifference) -> ScriptCause | None:
         """Undo batch normalisation on both sides."""
@@ -375,9 +427,11 @@ class _Judgement:
         if any(len(record.steps) <= first.step for record in records):
             return None
         changes = {"fixed_statistics": True, "samples": folder}
-        reference = self._alone("with running statistics", [united(records)], **changes)[0]
-        right = self._gradients(first.step, [reference])[0]
-        if any(relative(mine, right) > _ROUNDING * 50 for mine in self._gradients(first.step, records)):
+        world = World(records, self.joined)
+        feed = united(world, shared=is_cut_by_script(world))
+        reference = self._alone("with running statistics", [feed], **changes)[0]
+        right = self._gradients(first.step, World([reference]))[0]
+        if any(relative(mine, right) > _ROUNDING * 50 for mine in self._gradients(first.step, world)):
             return None
         text = (
             "batch normalisation uses the mean and variance of each rank's samples, and not of all samples of the step"
@@ -392,29 +446,16 @@ class _Judgement:
             return
         loader, batches = at
         together = [pair for i in batches for pair in self.feed[loader, i]]
-        self._shapes = _shapes([reference.steps[0].gradients])
+        self._size(reference.steps[0])
         given = [[samples] * len(batches) for samples in (together, *(self.feed[loader, i] for i in batches))]
-        whole, *micro_batches = self._parts(0, at, given)
-        step = self._gradients(0, [reference])[0]
+        (whole, _), *micro_batches = self._parts(0, at, given)
+        parts = [gradient for gradient, _ in micro_batches]
+        step = self._gradients(0, World([reference]))[0]
         if relative(step, whole) > _CEILING / _NUDGES:
-            found = accumulation_cause(step, whole, micro_batches, self.outcome.framework)
+            found = accumulation_cause(step, whole, parts, self.outcome.framework)
             if found is not None:
                 self.outcome.causes.append(found)
 
 
 def _equal_losses(one: ScriptRecord, other: ScriptRecord) -> bool:
     return [step.losses for step in one.steps] == [step.losses for step in other.steps]
-
-
-def _shapes(pieces: Sequence[Pieces]) -> dict[str, int]:
-    """Return the elements of each tensor of one process."""
-    return {name: piece.local.numel() for one in pieces for name, piece in one.items()}
-
-
-def _vector(tensors: Tensors, shapes: dict[str, int]) -> Vector:
-    """Return tensors as one vector; what is missing is 0, and what FSDP1 pads is left out."""
-    parts = []
-    for name, size in shapes.items():
-        flat = tensors[name].flatten()[:size].double().numpy() if name in tensors else np.zeros(0)
-        parts.append(np.pad(flat, (0, size - len(flat))))
-    return np.concatenate(parts) if parts else np.zeros(0)

@@ -1,6 +1,6 @@
 """What a process of a script writes down of its steps, and how pieces of ranks become whole tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,11 @@ class RecordedStep:
     """One call of `optimizer.step()`.
 
     Attributes:
+        flow: of each call of a module in a forward pass, by name, in order: its output as two numbers.
+        own: gradients of this rank's samples alone, before ranks are reduced; empty where they can't be seen.
         losses: what each backward pass started from.
         inputs: of each forward pass of a whole model, fingerprints of its rows.
+        elements: what tells the elements of these inputs from others, in whatever order: it adds up over ranks.
         draws: of each micro-batch.
         dtypes: of the parameters, and those of autocast.
         before: fingerprints of the parameters before the update.
@@ -68,8 +71,11 @@ class RecordedStep:
         values: parameters after the step.
     """
 
+    flow: list[tuple[str, float, float]] = field(default_factory=list)
+    own: Pieces = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     inputs: list[list[str]] = field(default_factory=list)
+    elements: int = 0
     draws: list[RandomDraw] = field(default_factory=list)
     dtypes: set[str] = field(default_factory=set)
     before: dict[str, str] = field(default_factory=dict)
@@ -89,9 +95,14 @@ class ScriptRecord:
         first: parameters before the first step, or before they were given other first values.
         batches: of each loader, by the order of their making: fingerprints of each batch's samples.
         asked: batch size of each loader as the script wrote it.
+        lengths: of each loader: number of samples that it reads an epoch, and of those that its data hold.
         framework: whose loop it is: PyTorch, Accelerate, Fabric, Lightning, transformers, DeepSpeed, Lockstep.
         wrappers: class names of the modules that were called from outside, and of those inside that wrap others.
         normalises: whether a module normalises by the statistics of its batch.
+        together: ranks that compute the same samples with this one: over them the script cuts its model.
+        joined: name → dim along which one process has joined the parameters of all ranks.
+        collectives: name, size and place of each collective that the script calls itself.
+        findings: mistakes of the loop that each rank sees by itself: kind, text, fix.
         notices: what could not be recorded.
     """
 
@@ -99,9 +110,14 @@ class ScriptRecord:
     first: Pieces = field(default_factory=dict)
     batches: dict[int, list[list[str]]] = field(default_factory=dict)
     asked: dict[int, int] = field(default_factory=dict)
+    lengths: dict[int, tuple[int, int]] = field(default_factory=dict)
     framework: str = TORCH
     wrappers: set[str] = field(default_factory=set)
     normalises: bool = False
+    together: set[int] = field(default_factory=set)
+    joined: dict[str, int] = field(default_factory=dict)
+    collectives: list[tuple[str, int, str]] = field(default_factory=list)
+    findings: list[dict[str, str]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
     @property
@@ -126,9 +142,10 @@ def batch_file(folder: Path, rank: int, loader: int, index: int) -> Path:
     return folder / f"samples-{rank}-{loader}-{index}.pickle"
 
 
-def load_records(folder: Path, ranks: int) -> list[ScriptRecord]:
-    """Load the records of all ranks."""
-    return [torch.load(record_file(folder, rank), weights_only=False) for rank in range(ranks)]
+def load_record(folder: Path, rank: int) -> ScriptRecord:
+    """Load the record of a rank."""
+    record: ScriptRecord = torch.load(record_file(folder, rank), weights_only=False)
+    return record
 
 
 def is_cut(pieces: Sequence[TensorPiece]) -> bool:
@@ -136,26 +153,68 @@ def is_cut(pieces: Sequence[TensorPiece]) -> bool:
     return any(piece.cuts or piece.flat for piece in pieces)
 
 
-def whole(pieces: Sequence[TensorPiece]) -> Tensor:
-    """Return the whole tensor; of equal copies, that of the first rank."""
+def whole(pieces: Sequence[TensorPiece], dim: int | None = None) -> Tensor:
+    """Return the whole tensor; of equal copies, the last.
+
+    Args:
+        dim: along which a script has cut it over the ranks itself.
+    """
+    if dim is not None:
+        return torch.cat([piece.local for piece in pieces], dim)
     if pieces[0].flat:
         return torch.cat([piece.local.flatten() for piece in pieces])
     if not pieces[0].cuts:
-        return pieces[0].local
+        return pieces[-1].local
     result = torch.zeros(pieces[0].shape, dtype=pieces[0].local.dtype)
     for piece in pieces:
         part = result
-        for dim, parts, index in piece.cuts:
-            size = -(-part.shape[dim] // parts)
-            start = min(index * size, part.shape[dim])
-            part = part.narrow(dim, start, min(size, part.shape[dim] - start))
+        for cut, parts, index in piece.cuts:
+            size = -(-part.shape[cut] // parts)
+            start = min(index * size, part.shape[cut])
+            part = part.narrow(cut, start, min(size, part.shape[cut] - start))
         part.copy_(piece.local)
     return result
 
 
-def by_rank(ranks: Sequence[Pieces]) -> list[Tensors]:
-    """Return tensors as each rank has them, or once if ranks hold parts of them."""
-    if any(is_cut(list(rank.values())) for rank in ranks):
-        names = dict.fromkeys(name for rank in ranks for name in rank)
-        return [{name: whole([rank[name] for rank in ranks if name in rank]) for name in names}]
-    return [{name: piece.local for name, piece in rank.items()} for rank in ranks]
+class World:
+    """Ranks of a run, and what they hold of one model.
+
+    Attributes:
+        units: ranks that compute the same samples together, in order; each rank alone, where a model is not cut.
+        joined: name → dim along which the script itself cuts a parameter over all ranks.
+    """
+
+    def __init__(self, records: Sequence[ScriptRecord], joined: Mapping[str, int] | None = None) -> None:
+        self.records, self.joined = records, dict(joined or {})
+        self._held = [set(record.first) for record in records]
+        by_hand = bool(self.joined) or any(held != self._held[0] for held in self._held)
+        everybody = set(range(len(records)))
+        self._together = [everybody if by_hand else {rank} | record.together for rank, record in enumerate(records)]
+        # A pipeline's ranks and those of tensor parallel may overlap.
+        for _ in records:
+            self._together = [set().union(*(self._together[other] for other in mine)) for mine in self._together]
+        self.units = [sorted(mine) for rank, mine in enumerate(self._together) if rank == min(mine)]
+
+    @property
+    def leaders(self) -> list[ScriptRecord]:
+        """The first rank of each unit."""
+        return [self.records[unit[0]] for unit in self.units]
+
+    def tensors(self, pick: Callable[[ScriptRecord], Pieces]) -> list[Tensors]:
+        """Return the whole tensors as each rank sees them: its own copies and those of its unit, else another's."""
+        ranks = [pick(record) for record in self.records]
+        found: list[Tensors] = [{} for _ in ranks]
+        for name in dict.fromkeys(name for rank in ranks for name in rank):
+            held = [rank for rank, pieces in enumerate(ranks) if name in pieces]
+            in_parts = is_cut([ranks[rank][name] for rank in held]) or name in self.joined
+            if not in_parts and all(name in names or not names for names in self._held):
+                for rank in held:
+                    found[rank][name] = ranks[rank][name].local
+                continue
+            for unit in self.units:
+                in_order = name in self.joined or ranks[held[0]][name].flat
+                ordered = held if in_order else sorted(held, key=lambda rank: rank in unit)
+                value = whole([ranks[rank][name] for rank in ordered], self.joined.get(name))
+                for rank in unit:
+                    found[rank][name] = value
+        return found

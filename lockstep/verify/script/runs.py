@@ -1,22 +1,42 @@
 """Starts a script in worlds of several ranks, and as processes of their own beside each other."""
 
+import pickle
 import re
+import shlex
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.launch.spawn import spawn_again
+from lockstep.launch.worker import die_with_this_process
+from lockstep.verify.injection import injected
 from lockstep.verify.isolated import run_isolated, why_not_ended
-from lockstep.verify.script.observe import ScriptTask, observe
-from lockstep.verify.script.record import ScriptRecord, batch_file, load_records
+from lockstep.verify.script.observe import TASK, ScriptTask, for_ranks, observe
+from lockstep.verify.script.record import ScriptRecord, World, batch_file, load_record, record_file
+from lockstep.verify.script.watchdog import places
 
-_SECONDS = 600.0  # limit for a run of the script
+_SECONDS = 600.0  # limit for a run of the script; ranks that wait for each other end sooner
 # What a script may import is imported once, for all its processes.
 _PRELOAD = ("accelerate.optimizer", "transformers.trainer", "lightning.fabric", "lightning_fabric")
+_FEWER = "run the command itself with this number of ranks, until it trains"
 _LAST_LINES = 12  # of a process that failed without an exception
+
+
+class HangError(LockstepError):
+    """Ranks of a script wait for each other.
+
+    Attributes:
+        places: rank → where it waits; empty: it has ended.
+        records: what each rank has recorded; None: nothing.
+    """
+
+    def __init__(self, found: dict[int, str], records: list[ScriptRecord | None]) -> None:
+        super().__init__("ranks wait for each other")
+        self.places, self.records = found, records
 
 
 class ScriptRuns:
@@ -44,15 +64,20 @@ class ScriptRuns:
         """Run the script on several ranks, and return the folder of its records, and these.
 
         Raises:
-            LockstepError: a rank failed, or a collective waits for a rank that does not call it.
+            HangError: a collective waits for a rank that does not call it.
+            LockstepError: a rank failed.
         """
         task = self._new_task(changes)
         self._report(f"{ranks} ranks: {what}")
-        self._start(_take, ([task], _SECONDS), ranks)
+        self._start_ranks([task], ranks)
+        if hanging := places(task.folder, ranks):
+            written = [record_file(task.folder, rank).exists() for rank in range(ranks)]
+            records = [load_record(task.folder, rank) if there else None for rank, there in enumerate(written)]
+            raise HangError(hanging, records)
         error = why_not_ended(task.folder, ranks, _SECONDS)
         if error is not None:
             raise _with_output(error, task.folder, ranks)
-        return task.folder, load_records(task.folder, ranks)
+        return task.folder, [load_record(task.folder, rank) for rank in range(ranks)]
 
     def alone(self, what: str, changes: Sequence[dict[str, Any]]) -> list[ScriptRecord]:
         """Run the script as one process for each of `changes`, at the same time.
@@ -62,18 +87,55 @@ class ScriptRuns:
         """
         tasks = [self._new_task(change) for change in changes]
         self._report(f"one process: {what}")
-        self._start(_take, (tasks, _SECONDS), len(tasks))
+        self._start_ranks(tasks, len(tasks))
         for number, task in enumerate(tasks):
             error = why_not_ended(task.folder, number + 1, _SECONDS)
             if error is not None:
                 raise _with_output(error, task.folder, 1)
-        return [load_records(task.folder, 1)[0] for task in tasks]
+        return [load_record(task.folder, 0) for task in tasks]
+
+    def _start_ranks(self, tasks: Sequence[ScriptTask], ranks: int) -> None:
+        """Run the one task of several ranks, or a task in each process."""
+        self._start(_take, (tasks, _SECONDS), ranks)
 
     def _new_task(self, changes: dict[str, Any]) -> ScriptTask:
         self._number += 1
         folder = self._task.folder / f"run-{self._number}"
         folder.mkdir()
         return replace(self._task, folder=folder, **changes)
+
+
+class CommandRuns(ScriptRuns):
+    """Runs one command again and again, with a number of ranks in it; each starts its own processes.
+
+    Args:
+        command: in which `{n}` stands for the number of ranks.
+    """
+
+    def __init__(self, command: str, steps: int, folder: Path, report: Callable[[str], None]) -> None:
+        self._task = ScriptTask(command, (), steps, folder)
+        self._report = report
+        self._number = 0
+
+    def _start_ranks(self, tasks: Sequence[ScriptTask], ranks: int) -> None:
+        for task in tasks:  # one after another: launchers may take the same port
+            (task.folder / TASK).write_bytes(pickle.dumps(task))
+            words = [for_ranks(word, ranks if len(tasks) == 1 else 1) for word in shlex.split(task.script)]
+            environment = injected(LOCKSTEP_OBSERVED_RUN=str(task.folder))
+            log = (task.folder / "output-0.log").open("w")
+            try:
+                code = subprocess.run(
+                    words, env=environment, stdout=log, stderr=log, timeout=_SECONDS, check=False,
+                    preexec_fn=die_with_this_process,
+                ).returncode  # fmt: skip
+            except OSError as error:
+                fix = "write a command that runs here, as in torchrun --nproc-per-node {n} train.py"
+                raise UsageError(f"{words[0]} can't be run: {error.strerror}", where=task.script, fix=fix) from None
+            except subprocess.TimeoutExpired:
+                raise RunError(f"no answer within {_SECONDS:.0f} s", where=task.script, fix=_FEWER) from None
+            if code or not list(task.folder.glob("record-*.pt")):
+                what = f"ended with code {code}" if code else "ended, and no process of it took a training step"
+                raise _with_output(RunError(f"the command {what}", where=task.script, fix=_FEWER), task.folder, 1)
 
 
 def _take(tasks: Sequence[ScriptTask], seconds: float) -> None:
@@ -102,16 +164,22 @@ Feed = dict[tuple[int, int], list[tuple[int, int]]]
 """(loader, batch) of one process → the (rank, batch) whose samples it gets together."""
 
 
-def united(records: Sequence[ScriptRecord]) -> Feed:
-    """Return the feed that gives one process the batches of all ranks together."""
+def united(world: World, *, shared: bool) -> Feed:
+    """Return the feed that gives one process the batches of all ranks together.
+
+    Args:
+        shared: each rank reads the whole batch, and takes its part itself.
+    """
     feed: Feed = {}
+    readers = [unit[0] for unit in world.units[: 1 if shared else None]]
+    records = world.records
     for loader in records[0].batches:
-        counts = [len(record.batches.get(loader, [])) for record in records]
+        counts = {rank: len(records[rank].batches.get(loader, [])) for rank in readers}
         # Where rank 0 reads for all (Accelerate's dispatch_batches), a step takes a batch for each rank of it.
-        together = len(records) if counts[0] and not any(counts[1:]) else 1
-        for index in range(-(-max(counts) // together)):
+        together = len(readers) if counts[0] and not any(counts[rank] for rank in readers[1:]) else 1
+        for index in range(-(-max(counts.values()) // together)):
             at = range(index * together, (index + 1) * together)
-            feed[loader, index] = [(r, i) for r, count in enumerate(counts) for i in at if i < count]
+            feed[loader, index] = [(r, i) for r, count in counts.items() for i in at if i < count]
     return feed
 
 
@@ -124,17 +192,17 @@ def step_batches(record: ScriptRecord, step: int) -> tuple[int, range] | None:
     return loader, range(begin, begin + record.passes[step])
 
 
-def one_after_another(records: Sequence[ScriptRecord]) -> Feed:
+def one_after_another(world: World) -> Feed:
     """Return the feed for a script that takes as many more batches a step on one process as it has fewer ranks."""
     feed: Feed = {}
     number = 0
-    for step in range(len(records[0].steps)):
-        found = step_batches(records[0], step)
+    for step in range(len(world.records[0].steps)):
+        found = step_batches(world.records[0], step)
         assert found is not None
         loader, batches = found
         for index in batches:
-            for rank in range(len(records)):
-                feed[loader, number] = [(rank, index)]
+            for unit in world.units:
+                feed[loader, number] = [(unit[0], index)]
                 number += 1
     return feed
 

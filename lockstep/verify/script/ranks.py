@@ -1,0 +1,244 @@
+"""Finds what ranks of a script show by themselves: samples, random numbers, first values, settings, replicas, hangs."""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from lockstep.errors import listed
+from lockstep.verify.script.fixes import ScriptCause, cause, fix_for
+from lockstep.verify.script.gradients import unequal_names
+from lockstep.verify.script.record import RecordedStep, ScriptRecord, World
+
+_BY_SAMPLES = "fingerprints of the samples of each rank"
+
+
+def seen_on_ranks(world: World) -> list[ScriptCause]:
+    """Return causes that a run of several ranks shows by itself."""
+    found = [_same_samples(world), _same_draws(world), _other_first_values(world), _other_precision(world)]
+    return [one for one in found if one is not None]
+
+
+def loop_causes(records: Sequence[ScriptRecord]) -> list[ScriptCause]:
+    """Return mistakes of the loop itself, which one process makes, too."""
+    found: dict[str, ScriptCause] = {}
+    for rank, record in enumerate(records):
+        for finding in record.findings:
+            text = finding["text"] + (f" (on rank {rank})" if rank else "")
+            by = "the loop's own calls, gradients and updates"
+            found.setdefault(finding["kind"], ScriptCause(finding["kind"], text, by, finding["fix"], column="loop"))
+    return list(found.values())
+
+
+def batches_read(record: ScriptRecord, loader: int | None) -> list[list[str]]:
+    """Return the samples of each batch of the steps; without a loader the rows of the model's inputs."""
+    if loader is not None:
+        return record.batches.get(loader, [])[: sum(record.passes)]
+    return [rows for step in record.steps for rows in step.inputs]
+
+
+def is_cut_by_script(world: World) -> bool:
+    """Return whether all units read the same batches, and give the model different parts of them."""
+    leaders = world.leaders
+    loader = leaders[0].training_loader
+    if loader is None or len(leaders) == 1:
+        return False
+    read = [batches_read(record, loader) for record in leaders]
+    inputs = [[step.elements for step in record.steps] for record in leaders]
+    return all(one == read[0] for one in read) and any(one != inputs[0] for one in inputs) and any(inputs[0])
+
+
+def _same_samples(world: World) -> ScriptCause | None:
+    leaders = world.leaders
+    if len(leaders) == 1 or is_cut_by_script(world):
+        return None
+    framework, steps = leaders[0].framework, len(leaders[0].steps)
+    batches = [batches_read(record, leaders[0].training_loader) for record in leaders]
+    flat = [[sample for batch in rank for sample in batch] for rank in batches]
+    if len(set(flat[0])) < 2:
+        return None
+    alike = [world.units[place][0] for place in range(1, len(flat)) if flat[place] == flat[0]]
+    if alike:
+        every = "all ranks" if len(alike) == len(flat) - 1 else f"ranks 0, {', '.join(map(str, alike))}"
+        text = f"the loader is not sharded: {every} train on the same {len(flat[0])} samples in {steps} steps"
+        return cause("samples", text, _BY_SAMPLES, framework)
+    loader = leaders[0].training_loader
+    read, held = leaders[0].lengths.get(-1 if loader is None else loader, (0, 0))
+    if read * len(leaders) > 1.5 * held > 0:
+        text = f"the loader is not sharded: each rank reads {read} samples an epoch, in an order of its own, of {held}"
+        return cause("samples", text, "the lengths of the loader and of its data", framework)
+    at_once = [set(mine) & set().union(*others) for mine, *others in zip(*batches, strict=False)]
+    if twice := sum(map(len, at_once)):
+        text = f"{twice} of the {len(flat[0])} samples of rank 0 were another rank's in the same step, too"
+        fix = fix_for("samples", framework)
+        return ScriptCause("samples", text, _BY_SAMPLES, fix, is_error=False, column="samples")
+    return None
+
+
+def _same_draws(world: World) -> ScriptCause | None:
+    leaders = world.leaders
+    framework, alike = leaders[0].framework, set()
+    draws = [[draw for step in record.steps for draw in step.draws] for record in leaders]
+    for position, mine in enumerate(draws[0]):
+        for other in (rank[position] for rank in draws[1:] if position < len(rank)):
+            # The states at the end, too: a framework may seed the generators when the forward pass has begun.
+            alike |= {name for name in mine.moved if (mine.before[name], mine.after[name]) == other.states_of(name)}
+    drawn = sorted({name for rank in draws for draw in rank for name in draw.moved})
+    if not drawn:
+        return None
+    if alike:
+        text = (
+            f"dropout, or what else draws from {listed(sorted(alike))}'s generator in a forward pass, is drawn alike "
+            "on all ranks: samples at the same place of a batch get the same mask, and each its own in one process"
+        )
+        by = "the generators' states before a forward pass, and after it has moved them, are the same on several ranks"
+        return cause("random numbers", text, by, framework)
+    text = (
+        f"dropout, or what else draws from {listed(drawn)}'s generator in a forward pass, is drawn by each rank on its "
+        "own: one process draws other numbers, so the step is equal only up to them"
+    )
+    return ScriptCause("random numbers", text, "the generators' states", is_error=False, column="random numbers")
+
+
+def _other_first_values(world: World) -> ScriptCause | None:
+    ranks = world.tensors(lambda record: record.first)
+    other = [rank for rank in range(1, len(ranks)) if unequal_names(ranks[rank], ranks[0])]
+    if not other:
+        return None
+    names = unequal_names(ranks[other[0]], ranks[0])
+    text = f"ranks start from different weights: {listed(names, 5)} on rank {other[0]} and on rank 0"
+    return cause("first values", text, "the parameters before the first step", world.records[0].framework)
+
+
+def _other_precision(world: World) -> ScriptCause | None:
+    if len(world.leaders) == 1:
+        return None
+    for steps in zip(*(record.steps for record in world.records), strict=False):
+        for rank, step in enumerate(steps):
+            if step.dtypes != steps[0].dtypes:
+                mine, right = listed(sorted(step.dtypes)), listed(sorted(steps[0].dtypes))
+                text = f"rank {rank} computes with {mine}, and rank 0 with {right}"
+                return ScriptCause("precision", text, "the dtypes of parameters and of autocast, by rank")
+    return None
+
+
+def replicas_cause(world: World, number: int) -> ScriptCause | None:
+    """Return the cause if replicas were equal after a step and differ before the next, or an equal step parts them."""
+
+    def before(record: ScriptRecord) -> dict[str, str]:
+        return {name: value for name, value in steps_of(record).before.items() if is_whole(name)}
+
+    def is_whole(name: str) -> bool:
+        pieces = [steps_of(record).values.get(name) for record in world.records]
+        return name not in world.joined and all(
+            piece is not None and not piece.cuts and not piece.flat for piece in pieces
+        )
+
+    for at in range(number + 1):
+
+        def steps_of(record: ScriptRecord, at: int = at) -> RecordedStep:
+            return record.steps[at]
+
+        states = [before(record) for record in world.records]
+        wrong = [name for name in states[0] if any(state.get(name) != states[0][name] for state in states)]
+        if wrong and not at:
+            return None
+        if wrong:
+            text = (
+                f"{listed(wrong, 5)} were equal on all ranks after step {at}, and differ before step {at + 1} updates"
+            )
+            fix = "let nothing but the optimizer write weights, or let it write the same on all ranks"
+            return ScriptCause("replicas", text, "fingerprints of each rank's parameters", fix, column="weights")
+        values = world.tensors(lambda record: steps_of(record).values)
+        gradients = world.tensors(lambda record: steps_of(record).gradients)
+        if any(unequal_names(other, values[0]) for other in values[1:]):
+            if any(unequal_names(other, gradients[0]) for other in gradients[1:]):
+                return None
+            text = f"weights and gradients are equal on all ranks in step {at + 1}, and the updated weights are not"
+            return ScriptCause("replicas", text, "parameters and gradients of each rank", column="weights")
+    return None
+
+
+# ---- ranks that hang ----
+
+
+def uneven_steps(records: Sequence[ScriptRecord | None], framework: str) -> ScriptCause | None:
+    """Return the cause if some ranks took fewer steps than others."""
+    taken = {rank: len(record.steps) for rank, record in enumerate(records) if record is not None}
+    if len(taken) < len(records) or len(set(taken.values())) == 1:
+        return None
+    fewest, most = min(taken, key=lambda rank: taken[rank]), max(taken, key=lambda rank: taken[rank])
+    text = f"rank {fewest} took {taken[fewest]} steps, and rank {most} has taken {taken[most]}"
+    return cause("uneven steps", text, "the optimizer's steps on each rank", framework)
+
+
+def hang_cause(records: Sequence[ScriptRecord | None], places: dict[int, str], framework: str) -> ScriptCause:
+    """Return why ranks wait for each other: what each calls, and the first collective in which they differ."""
+    at = "; ".join(f"rank {rank} {f'waits at {place}' if place else 'has ended'}" for rank, place in places.items())
+    called = [record.collectives if record is not None else [] for record in records]
+    for mine in zip_longest(*called):
+        kinds = [None if one is None else one[:2] for one in mine]
+        if any(kind != kinds[0] for kind in kinds):
+            said = ", ".join(
+                f"rank {rank} calls {'nothing' if one is None else f'{one[0]} ({one[1]} elements, {one[2]})'}"
+                for rank, one in enumerate(mine)
+            )
+            text = f"ranks call different collectives: {said}; {at}"
+            return cause("hang", text, "the collectives that the script calls on each rank, in order", framework)
+    if ended := [rank for rank, place in places.items() if not place]:
+        done = records[ended[0]]
+        steps = 0 if done is None else len(done.steps)
+        text = f"rank {ended[0]} has ended after {steps} step{'s' * (steps != 1)}, and others wait for it: {at}"
+        return cause("uneven steps", text, "the stacks of the ranks", framework)
+    return cause("hang", f"all ranks wait for each other: {at}", "the stacks of the ranks", framework)
+
+
+# ---- settings of the optimizer ----
+
+
+def settings_cause(records: Sequence[ScriptRecord], reference: ScriptRecord) -> ScriptCause | None:
+    """Return the cause if a learning rate, or another setting, is another than one process's in some step."""
+    framework, ranks = records[0].framework, len(records)
+    for number, right in enumerate(reference.steps[: min(len(record.steps) for record in records)]):
+        for rank, record in enumerate(records):
+            step = record.steps[number]
+            for mine, theirs in zip(step.settings, right.settings, strict=False):
+                wrong = [key for key in theirs if not _close(mine.get(key), theirs[key])]
+                if not wrong:
+                    continue
+                key = "lr" if "lr" in wrong else wrong[0]
+                name = "learning rate" if key == "lr" else key
+                text = f"{name} {_short(mine.get(key))} on rank {rank} instead of {_short(theirs[key])}"
+                if any(other.steps[number].settings != records[0].steps[number].settings for other in records):
+                    text += ": ranks step with different settings"
+                    return ScriptCause(name, text, "the settings with which each rank stepped", column="settings")
+                by = "the settings with which the optimizer stepped"
+                if key != "lr":
+                    return ScriptCause(name, text, by, column="settings")
+                return _rate_cause(text, by, mine["lr"], theirs["lr"], step, right, ranks, framework)
+    return None
+
+
+def _rate_cause(
+    text: str, by: str, mine: float, right: float, step: RecordedStep, right_step: RecordedStep, ranks: int,
+    framework: str,
+) -> ScriptCause:  # fmt: skip
+    steps, right_steps = max(step.schedules, default=0), max(right_step.schedules, default=0)
+    if right_steps and steps == right_steps * ranks:
+        text += f": the schedule was stepped {steps} times by then, and {right_steps} times in one process"
+        kind = "learning rate schedule"
+        return ScriptCause(kind, text, by, fix_for(kind, framework), column="settings")
+    times = mine / right if right else 0.0
+    if _close(times, float(ranks)):
+        text += f": it is {ranks} ×, scaled by the number of ranks"
+    elif _close(times, ranks**0.5):
+        text += f": it is √{ranks} ×, scaled by the root of the number of ranks"
+    return ScriptCause("learning rate", text, by, fix_for("learning rate", framework), column="settings")
+
+
+def _close(mine: object, right: object) -> bool:
+    if isinstance(mine, int | float) and isinstance(right, int | float):
+        return abs(mine - right) <= 1e-6 * max(abs(mine), abs(right))
+    return mine == right
+
+
+def _short(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, int | float) else str(value)

@@ -1,0 +1,149 @@
+"""Values that an observed script holds: local pieces of tensors, settings, and fingerprints of samples."""
+
+import hashlib
+import pickle
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from lockstep.torch_compat.pytree import tree_leaves
+from lockstep.verify.differences import shard_like
+from lockstep.verify.script.record import TensorPiece
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def give(parameter: Tensor, ranks: Sequence[Tensor]) -> int | None:
+    """Write a value into a parameter, which may be cut or flattened.
+
+    Args:
+        ranks: the whole value; or each rank's part of it, where a script cuts its parameters itself.
+
+    Returns:
+        the dim along which parts were joined, or None.
+    """
+    mine, value, joined = local(parameter.detach()), ranks[0], None
+    if len(ranks) > 1 and value.shape != parameter.shape and value.ndim == parameter.ndim:
+        for dim in range(value.ndim):
+            sizes = [part.shape[dim] for part in ranks]
+            if sum(sizes) == parameter.shape[dim] and len({part.ndim for part in ranks}) == 1:
+                value, joined = torch.cat(list(ranks), dim), dim
+                break
+    part = shard_like(value, parameter) if isinstance(parameter, DTensor) else value
+    if part.shape != mine.shape:  # FSDP1 on one process; its padding is at the end
+        part = part.flatten()[: mine.numel()].view(mine.shape)
+    mine.copy_(part)
+    return joined
+
+
+def piece_of(tensor: Tensor, *, flat: bool = False) -> TensorPiece:
+    """Return a copy of this rank's part of a tensor.
+
+    Args:
+        flat: it is a piece of a tensor that FSDP1 has flattened.
+    """
+    value = local(tensor).detach().cpu().clone()
+    if value.is_floating_point() and value.dtype != torch.float64:
+        value = value.float()
+    cuts: list[tuple[int, int, int]] = []
+    strided: list[tuple[int, int, int]] = []  # FSDP's over tensor parallel: cut after those that follow them
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()
+        assert coordinate is not None
+        for axis, placement in enumerate(tensor.placements):
+            dim = getattr(placement, "dim", None)
+            if dim is not None and tensor.device_mesh.size(axis) > 1:
+                kind = cuts if type(placement) is Shard else strided
+                kind.append((dim, tensor.device_mesh.size(axis), coordinate[axis]))
+        cuts += strided
+    return TensorPiece(value, tuple(tensor.shape), tuple(cuts), flat)
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers in a parameter group."""
+    found = {}
+    for key, value in group.items():
+        if key == "lr" and isinstance(value, Tensor):
+            value = float(value)
+        simple = isinstance(value, int | float) and not isinstance(value, bool)
+        if key != "params" and (simple or (isinstance(value, tuple) and all(isinstance(v, float) for v in value))):
+            found[key] = value
+    return found
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of the generators, by name."""
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
+    states["torch"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        states["CUDA"] = torch.cuda.get_rng_state()
+    return states
+
+
+def copied(tree: Any) -> Any:
+    """Copy the tensors in a sample: a view would be stored with all that it is a view of."""
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, dict):
+        return {key: copied(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map(copied, tree))
+    return tree
+
+
+# ---- fingerprints ----
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha1(data, usedforsecurity=False).hexdigest()[:16]
+
+
+def fingerprint(tree: Any) -> str:
+    """Return what tells a sample from others, the same in every process."""
+    return _digest(_bytes(tree))
+
+
+def _bytes(tree: Any) -> bytes:
+    if isinstance(tree, Tensor):
+        plain = tree.detach().cpu().contiguous()
+        return f"{plain.dtype}{tuple(plain.shape)}".encode() + plain.flatten().view(torch.uint8).numpy().tobytes()
+    if isinstance(tree, np.ndarray):
+        return f"{tree.dtype}{tree.shape}".encode() + np.ascontiguousarray(tree).tobytes()
+    if isinstance(tree, Mapping):
+        return b"{" + b",".join(_bytes(key) + b":" + _bytes(value) for key, value in tree.items()) + b"}"
+    if isinstance(tree, list | tuple):
+        return b"[" + b",".join(map(_bytes, tree)) + b"]"
+    if isinstance(tree, str | bytes | int | float | bool | type(None)):
+        return repr(tree).encode()
+    with suppress(Exception):
+        return pickle.dumps(tree)
+    return repr(type(tree)).encode()
+
+
+def rows(tree: Any) -> list[str]:
+    """Return the fingerprints of the rows of a model's inputs: of all tensors with as many rows as the first."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim and leaf.numel()]
+    if not tensors:
+        return []
+    count = len(tensors[0])
+    return [_digest(b"".join(_bytes(t[row]) for t in tensors if len(t) == count)) for row in range(count)]
+
+
+def elements(tree: Any) -> int:
+    """Return a sum over the elements of a tree's tensors that tells them from others, in whatever order."""
+    total = 0
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_complex():
+            bits = leaf.detach().cpu().double().flatten().view(torch.int64)
+            mixed = bits * -7046029254386353131  # odd, so that it loses nothing; int64 wraps around
+            total += int((mixed ^ (mixed >> 29)).mul(-4658895280553007687).sum())
+    return total % 2**64

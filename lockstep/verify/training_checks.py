@@ -1,0 +1,369 @@
+"""Finds mistakes of a training loop while it runs, on each rank alone and without a second run.
+
+It is told of forward passes, backward passes, clipping and optimizer steps, and keeps what contradicts a right loop:
+a parameter that no optimizer has, or that gets no gradient, or does not move; gradients that are not set to zero; a
+model called beside its wrapper; a schedule that belongs to another optimizer; and so on. Parameters are looked at in
+the first steps and every so often; what is done at each step costs some microseconds.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DistributedSampler
+
+from lockstep.errors import listed
+from lockstep.torch_compat.loss_functions import is_mean
+from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
+
+_WRAPPERS = {*WRAPPER_NAMES, "module", "_forward_module"}
+_DRAWS_OR_NORMALISES = (nn.Dropout, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass(frozen=True)
+class LoopFinding:
+    """A mistake: short kind, what was seen, and what to write instead."""
+
+    kind: str
+    text: str
+    fix: str = ""
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name as the unwrapped model has it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+class TrainingChecks:
+    """What one rank has seen of a training loop.
+
+    Args:
+        first: number of steps in which everything is looked at.
+        every: number of steps after which parameters are looked at again.
+        report: is given each finding once, when it is made.
+    """
+
+    def __init__(
+        self, first: int = 3, every: int = 100, report: Callable[[LoopFinding], None] = lambda _finding: None
+    ) -> None:
+        self.first, self.every, self.report = first, every, report
+        self.findings: dict[str, LoopFinding] = {}
+        self.steps = 0
+        self.models: list[nn.Module] = []
+        self.names: dict[int, str] = {}
+        self.made: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  # wrappers and schedules: models and optimizers know of none
+        self._optimizers: list[Any] = []  # weak references
+        self._called: set[int] = set()  # modules that were called in the first steps
+        self._calls: Counter[tuple[int, bool]] = Counter()  # (model, in training mode) → calls
+        self._batches = 0  # read from loaders since the last step
+        self._gradient: tuple[Tensor, float] | None = None  # one, and its norm after the last backward pass
+        self._tied: dict[tuple[str, ...], None] = {}
+        self._frozen: dict[str, Tensor] = {}
+        self._before: dict[int, tuple[Tensor, bool]] = {}
+        # name → steps in which it did not move in spite of a gradient, and in which it got none
+        self._without: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._passes = 0  # backward passes since the last step
+        self._all_passes = 0
+        self._whole_losses = True  # of this step: each is a mean that nothing has divided
+        # of each optimizer: passes at its last update, and whether its gradients were seen cleared since
+        self._updates: dict[int, tuple[int, bool]] = {}
+        self._clipped_after = -1  # backward passes of this step when gradients were clipped
+        self._clips = 0
+        self._epochs: dict[int, tuple[int, int]] = {}
+
+    @property
+    def looks(self) -> bool:
+        """Return whether parameters are looked at in this step."""
+        return self.steps < self.first or self.steps % self.every == 0
+
+    def find(self, kind: str, text: str, fix: str = "") -> None:
+        """Keep a finding, the first of its kind."""
+        if kind not in self.findings:
+            self.findings[kind] = LoopFinding(kind, text, fix)
+            self.report(self.findings[kind])
+
+    # ---- forward ----
+
+    def model_called(self, model: nn.Module) -> None:
+        """Look at a model that is called from outside, with gradients."""
+        if not any(model is known for known in self.models):
+            self._begin_with(model)
+        self._calls[id(model), model.training] += 1
+
+    def module_called(self, module: nn.Module) -> None:
+        """Note a module that takes part in the first steps."""
+        self._called.add(id(module))
+
+    def batch_read(self) -> None:
+        """Note a batch that a loader gives."""
+        self._batches += 1
+
+    def _begin_with(self, model: nn.Module) -> None:
+        self.models.append(model)
+        shared: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            shared.setdefault(id(parameter), []).append(name)
+            self.names.setdefault(id(parameter), plain_name(name))
+            if not parameter.requires_grad and not isinstance(parameter, DTensor):
+                self._frozen[name] = parameter.detach().clone()
+        self._tied |= {tuple(names): None for names in shared.values() if len(names) > 1}
+        if isinstance(model, DistributedDataParallel):
+            return
+        for wrapper in self._alive(DistributedDataParallel):
+            inside = {id(module) for module in wrapper.modules()} - {id(wrapper)}
+            if id(model) in inside:
+                self.find(
+                    "gradient synchronisation",
+                    f"{type(model).__name__} is called beside the DistributedDataParallel that wraps it: its gradients "
+                    "are not reduced",
+                    "call the wrapper, and not what it wraps",
+                )
+
+    def _alive(self, kind: type) -> list[Any]:
+        return [item for item in self.made if isinstance(item, kind)]
+
+    # ---- backward ----
+
+    def backward(self, loss: Any) -> None:
+        """Look at a backward pass that begins."""
+        for known in self._optimizers:
+            if (optimizer := known()) is not None and not self._updates[id(optimizer)][1]:
+                first = next((p for p in optimizer.param_groups[0]["params"] if p.grad is not None), None)
+                if first is None or (self.looks and not _has_gradient(first)):
+                    self._updates[id(optimizer)] = (self._updates[id(optimizer)][0], True)
+        if self._clipped_after >= 0:
+            self.find(
+                "clipping", "a backward pass adds to the gradients after they are clipped, so that the step is longer "
+                "than the norm allows", "clip once, when all gradients are there",
+            )  # fmt: skip
+        self._passes += 1
+        self._all_passes += 1
+        self._whole_losses &= isinstance(loss, Tensor) and is_mean(loss)
+        if self.looks and isinstance(loss, Tensor) and loss.numel() == 1 and not bool(torch.isfinite(loss.detach())):
+            self.find("not finite", f"the loss is {float(loss.detach())} in step {self.steps + 1}")
+
+    def backward_done(self) -> None:
+        """Note a gradient at the end of a backward pass."""
+        if self.looks and self._optimizers and (optimizer := self._optimizers[0]()) is not None:
+            found = next((p for p in optimizer.param_groups[0]["params"] if p.grad is not None), None)
+            self._gradient = None if found is None else (found, float(_local(found.grad).detach().norm()))
+
+    def _is_divided(self) -> bool:
+        """Return whether something has changed gradients since the last backward pass."""
+        if self._gradient is None or self._gradient[0].grad is None:
+            return True
+        parameter, norm = self._gradient
+        assert parameter.grad is not None
+        return abs(float(_local(parameter.grad).norm()) - norm) > 1e-6 * norm
+
+    def clipped(self, parameters: Iterable[Tensor]) -> None:
+        """Look at gradients that are clipped."""
+        if self.looks and not self._clipped_after >= 0:
+            self._check_accumulation()
+        self._clips += 1
+        self._clipped_after = self._passes
+        if self.looks and not any(parameter.grad is not None for parameter in parameters):
+            self.find(
+                "clipping", "gradients are clipped where there are none: before the backward pass, or of a model that "
+                "is not trained", "clip between loss.backward() and optimizer.step()",
+            )  # fmt: skip
+
+    # ---- the optimizer ----
+
+    def begin_update(self, optimizer: Optimizer) -> None:
+        """Look at what an optimizer is about to use."""
+        if not any(known() is optimizer for known in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        passes, cleared = self._updates.get(id(optimizer), (-1, True))
+        if passes == self._all_passes and any(p.grad is not None for p in own):
+            self.find(
+                "update without a gradient",
+                f"step {self.steps + 1} uses the gradients of the step before: no backward pass came between them",
+                "call optimizer.step() once for each step's backward passes",
+            )
+        elif not cleared and self.looks:
+            kept = [self.names.get(id(p), "a parameter") for p in own if p.grad is not None]
+            self.find(
+                "gradients not zeroed",
+                f"step {self.steps + 1} adds to the gradients of the step before in {listed(kept, 5)}",
+                "optimizer.zero_grad() after each optimizer.step()",
+            )
+        if self.looks:
+            self._look_at(optimizer, own)
+
+    def _look_at(self, optimizer: Optimizer, own: list[Tensor]) -> None:
+        trained = [p for p in own if p.requires_grad]
+        if trained and not any(p.grad is not None for p in trained):
+            self.find(
+                "stale optimizer", "the optimizer's parameters get no gradient: it was made for another model, or "
+                "before the model was converted or wrapped", "make the optimizer from the model that is called",
+            )  # fmt: skip
+        self._before = {id(p): (_local(p).detach().clone(), _has_gradient(p)) for p in own}
+        norms = [_local(p.grad).detach().norm() for p in own if p.grad is not None and not p.grad.is_sparse]
+        if norms and not bool(torch.isfinite(torch.stack([norm.float().cpu() for norm in norms])).all()):
+            self.find("not finite", f"a gradient of step {self.steps + 1} is not finite, and the optimizer uses it")
+        if self._clipped_after < 0:
+            self._check_accumulation()
+
+    def _check_accumulation(self) -> None:
+        # Losses of several networks, or terms that are differentiated one by one, belong to the same batch.
+        if 1 < self._passes <= self._batches and self._whole_losses and not self._is_divided() and self.steps:
+            self.find(
+                "gradient accumulation", f"a step adds up the gradients of {self._passes} micro-batches, and nothing "
+                f"divides their mean losses: it is {self._passes} × as long as that of one batch",
+                f"(loss / {self._passes}).backward()",
+            )  # fmt: skip
+
+    def end_update(self, optimizer: Optimizer) -> None:
+        """Look at what an optimizer has done."""
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.looks:
+            self._check_moved(optimizer, own)
+            self._check_schedules(optimizer)
+            self._check_frozen()
+        self._updates[id(optimizer)] = (self._all_passes, False)
+        self.steps += 1
+        self._passes, self._batches, self._clipped_after, self._whole_losses = 0, 0, -1, True
+        if self.steps == self.first:
+            self._check_models()
+
+    def _check_moved(self, optimizer: Optimizer, own: list[Tensor]) -> None:
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        for p in own:
+            before, has_gradient = self._before.get(id(p), (None, False))
+            name = self.names.get(id(p), "a parameter")
+            if before is None or not before.numel() or before.shape != _local(p).shape:
+                continue
+            if has_gradient and max(rates, default=1.0) > 0 and torch.equal(before, _local(p).detach()):
+                self._without[0][name] += 1
+            elif p.requires_grad and p.grad is None:
+                self._without[1][name] += 1
+        self._before = {}
+
+    def _check_schedules(self, optimizer: Optimizer) -> None:
+        schedules = [schedule for schedule in self._alive(LRScheduler) if schedule.last_epoch > 0]
+        for schedule in schedules:
+            rates = [float(rate) for rate in schedule.get_last_lr()]
+            mine = [float(group["lr"]) for group in optimizer.param_groups]
+            if schedule.optimizer is optimizer and len(rates) == len(mine) and len(schedules) == 1 and rates != mine:
+                self.find(
+                    "learning rate schedule", f"the optimizer steps with learning rate {mine[0]:.6g}, and its schedule "
+                    f"says {rates[0]:.6g}", "let nothing but the schedule set the learning rate",
+                )  # fmt: skip
+        others = [schedule for schedule in schedules if schedule.optimizer is not optimizer]
+        living = [known() for known in self._optimizers]
+        if others and len(others) == len(schedules) and all(s.optimizer not in living for s in others):
+            self.find(
+                "learning rate schedule", "the schedule changes the learning rate of an optimizer that never steps",
+                "make the schedule for the optimizer that steps",
+            )  # fmt: skip
+        stepped = max((schedule.last_epoch for schedule in schedules), default=0)
+        updates = self.steps + 1
+        if updates > 1 and self._all_passes >= 1.5 * updates and stepped >= self._all_passes - 1 > updates:
+            self.find(
+                "learning rate schedule",
+                f"the schedule was stepped {stepped} times in {updates} optimizer steps: once for each micro-batch",
+                "step it once for each optimizer.step()",
+            )
+
+    def _check_frozen(self) -> None:
+        for model in self.models:
+            moved = [
+                plain_name(name)
+                for name, parameter in model.named_parameters(remove_duplicate=False)
+                if name in self._frozen and not parameter.requires_grad
+                and parameter.shape == self._frozen[name].shape and not torch.equal(parameter, self._frozen[name])
+            ]  # fmt: skip
+            if moved:
+                self.find("frozen parameters", f"{listed(moved, 5)} do not require gradients, and have changed")
+
+    def _check_models(self) -> None:
+        """Look at the models after the first steps."""
+        optimizers = [one for known in self._optimizers if (one := known()) is not None]
+        held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+        for model in self.models:
+            trained = {plain_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+            missing = [name for name, p in trained.items() if id(p) not in held and p.is_leaf]
+            if missing and len(missing) < len(trained) and not _is_flattened(model):
+                self.find(
+                    "parameters without an optimizer",
+                    f"{listed(missing, 5)} require gradients, and no optimizer has them",
+                    "give the optimizer all of model.parameters(), after the last of them is made",
+                )
+            self._check_ties(model)
+        still, never = ([name for name, n in counted.items() if n >= self.first] for counted in self._without)
+        if still:
+            self.find("parameters that do not move", f"{listed(still, 5)} have gradients, and no update changes them")
+        cut = [name for name in never if self._owner_was_called(name)]
+        if cut and "stale optimizer" not in self.findings:
+            self.find(
+                "parameters without gradients", f"{listed(cut, 5)} take part in the forward pass, and got no gradient "
+                f"in {self.first} steps", "let no detach(), no_grad() or .data cut them off from the loss",
+            )  # fmt: skip
+        for model in self.models:
+            calls, in_training = self._calls[id(model), False], self._calls[id(model), True]
+            random = any(isinstance(module, _DRAWS_OR_NORMALISES) for module in model.modules())
+            if calls > 1 and not in_training and random and any(id(p) in held for p in model.parameters()):
+                self.find(
+                    "evaluation mode", "the model is trained in evaluation mode: without dropout, and with the running "
+                    "statistics of its normalisations", "model.train() before the training loop and after evaluation",
+                )  # fmt: skip
+
+    def _owner_was_called(self, name: str) -> bool:
+        for model in self.models:
+            for owner, module in model.named_modules():
+                if plain_name(owner) == name.rpartition(".")[0] and id(module) in self._called:
+                    return True
+        return False
+
+    def _check_ties(self, model: nn.Module) -> None:
+        now = dict(model.named_parameters(remove_duplicate=False))
+        for names in self._tied:
+            if all(name in now for name in names) and len({id(now[name]) for name in names}) > 1:
+                said = " and ".join(map(plain_name, names))
+                self.find("tied weights", f"{said} were one tensor, and are trained apart now")
+
+    # ---- data and checkpoints ----
+
+    def sampler_begun(self, sampler: DistributedSampler[Any]) -> None:
+        """Look at a pass over the data that begins."""
+        epoch, times = self._epochs.get(id(sampler), (-1, 0))
+        times = times + 1 if epoch == sampler.epoch else 1
+        self._epochs[id(sampler)] = (sampler.epoch, times)
+        if times > 1 and sampler.shuffle and self.steps:
+            self.find(
+                "order of samples", "each epoch reads the samples in the same order: DistributedSampler.set_epoch is "
+                "not called", "sampler.set_epoch(epoch) before each epoch",
+            )  # fmt: skip
+
+    def loaded(self, model: nn.Module, missing: list[str], unexpected: list[str]) -> None:
+        """Look at the result of `load_state_dict(strict=False)`."""
+        if missing and unexpected and 2 * len(missing) > len(list(model.state_dict())):
+            self.find(
+                "checkpoint not loaded", f"load_state_dict(strict=False) left out {len(missing)} tensors, such as "
+                f"{missing[0]}, and did not know {len(unexpected)}, such as {unexpected[0]}",
+                "give the names of the checkpoint the prefix of the model's",
+            )  # fmt: skip
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    return parameter.grad is not None and bool(_local(parameter.grad).any())
+
+
+def _is_flattened(model: nn.Module) -> bool:
+    return any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules())

@@ -1,0 +1,276 @@
+"""Watches a training loop while it runs, of whatever trainer, and says what contradicts a right one.
+
+`lockstep launch --watch-training SCRIPT`, or in Python:
+
+    with lockstep.observe() as seen:      # or lockstep.observe().start(), before the training loop
+        train()
+    print(seen.findings)
+
+Each rank is watched by itself (`TrainingChecks`). In the first steps, and every so often, ranks also tell each other
+what must be equal: fingerprints of parameters and gradients, learning rates, the number of steps. They do so over a
+store of their own, from a thread, so that the training waits for nothing and no collective of the script can be
+disturbed. Within `lockstep verify SCRIPT`, the block is the part of the script that is compared.
+"""
+
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lockstep.environment import rank_facts
+from lockstep.errors import listed
+from lockstep.parallel.divergence import fingerprint
+from lockstep.torch_compat import script_patches
+from lockstep.verify.training_checks import LoopFinding, TrainingChecks
+
+_PREFIX = "lockstep-watch"
+_CONNECT_SECONDS = 20.0
+_WAIT_SECONDS = 600.0  # for what another rank says of a step
+_log = logging.getLogger("lockstep.watch")
+
+
+_part: list[tuple[Callable[[], None], Callable[[], None]]] = []  # what begins and ends the part that is verified
+
+
+def verify_part(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Let `observe()` begin and end the part of this process that `lockstep verify` compares."""
+    _part.append((begin, end))
+
+
+class observe:  # noqa: N801 — called as a function
+    """Watches the training loop in its block, or from `start` on.
+
+    Args:
+        every: number of steps after which parameters are looked at, and ranks compared; the first three always are.
+        report: is given each finding once; unset: it is logged as a warning.
+
+    Attributes:
+        findings: what was found, by kind.
+    """
+
+    def __init__(self, every: int = 100, report: Callable[[LoopFinding], None] | None = None) -> None:
+        self._checks = TrainingChecks(3, every, report or _warn)
+        self._undo: list[Callable[[], None]] = []
+        self._depth = 0
+        self._ranks: _Ranks | None = None
+        self._models_known = False
+
+    @property
+    def findings(self) -> dict[str, LoopFinding]:
+        """What was found, by kind."""
+        if self._ranks is not None:
+            self._ranks.flush()
+        return self._checks.findings
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps that were seen."""
+        return self._checks.steps
+
+    def __enter__(self) -> "observe":
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> "observe":
+        """Begin to watch."""
+        if _part:
+            begin, end = _part[-1]
+            begin()
+            self._undo = [end]
+            return self
+        checks = self._checks
+        self._undo = [
+            register_module_forward_pre_hook(self._before_forward).remove,
+            register_optimizer_step_pre_hook(self._before_step).remove,
+            register_optimizer_step_post_hook(self._after_step).remove,
+            script_patches.patch_backward(self._around_backward),
+            script_patches.patch_clipping(self._around_clipping),
+            script_patches.patch_made(checks.made.add),
+            script_patches.patch_samplers(checks.sampler_begun),
+            script_patches.patch_loading(checks.loaded),
+            script_patches.patch_reading(checks.batch_read),
+        ]
+        return self
+
+    def stop(self) -> None:
+        """Stop watching."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        if self._ranks is not None:
+            self._ranks.flush()
+
+    # ---- what is seen ----
+
+    def _before_forward(self, module: nn.Module, _args: Any) -> None:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if not self._checks.looks:
+            self._undo[0]()  # modules are known by now, and a hook costs a microsecond a call
+            return
+        self._checks.module_called(module)
+        if any(inner is module for model in self._checks.models for inner in model.modules() if inner is not model):
+            return
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            self._checks.model_called(module)
+
+    def _around_backward(self, call: Any, first: Any) -> Any:
+        loss = first if isinstance(first, Tensor) else None
+        if self._depth == 0:
+            self._checks.backward(loss)
+        self._depth += 1
+        try:
+            return call()
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._checks.backward_done()
+
+    def _around_clipping(self, call: Any, parameters: Any) -> Any:
+        self._checks.clipped([parameters] if isinstance(parameters, Tensor) else parameters)
+        return call()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if len(args) == 1 and kwargs.get("closure") is None:  # a closure computes the gradients later
+            self._checks.begin_update(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        looks, step = self._checks.looks, self._checks.steps
+        if looks:
+            self._compare_ranks(optimizer, step)
+        self._checks.end_update(optimizer)
+
+    def _compare_ranks(self, optimizer: Optimizer, step: int) -> None:
+        if self._ranks is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._ranks = _Ranks(self._checks)
+        if self._ranks is None or self._ranks.world == 1:
+            return
+        wrappers = [made for made in self._checks.made if isinstance(made, DistributedDataParallel)]
+        wrapped = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
+        named = [
+            (self._checks.names.get(id(p), f"parameter {i}"), p)
+            for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        ]
+        prints: dict[str, Tensor] = {}
+        for name, p in named:
+            if isinstance(p, DTensor) or p.numel() == 0:
+                continue
+            kind = "wrapped" if id(p) in wrapped else "plain"
+            prints[f"weight|{kind}|{name}"] = fingerprint(p.detach())
+            if p.grad is not None and not p.grad.is_sparse:
+                prints[f"gradient|{kind}|{name}"] = fingerprint(p.grad.detach())
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        values = torch.stack(list(prints.values())).tolist() if prints else []
+        self._ranks.send(step, {"prints": dict(zip(prints, values, strict=True)), "rates": rates})
+
+
+class _Ranks:
+    """Compares what ranks say of a step, in a thread of rank 0."""
+
+    def __init__(self, checks: TrainingChecks) -> None:
+        self._checks = checks
+        self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._queue: SimpleQueue[tuple[int, dict[str, Any]] | None] = SimpleQueue()
+        self._pending = 0
+        self._equal: set[str] = set()  # weights that were equal on all ranks once
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def send(self, step: int, said: dict[str, Any]) -> None:
+        self._pending += 1
+        self._queue.put((step, said))
+
+    def flush(self, seconds: float = 10.0) -> None:
+        """Wait until all that was said is compared."""
+        deadline = time.monotonic() + seconds
+        while self._pending and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _run(self) -> None:
+        try:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            made: Any = vars(torch.distributed)["TCPStore"]
+            store = made(address, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))
+            store.set_timeout(timedelta(seconds=_WAIT_SECONDS))
+        except Exception as error:
+            _log.warning("ranks are not compared with each other: no store is reached (%s)", error)
+            self._pending = 0
+            return
+        while (item := self._queue.get()) is not None:
+            step, said = item
+            with suppress(Exception):  # the other ranks have ended
+                self._exchange(store, step, said)
+            self._pending = max(0, self._pending - 1)
+
+    def _exchange(self, store: Any, step: int, said: dict[str, Any]) -> None:
+        if self.rank:
+            store.set(f"{_PREFIX}/{step}/{self.rank}", pickle.dumps(said))
+            return
+        ranks = [said]
+        for rank in range(1, self.world):
+            ranks.append(pickle.loads(store.get(f"{_PREFIX}/{step}/{rank}")))
+            store.delete_key(f"{_PREFIX}/{step}/{rank}")
+        self._compare(step + 1, ranks)
+
+    def _compare(self, step: int, ranks: list[dict[str, Any]]) -> None:
+        if any(said["rates"] != ranks[0]["rates"] for said in ranks):
+            rates = "; ".join(f"rank {rank}: {said['rates'][:3]}" for rank, said in enumerate(ranks))
+            self._checks.find("learning rate", f"ranks step with different learning rates in step {step}: {rates}")
+        apart: dict[str, list[str]] = {}
+        for key in ranks[0]["prints"]:
+            what, kind, name = key.split("|", 2)
+            values = {said["prints"].get(key) for said in ranks}
+            if len(values) == 1:
+                self._equal.add(key)
+            elif kind == "wrapped" or key in self._equal:
+                apart.setdefault(what, []).append(name)
+        if "gradient" in apart:
+            self._checks.find(
+                "gradient synchronisation",
+                f"the gradients of {listed(apart['gradient'], 5)} differ on ranks in step {step}",
+                "call the wrapped model, leave no_sync() for the last backward pass, and change no gradient by rank",
+            )
+        elif "weight" in apart:
+            self._checks.find(
+                "replicas",
+                f"{listed(apart['weight'], 5)} differ on ranks after step {step}, with equal gradients",
+                "let nothing but the optimizer write weights, or let it write the same on all ranks",
+            )
+
+
+def _warn(finding: LoopFinding) -> None:
+    do = f"; do: {finding.fix}" if finding.fix else ""
+    facts = rank_facts()
+    print(f"watch-training: ✗ rank {facts.rank}: {finding.kind}: {finding.text}{do}", flush=True)
+
+
+def install() -> None:
+    """Watch this process, as `lockstep launch --watch-training` says, until it ends."""
+    import atexit
+
+    seen = observe(int(os.environ["LOCKSTEP_WATCHED_TRAINING"])).start()
+
+    def end() -> None:
+        found = len(seen.findings)
+        if seen.steps and rank_facts().is_main:
+            print(f"watch-training: {seen.steps} steps, {found or 'nothing'} found", flush=True)
+
+    atexit.register(end)

@@ -1,0 +1,171 @@
+"""`lockstep.observe` and `lockstep launch --watch-training`, as docs/how_to/watch_training.md has them."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+from lockstep.verify.training_checks import LoopFinding
+
+ROOT = Path(__file__).parents[2]
+
+
+class Loop:
+    """A right loop in one process; a test replaces a part of it."""
+
+    accumulate = 1
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.schedule = StepLR(self.optimizer, 2)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.model(x), x[:, :1]) / self.accumulate
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+    def run(self) -> None:
+        loader = DataLoader(TensorDataset(torch.randn(48, 4)), batch_size=4)
+        for number, (x,) in enumerate(loader, start=1):
+            self.backward(self.loss(x))
+            if number % self.accumulate == 0:
+                self.step()
+
+
+def loop(**changes: Callable[..., Any] | int) -> type[Loop]:
+    return type("Changed", (Loop,), changes)
+
+
+def frozen_part(self: Loop, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        inside = self.model[1](self.model[0](x))
+    return nn.functional.mse_loss(self.model[2](inside), x[:, :1])
+
+
+def without_zeroing(self: Loop) -> None:
+    self.optimizer.step()
+
+
+def twice(self: Loop) -> None:
+    self.optimizer.step()
+    Loop.step(self)
+
+
+def two_optimizers(self: Loop) -> None:
+    if not hasattr(self, "others"):
+        self.others = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.model[0], self.model[2])]
+    for one in self.others:
+        one.step()
+    for one in self.others:
+        one.zero_grad()
+
+
+def other_optimizer(self: Loop) -> None:
+    Loop.__init__(self)
+    self.optimizer = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1)
+    self.schedule = StepLR(self.optimizer, 2)
+
+
+def part_of_the_model(self: Loop) -> None:
+    Loop.__init__(self)
+    self.optimizer = torch.optim.SGD(self.model[0].parameters(), lr=0.1)
+    self.schedule = StepLR(self.optimizer, 2)
+
+
+def evaluating(self: Loop) -> None:
+    Loop.__init__(self)
+    self.model.eval()
+
+
+def clipping_each(self: Loop, loss: Tensor) -> None:
+    loss.backward()
+    nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+
+def undivided(self: Loop, x: Tensor) -> Tensor:
+    return nn.functional.mse_loss(self.model(x), x[:, :1])
+
+
+def schedule_each(self: Loop, loss: Tensor) -> None:
+    loss.backward()
+    self.schedule.step()
+
+
+def infinite(self: Loop, x: Tensor) -> Tensor:
+    return Loop.loss(self, x) * torch.inf
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [
+        (Loop, None),
+        (loop(accumulate=2), None),
+        (loop(step=two_optimizers), None),
+        (loop(step=without_zeroing), "gradients not zeroed"),
+        (loop(step=twice), "update without a gradient"),
+        (loop(__init__=other_optimizer), "stale optimizer"),
+        (loop(__init__=part_of_the_model), "parameters without an optimizer"),
+        (loop(__init__=evaluating), "evaluation mode"),
+        (loop(loss=frozen_part), "parameters without gradients"),
+        (loop(accumulate=2, backward=clipping_each), "clipping"),
+        (loop(accumulate=2, loss=undivided), "gradient accumulation"),
+        (loop(accumulate=3, backward=schedule_each), "learning rate schedule"),
+        (loop(loss=infinite), "not finite"),
+    ],
+)
+def test_loops_in_one_process(changed: type[Loop], kind: str | None) -> None:
+    found: list[LoopFinding] = []
+    with lockstep.observe(report=found.append) as seen:
+        changed().run()
+    assert (kind in seen.findings) == (kind is not None), found
+    assert len(seen.findings) == (kind is not None) or kind == "not finite", found
+    assert seen.steps
+    before = seen.steps
+    Loop().run()
+    assert seen.steps == before  # it has stopped
+
+
+def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/how_to/watch_training.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(code, {})
+    printed = capsys.readouterr().out
+    assert "watch-training: ✗ rank 0: gradients not zeroed: step 2 adds to the gradients of the step before" in printed
+
+
+@pytest.mark.parametrize(
+    ("case", "found"),
+    [("LinkThatReturnsOtherSums", "gradient synchronisation"), ("ReplicaThatIsChanged", "replicas"), ("sound", "")],
+)
+def test_ranks_are_compared(case: str, found: str, tmp_path: Path) -> None:
+    program = str(ROOT / "benchmarks/silent_bugs/program.py")
+    command = [sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "2", "--output-dir", str(tmp_path)]
+    arguments = ["LinkThatReturnsOtherSums", "sound"] if case == "sound" else [case]
+    ended = subprocess.run(
+        [*command, "--watch-training", "1", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    said = re.findall(r"watch-training: ✗ rank 0: (.*?):", ended.stdout + ended.stderr)
+    assert said == [found] * bool(found), ended.stdout + ended.stderr
+    assert f"{'1' if found else 'nothing'} found" in ended.stdout + ended.stderr
