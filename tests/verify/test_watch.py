@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
+from lockstep.cli import main
 from lockstep.verify.training_checks import LoopFinding
 
 ROOT = Path(__file__).parents[2]
@@ -169,3 +170,8 @@ def test_ranks_are_compared(case: str, found: str, tmp_path: Path) -> None:
     said = re.findall(r"watch-training: ✗ rank 0: (.*?):", ended.stdout + ended.stderr)
     assert said == [found] * bool(found), ended.stdout + ended.stderr
     assert f"{'1' if found else 'nothing'} found" in ended.stdout + ended.stderr
+
+
+def test_watching_every_0_steps_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--watch-training", "0", "train.py"]) == 2
+    assert "--watch-training 0 is not a number from 1 on" in capsys.readouterr().err

@@ -22,7 +22,6 @@ from lockstep.verify.script.watchdog import places
 _SECONDS = 600.0  # limit for a run of the script; ranks that wait for each other end sooner
 # What a script may import is imported once, for all its processes.
 _PRELOAD = ("accelerate.optimizer", "transformers.trainer", "lightning.fabric", "lightning_fabric")
-_FEWER = "run the command itself with this number of ranks, until it trains"
 _LAST_LINES = 12  # of a process that failed without an exception
 
 
@@ -123,19 +122,23 @@ class CommandRuns(ScriptRuns):
             words = [for_ranks(word, ranks if len(tasks) == 1 else 1) for word in shlex.split(task.script)]
             environment = injected(LOCKSTEP_OBSERVED_RUN=str(task.folder))
             log = (task.folder / "output-0.log").open("w")
+            what = ""
             try:
                 code = subprocess.run(
                     words, env=environment, stdout=log, stderr=log, timeout=_SECONDS, check=False,
                     preexec_fn=die_with_this_process,
                 ).returncode  # fmt: skip
+                what = f"ended with code {code}" if code else ""
             except OSError as error:
                 fix = "write a command that runs here, as in torchrun --nproc-per-node {n} train.py"
                 raise UsageError(f"{words[0]} can't be run: {error.strerror}", where=task.script, fix=fix) from None
             except subprocess.TimeoutExpired:
-                raise RunError(f"no answer within {_SECONDS:.0f} s", where=task.script, fix=_FEWER) from None
-            if code or not list(task.folder.glob("record-*.pt")):
-                what = f"ended with code {code}" if code else "ended, and no process of it took a training step"
-                raise _with_output(RunError(f"the command {what}", where=task.script, fix=_FEWER), task.folder, 1)
+                what = f"has not ended within {_SECONDS:.0f} s"
+            if not what and not list(task.folder.glob("record-*.pt")):
+                what = "has ended, and no process of it took a training step"
+            if what:
+                fix = "run it with this number of ranks until it trains"
+                raise _with_output(RunError(f"the command {what}", where=task.script, fix=fix), task.folder, 1)
 
 
 def _take(tasks: Sequence[ScriptTask], seconds: float) -> None:
