@@ -198,7 +198,10 @@ def row_linear(x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
 
 
 def vocabulary_lookup(ids: Tensor, weight: Tensor, cut: Cut, padding_idx: int | None = None) -> Tensor:
-    """Return the rows of the whole table: ids [B, T], weight [V / ranks, D] → [B, T, D] or a part of it."""
+    """Return the rows of the whole table: ids [B, T], weight [V / ranks, D] → [B, T, D] or a part of it.
+
+    The row of an id outside of the vocabulary is nan.
+    """
     if cut.group is None:
         return F.embedding(ids, weight, padding_idx)
     refuse_length(ids, cut)
@@ -206,7 +209,9 @@ def vocabulary_lookup(ids: Tensor, weight: Tensor, cut: Cut, padding_idx: int | 
     here = (ids >= first) & (ids < first + weight.shape[0])
     if padding_idx is not None:
         padding_idx = padding_idx - first if first <= padding_idx < first + weight.shape[0] else None
-    found = F.embedding(torch.where(here, ids - first, 0), weight, padding_idx) * here.unsqueeze(-1)
+    outside = (ids < 0) | (ids >= cut.ranks * weight.shape[0])
+    factor = torch.where(outside, torch.nan, here.to(weight.dtype))
+    found = F.embedding(torch.where(here, ids - first, 0), weight, padding_idx) * factor.unsqueeze(-1)
     return _Leave.apply(found, cut)  # type: ignore[no-untyped-call,no-any-return]
 
 
