@@ -148,7 +148,7 @@ class AccumulatedMeansOfUnequalCounts(Program):
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         if self.faulty:
             return super().loss(inputs, targets)
-        return self.cross_entropy(self.runs(inputs), targets, "sum") / 48
+        return self.cross_entropy(self.runs(inputs), targets, "sum") * self.world / 96
 
 
 @case("NVlabs/stylegan3#184; huggingface/transformers#35438", "gradient accumulation")
@@ -156,11 +156,7 @@ class AccumulationThatIsNotDivided(Program):
     accumulate = 2
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return (
-            super().loss(inputs, targets) * (2 if self.faulty else 1)
-            if not self.faulty
-            else self.cross_entropy(self.runs(inputs), targets)
-        )
+        return self.cross_entropy(self.runs(inputs), targets) if self.faulty else super().loss(inputs, targets)
 
 
 class CutSequence(Program):

@@ -92,7 +92,7 @@ class Program:
         """Exchange gradients, where no wrapper does."""
 
     def clip(self) -> None:
-        nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+        nn.utils.clip_grad_norm_(self.net.parameters(), 0.05)
 
     def update(self) -> None:
         self.optimizer.step()

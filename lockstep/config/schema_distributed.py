@@ -217,6 +217,10 @@ class DistributedConfig(Section):
         ge=1,
         description="Steps between comparisons of the replicas' parameters; the run stops if they differ. Null: never.",
     )
+    divergence_action: Literal["stop", "repair"] = Field(
+        default="stop",
+        description="Where a bit has flipped in one replica and others outvote it: stop, or go on from their values.",
+    )
     replicate_size: int | None = Field(
         default=None, ge=1, description="Ranks along the axis of replicas; unset: follows from the world size."
     )

@@ -1,5 +1,7 @@
 """Replicas that drift apart stop the run, and are named."""
 
+import re
+import socket
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tests.parity.toy import Tokens
 from tests.ranks import run_ranks
 
 PLAIN: dict[str, Any] = {"distributed.reproducible": False, "distributed.divergence_check_steps": 2}
+WHOLE_TENSOR = 5  # steps of a run in which a rank changes all of the tensor
 OFF = {**PLAIN, "distributed.divergence_check_steps": None}
 NAME = "layers.2.mlp.down.weight"
 
@@ -22,6 +25,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None, str]] = {
     "sound": ("ddp:4", PLAIN, None, NAME),
     "unguarded": ("ddp:4", OFF, 2, NAME),
     "hybrid": ("hybrid:2x2", PLAIN, 3, "embed.weight"),
+    "unsynchronised": ("ddp:4", {**PLAIN, "training.max_steps": WHOLE_TENSOR}, 2, NAME),
+    "repaired": ("ddp:4", {**PLAIN, "distributed.divergence_action": "repair"}, 2, NAME),
 }
 
 
@@ -37,6 +42,8 @@ def stopped(topology: str, settings: dict[str, Any], rank: int | None, name: str
                 local = trainer.placed.parameters[name].detach()
                 flat = getattr(local, "to_local", lambda local=local: local)().reshape(-1)
                 flat[-1:].view(torch.int32).bitwise_xor_(1 << 12)
+                if settings.get("training.max_steps") == WHOLE_TENSOR:
+                    local.mul_(1.01)
     except RunError as error:
         return f"step {trainer.step.progress.step}: {error}"
     return f"step {trainer.step.progress.step}: done"
@@ -62,6 +69,19 @@ def test_a_flipped_bit_stops_all_ranks_and_names_rank_and_parameter(ranks: list[
         assert f"rank 2 differs from the other replicas in {NAME}\n" in said["flipped"]
         assert "after step 4" in said["flipped"]
         assert said["sound"] == said["unguarded"] == "step 6: done"
+
+
+def test_a_flipped_bit_is_told_from_software_with_its_host(ranks: list[Any]) -> None:
+    for said, _ in ranks:
+        assert f"on host {socket.gethostname()}\n" in said["flipped"]
+        assert re.search(r"why: 1 of \d+ elements differ", said["flipped"])
+        assert "a bit has flipped in memory" in said["flipped"]
+        assert "were not reduced in some step" in said["unsynchronised"]
+
+
+def test_a_flipped_bit_is_put_back_if_asked(ranks: list[Any]) -> None:
+    for said, _ in ranks:
+        assert said["repaired"] == "step 6: done"
 
 
 def test_replicas_of_shards_are_compared_shard_by_shard(ranks: list[Any]) -> None:

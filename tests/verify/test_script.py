@@ -108,7 +108,7 @@ def test_a_command_in_place_of_a_script() -> None:
     with pytest.raises(UsageError, match=r"has no \{n\}"):
         verify_script("torchrun train.py", [], [2], steps=2)
     (outcome,) = verify_script("no-such-launcher {n}", [], [2], steps=2)
-    assert "no-such-launcher can't be run" in outcome.failed
+    assert "there is no program no-such-launcher to run" in outcome.failed
     (outcome,) = verify_script(f"{sys.executable} -c exit({{n}})", [], [2], steps=2)
     assert "the command ended with code 2" in outcome.failed
 

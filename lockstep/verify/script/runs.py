@@ -131,7 +131,9 @@ class CommandRuns(ScriptRuns):
                 what = f"ended with code {code}" if code else ""
             except OSError as error:
                 fix = "write a command that runs here, as in torchrun --nproc-per-node {n} train.py"
-                raise UsageError(f"{words[0]} can't be run: {error.strerror}", where=task.script, fix=fix) from None
+                raise UsageError(
+                    f"there is no program {words[0]} to run: {error.strerror}", where=task.script, fix=fix
+                ) from None
             except subprocess.TimeoutExpired:
                 what = f"has not ended within {_SECONDS:.0f} s"
             if not what and not list(task.folder.glob("record-*.pt")):
