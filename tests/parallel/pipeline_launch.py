@@ -29,6 +29,10 @@ def beside(kind: str, schedule: str = "1F1B", **more: Any) -> dict[str, Any]:
     return settings
 
 
+# Each schedule with recomputed blocks; `test_every_schedule_recomputes_rightly` has those that are not in turn.
+RECOMPUTED: dict[str, tuple[Any, ...]] = {name: ("deep", {**piped(name), **CHECKPOINTED}) for name in SCHEDULES}
+RECOMPUTED_IN_TURN = ("1F1B", "InterleavedZeroBubble", "DualPipeV")
+
 # ---- trainings that are compared with the same training in one process: model, settings, data … ----
 
 ON_TWO: dict[str, tuple[Any, ...]] = {
@@ -52,7 +56,7 @@ ON_TWO: dict[str, tuple[Any, ...]] = {
     "selective": ("deep", {**piped(), "training.gradient_checkpointing": "selective"}),
     "every_n": ("deep", {**piped(), "training.gradient_checkpointing": "every_n"}),
     "sequential": ("deep", {**piped("LoopedBFS"), "training.gradient_checkpointing": "sequential"}),
-    **{f"checkpointed, {name}": ("deep", {**piped(name), **CHECKPOINTED}) for name in SCHEDULES},
+    **{f"checkpointed, {name}": RECOMPUTED[name] for name in RECOMPUTED_IN_TURN},
     "checkpointed latent": ("deep", {**piped("DualPipeV"), **CHECKPOINTED}, "Tokens", {"name": "free_transformer"}),
     "bf16": ("deep", {**piped(), "precision.mode": "bf16"}),
     "compiled": ("shallow", {**piped("Interleaved1F1B"), "training.compile": True}),

@@ -6,9 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.pipeline_cases import deep, look, message_of, overflow, piped, running_statistics, train, worst
-from tests.parallel.pipeline_launch import TRAININGS, launched
+from tests.parallel.pipeline_cases import (
+    deep,
+    look,
+    message_of,
+    overflow,
+    piped,
+    running_statistics,
+    several,
+    train,
+    worst,
+)
+from tests.parallel.pipeline_launch import CHECKPOINTED, RECOMPUTED, RECOMPUTED_IN_TURN, TRAININGS, launched
 from tests.parity.pipelines import SCHEDULES
+from tests.ranks import run_ranks
 
 TOLERANCE = 1e-5
 
@@ -82,11 +93,21 @@ def test_trap_27_names_are_those_of_the_unsplit_model_whatever_wraps_it() -> Non
     assert not first & second
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", RECOMPUTED_IN_TURN)
 def test_trap_28_recomputation_draws_what_the_forward_pass_drew(schedule: str) -> None:
     """By the time a block is recomputed another micro-batch is current: with its random numbers gradients are 50 to
     160 % wrong."""
     assert off(f"checkpointed, {schedule}") < TOLERANCE
+
+
+@pytest.mark.full
+def test_every_schedule_recomputes_rightly() -> None:
+    """The schedules that the test above leaves out."""
+    rest = [name for name in SCHEDULES if name not in RECOMPUTED_IN_TURN]
+    results = run_ranks(several, 2, [("train", RECOMPUTED[name]) for name in rest], timeout=900)
+    reference = train("deep", CHECKPOINTED)
+    for place, name in enumerate(rest):
+        assert max(worst(of_rank[place], reference) for of_rank in results) < TOLERANCE, name
 
 
 @pytest.mark.parametrize("name", ["selective", "every_n", "sequential", "checkpointed latent"])

@@ -130,15 +130,10 @@ def half(*, whole: bool) -> list[Case]:
 
 def compiled(*, whole: bool) -> list[Case]:
     """torch.compile; on more than two ranks, if hybrid shards are to be more than replicas."""
+    chosen = [("ddp", "selective"), ("full_shard", "full"), ("accelerate", "none")]
     if whole:
-        return [Case("transformer", strategy, 3, "none", COMPILED) for strategy in STRATEGIES]
-    return [
-        Case("transformer", strategy, 3, checkpointing, COMPILED)
-        for strategy, checkpointing in (
-            ("ddp", "none"), ("full_shard", "none"), ("full_shard", "full"), ("ddp", "selective"),
-            ("accelerate", "full"),
-        )
-    ]  # fmt: skip
+        chosen += [(strategy, "none") for strategy in STRATEGIES if strategy != "accelerate"]
+    return [Case("transformer", strategy, 3, checkpointing, COMPILED) for strategy, checkpointing in chosen]
 
 
 def parts(*, whole: bool) -> list[Part]:

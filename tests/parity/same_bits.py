@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.config import config_from
 from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
-from tests.parity.toy import RECIPE, VOCAB, Tokens, language_model
+from tests.parity.toy import RECIPE, VOCAB, Tokens, language_model, unchecked
 
 Bits = tuple[str, list[tuple[str, str]]]
 """Digest of parameters and optimizer state at the end; (loss, gradient norm) of each step, as exact text."""
@@ -57,7 +57,7 @@ def trainer_for(
     }
     config = config_from({**common, **{f"distributed.{key}": value for key, value in values.items()}, **settings})
     built = language_model(model, **args) if isinstance(model, str) else model
-    return Trainer(built, config=config, loss_fn=loss_fn)
+    return unchecked(Trainer(built, config=config, loss_fn=loss_fn))
 
 
 def bits(topology: str, model: str, settings: dict[str, Any] | None = None, steps: int = 8, **args: Any) -> Bits:

@@ -15,14 +15,15 @@ TOPOLOGIES = {
 }
 
 
-def grid(ranks: int, samples: int, layers: int, steps: int) -> list[tuple[Any, ...]]:
-    """So many steps of so many samples."""
-    settings = [{"precision.mode": precision, "training.global_batch_size": samples} for precision in PRECISIONS]
+def grid(ranks: int, samples: int, layers: int, steps: int, *, whole: bool = True) -> list[tuple[Any, ...]]:
+    """So many steps of so many samples; unless `whole`, each model and each topology is in both precisions by turns."""
     return [
         (topology, model, setting, steps, {"n_layer": layers})
-        for model in MODELS
-        for setting in settings
-        for topology in TOPOLOGIES[ranks]
+        for i, model in enumerate(MODELS)
+        for j, precision in enumerate(PRECISIONS)
+        for setting in [{"precision.mode": precision, "training.global_batch_size": samples}]
+        for k, topology in enumerate(TOPOLOGIES[ranks])
+        if whole or (i + j + k) % 2 == 0
     ]
 
 
@@ -47,8 +48,8 @@ def check(ranks: int, cases: list[tuple[Any, ...]], timeout: float = 300) -> Non
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_one_digest(ranks: int) -> None:
-    """Dropout, clipping; after 12 steps parameters, optimizer state, losses and norms are equal in every bit."""
-    check(ranks, grid(ranks, samples=8, layers=2, steps=12))
+    """Dropout, clipping; after 6 steps parameters, optimizer state, losses and norms are equal in every bit."""
+    check(ranks, grid(ranks, samples=8, layers=2, steps=6, whole=False))
 
 
 @pytest.mark.full
