@@ -4,8 +4,7 @@ A model's `tensor_plan()` says how, by patterns of module names (Shoeybi et al. 
 
     column      a linear layer's outputs are cut; its input is whole
     heads       the same, between heads: the module around it has `head_width` (or `head_dim`)
-    fused       several layers in one weight, whose sizes are its `fused_sizes`: each is cut as by
-                `column`, between all ranks' parts; every rank holds it whole
+    fused       several layers in one weight, of `fused_sizes` outputs: each is cut as by `column`, and held whole
     fused_heads the same, between heads: queries, keys and values
     row         its inputs are cut; what it returns is summed over ranks
     vocabulary  an embedding's rows are cut; a rank looks up its own ids, and the results are summed

@@ -79,7 +79,7 @@ class WithSinks(nn.Module):
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], type[Dataset[Any]]]] = {
     # Megatron-LM#7452, finding 8: a sink for each head is cut, but only the first rank's gradient was in the norm.
     "sinks": ("tensor:4", "sinks", {}, {}, Tokens),
-    # torchtitan PR 4332: the gradient of a bias after a row cut was divided by the ranks, whose sequences were whole.
+    # torchtitan PRs 4245, 4332: each rank added the bias after a row cut; then its gradient was divided by the ranks.
     "row_bias": ("ddp:2*tensor:2", "sinks", {}, {"distributed.sequence_parallel": False}, Tokens),
     # Megatron-LM#7452, findings 3 and 9: ranks divided losses by their own targets, and averaged what they got.
     "one_target": ("ddp:2*tensor:2", "transformer", SMALL, {}, OneTarget),
