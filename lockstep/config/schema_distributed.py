@@ -236,6 +236,11 @@ class DistributedConfig(Section):
         description="Ranks over which each sequence is cut (context parallel), and which work on the same "
         "micro-batches. Unset: 1.",
     )
+    context_method: Literal["gathered", "all_to_all"] = Field(
+        default="gathered",
+        description="How the parts of a sequence meet in attention: keys and values are `gathered`, or heads are "
+        "exchanged by `all_to_all` (Ulysses; `context_size` divides the numbers of heads).",
+    )
     context_blocks: int = Field(
         default=1,
         ge=1,

@@ -12,37 +12,61 @@ from torch import Tensor, nn
 class Attend(nn.Module):
     """Scaled dot-product attention: q [B, H, T, D], k and v [B, H or fewer, T, D] → [B, H, T, D].
 
+    Positions of one document attend to each other only. `documents`, int64 [B, whole T], numbers the document of each
+    position of the whole sequence, also where a rank has a part of it; a document is one run of equal numbers.
+
     Subclasses that attend in another way override `run`. A context-parallel run replaces `positions` and `forward`.
 
     Args:
         causal: a position attends to itself and earlier ones; else to all.
+
+    Attributes:
+        heads_dim: the dim of q, k and v along which heads lie.
     """
+
+    heads_dim = 1
 
     def __init__(self, *, causal: bool = True) -> None:
         super().__init__()
         self.causal = causal
 
-    def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions in the whole sequence of the `length` that are here: int64 [length]."""
-        return torch.arange(length, device=device)
+    def positions(self, length: int, device: torch.device, documents: Tensor | None = None) -> Tensor:
+        """Return the positions of the `length` that are here: int64 [length], or [B, length] within their documents."""
+        return torch.arange(length, device=device) if documents is None else positions_within(documents)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """Attend."""
-        return self.run(q, k, v, 0)
+        return self.run(q, k, v, 0, documents)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, first: int, documents: Tensor | None = None) -> Tensor:
         """Let a run of queries attend.
 
         Args:
             q: of the positions first, first + 1, ….
             k, v: of the positions 0, 1, …; if causal, up to the last query's.
         """
-        grouped = q.shape[1] != k.shape[1]
         mask = None
-        if self.causal and first:
+        if self.causal and (first or documents is not None):
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(first)
-        whole = self.causal and not first
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, enable_gqa=grouped)
+        if documents is not None:
+            same = same_document(documents, first, q.shape[2], k.shape[2]).unsqueeze(1)
+            mask = same if mask is None else same & mask
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=self.causal and mask is None, enable_gqa=grouped
+        )  # fmt: skip
+
+
+def positions_within(documents: Tensor) -> Tensor:
+    """Return the position of each token within its document: int64 [B, T] → int64 [B, T]."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return places - torch.where(begins, places, 0).cummax(1).values
+
+
+def same_document(documents: Tensor, first: int, queries: int, keys: int) -> Tensor:
+    """Return which of the keys 0, 1, … are of the document of which query: bool [B, queries, keys]."""
+    return documents[:, first : first + queries, None] == documents[:, None, :keys]
 
 
 class SequenceDropout(nn.Dropout):
@@ -55,3 +79,23 @@ class SequenceDropout(nn.Dropout):
     def __init__(self, p: float, sequence_dim: int) -> None:
         super().__init__(p)
         self.sequence_dim = sequence_dim
+
+
+class SequenceBernoulli(nn.Module):
+    """Draws of ones with given probabilities, [B, T, …] → [B, T, …]; a context-parallel run replaces `forward`."""
+
+    def forward(self, probabilities: Tensor) -> Tensor:
+        """Draw."""
+        return torch.bernoulli(probabilities)
+
+
+class SequenceMean(nn.Module):
+    """The mean over the positions of a micro-batch: [B, T, K] → [K]; a context-parallel run replaces both methods."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Average."""
+        return x.mean((0, 1))
+
+    def total(self, counts: Tensor) -> Tensor:
+        """Return the sum, over all parts of the sequences, of integers that were counted over the part here."""
+        return counts

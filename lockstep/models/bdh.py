@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.models.attention import Attend, SequenceDropout
+from lockstep.models.attention import Attend, SequenceDropout, same_document
+from lockstep.models.chain import with_carried
 from lockstep.models.language import LanguageModel, require_multiple, require_positive
 from lockstep.models.rotary import phases, rotate, without_autocast
 
@@ -57,7 +58,7 @@ class BDH(LanguageModel):
         self.decoder = nn.Parameter(torch.empty(n_head * neurons, n_embd))
         self.embed = NormalizedEmbedding(vocab_size, n_embd)
         self.layers = nn.ModuleList(BDHLayer(dropout) for _ in range(n_layer))
-        self.head = nn.Linear(n_embd, vocab_size, bias=False)
+        self.head = OutputLayer(n_embd, vocab_size, bias=False)
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -88,19 +89,36 @@ class BDH(LanguageModel):
 
 
 class NormalizedEmbedding(nn.Embedding):
-    """Normalised embedding: ids [B, T] → LN(embedding) [B, T, D]."""
+    """Normalised embedding: ids [B, T] → LN(embedding) [B, T, D]; the numbers of documents are passed on."""
 
     def product(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Return the rows of the table; a tensor-parallel run replaces this."""
         return F.embedding(ids, weight)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *documents: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
         """Look up and normalise."""
-        return F.layer_norm(self.product(input, self.weight), (self.embedding_dim,))
+        return with_carried(F.layer_norm(self.product(input, self.weight), (self.embedding_dim,)), documents)
+
+
+class OutputLayer(nn.Linear):
+    """The output layer: x [B, T, D] → logits [B, T, V]; the numbers of documents end here."""
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the logits; a tensor-parallel run replaces this."""
+        return F.linear(x, weight)
+
+    def forward(self, input: Tensor, *_documents: Tensor) -> Tensor:
+        """Return the logits."""
+        return self.product(input, self.weight)
 
 
 class BDHLayer(nn.Module):
-    """One layer: x [B, T, D] and the weights → x [B, T, D]. It owns no parameters."""
+    """One layer: x [B, T, D] and the weights → x [B, T, D]. It owns no parameters.
+
+    The numbers of documents are passed on after x.
+    """
+
+    sequence_dim = 2
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -115,34 +133,43 @@ class BDHLayer(nn.Module):
         """Return the sum over heads, in float32; a tensor-parallel run replaces this."""
         return parts.sum(0, dtype=torch.float32)
 
-    def forward(self, x: Tensor, *, encoder: Tensor, encoder_v: Tensor, decoder: Tensor) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x W for each head: x [H, B, T, K], weight [H, K, N]; a context-parallel run replaces this."""
+        return torch.bmm(x.flatten(1, 2), weight).view(*x.shape[:3], -1)
+
+    def forward(
+        self, x: Tensor, *documents: Tensor, encoder: Tensor, encoder_v: Tensor, decoder: Tensor
+    ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
         """Run the layer."""
-        batch, length, width = x.shape
+        width = x.shape[-1]
         heads, _, neurons = encoder.shape
-        rows = batch * length
-        x_heads = self.enter(x, heads)
-        s = torch.relu(torch.bmm(x_heads, encoder))
-        s = s.view(heads, batch, length, neurons)
-        a = attend_to_past(s, x_heads.view(heads, batch, length, width), self.attend)
-        a = F.layer_norm(a, (width,)).view(heads, rows, width)
-        u = self.dropout(s * torch.relu(torch.bmm(a, encoder_v)).view_as(s)).view(heads, rows, neurons)
-        y = self.leave(torch.bmm(u, decoder.view(heads, neurons, width)))  # concat_heads(u) @ decoder
+        x_heads = self.enter(x, heads).view(heads, *x.shape)
+        s = torch.relu(self.product(x_heads, encoder))
+        a = F.layer_norm(attend_to_past(s, x_heads, self.attend, *documents), (width,))
+        u = self.dropout(s * torch.relu(self.product(a, encoder_v)))
+        y = self.leave(self.product(u, decoder.view(heads, neurons, width)).flatten(1, 2))  # concat_heads(u) @ decoder
         y = F.layer_norm(y, (width,)).to(x.dtype).view_as(x)
-        return F.layer_norm(x + y, (width,))
+        return with_carried(F.layer_norm(x + y, (width,)), documents)
 
 
 class PastAttention(Attend):
     """Attention to strictly earlier positions, tril(q qᵀ, −1) x: q as queries and keys [H, B, T, N], x [H, B, T, D]."""
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
+    heads_dim = 0
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, first: int, documents: Tensor | None = None) -> Tensor:
         """Let a run of queries attend."""
-        heads_and_batch = q.shape[:2]
+        heads, batch = q.shape[:2]
         q, k, v = (each.flatten(0, 1) for each in (q, k, v))
-        attended = torch.bmm(torch.bmm(q, k.transpose(1, 2)).tril(first - 1), v) if first else sum_over_past(q, v)
-        return attended.unflatten(0, heads_and_batch)  # type: ignore[no-untyped-call,no-any-return]
+        if not first and documents is None:
+            return sum_over_past(q, v).view(heads, batch, *v.shape[1:])
+        scores = torch.bmm(q, k.transpose(1, 2)).tril(first - 1)
+        if documents is not None:
+            scores = scores * same_document(documents, first, q.shape[1], k.shape[1]).repeat(heads, 1, 1)
+        return torch.bmm(scores, v).view(heads, batch, *q.shape[1:2], -1)
 
 
-def attend_to_past(s: Tensor, x: Tensor, attend: PastAttention) -> Tensor:
+def attend_to_past(s: Tensor, x: Tensor, attend: PastAttention, documents: Tensor | None = None) -> Tensor:
     """Return tril(q qᵀ, −1) x with q = rope(s): s [H, B, T, N], x [H, B, T, D] → [H, B, T, D].
 
     Under fp16 it computes in float32: entries of q qᵀ are sums of N mostly positive products, and exceed fp16's
@@ -151,9 +178,9 @@ def attend_to_past(s: Tensor, x: Tensor, attend: PastAttention) -> Tensor:
     length, neurons = s.shape[2:]
     dtype = torch.bfloat16 if s.dtype == torch.bfloat16 else torch.float32
     with without_autocast(x.device):
-        cos, sin = phases(attend.positions(length, x.device), neurons, THETA)
+        cos, sin = phases(attend.positions(length, x.device, documents), neurons, THETA)
         q = rotate(s, cos, sin, dtype)
-        attended: Tensor = attend(q, q, x.to(dtype))
+        attended: Tensor = attend(q, q, x.to(dtype), documents)
         return attended
 
 

@@ -79,6 +79,21 @@ def run_segment(
         raise
 
 
+def with_carried(x: Tensor, carried: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    """Return x, or a tuple of x and copies of further values of a chain (copies: see above)."""
+    return (x, *(tensor.clone() for tensor in carried)) if carried else x
+
+
+def split_documents(carried: tuple[Tensor, ...]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    """Return the numbers of documents, and the other values that travel beside x along a chain.
+
+    The numbers come first, and are the only integers.
+    """
+    if carried and not carried[0].is_floating_point():
+        return carried[0], carried[1:]
+    return None, carried
+
+
 def shared_parameters_of(model: nn.Module) -> dict[str, dict[str, str]]:
     """Return which segments borrow which parameters: {segment: {keyword: canonical name}}."""
     own: Callable[[], dict[str, dict[str, str]]] | None = getattr(model, "shared_parameters", None)

@@ -17,7 +17,7 @@ Only the gradient to the bits goes through G, as the outer product of two halves
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.chain import run_segments
+from lockstep.models.attention import SequenceBernoulli
+from lockstep.models.chain import run_segments, split_documents, with_carried
 from lockstep.models.language import draw_token, require_positive
 from lockstep.models.protocol import IGNORED_TARGET
 from lockstep.models.rotary import without_autocast
@@ -39,7 +40,6 @@ from lockstep.models.transformer import (
     Head,
     SwiGLU,
     block_plan,
-    with_carried,
 )
 
 MAX_LATENT_BITS = 20
@@ -90,18 +90,23 @@ class FreeTransformer(Decoder):
         """Return how the layers are cut; the latent's are, what it draws is whole on every rank."""
         return super().tensor_plan() | block_plan("latent")
 
+    def context_plan(self) -> dict[str, int]:
+        """Return the dims of a batch along which its sequences lie."""
+        return {"input_ids": 1, "targets": 1}
+
     def forward(
-        self, ids: Tensor, mode: Literal["training", "inference"] = "training", codes: Tensor | None = None
-    ) -> Any:
+        self, ids: Tensor, document_ids: Tensor | None = None, *,
+        mode: Literal["training", "inference"] = "training", codes: Tensor | None = None,
+    ) -> Any:  # fmt: skip
         """Return the logits, and in mode "training" those of the latent.
 
         Args:
-            ids: int64 [B, T].
+            ids, document_ids: int64 [B, T].
             mode: "training" encodes the latent from the ids; "inference" draws it from a uniform prior over codes.
             codes: in mode "inference" the latent of each position, int64 [B, T]; unset: drawn.
         """
         if mode == "training":
-            return run_segments(self, ids)
+            return super().forward(ids, document_ids)
         if mode != "inference":
             raise UsageError(f"mode={mode!r}", fix="write training or inference")
         if codes is None:
@@ -155,19 +160,23 @@ class InjectedBlock(Block):
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run the block."""
-        r, *others = carried
-        attended = self.attention(self.attention_norm(x), self.attention_norm(x + r))
-        return with_carried(self._add(x, attended), tuple(others))
+        documents, (r, *others) = split_documents(carried)
+        attended = self.attention(self.attention_norm(x), self.attention_norm(x + r), documents)
+        return with_carried(self._add(x, attended), (*carried[: documents is not None], *others))
 
 
 class CodeLatent(nn.Module):
     """The latent: encoder, draw, and projection: x [B, T, D] → (x, r [B, T, D], z_logits [B, T, H_z]).
+
+    The numbers of documents are passed on after x.
 
     The encoder is one block that is not causal. Its queries are one learned vector at every position, so positions
     enter only through the rotary embedding of queries and keys.
 
     It draws once, with `torch.bernoulli`: recomputing this module requires the generator's state.
     """
+
+    products = {"queries": "query", "injected": "post"}
 
     def __init__(
         self, n_embd: int, n_head: int, n_kv_head: int | None, mlp_hidden: int | None, latent_bits: int
@@ -181,6 +190,7 @@ class CodeLatent(nn.Module):
         self.mlp = SwiGLU(n_embd, mlp_hidden)
         self.readout_norm = nn.RMSNorm(n_embd, eps=NORM_EPS)
         self.readout = nn.Linear(n_embd, latent_bits, bias=False)
+        self.draw = SequenceBernoulli()
         self.post = nn.Parameter(torch.empty(2**latent_bits, n_embd))
 
     def init_weights(self) -> None:
@@ -192,31 +202,40 @@ class CodeLatent(nn.Module):
         self.attention.init_weights(INIT_STD)
         self.mlp.init_weights(INIT_STD)
 
-    def forward(self, x: Tensor, *, codes: Tensor | None = None) -> tuple[Tensor, ...]:
+    def queries(self, x: Tensor, query: Tensor) -> Tensor:
+        """Return the learned vector at each position of x; a context-parallel run replaces this."""
+        return query.expand_as(x)
+
+    def injected(self, codes: Tensor, z_logits: Tensor, post: Tensor) -> Tensor:
+        """Return r, [B, T, D]; a context-parallel run replaces this."""
+        r: Tensor = _ThroughCodes.apply(F.embedding(codes, post), *code_halves(z_logits), post)  # type: ignore[no-untyped-call]
+        return r
+
+    def forward(self, x: Tensor, *documents: Tensor, codes: Tensor | None = None) -> tuple[Tensor, ...]:
         """Encode and draw; with `codes` given, skip the encoder and return (x, r)."""
         if codes is not None:
             return x.clone(), F.embedding(codes, self.post)
-        z_logits = self.encode(x).float()
+        z_logits = self.encode(x, *documents).float()
         with without_autocast(x.device):
-            codes = draw_codes(z_logits)
-            r = _ThroughCodes.apply(F.embedding(codes, self.post), *code_halves(z_logits), self.post)  # type: ignore[no-untyped-call]
-        return x.clone(), r, z_logits
+            codes = draw_codes(z_logits, self.draw)
+            r = self.injected(codes, z_logits, self.post)
+        return x.clone(), *(numbers.clone() for numbers in documents), r, z_logits
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the logits of the latent: x [B, T, D] → z_logits [B, T, H_z]."""
-        query = self.query.expand_as(x)
-        h = query + self.attention(self.query_norm(query), self.key_norm(x))
+        query = self.queries(x, self.query)
+        h = query + self.attention(self.query_norm(query), self.key_norm(x), documents)
         h = h + self.mlp(self.mlp_norm(h))
         z_logits: Tensor = self.readout(self.readout_norm(h))
         return z_logits
 
 
-def draw_codes(z_logits: Tensor) -> Tensor:
+def draw_codes(z_logits: Tensor, bernoulli: Callable[[Tensor], Tensor] = torch.bernoulli) -> Tensor:
     """Draw bit h with probability σ(z_logits[…, h]), and return the bits as a number: int64 [B, T].
 
     It uses integers: a sum of powers of two in bf16 is wrong for nearly all codes.
     """
-    bits = torch.bernoulli(torch.sigmoid(z_logits.detach().float())).long()
+    bits = bernoulli(torch.sigmoid(z_logits.detach().float())).long()
     return (bits << torch.arange(bits.shape[-1], device=bits.device)).sum(-1)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.chain import run_segments
+from lockstep.models.hf_context import attend_through
 from lockstep.models.language import LanguageModel, TokenLosses
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import IGNORED_TARGET
@@ -67,11 +68,19 @@ class CausalModel(LanguageModel):
     config: Any
     _no_split_modules: Any
 
-    def forward(self, ids: Tensor | None = None, **arguments: Any) -> Tensor:
+    def forward(self, ids: Tensor | None = None, **arguments: Any) -> Tensor:  # type: ignore[override]
         """Return logits [B, T, V] for ids [B, T]; `arguments` are those of the library's forward pass."""
         arguments = {"input_ids": ids, "use_cache": False, **arguments}
         logits: Tensor = super(LanguageModel, self).forward(**arguments).logits
         return logits
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> Any:
+        """Return the arguments of forward."""
+        return (batch["input_ids"],)
+
+    def context_plan(self) -> dict[str, int]:
+        """Let attention know of other ranks; return the dims of a batch along which its sequences lie."""
+        return attend_through(self)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         """Return the layers."""
@@ -85,7 +94,9 @@ class MixtureModel(CausalModel):
     averages_in_forward = True  # it returns a mean, which dp can't weigh
     _takes_targets_as_they_are = False  # determined in the first forward pass
 
-    def forward(self, ids: Tensor | None = None, targets: Tensor | None = None, **arguments: Any) -> Any:
+    def forward(  # type: ignore[override]
+        self, ids: Tensor | None = None, targets: Tensor | None = None, **arguments: Any
+    ) -> Any:  # fmt: skip
         """Return the logits, and with targets the library's mean loss."""
         if targets is None:
             return super().forward(ids, **arguments)
@@ -231,8 +242,11 @@ class LlamaLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the layer."""
-        position = torch.arange(x.shape[1], dtype=torch.float32, device=x.device)
-        angle = (position[:, None] * self.inv_freq.float()).repeat(1, 2)[None]
+        attend = getattr(self.self_attn, "attend", None)  # of context parallel (`lockstep.models.hf_context`)
+        position = torch.arange(x.shape[1], device=x.device)
+        if attend is not None:
+            position = attend.positions(x.shape[1], x.device)
+        angle = (position.float()[:, None] * self.inv_freq.float()).repeat(1, 2)[None]
         turn = ((angle.cos() * self.rotary_scale).to(x.dtype), (angle.sin() * self.rotary_scale).to(x.dtype))
         return _only(super().forward(x, attention_mask=None, position_embeddings=turn))
 

@@ -1,7 +1,8 @@
 """Shared parts of the language models: batches, the loss, checks of sizes, and sampling token by token.
 
 A batch is {"input_ids": int64 [B, T], "targets": int64 [B, T]}. Targets are already shifted: targets[:, t] follows
-input_ids[:, t]. A target of −100 is not counted.
+input_ids[:, t]. A target of −100 is not counted. If a sequence holds several documents, `document_ids`, int64 [B, T],
+numbers them: positions of one document see each other only, and count from its begin.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.chain import run_segments
-from lockstep.models.protocol import IGNORED_TARGET
+from lockstep.models.protocol import DOCUMENTS, IGNORED_TARGET
 
 
 class LanguageModel(nn.Module):
@@ -30,13 +31,14 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.token_losses = TokenLosses()
 
-    def forward(self, ids: Tensor) -> Any:
+    def forward(self, ids: Tensor, document_ids: Tensor | None = None) -> Any:
         """Run the chain."""
-        return run_segments(self, ids)
+        return run_segments(self, ids) if document_ids is None else run_segments(self, ids, document_ids)
 
-    def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor]:
-        """Return the arguments of forward: the ids, int64 [B, T]."""
-        return (batch["input_ids"],)
+    def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return the arguments of forward: the ids, int64 [B, T], and the numbers of documents, if there are any."""
+        documents = batch.get(DOCUMENTS)
+        return (batch["input_ids"],) if documents is None else (batch["input_ids"], documents)
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy summed over the valid targets, in nats, float32."""

@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
+from lockstep.models.attention import SequenceMean
+from lockstep.models.chain import split_documents
 from lockstep.models.language import require_positive
 from lockstep.models.rotary import without_autocast
 from lockstep.models.transformer import (
@@ -106,17 +108,8 @@ class Mixture(Decoder):
         }  # fmt: skip
 
     def context_plan(self) -> dict[str, int]:
-        """Refuse to cut sequences over ranks.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            "mixture can't cut sequences over ranks",
-            where="distributed.context_size",
-            why="the balance of its experts is counted over all positions of a micro-batch",
-            fix="write context_size: 1",
-        )
+        """Return the dims of a batch along which its sequences lie."""
+        return {"input_ids": 1, "targets": 1}
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the sum over the valid targets of the cross entropy and the weighed terms, in nats, float32."""
@@ -139,10 +132,12 @@ class MixtureBlock(Block):
 
     def forward(self, x: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
         """Run the block."""
+        documents, before = split_documents(carried)
         normed = self.attention_norm(x)
-        x = x + self.dropout(self.attention(normed, normed))
+        x = x + self.dropout(self.attention(normed, normed, documents))
         y, terms = self.mlp(self.mlp_norm(x))
-        return x + self.dropout(y), carried[0] + terms if carried else terms
+        numbers = () if documents is None else (documents.clone(),)
+        return x + self.dropout(y), *numbers, before[0] + terms if before else terms
 
 
 class MixtureLayer(nn.Module):
@@ -152,6 +147,8 @@ class MixtureLayer(nn.Module):
         experts: called as `experts(rows, counts)`: rows in the order of their experts, and the number of each expert's.
         shared: sees every token; None: there is no such expert.
     """
+
+    products = {"routed": "experts"}
 
     def __init__(self, router: "Router", experts: "Experts", shared: SwiGLU | None) -> None:
         super().__init__()
@@ -166,10 +163,15 @@ class MixtureLayer(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Run the layer."""
-        tokens = x.flatten(0, 1)
-        chosen, weights, counts, terms = self.router(tokens)
-        y = through_experts(self.experts, tokens, chosen, weights, counts).view_as(x)
+        chosen, weights, terms = self.router(x)
+        y = self.routed(x, chosen, weights, self.experts)
         return y if self.shared is None else y + self.shared(x), terms
+
+    def routed(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Callable[..., Tensor]) -> Tensor:
+        """Return what the chosen experts make of x; a context-parallel run replaces this."""
+        counts = expert_counts(chosen.flatten(), self.router.weight.shape[0])
+        y = through_experts(experts, *(each.flatten(0, 1) for each in (x, chosen, weights)), counts)
+        return y.view_as(x)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of rows differ in each pass
@@ -191,7 +193,7 @@ def through_experts(
 
 
 class Router(nn.Module):
-    """The choice of experts: tokens [N, D] → (chosen int64 [N, k], weights [N, k], counts int64 [E], terms [2]).
+    """The choice of experts: x [B, T, D] → (chosen int64 [B, T, k], weights [B, T, k], terms [2]).
 
     Where something depends on a step's load, `step_counts` adds up the counts, and `end_step` gets those of the step
     (`lockstep.models.protocol`).
@@ -210,6 +212,7 @@ class Router(nn.Module):
         super().__init__()
         self.top_k, self.score, self.of_step, self.bias_rate = top_k, score, of_step, bias_rate
         self.weight = nn.Parameter(torch.empty(n_expert, n_embd))
+        self.mean = SequenceMean()
         self.counts_steps = of_step or bias_rate > 0
         if self.counts_steps:
             self.register_buffer("step_counts", torch.zeros(n_expert, dtype=torch.int64), persistent=False)
@@ -223,32 +226,33 @@ class Router(nn.Module):
             for buffer in (self.step_counts, self.load, self.bias):
                 buffer.zero_()
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the logits; a context-parallel run replaces this."""
+        return F.linear(x, weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choose."""
-        with without_autocast(tokens.device):
-            logits = F.linear(tokens.float(), self.weight.float())
+        with without_autocast(x.device):
+            logits = self.product(x.float(), self.weight.float())
             scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
             ranked = scores.detach() + self.bias if self.bias_rate else scores.detach()
             chosen = ranked.topk(self.top_k, dim=-1).indices
-            weights = scores.gather(1, chosen)
+            weights = scores.gather(-1, chosen)
             if self.top_k > 1:
                 weights = weights / weights.sum(-1, keepdim=True)
-            flat = chosen.flatten()
-            counts = torch.zeros(scores.shape[1], dtype=torch.int64, device=flat.device)
-            counts = counts.scatter_add(0, flat, torch.ones_like(flat))
-            return chosen, weights, counts, self._terms(logits, scores, counts)
+            return chosen, weights, self._terms(logits, scores, chosen)
 
-    def _terms(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
+    def _terms(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         if not self.training:
             return logits.new_zeros(2)
-        load = counts
+        load = counts = self.mean.total(expert_counts(chosen.flatten(), scores.shape[-1]))
         if self.counts_steps:
             self.step_counts += counts
             load = self.load if self.of_step else counts
         part = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
         fractions = load / load.sum().clamp(min=1)  # before the first step there is no load
-        balance = len(load) * (fractions * part.mean(0)).sum()
-        return torch.stack([balance, logits.logsumexp(-1).square().mean()])
+        means = self.mean(torch.cat([part, logits.logsumexp(-1, keepdim=True).square()], -1))
+        return torch.stack([len(load) * (fractions * means[:-1]).sum(), means[-1]])
 
     @torch.no_grad()
     def end_step(self, counts: Tensor) -> None:
@@ -313,6 +317,12 @@ class _InSlots(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (order,) = ctx.saved_tensors
         return gradients[0][order], None
+
+
+def expert_counts(chosen: Tensor, experts: int) -> Tensor:
+    """Return how often each expert is among the chosen: int64 [n] → int64 [E]."""
+    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add(0, chosen, torch.ones_like(chosen))
 
 
 def _numbers(counts: Tensor, rows: int) -> list[int]:

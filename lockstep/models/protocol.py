@@ -12,6 +12,8 @@ Any `nn.Module` can be trained. A model may help with
     experts() -> [(name, module)]    its experts, stacked in dim 0 of parameters (`lockstep.models.mixture.Experts`)
     init_weights()                   fills every parameter and buffer in place; then it can be built on `meta`
 
+A batch whose sequences hold several documents numbers them in `document_ids`, int64 [B, T], an argument of forward.
+
 A module that counts over a step has a buffer `step_counts` of integers, to which its forward passes add in training,
 and a method `end_step(counts)`, which gets the sum over the step's micro-batches after their backward passes.
 
@@ -36,7 +38,12 @@ from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts
 from lockstep.models.observed import LossCalls
 
 IGNORED_TARGET = -100  # torch's default `ignore_index`
+DOCUMENTS = "document_ids"  # the part of a batch that numbers the documents of a sequence
 _TARGET_KEYS = ("targets", "target", "labels", "label", "y")
+
+
+Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
+"""batch → (positional, keyword) arguments of forward."""
 
 
 @dataclass
@@ -72,7 +79,7 @@ class Objective:
         must_be_told: reject a loss whose divisor is unknown, unless a comparison shows that it is a mean over samples.
     """
 
-    inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
+    inputs: Inputs
     loss: Callable[[Any, Any], Tensor]
     count: Callable[[Any], int | Tensor]
     is_mean: bool = False
@@ -142,7 +149,7 @@ class Objective:
 
 def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> Objective:
     """Return the objective of `model`, with `loss_fn` or with what the model offers."""
-    inputs = _inputs_of(model, has_loss_fn=loss_fn is not None)
+    inputs = _with_documents(model, _inputs_of(model, has_loss_fn=loss_fn is not None))
     own, declared = offered(model, "loss"), offered(model, "count")
     if own is not None and declared is None and "loss" in vars(model):
         own = None  # a function that the model uses in its forward pass: self.loss = F.mse_loss
@@ -274,7 +281,7 @@ def _first_tensor(batch: Any) -> Tensor | None:
     return None
 
 
-def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]:
+def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Inputs:
     own = offered(model, "inputs")
     if own is not None:
         return lambda batch: (tuple(own(batch)), {})
@@ -294,6 +301,27 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Callable[[Any], tuple[
         return (batch,), {}
 
     return inputs
+
+
+def _with_documents(model: nn.Module, inputs: Inputs) -> Inputs:
+    """Refuse batches with numbers of documents if the model is not given them: it would look across documents."""
+
+    def checked(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = inputs(batch)
+        documents = batch.get(DOCUMENTS) if isinstance(batch, dict | Mapping) else None
+        if documents is not None and not any(
+            given is documents or given is batch for given in (*args, *kwargs.values())
+        ):
+            raise UsageError(
+                f"{type(model).__name__} does not take {DOCUMENTS}, which this batch has",
+                where="the data set",
+                why="it would let the documents of a sequence see each other",
+                fix=f"leave {DOCUMENTS} out of the samples, or let the model's forward take it and hand it to its "
+                "attention: self.attend(q, k, v, document_ids), self.attend.positions(length, device, document_ids)",
+            )
+        return args, kwargs
+
+    return checked
 
 
 _REQUIRED: Any = object()

@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 def phases(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the angles at positions [T], both float32 [T, width/2]."""
+    """Return cos and sin of the angles at positions [..., T], both float32 [..., T, width/2]."""
     pair = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device)
-    angle = positions.float()[:, None] * theta ** (-pair / width)
+    angle = positions.float()[..., None] * theta ** (-pair / width)
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Rotate x [..., T, width] by phases [T, width/2]; computed in float32, returned in `dtype` (default: x's)."""
+    """Rotate x [..., T, width] by phases [..., T, width/2]; computed in float32, returned in `dtype` (default: x's)."""
     turned: Tensor = _Rotation.apply(x, cos, sin, dtype or x.dtype)  # type: ignore[no-untyped-call]
     return turned
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.models.attention import Attend
+from lockstep.models.chain import split_documents, with_carried
 from lockstep.models.language import LanguageModel, require_multiple, require_positive
 from lockstep.models.rotary import phases, rotate
 
@@ -105,7 +106,7 @@ class Transformer(Decoder):
 
 
 class Embedding(nn.Embedding):
-    """An embedding with dropout: ids [B, T] → [B, T, D]."""
+    """An embedding with dropout: ids [B, T] → [B, T, D]; the numbers of documents are passed on unchanged."""
 
     def __init__(self, vocab_size: int, n_embd: int, dropout: float) -> None:
         super().__init__(vocab_size, n_embd)
@@ -119,14 +120,13 @@ class Embedding(nn.Embedding):
         """Return the rows of the table; a tensor-parallel run replaces this."""
         return F.embedding(ids, weight)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
         """Look up the ids."""
-        embedded: Tensor = self.dropout(self.product(input, self.weight))
-        return embedded
+        return with_carried(self.dropout(self.product(input, self.weight)), carried)
 
 
 class Head(nn.Module):
-    """The output layer: x [B, T, D] → logits [B, T, V]; further arguments are passed on unchanged.
+    """The output layer: x [B, T, D] → logits [B, T, V]; further arguments but documents are passed on unchanged.
 
     Args:
         n_embd, vocab_size: D and V.
@@ -152,7 +152,7 @@ class Head(nn.Module):
         """Return the logits, and the further arguments."""
         own = self.weight if weight is None else weight
         assert own is not None, "a tied head is lent its weight"
-        return with_carried(self.product(self.norm(x), own), carried)
+        return with_carried(self.product(self.norm(x), own), split_documents(carried)[1])
 
 
 class Block(nn.Module):
@@ -185,7 +185,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run the block."""
         normed = self.attention_norm(x)
-        return with_carried(self._add(x, self.attention(normed, normed)), carried)
+        return with_carried(self._add(x, self.attention(normed, normed, split_documents(carried)[0])), carried)
 
     def _add(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + self.dropout(attended)
@@ -195,6 +195,8 @@ class Block(nn.Module):
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions: queries from [B, T, D], keys and values from [B, T, D].
+
+    Documents are numbered as for `lockstep.models.attention.Attend`.
 
     Args:
         causal: a position attends to itself and earlier ones; else to all.
@@ -219,14 +221,16 @@ class Attention(nn.Module):
             nn.init.normal_(linear.weight, std=INIT_STD)
         nn.init.normal_(self.out.weight, std=out_std)
 
-    def forward(self, queries_from: Tensor, keys_from: Tensor) -> Tensor:
+    def forward(self, queries_from: Tensor, keys_from: Tensor, documents: Tensor | None = None) -> Tensor:
         """Attend."""
         q = self._heads(self.query(queries_from))
-        cos, sin = phases(self.attend.positions(q.shape[2], q.device), self.head_width, THETA)
+        cos, sin = phases(self.attend.positions(q.shape[2], q.device, documents), self.head_width, THETA)
+        if documents is not None:
+            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same for all heads
         q = rotate(q, cos, sin)
         k = rotate(self._heads(self.key(keys_from)), cos, sin)
         v = self._heads(self.value(keys_from))
-        y = self.attend(q, k, v)
+        y = self.attend(q, k, v, documents)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return out
 
@@ -255,8 +259,3 @@ class SwiGLU(nn.Module):
         """Run the layer."""
         y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return y
-
-
-def with_carried(x: Tensor, carried: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    """Return x, or a tuple of x and copies of further values of a chain (copies: see `lockstep.models.chain`)."""
-    return (x, *(tensor.clone() for tensor in carried)) if carried else x

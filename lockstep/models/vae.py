@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.chain import run_segments
+from lockstep.models.chain import run_segments, with_carried
 from lockstep.models.language import require_positive
-from lockstep.models.transformer import with_carried
 
 CHANNELS = (32, 64, 128, 256)
 REDUCTION = 2 ** len(CHANNELS)

@@ -2,19 +2,20 @@
 
 Sequences are cut into chunks, two for each rank. A rank has one from the front and one from the back, as causal
 attention needs more work the later its queries are: of eight chunks, four ranks have 0 7, 1 6, 2 5 and 3 4. Positions
-meet in attention only: its keys and values are gathered (Llama 3, arXiv:2407.21783, section 3.3.2), and their gradients
-summed where their positions are. A rank's gradients of parameters are those of its positions, and are summed over the
-axis after the last backward pass of a step.
+meet in attention only (`lockstep.parallel.context_attention`). A rank's gradients of parameters are those of its
+positions, and are summed over the axis after the last backward pass of a step.
 
 A model says with `context_plan() -> {"input_ids": 1, "targets": 1}` along which dim the parts of a batch are cut, and
-that it computes each position by itself but in its `Attend` modules (`lockstep.models.attention`).
+that it computes each position by itself but in its `Attend` modules, or others of `lockstep.models.attention`. What
+the plan does not name, such as the numbers of documents, stays whole on every rank.
 
 Under `reproducible` sequences are cut into `context_blocks` chunks on any number of ranks, also on one, and each layer
 runs chunk by chunk: what several chunks add up to (gradients of parameters, of keys and values; losses) is summed as
 one tree over the chunks, in the order above. So each layer's backward pass sums its parameters' gradients over ranks.
+A module that does more than a product of each position names its products: `products = {"method": "parameter"}`, for
+methods (x [B, T, …], …, parameter), where the parameter may be a module of parameters.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -30,75 +31,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.config import StepConfig
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
-from lockstep.models.attention import Attend
+from lockstep.models.attention import Attend, SequenceBernoulli, SequenceMean
+from lockstep.models.chain import look_up, shared_parameters_of
 from lockstep.models.protocol import Objective, offered
+from lockstep.parallel.context_attention import cut_attention
+from lockstep.parallel.context_chunks import Context
 from lockstep.parallel.parallel_model import ParallelModel, local
-from lockstep.parallel.tensor_blocks import SEQUENCE, Cut, by_pieces, cut_dropout
+from lockstep.parallel.tensor_blocks import SEQUENCE, by_pieces, cut_dropout, spread
 from lockstep.parallel.tensor_cuts import sum_over_ranks
-
-
-class Context(Cut):
-    """The way in which sequences are cut.
-
-    Attributes:
-        group: the ranks over which; None: one rank, which computes in chunks.
-        blocks: chunks in a sequence where bits count; else two for each rank.
-        whole: set while a model is called from outside of the step, with whole sequences on every rank.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, blocks: int | None) -> None:
-        super().__init__(group, blocks, sequence=True)
-        self.whole = False
-
-    def order(self, length: int) -> list[int]:
-        """Return the numbers of a sequence's chunks, as they are dealt to ranks, a run to each.
-
-        Raises:
-            UsageError: ranks can't share the sequence.
-        """
-        if self.blocks is not None:
-            count = math.gcd(length, self.blocks)
-        else:
-            count = self.ranks if length % (2 * self.ranks) else 2 * self.ranks
-        if count % self.ranks or length % count:
-            raise UsageError(
-                f"{self.ranks} ranks along the axis context can't share a sequence of {length}",
-                where="distributed.context_size",
-                fix=f"pad sequences to a multiple of {self.blocks or 2 * self.ranks}",
-            )
-        return [chunk for pair in zip(range(count), reversed(range(count)), strict=True) for chunk in pair][:count]
-
-    def here(self, length: int) -> list[int]:
-        """Return the numbers of this rank's chunks of a sequence."""
-        order = self.order(length)
-        share = len(order) // self.ranks
-        return order[self.rank * share : (self.rank + 1) * share]
-
-    def part(self, whole: Tensor, dim: int = SEQUENCE) -> Tensor:
-        return self._part_of(self.rank, whole, dim)
-
-    def _part_of(self, rank: int, whole: Tensor, dim: int) -> Tensor:
-        order = self.order(whole.shape[dim])
-        share, chunks = len(order) // self.ranks, whole.chunk(len(order), dim)
-        return torch.cat([chunks[number] for number in order[rank * share : (rank + 1) * share]], dim)
-
-    def gathered(self, part: Tensor, dim: int = SEQUENCE) -> Tensor:
-        whole = part if self.group is None else super().gathered(part, dim)
-        order = self.order(whole.shape[dim])
-        chunks = dict(zip(order, whole.chunk(len(order), dim), strict=True))
-        return torch.cat([chunks[number] for number in range(len(order))], dim)
-
-    def _in_rows(self, whole: Tensor) -> Tensor:
-        parts = [self._part_of(rank, whole, SEQUENCE) for rank in range(self.ranks)]
-        return torch.stack(parts).view(self.ranks, -1)
-
-    def spread(self, part: Tensor, count: int) -> tuple[Tensor, ...]:
-        """Return a whole sequence for each of `count` chunks of queries; their gradients are summed over all ranks'."""
-        return _GatherSequence.apply(part, self, count)  # type: ignore[no-untyped-call,no-any-return]
-
-    def total(self, losses: Tensor) -> Tensor:
-        """Return the sum of this rank's losses [chunks], and of the other ranks'."""
-        return _Total.apply(losses, self)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def context_of(model: nn.Module, layout: Layout, config: StepConfig, mesh: DeviceMesh | None) -> Context | None:
@@ -112,7 +52,8 @@ def context_of(model: nn.Module, layout: Layout, config: StepConfig, mesh: Devic
         return None
     plan_of(model)
     group = mesh["context"].get_group() if mesh is not None and layout.context > 1 else None
-    return Context(group, blocks if config.distributed.reproducible else None)
+    exact = config.distributed.reproducible
+    return Context(group, blocks if exact else None, config.distributed.context_method)
 
 
 def apply_context(model: nn.Module, context: Context) -> None:
@@ -121,14 +62,17 @@ def apply_context(model: nn.Module, context: Context) -> None:
     Raises:
         UsageError: a layer of it can't.
     """
+    lent = {name for names in shared_parameters_of(model).values() for name in names.values()}
+    ways: dict[type[nn.Module], Callable[[Any, Context], None]] = {
+        Attend: cut_attention, nn.Dropout: _dropout, SequenceBernoulli: _bernoulli, SequenceMean: _mean,
+    }  # fmt: skip
+    handed: set[nn.Module] = set()  # whose parameters a product of another module uses
     for name, module in model.named_modules():
-        if isinstance(module, Attend):
-            _attend(module, context)
-        elif isinstance(module, nn.Dropout):
-            if "forward" not in vars(module):  # else it is cut over `tensor`, too, and knows of this
-                _dropout(module, context)
-        elif context.blocks is not None:
-            _by_chunks(name, module, context)
+        way = next((way for kind, way in ways.items() if isinstance(module, kind)), None)
+        if way is not None:
+            way(module, context)
+        elif context.blocks is not None and module not in handed:
+            handed |= _by_chunks(name, module, context, lent)
 
 
 def plan_of(model: nn.Module) -> dict[str, int]:
@@ -138,8 +82,8 @@ def plan_of(model: nn.Module) -> dict[str, int]:
         UsageError: the model has no plan, or no module that attends.
     """
     own = offered(model, "context_plan")
-    if own is not None and any(isinstance(module, Attend) for module in model.modules()):
-        plan: dict[str, int] = own()
+    plan: dict[str, int] = {} if own is None else own()
+    if plan and any(isinstance(module, Attend) for module in model.modules()):
         return plan
     missing = "does not say how its sequences are cut" if own is None else "has no lockstep.models.attention.Attend"
     raise UsageError(
@@ -154,7 +98,7 @@ def plan_of(model: nn.Module) -> dict[str, int]:
 def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int]) -> Objective:
     """Return an objective that is given whole batches, and shows the model this rank's part of their sequences.
 
-    Its loss is that of whole sequences, on every rank.
+    Its loss is that of whole sequences, on every rank. Parts of a batch that the plan does not name stay whole.
     """
     if objective.is_mean:
         raise UsageError(
@@ -167,26 +111,26 @@ def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int
         return {name: context.part(value, plan[name]) if name in plan else value for name, value in batch.items()}
 
     def loss(outputs: Any, batch: Any) -> Tensor:
-        length = next(batch[name].shape[dim] for name, dim in plan.items())
-        part, count = cut(batch), 1 if context.blocks is None else len(context.here(length))
-        if count == 1:
-            return context.total(objective.loss(outputs, part)[None])
+        length, part = next(batch[name].shape[dim] for name, dim in plan.items()), cut(batch)
+        count = 1 if context.blocks is None else len(context.here(length))
         pieces = {name: part[name].chunk(count, dim) for name, dim in plan.items()}
+        of_chunks = _by_chunk(outputs, length // context.ranks, count, context)
         losses = [
-            objective.loss(
-                _chunk_of(outputs, place, count), part | {name: piece[place] for name, piece in pieces.items()}
-            )
-            for place in range(count)
+            objective.loss(found, part | {name: piece[place] for name, piece in pieces.items()})
+            for place, found in enumerate(of_chunks)
         ]
         return context.total(torch.stack(losses))
 
     return replace(objective, inputs=lambda batch: objective.inputs(cut(batch)), loss=loss)
 
 
-def _chunk_of(outputs: Any, place: int, count: int) -> Any:
-    if isinstance(outputs, Tensor):
-        return outputs.chunk(count, SEQUENCE)[place]
-    return tuple(_chunk_of(each, place, count) for each in outputs)
+def _by_chunk(outputs: Any, length: int, count: int, context: Context) -> list[Any]:
+    """Return the outputs for each of this rank's chunks; those without positions are the same for all."""
+    if not isinstance(outputs, Tensor):
+        return list(zip(*(_by_chunk(each, length, count, context) for each in outputs), strict=True))
+    if outputs.dim() > SEQUENCE and outputs.shape[SEQUENCE] == length:
+        return list(outputs.chunk(count, SEQUENCE))
+    return list(spread(outputs, context, count))
 
 
 def train_context(placed: ParallelModel, context: Context) -> None:
@@ -211,34 +155,13 @@ def train_context(placed: ParallelModel, context: Context) -> None:
 
     if group is not None and not sums_itself:
         placed.finish_gradients = finish_gradients
-    placed.forward = whole_sequences
+    placed.forward, placed.context = whole_sequences, context
     placed.adds_losses &= context.rank == 0
 
 
-def _attend(module: Attend, context: Context) -> None:
-    def positions(self: Attend, length: int, device: torch.device) -> Tensor:
-        if context.whole:
-            return torch.arange(length, device=device)
-        return context.part(torch.arange(length * context.ranks, device=device), 0)
-
-    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if context.whole:
-            return self.run(q, k, v, 0)
-        numbers = context.here(q.shape[2] * context.ranks)
-        size, count = q.shape[2] // len(numbers), len(numbers)
-        queries, keys, values = q.chunk(count, 2), context.spread(k, count), context.spread(v, count)
-        attended = []
-        for place, number in enumerate(numbers):
-            last = (number + 1) * size if self.causal else k.shape[2] * context.ranks
-            seen = keys[place][:, :, :last], values[place][:, :, :last]
-            attended.append(self.run(queries[place], *seen, number * size))
-        return torch.cat(attended, 2)
-
-    module.positions = MethodType(positions, module)  # type: ignore[method-assign]
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
-
-
 def _dropout(module: nn.Dropout, context: Context) -> None:
+    if "forward" in vars(module):  # it is cut over `tensor`, too, and knows of this
+        return
     dim = getattr(module, "sequence_dim", SEQUENCE)
 
     def forward(self: nn.Dropout, x: Tensor) -> Tensor:
@@ -249,34 +172,101 @@ def _dropout(module: nn.Dropout, context: Context) -> None:
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
-def _by_chunks(name: str, module: nn.Module, context: Context) -> None:
+def _bernoulli(module: SequenceBernoulli, context: Context) -> None:
+    """Draw for the whole sequence, in which the probabilities elsewhere do not matter, and keep this rank's part."""
+
+    def forward(_self: SequenceBernoulli, probabilities: Tensor) -> Tensor:
+        if context.whole:
+            return torch.bernoulli(probabilities)
+        length = probabilities.shape[SEQUENCE] * context.ranks
+        here = context.part(torch.arange(length, device=probabilities.device), 0)
+        shape = [length if dim == SEQUENCE else size for dim, size in enumerate(probabilities.shape)]
+        whole = probabilities.new_zeros(shape).index_copy(SEQUENCE, here, probabilities)
+        return torch.bernoulli(whole).index_select(SEQUENCE, here)
+
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def _mean(module: SequenceMean, context: Context) -> None:
+    def forward(_self: SequenceMean, x: Tensor) -> Tensor:
+        if context.whole:
+            return x.mean((0, 1))
+        count = context.blocks_of(x.shape[SEQUENCE])
+        sums = torch.stack([piece.sum((0, 1)) for piece in x.chunk(count, SEQUENCE)])
+        return context.total(sums) / (x.shape[0] * x.shape[1] * context.ranks)
+
+    def total(_self: SequenceMean, counts: Tensor) -> Tensor:
+        if not context.whole and context.group is not None:
+            dist.all_reduce(counts, group=context.group)
+        return counts
+
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    module.total = MethodType(total, module)  # type: ignore[method-assign]
+
+
+def _by_chunks(name: str, module: nn.Module, context: Context, lent: set[str]) -> set[nn.Module]:
     """Let a layer run chunk by chunk: a weight's gradient is the same sum over chunks on any number of ranks.
+
+    Args:
+        lent: names of parameters that layers borrow.
+
+    Returns:
+        the modules that are handed to the layer's products.
 
     Raises:
         UsageError: the layer may do more than a product of each position.
     """
-    product = getattr(module, "product", None)
-    if product is not None:
+    products = getattr(module, "products", {"product": "weight"} if hasattr(module, "product") else {})
+    own = {each for each, _ in module.named_parameters(name, recurse=False)}
+    if products:
+        for method in products:
+            _product_by_chunks(module, method, context)
+        own -= {f"{name}.{each}".lstrip(".") for each in products.values()}
+    elif isinstance(module, nn.Linear | nn.Embedding | nn.RMSNorm | nn.LayerNorm) or _is_rms_norm(module):
+        _layer_by_chunks(module, context)
+        return set()
+    if own <= lent:
+        return {
+            getattr(module, each) for each in products.values() if isinstance(getattr(module, each, None), nn.Module)
+        }
+    raise UsageError(
+        f"{name or 'the model'}, a {type(module).__name__}, owns parameters, and can't run chunk by chunk",
+        where="distributed.context_blocks",
+        why="under reproducible the gradient of each parameter is a sum over chunks of sequences",
+        fix="put its parameters into nn.Linear, nn.Embedding, nn.RMSNorm or nn.LayerNorm, or give it "
+        "product(x, weight), which its forward pass calls; or write reproducible: false",
+    )
 
-        def of_weight(self: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
-            if context.whole:
-                return inner(self, x, weight)
-            return by_pieces(partial(inner, self), x, (weight,), context, SEQUENCE)
 
-        inner: Callable[..., Tensor] = product.__func__
-        module.product = MethodType(of_weight, module)  # type: ignore[assignment]
-        return
-    if next(module.parameters(recurse=False), None) is None:
-        return
-    if not isinstance(module, nn.Linear | nn.Embedding | nn.RMSNorm | nn.LayerNorm):
-        raise UsageError(
-            f"{name or 'the model'}, a {type(module).__name__}, owns parameters, and can't run chunk by chunk",
-            where="distributed.context_blocks",
-            why="under reproducible the gradient of each parameter is a sum over chunks of sequences",
-            fix="put its parameters into nn.Linear, nn.Embedding, nn.RMSNorm or nn.LayerNorm, or give it "
-            "product(x, weight), which its forward pass calls; or write reproducible: false",
-        )
-    whole_forward: Callable[..., Tensor] = module.forward.__func__  # type: ignore[union-attr]
+def _is_rms_norm(module: nn.Module) -> bool:
+    """Return whether a module is one of the norms that Hugging Face families define for themselves."""
+    return type(module).__name__.endswith("RMSNorm") and [name for name, _ in module.named_parameters()] == ["weight"]
+
+
+def _product_by_chunks(module: nn.Module, method: str, context: Context) -> None:
+    """Replace a method (x, …, weight), whose last argument is a parameter, or a module of parameters."""
+    inner: Callable[..., Tensor] = getattr(module, method).__func__
+    dim = getattr(module, "sequence_dim", SEQUENCE)
+
+    def by_chunks(self: nn.Module, *given: Any) -> Tensor:
+        *x, weight = given
+        if context.whole:
+            return inner(self, *given)
+        if isinstance(weight, Tensor):
+            return by_pieces(partial(inner, self), x, (weight,), context, dim)
+        names = [each for each, _ in weight.named_parameters()]
+
+        def run(*pieces: Tensor) -> Tensor:
+            lent = _Lent(weight, dict(zip(names, pieces[len(x) :], strict=True)))
+            return inner(self, *pieces[: len(x)], partial(weight.forward.__func__, lent))
+
+        return by_pieces(run, x, [look_up(weight, each) for each in names], context, dim)
+
+    setattr(module, method, MethodType(by_chunks, module))
+
+
+def _layer_by_chunks(module: nn.Module, context: Context) -> None:
+    whole_forward: Callable[..., Tensor] = module.forward.__func__  # type: ignore[attr-defined]
     names = [each for each, _ in module.named_parameters(recurse=False)]
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
@@ -289,7 +279,7 @@ def _by_chunks(name: str, module: nn.Module, context: Context) -> None:
         dim = SEQUENCE if x.dim() > 1 else 0  # positions [T], of a table of them
         return by_pieces(run, x, [getattr(self, each) for each in names], context, dim)
 
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    module.forward = MethodType(forward, module)
 
 
 class _Lent:
@@ -300,34 +290,3 @@ class _Lent:
 
     def __getattr__(self, name: str) -> Any:
         return self._tensors[name] if name in self._tensors else getattr(self._module, name)
-
-
-class _GatherSequence(torch.autograd.Function):
-    """Keys or values [B, H, T / ranks, D] of all ranks, in order, for each chunk of queries."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, context: Context, count: int) -> tuple[Tensor, ...]:
-        ctx.context = context
-        whole = context.gathered(part.transpose(1, 2)).transpose(1, 2)
-        return tuple(whole.view_as(whole) for _ in range(count))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        context: Context = ctx.context
-        pulls = torch.stack([gradient.transpose(1, 2) for gradient in gradients])
-        if context.blocks is None:
-            pulls = pulls.sum(0, keepdim=True)
-        if context.group is None:
-            return context.part(context.sum(pulls)).transpose(1, 2), None, None
-        return context.sum(pulls, cut=True).transpose(1, 2), None, None
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, losses: Tensor, context: Context) -> Tensor:
-        ctx.count = len(losses)
-        return context.sum(losses)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].expand(ctx.count), None

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lockstep import accelerator
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
+from lockstep.parallel.context_chunks import Context
 from lockstep.parallel.gradient_hooks import GradientHooks, run_hooks
 from lockstep.parallel.loss_accumulator import HostLossAccumulator, LossAccumulator, Number, number, tensor_of
 from lockstep.parallel.micro_step import Evaluate, ForwardBackward, MicroStep
@@ -115,6 +116,7 @@ class ParallelModel:
         reproducible: the step must be the same in every bit on any layout.
         gradient_hooks: the user's hooks on parameters, called once a step.
         num_parameters: of the whole model, tied ones counted once.
+        context: the way in which sequences are cut; None: they are whole.
         adds_losses: whether this rank's micro-batches count; of ranks that run the same ones, those of the first.
     """
 
@@ -143,6 +145,7 @@ class ParallelModel:
     reproducible: bool = False
     gradient_hooks: GradientHooks = field(default_factory=dict)
     num_parameters: int = 0
+    context: Context | None = None
     adds_losses: bool = True
 
     def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator:

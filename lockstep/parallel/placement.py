@@ -21,7 +21,7 @@ from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.compiled import ColdStart
-from lockstep.parallel.context import Context
+from lockstep.parallel.context_chunks import Context
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.initial import FirstValues, materialise, on_meta
 from lockstep.parallel.micro_step import AroundMicroBatch, evaluation_of, in_order, micro_step_of, plain_forward

@@ -245,11 +245,23 @@ def experts_apart(
     return _GatherRows.apply(made, sizes, cut)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def by_pieces(run: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], cut: Cut, dim: int) -> Tensor:
-    """Return run(x, *weights), piece by piece along `dim`; the weights' gradients are summed over all ranks' pieces."""
-    count = cut.blocks_of(x.shape[dim])
-    copies: list[tuple[Tensor, ...]] = [_Spread.apply(w, cut, count) for w in weights]  # type: ignore[no-untyped-call]
-    return torch.cat([run(*piece) for piece in zip(x.chunk(count, dim), *copies, strict=True)], dim)
+def by_pieces(
+    run: Callable[..., Tensor], x: Tensor | Sequence[Tensor], weights: Sequence[Tensor], cut: Cut, dim: int
+) -> Tensor:  # fmt: skip
+    """Return run(x, *weights), piece by piece along `dim`; the weights' gradients are summed over all ranks' pieces.
+
+    Args:
+        x: one tensor, or several, which are run(*x, *weights).
+    """
+    given = [x] if isinstance(x, Tensor) else x
+    count = cut.blocks_of(given[0].shape[dim])
+    pieces = [each.chunk(count, dim) for each in given] + [spread(weight, cut, count) for weight in weights]
+    return torch.cat([run(*piece) for piece in zip(*pieces, strict=True)], dim)
+
+
+def spread(x: Tensor, cut: Cut, count: int) -> tuple[Tensor, ...]:
+    """Return x, which is whole on all ranks, for each of `count` pieces; its gradient is summed over all ranks'."""
+    return _Spread.apply(x, cut, count)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def cut_dropout(x: Tensor, p: float, cuts: Sequence[tuple[Cut, int]]) -> Tensor:

@@ -134,8 +134,3 @@ def test_a_transformer_of_equal_activated_parameters() -> None:
 def test_sizes_that_do_not_fit(args: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         mixture(**args)
-
-
-def test_sequences_are_not_cut_over_ranks() -> None:
-    with pytest.raises(UsageError, match="can't cut sequences"):
-        mixture().context_plan()

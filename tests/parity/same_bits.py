@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.config import config_from
 from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
-from tests.parity.toy import RECIPE, VOCAB, Tokens, language_model, unchecked
+from tests.parity.toy import RECIPE, VOCAB, Packed, Tokens, language_model, unchecked
 
 Bits = tuple[str, list[tuple[str, str]]]
 """Digest of parameters and optimizer state at the end; (loss, gradient norm) of each step, as exact text."""
@@ -61,10 +61,11 @@ def trainer_for(
 
 
 def bits(topology: str, model: str, settings: dict[str, Any] | None = None, steps: int = 8, **args: Any) -> Bits:
-    """Train from scratch."""
+    """Train from scratch; on samples of several documents with `packed`."""
+    data = Packed() if args.pop("packed", False) else Tokens()
     settings = {"training.max_steps": steps, **(settings or {})}
     trainer = trainer_for(topology, model, settings, **args)
-    records = [(float(r.loss).hex(), float(r.grad_norm).hex()) for r in trainer.steps(Tokens())]
+    records = [(float(r.loss).hex(), float(r.grad_norm).hex()) for r in trainer.steps(data)]
     return digest(trainer), records
 
 

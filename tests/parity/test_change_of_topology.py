@@ -30,3 +30,17 @@ def test_a_run_that_is_cut_over_the_axis_tensor_for_a_while(tmp_path: Path) -> N
     digest, last = relay(str(tmp_path), "transformer", settings, ["single"], 2, 64)
     assert first + second + last == records
     assert digest == reference
+
+
+def test_a_run_whose_sequences_are_cut_over_the_axis_context_for_a_while(tmp_path: Path) -> None:
+    settings = {
+        "training.max_steps": 14, "training.lr_schedule": "cosine", "distributed.context_blocks": 4,
+        "distributed.sequence_parallel": False,
+    }  # fmt: skip
+    reference, records = bits("single", "transformer", settings, vocab_size=64)
+    four = ["fsdp:2*context:2", "context:4", "context:2*tensor:2", "pipeline:2*context:2"]
+    first = run_ranks(relay, 4, str(tmp_path), "transformer", settings, four, 2, 64)[0][1]
+    second = run_ranks(relay, 2, str(tmp_path), "transformer", settings, ["context:2", "tensor:2"], 2, 64)[0][1]
+    digest, last = relay(str(tmp_path), "transformer", settings, ["single"], 2, 64)
+    assert first + second + last == records
+    assert digest == reference

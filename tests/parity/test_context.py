@@ -12,53 +12,68 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.attention import Attend
 from lockstep.models.protocol import objective_of
-from lockstep.parallel.context import Context, apply_context, cut_objective, plan_of
+from lockstep.parallel.context import apply_context, cut_objective, plan_of
+from lockstep.parallel.context_chunks import Context
 from lockstep.strategy import parse_topology, resolve
 from lockstep.trainer import Trainer
 from tests.parity.axes import check_against_one_process
 from tests.parity.same_bits import digest, trainer_for
 from tests.parity.test_same_bits import check
-from tests.parity.toy import Tokens
+from tests.parity.toy import Tokens, language_model
 from tests.ranks import run_ranks
 
 TOPOLOGIES = {
     2: ("context:2",),
     4: ("context:4", "ddp:2*context:2", "fsdp:2*context:2", "pipeline:2*context:2", "context:2*tensor:2"),
 }
-GROUPED = {"n_layer": 2, "n_kv_head": 2, "vocab_size": 64}
+SMALL = {"n_layer": 2, "vocab_size": 64}
+GROUPED = {**SMALL, "n_kv_head": 2}
 TIED = {**GROUPED, "tie_embeddings": True}
+PACKED = {"packed": True}
 EXACT = {"distributed.context_blocks": 4, "distributed.sequence_parallel": False}
 PLAIN = {"distributed.reproducible": False}
+RECOMPUTED = {"training.gradient_checkpointing": "full"}
+EXCHANGED, WHOLE_HEADS = {"distributed.context_method": "all_to_all"}, {**SMALL, "n_kv_head": 4}
+Case = tuple[str, dict[str, Any], dict[str, Any]]
 # name → (model, settings, model arguments)
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "exact": ("transformer", EXACT, GROUPED),
-    "exact, tied": (
-        "transformer",
-        {**EXACT, "training.global_batch_size": 22, "training.gradient_checkpointing": "full"},
-        TIED,
-    ),
-    "plain": ("transformer", PLAIN, TIED),
-    "recomputed in bf16": (
-        "transformer",
-        {**PLAIN, "precision.mode": "bf16", "training.gradient_checkpointing": "full"},
-        GROUPED,
-    ),
-    "bdh": ("bdh", PLAIN, {"n_layer": 2, "vocab_size": 64}),
+EXACT_CASES: dict[str, Case] = {
+    "grouped": ("transformer", EXACT, GROUPED),
+    "tied": ("transformer", {**EXACT, "training.global_batch_size": 22, **RECOMPUTED}, TIED),
+    "bdh": ("bdh", EXACT, {**SMALL, **PACKED}),
+    "latent": ("free_transformer", EXACT, SMALL),
+    "mixture": ("mixture", EXACT, {**SMALL, "balance": "step"}),
+    "packed": ("transformer", {**EXACT, **RECOMPUTED}, {**GROUPED, **PACKED}),
+    "exchanged": ("transformer", {**EXACT, **EXCHANGED}, {**WHOLE_HEADS, **PACKED}),
+    "exchanged, bdh": ("bdh", {**EXACT, **EXCHANGED}, SMALL),
+    "packed mixture": ("mixture", EXACT, {**SMALL, **PACKED}),
+    "packed latent": ("free_transformer", {**EXACT, **RECOMPUTED}, {**SMALL, **PACKED}),
+}
+for family in ("llama", "qwen3"):  # one that runs as a chain of segments, one that the library runs
+    EXACT_CASES[f"hf:{family}"] = (f"hf:{family}", EXACT, {"vocab_size": 64})
+PLAIN_CASES: dict[str, Case] = {
+    "tied": ("transformer", PLAIN, TIED),
+    "recomputed in bf16": ("transformer", {**PLAIN, **RECOMPUTED, "precision.mode": "bf16"}, GROUPED),
+    "bdh": ("bdh", PLAIN, SMALL),
+    "latent": ("free_transformer", PLAIN, {**SMALL, **PACKED}),
+    "mixture": ("mixture", PLAIN, SMALL),
+    "exchanged": ("transformer", {**PLAIN, **EXCHANGED}, WHOLE_HEADS),
+    "mistral": ("hf:mistral", PLAIN, {"vocab_size": 64, "sliding_window": None}),
+    "packed": ("transformer", {**PLAIN, **EXCHANGED}, {**WHOLE_HEADS, **PACKED}),
 }
 
 
 def in_turn(ranks: int, steps: int) -> list[tuple[Any, ...]]:
-    """Each topology with a case of equal bits, and with one without."""
-    exact, plain = ([case for name, case in CASES.items() if ("exact" in name) is wanted] for wanted in (True, False))
+    """Every case once, each with one of the topologies."""
     return [
-        (topology, model, settings, steps, args)
-        for place, topology in enumerate(TOPOLOGIES[ranks])
-        for model, settings, args in (exact[place % len(exact)], plain[(place + ranks // 4) % len(plain)])
+        (TOPOLOGIES[ranks][place % len(TOPOLOGIES[ranks])], model, settings, steps, args)
+        for cases in (EXACT_CASES, PLAIN_CASES)
+        for place, (model, settings, args) in enumerate(cases.values())
     ]
 
 
 def every(ranks: int, steps: int) -> list[tuple[Any, ...]]:
-    return [(t, model, settings, steps, args) for t in TOPOLOGIES[ranks] for model, settings, args in CASES.values()]
+    cases = [*EXACT_CASES.values(), *PLAIN_CASES.values()]
+    return [(t, model, settings, steps, args) for t in TOPOLOGIES[ranks] for model, settings, args in cases]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -80,7 +95,7 @@ def test_three_axes() -> None:
     cases = [
         (topology, model, settings, 5, args)
         for topology in ("pipeline:2*fsdp:2*context:2", "hybrid:2x2*context:2", "fsdp:2*context:2*tensor:2")
-        for model, settings, args in (CASES["exact"], CASES["exact, tied"])
+        for model, settings, args in EXACT_CASES.values()
     ]
     check(8, cases, timeout=1800)
 
@@ -148,17 +163,26 @@ def test_what_does_not_divide_or_does_not_go_together() -> None:
             config_from({"distributed.context_size": 2, **{f"distributed.{k}": v for k, v in settings.items()}})
 
 
-def refused(length: int, model: str) -> str:
-    settings = {**PLAIN, "training.max_steps": 1}
-    args = {"vocab_size": 64} if model.startswith("hf:") else GROUPED
+def test_families_whose_attention_does_more_are_refused() -> None:
+    for family, says in (
+        ("gemma2", "sequences of hf:gemma2 can't be cut over ranks: its attention or its loss does more"),
+        ("mistral", "it attends within a window"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            plan_of(language_model(f"hf:{family}"))
+    with pytest.raises(UsageError, match="it has attention_dropout"):
+        plan_of(language_model("hf:llama", attention_dropout=0.1))
+
+
+def refused(length: int, settings: dict[str, Any], **args: Any) -> str:
+    settings = {**PLAIN, "training.max_steps": 1, **settings}
     with pytest.raises(UsageError) as found:
-        list(trainer_for("context:2", model, settings, **args).steps(Tokens(length)))
+        list(trainer_for("context:2", "transformer", settings, **SMALL, **args).steps(Tokens(length)))
     return str(found.value)
 
 
-def measured() -> tuple[str, str, int, int]:
-    """What is refused, and the bytes of attention that a rank sends in one step of one micro-batch, and of theory."""
-    said = refused(15, "transformer"), refused(16, "hf:llama")
+def sent_in_a_step(settings: dict[str, Any]) -> int:
+    """Bytes that a rank sends for sequences in one step of one micro-batch."""
     sent: list[int] = []
     first = Context.__init__
 
@@ -166,19 +190,28 @@ def measured() -> tuple[str, str, int, int]:
         first(self, *args, **kwargs)
         self.on_send = sent.append
 
+    settings = {**PLAIN, "training.max_steps": 1, "training.global_batch_size": 2, **settings}
     Context.__init__ = counted  # type: ignore[method-assign]
-    settings = {**PLAIN, "training.max_steps": 1, "training.global_batch_size": 2}
-    list(trainer_for("context:2", "transformer", settings, **GROUPED).steps(Tokens(16)))
-    keys_and_values = 2 * (2 * 16 * 2 * 8) * 4  # [B, T, heads, width] each
-    loss = 2 * 4
-    return *said, sum(sent), (2 * 2 * keys_and_values + loss) // 2  # of two layers, gathered and summed, one half of it
+    try:
+        list(trainer_for("context:2", "transformer", settings, **GROUPED).steps(Tokens(16)))
+    finally:
+        Context.__init__ = first  # type: ignore[method-assign]
+    return sum(sent)
 
 
-def test_lengths_and_models_are_refused_and_bytes_are_those_of_theory() -> None:
-    for length, model, found, expected in run_ranks(measured, 2):
+def measured() -> tuple[list[str], list[int]]:
+    said = [refused(15, {}), refused(16, EXCHANGED, n_kv_head=1)]
+    return said, [sent_in_a_step({}), sent_in_a_step(EXCHANGED)]
+
+
+def test_lengths_and_heads_are_refused_and_bytes_are_those_of_theory() -> None:
+    head, loss = 2 * 16 * 8 * 4, 2 * 4  # [B, T, width] of one head
+    gathered = 2 * 2 * (2 + 2) * head  # two layers: keys and values of two heads gathered, their gradients summed
+    exchanged = 2 * 2 * (4 + 2 + 2 + 4) * head // 2  # queries, keys, values and results, there and back, of one part
+    for (length, heads), found in run_ranks(measured, 2):
         assert "2 ranks along the axis context can't share a sequence of 15" in length
-        assert "does not say how its sequences are cut" in model
-        assert found == expected
+        assert "4 heads of queries and 1 of keys and values can't be exchanged between 2 ranks" in heads
+        assert found == [(gathered + loss) // 2, (exchanged + loss) // 2]
 
 
 # ---- a model of one's own ----

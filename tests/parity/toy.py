@@ -36,6 +36,15 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids[:-1], "targets": targets}
 
 
+class Packed(Tokens):
+    """The same, with two or three documents in each sample."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        begins = torch.zeros(self.length, dtype=torch.int64)
+        begins[[2 + index % 5, 9 + index % 4]] = 1
+        return {**super().__getitem__(index), "document_ids": begins.cumsum(0) * 3 % 7}
+
+
 def language_model(name: str, **args: Any) -> nn.Module:
     """A tiny model of the family, on meta; of the Hugging Face library by `hf:llama`."""
     if name.startswith("hf:"):
