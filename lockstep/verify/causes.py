@@ -33,6 +33,7 @@ from lockstep.verify.experiments import (
     PRECISE,
     RECOMPUTATION,
     SEEDS,
+    WHOLE,
     switched_off,
 )
 from lockstep.verify.flow import BACKWARD, FORWARD, LOSS, NOT_REDUCED, REDUCTION, Deviation, RankFlow
@@ -139,7 +140,7 @@ def wanted_experiments(e: Evidence, topology: str) -> list[str]:
     wanted += [ALONE] if ranks > 1 else []
     wanted += [HOOKS] if BACKWARD in stages and not stages & {FORWARD, LOSS} else []
     wanted += [MODES] if "mode instead" in notes else []
-    wanted += [CHAIN] if values.get("pipeline_size") else []
+    wanted += [CHAIN] if values.get("pipeline_size") else [WHOLE] if values.get("context_size") else []
     return wanted if e.flows else [*wanted, PERTURB, DOUBLE, *switched_off(e.config)]
 
 
@@ -355,6 +356,14 @@ def _other_ranks(e: Evidence) -> Cause | None:
     return Cause("other ranks", text + _located(e), [ALONE])
 
 
+def _positions(e: Evidence) -> Cause | None:
+    if not e.agrees(WHOLE):
+        return None
+    where = e.tried[WHOLE].module or "the model"
+    text = f"{where} lets positions of a sequence meet outside of an Attend: each rank sees its own part of them only"
+    return Cause("context", text, [WHOLE])
+
+
 def _clip(e: Evidence) -> Cause | None:
     if e.deviations or not e.agrees(CLIP):
         return None
@@ -442,6 +451,7 @@ RULES: Sequence[Rule] = (
     _when(PRECISE, "low precision", "a rank computes in 16 bits what the reference does in 32"),
     _when(CHAIN, "segments", "segments() computes something else than forward()"),
     _memory,
+    _positions,
     _random,
     _other_ranks,
     _when(HOOKS, "gradient hook", "a hook changes gradients in the backward pass"),

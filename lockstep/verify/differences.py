@@ -102,6 +102,7 @@ class StepResult:
         same_bits: whether nothing differs at all.
         flows: what each rank found part by part, if that was compared.
         outputs: of each rank, as in `StepFacts`.
+        module: where positions of a cut sequence meet outside of attention (`lockstep.verify.positions`).
     """
 
     step: int
@@ -113,6 +114,7 @@ class StepResult:
     fingerprints: dict[str, int] = field(default_factory=dict)
     flows: list[RankFlow] = field(default_factory=list)
     outputs: list[list[tuple[str, int]]] = field(default_factory=list)
+    module: str = ""
 
     def has(self, *aspects: str) -> bool:
         """Return whether one of the aspects differs."""

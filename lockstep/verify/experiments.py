@@ -47,6 +47,7 @@ ALONE = "with a forward pass that knows of no other rank"
 PRECISE = "without conversions to 16 bits"
 MODES = "with every module in training mode"
 HOOKS = "without hooks on gradients"
+WHOLE = "with whole sequences on each rank"  # which keeps its part of what the model returns
 CHAIN = "with the segments in place of the forward pass"  # in the reference, too
 
 
@@ -302,6 +303,10 @@ def further_experiments(spec: Spec, topology: str, at: int, wanted: Sequence[str
     for name in dict.fromkeys(wanted):
         if name in off:
             cases.append(Case(name, off[name], start=at))
+        elif name == WHOLE:
+            settings = {key: value for each in off.values() for key, value in each.items()}
+            settings["distributed.reproducible"] = False  # where layers sum chunks of their own
+            cases.append(Case(name, settings, start=at, switches=frozenset({name})))
         elif name == ONE_EACH and ranks > 1:
             cases.append(Case(name, one_each))
         elif name != ONE_EACH and (name != DOUBLE or (is_indexed(data) and FLOAT32 not in off)):

@@ -38,12 +38,14 @@ from lockstep.verify.experiments import (
     FORCED,
     NUDGED,
     PERTURB,
+    WHOLE,
     apply,
     float64_by_default,
     in_float64,
     perturb,
 )
 from lockstep.verify.flow import FlowRecorder, RankFlow, load, save, save_bounds
+from lockstep.verify.positions import WholeSequences
 from lockstep.verify.subject import MAIN, Case, Spec, VerifyJob
 from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, StepObserver, Stored, Trace
 
@@ -146,6 +148,7 @@ def _compare(
     rounding = message_rounding(trainer)
     parts = FORCED in case.switches
     recorder = FlowRecorder(trainer, names, load(trace.folder / _FLOW)) if parts else None
+    whole = WholeSequences(trainer, names) if WHOLE in case.switches else None
     observer = StepObserver(trainer, outputs=AGAIN in case.switches)
     at_start: dict[str, TensorDifference] = {}
     if case.start == 0 and not case.switches & {DOUBLE, PERTURB}:
@@ -178,6 +181,7 @@ def _compare(
             list(reference.norms), limit_of_norm(reference, rounding),
         )  # fmt: skip
         result = combine_reports(step, _from_all(report), expected, exact=exact)
+        result.module = "" if whole is None else whole.module
         yield result
         if result.differences and exact:
             break  # the steps after it are another run

@@ -1,4 +1,4 @@
-"""What the tests of `verify` train: sound models, and ten that have a fault where there are several ranks.
+"""What the tests of `verify` train: sound models, and eleven that have a fault where there are several ranks.
 
 Each is built by name in every process. A fault is planted in the process that builds it, and taken out at its end.
 """
@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
@@ -176,6 +177,22 @@ def random_numbers_lost_in_recomputation() -> Subject:
         return torch.utils.checkpoint.checkpoint(function, *args, **kwargs)
 
     return with_patch(activation, "checkpoint", forgetful)
+
+
+def attention_that_knows_of_no_other_ranks() -> Subject:
+    """One layer of a model with `context_plan()` attends to the positions that are here."""
+    model = language_model("transformer")
+
+    model.get_submodule("layers.1.attention").attend = AttendHere()
+    return subject(model)
+
+
+class AttendHere(nn.Module):
+    def positions(self, length: int, device: torch.device, _documents: Tensor | None = None) -> Tensor:
+        return torch.arange(length, device=device)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, _documents: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def a_sound_model_that_rounds(*, noise: bool) -> Subject:

@@ -1,4 +1,4 @@
-"""Each of ten faults is found, and its cause is named; sound runs pass."""
+"""Each of eleven faults is found, and its cause is named; sound runs pass."""
 
 from collections.abc import Callable
 from functools import partial
@@ -49,6 +49,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         "random numbers in recomputation",
         "recomputes",
     ),
+    "attention_that_knows_of_no_other_ranks": ("context:2", {}, "loss", "context", "layers.1.attention.attend lets"),
 }
 
 # Of the benchmark: one for each way in which a cause is found.
