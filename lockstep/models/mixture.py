@@ -170,7 +170,8 @@ class MixtureLayer(nn.Module):
     def routed(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Callable[..., Tensor]) -> Tensor:
         """Return what the chosen experts make of x; a context-parallel run replaces this."""
         counts = expert_counts(chosen.flatten(), self.router.weight.shape[0])
-        y = through_experts(experts, *(each.flatten(0, 1) for each in (x, chosen, weights)), counts)
+        tokens = (each.flatten(0, 1) for each in (x, chosen, weights))
+        y: Tensor = through_experts(experts, *tokens, counts)
         return y.view_as(x)
 
 
