@@ -103,6 +103,12 @@ def _context(config: StepConfig, layout: Layout | None) -> Iterator[Contradictio
             f"reproducible cuts sequences into {distributed.context_blocks} chunk(s), which {ranks} ranks can't share",
             f"write context_blocks: {2 * ranks}, here and in the runs that are to have the same bits",
         )
+    if distributed.reproducible and distributed.context_method == "ring":
+        yield Contradiction(
+            ("distributed.context_method", "distributed.reproducible"),
+            "ring merges the parts of a softmax in an order that depends on the rank, which reproducible can't",
+            "write context_method: gathered or all_to_all, or reproducible: false",
+        )
     cuts_twice = distributed.sequence_parallel and max(ranks, distributed.context_blocks) > 1
     if distributed.reproducible and cuts_twice and tensor > 1:
         yield Contradiction(

@@ -236,10 +236,11 @@ class DistributedConfig(Section):
         description="Ranks over which each sequence is cut (context parallel), and which work on the same "
         "micro-batches. Unset: 1.",
     )
-    context_method: Literal["gathered", "all_to_all"] = Field(
+    context_method: Literal["gathered", "all_to_all", "ring"] = Field(
         default="gathered",
         description="How the parts of a sequence meet in attention: keys and values are `gathered`, or heads are "
-        "exchanged by `all_to_all` (Ulysses; `context_size` divides the numbers of heads).",
+        "exchanged by `all_to_all` (Ulysses; `context_size` divides the numbers of heads), or keys and values travel "
+        "in a `ring` (slower, for the longest sequences; not with `reproducible`).",
     )
     context_blocks: int = Field(
         default=1,

@@ -1,11 +1,12 @@
-"""Attention over sequences that are cut over the axis `context` (`lockstep.parallel.context`), in two ways.
+"""Attention over sequences that are cut over the axis `context` (`lockstep.parallel.context`), in three ways.
 
     gathered     each rank gathers keys and values, and its queries attend (Llama 3, arXiv:2407.21783, section 3.3.2)
     all_to_all   each rank gives away its part of most heads for the whole sequence of some (Jacobs et al. 2023,
                  DeepSpeed-Ulysses, arXiv:2309.14509); they attend, and travel back
+    ring         keys and values travel from rank to rank (`lockstep.parallel.context_ring`)
 
-Where bits count, both compute the same: queries chunk by chunk, and the gradients of keys and values as one tree over
-the chunks of queries. Heads are independent of each other.
+Where bits count, the first two compute the same: queries chunk by chunk, and the gradients of keys and values as one
+tree over the chunks of queries. Heads are independent of each other.
 """
 
 from types import MethodType
@@ -18,12 +19,24 @@ from torch import Tensor
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend
 from lockstep.parallel.context_chunks import Context
+from lockstep.parallel.context_ring import ring_attention
 
 _POSITIONS = 2  # the dim of queries, keys and values along which positions lie
 
 
 def cut_attention(module: Attend, context: Context) -> None:
-    """Let an `Attend` run on this rank's part of sequences."""
+    """Let an `Attend` run on this rank's part of sequences.
+
+    Raises:
+        UsageError: it attends in a way that the method can't compute.
+    """
+    if context.method == "ring" and type(module).run is not Attend.run:
+        raise UsageError(
+            f"context_method: ring can't compute {type(module).__name__}",
+            where="distributed.context_method",
+            why="it merges the softmax of several ranks, and this attends in a way of its own",
+            fix="write context_method: gathered or all_to_all",
+        )
     plain, alone = type(module).positions, Context(None, context.blocks)
 
     def positions(self: Attend, length: int, device: torch.device, documents: Tensor | None = None) -> Tensor:
@@ -36,6 +49,8 @@ def cut_attention(module: Attend, context: Context) -> None:
             return self.run(q, k, v, 0, documents)
         if context.group is None or context.method == "gathered":
             return _gathered(self, q, k, v, documents, context)
+        if context.method == "ring":
+            return ring_attention(q, k, v, documents, context, causal=self.causal)
         _check_heads(q, k, self.heads_dim, context.ranks)
         q, k, v = (_to_heads(each, self.heads_dim, context) for each in (q, k, v))
         if context.blocks is not None:

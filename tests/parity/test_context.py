@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,8 +12,10 @@ from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.attention import Attend
+from lockstep.models.bdh import PastAttention
 from lockstep.models.protocol import objective_of
 from lockstep.parallel.context import apply_context, cut_objective, plan_of
+from lockstep.parallel.context_attention import cut_attention
 from lockstep.parallel.context_chunks import Context
 from lockstep.strategy import parse_topology, resolve
 from lockstep.trainer import Trainer
@@ -34,6 +37,7 @@ EXACT = {"distributed.context_blocks": 4, "distributed.sequence_parallel": False
 PLAIN = {"distributed.reproducible": False}
 RECOMPUTED = {"training.gradient_checkpointing": "full"}
 EXCHANGED, WHOLE_HEADS = {"distributed.context_method": "all_to_all"}, {**SMALL, "n_kv_head": 4}
+RING = {"distributed.context_method": "ring"}
 Case = tuple[str, dict[str, Any], dict[str, Any]]
 # name → (model, settings, model arguments)
 EXACT_CASES: dict[str, Case] = {
@@ -58,6 +62,8 @@ PLAIN_CASES: dict[str, Case] = {
     "mixture": ("mixture", PLAIN, SMALL),
     "exchanged": ("transformer", {**PLAIN, **EXCHANGED}, WHOLE_HEADS),
     "mistral": ("hf:mistral", PLAIN, {"vocab_size": 64, "sliding_window": None}),
+    "ring": ("transformer", {**PLAIN, **RING, **RECOMPUTED}, {**GROUPED, **PACKED}),
+    "ring, latent": ("free_transformer", {**PLAIN, **RING}, SMALL),
     "packed": ("transformer", {**PLAIN, **EXCHANGED}, {**WHOLE_HEADS, **PACKED}),
 }
 
@@ -144,6 +150,11 @@ def test_a_model_that_can_not_be_cut_is_refused() -> None:
         apply_context(Own(), Context(None, 4))
 
 
+def test_a_ring_merges_softmax_only() -> None:
+    with pytest.raises(UsageError, match="context_method: ring can't compute PastAttention"):
+        cut_attention(PastAttention(), Context(None, None, "ring"))
+
+
 def test_a_mean_is_refused() -> None:
     with pytest.raises(UsageError, match="a loss that is a mean over some positions"):
         cut_objective(objective_of(nn.Linear(2, 2), nn.CrossEntropyLoss()), Context(None, 4), {"x": 1})
@@ -157,6 +168,7 @@ def test_what_does_not_divide_or_does_not_go_together() -> None:
         ({"strategy": "diloco"}, "sequences can't be cut over 2 ranks under strategy diloco"),
         ({"reproducible": True}, r"reproducible cuts sequences into 1 chunk\(s\), which 2 ranks can't share"),
         ({"reproducible": True, "context_blocks": 4, "tensor_size": 2}, "sequence_parallel cuts across the chunks"),
+        ({"reproducible": True, "context_blocks": 2, "context_method": "ring"}, "ring merges the parts of a softmax"),
         ({"strategy": "ddp", "expert_size": 2}, "context_size is 2, and experts are spread over 2 ranks"),
     ):
         with pytest.raises(UsageError, match=says):
@@ -199,19 +211,40 @@ def sent_in_a_step(settings: dict[str, Any]) -> int:
     return sum(sent)
 
 
-def measured() -> tuple[list[str], list[int]]:
+def kept_by_attention(method: str) -> int:
+    """Bytes that one attention to 64 positions keeps for its backward pass, on a rank that has 32 of them."""
+    context = Context(dist.group.WORLD, None, method)
+    attend, kept = Attend(), {}
+    cut_attention(attend, context)
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    q, k, v = (torch.randn(2, 4, 32, 8, requires_grad=True) for _ in range(3))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        attend(q, k, v).sum().backward()
+    return sum(kept.values())
+
+
+def measured() -> tuple[list[str], list[int], list[int]]:
     said = [refused(15, {}), refused(16, EXCHANGED, n_kv_head=1)]
-    return said, [sent_in_a_step({}), sent_in_a_step(EXCHANGED)]
+    kept = [kept_by_attention(method) for method in ("gathered", "ring")]
+    return said, [sent_in_a_step({}), sent_in_a_step(EXCHANGED), sent_in_a_step(RING)], kept
 
 
 def test_lengths_and_heads_are_refused_and_bytes_are_those_of_theory() -> None:
     head, loss = 2 * 16 * 8 * 4, 2 * 4  # [B, T, width] of one head
     gathered = 2 * 2 * (2 + 2) * head  # two layers: keys and values of two heads gathered, their gradients summed
     exchanged = 2 * 2 * (4 + 2 + 2 + 4) * head // 2  # queries, keys, values and results, there and back, of one part
-    for (length, heads), found in run_ranks(measured, 2):
+    around = 2 * (1 + 1 + 2) * 2 * head  # two layers: half of the keys and values, twice, and their gradients
+    part = 2 * 4 * 32 * 8 * 4  # queries, keys, values or results of four heads
+    for (length, heads), found, (gathered_kept, ring_kept) in run_ranks(measured, 2):
         assert "2 ranks along the axis context can't share a sequence of 15" in length
         assert "4 heads of queries and 1 of keys and values can't be exchanged between 2 ranks" in heads
-        assert found == [(gathered + loss) // 2, (exchanged + loss) // 2]
+        assert found == [(each + loss) // 2 for each in (gathered, exchanged, 2 * around)]
+        assert ring_kept == 4 * part + part // 8  # and the logarithm of each query's sum
+        assert gathered_kept >= 6 * part
 
 
 # ---- a model of one's own ----
