@@ -194,7 +194,7 @@ def refused(length: int, settings: dict[str, Any], **args: Any) -> str:
 
 
 def sent_in_a_step(settings: dict[str, Any]) -> int:
-    """Bytes that a rank sends for sequences in one step of one micro-batch."""
+    """Bytes that a rank sends for activations and the loss in one step of one micro-batch."""
     sent: list[int] = []
     first = Context.__init__
 
@@ -205,10 +205,11 @@ def sent_in_a_step(settings: dict[str, Any]) -> int:
     settings = {**PLAIN, "training.max_steps": 1, "training.global_batch_size": 2, **settings}
     Context.__init__ = counted  # type: ignore[method-assign]
     try:
-        list(trainer_for("context:2", "transformer", settings, **GROUPED).steps(Tokens(16)))
+        trainer = trainer_for("context:2", "transformer", settings, **GROUPED)
+        list(trainer.steps(Tokens(16)))
     finally:
         Context.__init__ = first  # type: ignore[method-assign]
-    return sum(sent)
+    return sum(sent) - 4 * trainer.placed.num_parameters  # half of their gradients, there and back
 
 
 def kept_by_attention(method: str) -> int:
