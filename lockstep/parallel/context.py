@@ -87,7 +87,7 @@ def plan_of(model: nn.Module) -> dict[str, int]:
         return plan
     missing = "does not say how its sequences are cut" if own is None else "has no lockstep.models.attention.Attend"
     raise UsageError(
-        f"{type(model).__name__} {missing}",
+        f"sequences of {type(model).__name__} can't be cut over ranks: it {missing}",
         where="distributed.context_size",
         why="each rank has a part of every sequence, and positions meet in attention",
         fix="let its attention be self.attend = Attend(), called as self.attend(q, k, v), and give it context_plan() "

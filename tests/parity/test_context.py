@@ -140,11 +140,11 @@ class Own(nn.Module):
 
 
 def test_a_model_that_can_not_be_cut_is_refused() -> None:
-    with pytest.raises(UsageError, match="Linear does not say how its sequences are cut"):
+    with pytest.raises(UsageError, match="sequences of Linear can't be cut over ranks: it does not say how"):
         plan_of(nn.Linear(2, 2))
     model = nn.Linear(2, 2)
     model.context_plan = lambda: {"x": 1}  # type: ignore[assignment]
-    with pytest.raises(UsageError, match=r"Linear has no lockstep\.models\.attention\.Attend"):
+    with pytest.raises(UsageError, match=r"it has no lockstep\.models\.attention\.Attend"):
         plan_of(model)
     with pytest.raises(UsageError, match="the model, a Own, owns parameters, and can't run chunk by chunk"):
         apply_context(Own(), Context(None, 4))
