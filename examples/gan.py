@@ -101,7 +101,7 @@ def train(steps: int = 400) -> tuple[list[tuple[float, float]], Tensor]:
         losses.append((float(judged.loss), float(made.loss)))
         if making.is_main_process and judged.step % 50 == 0:
             print(f"step {judged.step}  judge {judged.loss:.3f}  generator {made.loss:.3f}", flush=True)
-    return losses, making.sampler()(images[:8])
+    return losses, making.forward(images[:8])
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
     from lockstep.trainer.average import WeightAverage
     from lockstep.trainer.placed_model import place
+    from lockstep.trainer.whole_batch import WholeBatch
     from lockstep.verify.watch import observe
 
 _HOME = {
@@ -25,6 +26,7 @@ _HOME = {
     "get_model": "lockstep.models",
     "WeightAverage": "lockstep.trainer.average",
     "observe": "lockstep.verify.watch",
+    "WholeBatch": "lockstep.trainer.whole_batch",
     "place": "lockstep.trainer.placed_model",
     "spawn": "lockstep.launch.spawn",
     "DistributedSampler": "lockstep.data.order",
@@ -46,6 +48,7 @@ __all__ = [
     "Trainer",
     "UsageError",
     "WeightAverage",
+    "WholeBatch",
     "all_reduce",
     "barrier",
     "cleanup",

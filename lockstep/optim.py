@@ -244,6 +244,32 @@ class CallersRate:
         return [group["lr"] for group in groups]
 
 
+class PlateauSchedule(CallersRate):
+    """A torch scheduler that follows a metric: it changes the learning rate after an evaluation.
+
+    The rate is the optimizer's, which a checkpoint holds; so is the scheduler's state.
+
+    Args:
+        scheduler: its `step` takes the metric.
+        metric: its name.
+    """
+
+    def __init__(self, scheduler: ReduceLROnPlateau, metric: str) -> None:
+        self._scheduler, self.metric = scheduler, metric
+
+    def follow(self, value: float) -> None:
+        """Take a new value of the metric."""
+        self._scheduler.step(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state."""
+        return dict(self._scheduler.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._scheduler.load_state_dict(dict(state))
+
+
 class TorchSchedule:
     """A torch scheduler as a function of the number of updates: it is stepped up to them.
 
@@ -252,18 +278,9 @@ class TorchSchedule:
     Args:
         scheduler: new; its `step()` counts updates.
 
-    Raises:
-        UsageError: it depends on a metric and not only on the number of updates.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise UsageError(
-                "ReduceLROnPlateau follows a metric, so the learning rate is not a function of the updates made",
-                where="Trainer(scheduler=…)",
-                why="a run that resumes, or goes back, could not know it",
-                fix="take another scheduler, or set optimizer.param_groups[…]['initial_lr'] in a loop of your own",
-            )
         self._scheduler, self._made = scheduler, 0
         self._first = copy.deepcopy(scheduler.state_dict())
         self._first_groups, self._groups = self._options(), self._options()

@@ -1,6 +1,6 @@
 """Writes and reads the files of a run directory. Does not import torch.
 
-    runs/NAME/config.yaml  metrics.jsonl  events.jsonl  lock.json  checkpoints/  logs/rank-0.log …  tensorboard/
+    runs/NAME/config.yaml  metrics.jsonl  events.jsonl  lock.json  checkpoints/  logs/rank-0.log …  tensorboard/  media/
 
 Each line is one JSON object, written by one `write` to a file opened for appending. A killed process therefore leaves
 whole lines and at most one broken last line, which readers skip and the next writer ends. A full disk takes a line
@@ -104,6 +104,11 @@ class RunDirectory:
     def logs(self) -> Path:
         """The folder of the ranks' logs."""
         return self.path / "logs"
+
+    @property
+    def media(self) -> Path:
+        """The folder of images that were logged."""
+        return self.path / "media"
 
     @property
     def tensorboard(self) -> Path:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema_training import (
         BadNumbersConfig,
         DataConfig,
+        EarlyStoppingConfig,
         GradientClipConfig,
         LossScaleConfig,
         ModelConfig,
@@ -69,6 +70,7 @@ _HOMES = {
     ),
     "schema_training": (
         "DataConfig",
+        "EarlyStoppingConfig",
         "BadNumbersConfig",
         "GradientClipConfig",
         "LossScaleConfig",
@@ -91,6 +93,7 @@ __all__ = [
     "DataConfig",
     "DiLoCoConfig",
     "DistributedConfig",
+    "EarlyStoppingConfig",
     "FSDPConfig",
     "GradientClipConfig",
     "LossScaleConfig",

@@ -301,6 +301,12 @@ def _saving(config: Config) -> Iterator[Contradiction]:
             "no checkpoint is saved, so the best can't be kept",
             "write save_strategy: steps, or leave keep_best out",
         )
+    if config.checkpoint.load_best and config.checkpoint.keep_best is None:
+        yield Contradiction(
+            ("checkpoint.load_best", "checkpoint.keep_best"),
+            "nothing says which checkpoint is the best",
+            "write keep_best: eval_loss, or load_best: false",
+        )
 
 
 def _precision(config: StepConfig) -> Iterator[Contradiction]:

@@ -58,9 +58,18 @@ def apply_flags(settings: Mapping[str, Any], where: str = "the settings") -> dic
     Dashes in a name equal underscores.
 
     Raises:
-        UsageError: a name is none of these; with the nearest one.
+        UsageError: a name is none of these, with the nearest one; or two names of one key are given.
     """
-    return {_key(name.replace("-", "_"), where): value for name, value in settings.items()}
+    found: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    for name, value in settings.items():
+        key = _key(name.replace("-", "_"), where)
+        if key in found:
+            raise UsageError(
+                f"{given[key]} and {name} are both {key}", where=where, fix=f"leave {given[key]} or {name} out"
+            )
+        found[key], given[key] = value, name
+    return found
 
 
 def as_overrides(dotted: Mapping[str, Any]) -> list[str]:

@@ -41,7 +41,16 @@ class CheckpointConfig(Section):
         "verified.",
     )
     keep_best: str | None = Field(
-        default=None, min_length=1, description="Also keep the best by this metric (least is best): `eval_loss`."
+        default=None,
+        min_length=1,
+        description="Also keep the best by this metric: `eval_loss`, `loss`, `grad_norm`, or one of the evaluation, "
+        "`eval_NAME`; each evaluation that is better than all before is saved.",
+    )
+    keep_best_mode: Literal["min", "max"] = Field(
+        default="min", description="Whether the least or the most `keep_best` is the best."
+    )
+    load_best: bool = Field(
+        default=False, description="Load the best checkpoint when the training is done. Needs `keep_best`."
     )
     format: Literal["sharded", "full", "local"] = Field(
         default="sharded",

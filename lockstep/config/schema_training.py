@@ -168,6 +168,17 @@ class BadNumbersConfig(Section):
     )
 
 
+class EarlyStoppingConfig(Section):
+    """The end of a run whose evaluations do not get better."""
+
+    metric: str = Field(
+        default="eval_loss", min_length=1, description="`eval_loss`, or a metric of the evaluation: `eval_NAME`."
+    )
+    mode: Literal["min", "max"] = Field(default="min", description="Whether the least or the most is the best.")
+    patience: int = Field(default=3, ge=1, description="Evaluations without a better value before the run stops.")
+    min_delta: float = Field(default=0.0, ge=0, description="A value is better if it differs by more than this.")
+
+
 class TrainingConfig(Section):
     """The steps of a run: their number, batch sizes, optimizer and schedule."""
 
@@ -254,6 +265,12 @@ class TrainingConfig(Section):
         default=100,
         ge=1,
         description="Steps between evaluations, in addition to the one at the end; null: only at the end.",
+    )
+    eval_strategy: Literal["steps", "epoch"] = Field(
+        default="steps", description="Evaluate every `eval_steps` steps, or at the end of each epoch."
+    )
+    early_stopping: EarlyStoppingConfig | None = Field(
+        default=None, description="Stop when evaluations do not get better; unset: never; `{}`: defaults."
     )
 
     @field_validator("lr_schedule", "warmup_steps", mode="before")

@@ -25,8 +25,9 @@ not show it, the number of samples. A run's first steps check this (`lockstep.tr
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,6 +64,34 @@ class Observed:
     divisors: tuple[float, ...] = ()
 
 
+TakeOutputs = Callable[[Any, Any], tuple[Tensor, int, int | Tensor] | None]
+"""(outputs, batch) → (loss, times, count) in place of the objective's own, as in `Objective.factors`; or None."""
+
+
+@dataclass
+class Tap:
+    """Shows the model's outputs for each micro-batch to whoever asks for them: metrics, predictions.
+
+    Attributes:
+        take: called before the loss is computed, where the outputs are; None: nobody asks.
+    """
+
+    take: TakeOutputs | None = None
+
+    @contextmanager
+    def opened(self, take: TakeOutputs) -> Iterator[None]:
+        """Call `take` for each micro-batch in the block."""
+        before, self.take = self.take, take
+        try:
+            yield
+        finally:
+            self.take = before
+
+
+def _same(outputs: Any) -> Any:
+    return outputs
+
+
 @dataclass(frozen=True)
 class Objective:
     """The way from a batch to a loss.
@@ -77,6 +106,8 @@ class Objective:
         observed: observations of a mean without a declared count; None if the count is declared.
         of_model: whether `loss` is the model's own method.
         must_be_told: reject a loss whose divisor is unknown, unless a comparison shows that it is a mean over samples.
+        tap: shows the outputs.
+        whole: outputs of this rank → outputs for the whole batch, where ranks share its sequences.
     """
 
     inputs: Inputs
@@ -87,6 +118,8 @@ class Objective:
     observed: Observed | None = None
     must_be_told: bool = False
     of_model: bool = False
+    tap: Tap = field(default_factory=Tap)
+    whole: Callable[[Any], Any] = _same
 
     def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int, int | Tensor]:
         """Run one forward pass: (loss, times, number of valid targets), as in `factors`."""
@@ -112,6 +145,8 @@ class Objective:
             batch: the micro-batch.
             calls: of torch's loss functions in the forward pass, if the loss was computed there.
         """
+        if self.tap.take is not None and (taken := self.tap.take(self.whole(outputs), batch)) is not None:
+            return taken
         count: int | Tensor | None = None
         if self.observed is None:
             loss = self.loss(outputs, batch)
@@ -348,15 +383,18 @@ def targets_of(batch: Any, default: Any = _REQUIRED) -> Any:
     return batch  # an autoencoder's target is its input
 
 
+def logits_of(outputs: Any) -> Any:
+    """Return the member `logits` of a model's outputs; the outputs themselves if they have none."""
+    if isinstance(outputs, Mapping):
+        return outputs.get("logits", outputs)
+    return getattr(outputs, "logits", outputs)
+
+
 def _with_targets(loss_fn: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
     over_classes = isinstance(loss_fn, nn.CrossEntropyLoss)
 
     def loss(outputs: Any, batch: Any) -> Tensor:
-        targets = targets_of(batch)
-        if isinstance(outputs, Mapping) and "logits" in outputs:
-            outputs = outputs["logits"]
-        elif hasattr(outputs, "logits"):
-            outputs = outputs.logits
+        outputs, targets = logits_of(outputs), targets_of(batch)
         if over_classes and isinstance(outputs, Tensor) and _classes_come_last(outputs, targets):
             outputs, targets = outputs.flatten(0, -2), targets.flatten()
         return loss_fn(outputs, targets)

@@ -14,16 +14,21 @@ Prometheus: `/metrics` has the newest record as gauges such as `lockstep_loss`.
 """
 
 import hashlib
+import html
 import io
 import os
 import re
 import socket
+import tempfile
 import time
+from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from lockstep.config import PrometheusConfig
 from lockstep.errors import UsageError
+from lockstep.monitor.media import Media, file_name
 from lockstep.monitor.sinks import Row, SinkContext, scalars, warn_left_out
 from lockstep.records import RunDirectory, append_whole
 
@@ -54,6 +59,26 @@ class TensorBoard:
 
     on_eval = on_step
 
+    def on_media(self, step: int, media: Mapping[str, Media]) -> None:
+        """Write texts, images and histograms."""
+        values = []
+        for name, one in media.items():
+            value = self._summary.Value(tag=name)
+            if one.kind == "image":
+                value.image.encoded_image_string = one.png
+                value.image.width, value.image.height = one.size
+            elif one.kind == "histogram":
+                value.histo.bucket_limit.extend(one.edges[1:])
+                value.histo.bucket.extend(one.counts)
+                value.histo.min, value.histo.max, value.histo.num = one.edges[0], one.edges[-1], sum(one.counts)
+            else:
+                value.metadata.plugin_data.plugin_name = "text"
+                value.tensor.dtype = 7  # DT_STRING of tensorflow's types.proto
+                value.tensor.string_val.append(one.text.encode())
+                value.tensor.tensor_shape.dim.add(size=1)
+            values.append(value)
+        self._append(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
+
     def close(self) -> None:
         """Do nothing: every event is written already."""
 
@@ -82,6 +107,21 @@ class WeightsAndBiases:
         self._started().log(scalars(row), step=row["step"])
 
     on_eval = on_step
+
+    def on_media(self, step: int, media: Mapping[str, Media]) -> None:
+        """Log texts, images and histograms."""
+        self._started().log({name: self._media(one) for name, one in media.items()}, step=step)
+
+    def _media(self, one: Media) -> Any:
+        if one.kind == "text":
+            return self._library.Html(f"<pre>{html.escape(one.text)}</pre>")
+        if one.kind == "histogram":
+            return self._library.Histogram(np_histogram=(list(one.counts), list(one.edges)))
+        path = self._run.path / "wandb" / "media"
+        path.mkdir(parents=True, exist_ok=True)
+        file = path / f"{hashlib.sha256(one.png).hexdigest()[:16]}.png"
+        file.write_bytes(one.png)
+        return self._library.Image(str(file))
 
     def close(self) -> None:
         """End the W&B run."""
@@ -136,6 +176,22 @@ class Mlflow:
         client.log_batch(self._id, metrics=values)
 
     on_eval = on_step
+
+    def on_media(self, step: int, media: Mapping[str, Media]) -> None:
+        """Store texts, images and histograms as artifacts `media/NAME-STEP`."""
+        client = self._connected()
+        for name, one in media.items():
+            path = f"media/{file_name(name, step)}"
+            if one.kind == "text":
+                client.log_text(self._id, one.text, f"{path}.txt")
+            elif one.kind == "histogram":
+                client.log_dict(self._id, {"counts": one.counts, "edges": one.edges}, f"{path}.json")
+            else:
+                with tempfile.TemporaryDirectory() as folder:
+                    file = Path(folder, path).with_suffix(".png")
+                    file.parent.mkdir()
+                    file.write_bytes(one.png)
+                    client.log_artifact(self._id, str(file), "media")
 
     def close(self) -> None:
         """End the MLflow run."""

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from lockstep.environment import rank_facts
 from lockstep.monitor.callbacks import ResourceMonitor, build_callbacks
 from lockstep.monitor.exporters import open_prometheus
 from lockstep.monitor.figures import Figures, StragglerWatch, Table
+from lockstep.monitor.media import Media, sorted_values
 from lockstep.monitor.meters import Meters, memory_in_use, without_graph
 from lockstep.monitor.sinks import BufferedSink, Guarded, Row, SinkContext, warn_left_out
 from lockstep.records import RunDirectory, StepRecord
@@ -110,6 +111,19 @@ class Monitor:
         row = {"time": time.time(), **record}
         for sink in self._sinks:
             sink.on_eval(row)
+
+    def on_log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log a user's values: numbers, and texts, images and histograms (`lockstep.monitor.media`).
+
+        Raises:
+            UsageError: a value can't be logged.
+        """
+        numbers, media = sorted_values(values)
+        if numbers:
+            self.on_eval({"step": step, **numbers})
+        if media:
+            for sink in self._sinks:
+                sink.on_media(step, media)
 
     def say(self, *lines: str) -> None:
         """Print lines for the person who started the run: once, by rank 0, if there is a console."""
@@ -306,7 +320,7 @@ class Background:
 
     def __init__(self, sinks: Sequence[Guarded], event: Callable[..., None], capacity: int = CAPACITY) -> None:
         self._sinks, self._event, self._capacity = list(sinks), event, capacity
-        self._rows: deque[tuple[str, Row]] = deque()
+        self._rows: deque[tuple[str, tuple[Any, ...]]] = deque()
         self._there_are_rows, self._hurry, self._idle = threading.Event(), threading.Event(), threading.Event()
         self._closing = False
         self._dropped = 0
@@ -325,6 +339,10 @@ class Background:
     def on_eval(self, row: Row) -> None:
         """Queue an evaluation's row."""
         self._put("on_eval", row)
+
+    def on_media(self, step: int, media: Mapping[str, Media]) -> None:
+        """Queue texts, images and histograms."""
+        self._put("on_media", step, media)
 
     def flush(self, seconds: float = 5.0) -> None:
         """Wait at most `seconds` until all rows are written."""
@@ -345,7 +363,7 @@ class Background:
         if self._thread.is_alive():
             self._warn(f"{self.names} did not end within {seconds:g} s; its last rows may be missing")
 
-    def _put(self, method: str, row: Row) -> None:
+    def _put(self, method: str, *row: Any) -> None:
         if len(self._rows) >= self._capacity:
             self._dropped += 1
             if self._dropped == 1:
@@ -378,4 +396,4 @@ class Background:
             method, row = self._rows.popleft()
             for sink in self._sinks:
                 call: Any = getattr(sink, method)
-                call(row)
+                call(*row)

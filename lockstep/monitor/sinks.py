@@ -10,11 +10,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
 from lockstep.config import MonitorConfig
+from lockstep.monitor.media import Media, file_name
 from lockstep.records import RunDirectory
 
 Row = dict[str, Any]
@@ -54,6 +55,9 @@ class SinkContext:
 class Sink(Protocol):
     """A destination of records, made with a `SinkContext`. `row` has plain numbers by the names of `StepRecord`.
 
+    A sink may also have `on_media(step, media)`, for texts, images and histograms by name (`lockstep.monitor.media`).
+    Numbers that a user logs come to `on_eval`.
+
     Optional class attributes: `at_once = True` writes in the training thread, for output that people see at once;
     `own_thread = True` is for servers that may hang; `needs_run_directory = True` leaves the sink out if there is
     none. An `ImportError` from its constructor leaves it out with a warning.
@@ -71,6 +75,9 @@ class Sink(Protocol):
 
 class BufferedSink(Sink, Protocol):
     """A sink that may hold rows back for a moment."""
+
+    def on_media(self, step: int, media: Mapping[str, Media]) -> None:
+        """Take texts, images and histograms."""
 
     def flush(self) -> None:
         """Write the rows that wait."""
@@ -91,6 +98,22 @@ class Jsonl:
     def on_eval(self, row: Row) -> None:
         """Append a row."""
         self._run.append_metrics(row)
+
+    def on_media(self, step: int, media: Mapping[str, Media]) -> None:
+        """Append a row, and write images beside it, as `media/NAME-STEP.png`."""
+        row: Row = {}
+        for name, value in media.items():
+            row[name] = {"kind": value.kind}
+            if value.kind == "text":
+                row[name]["text"] = value.text
+            elif value.kind == "histogram":
+                row[name] |= {"counts": value.counts, "edges": value.edges}
+            else:
+                self._run.media.mkdir(exist_ok=True)
+                file = self._run.media / f"{file_name(name, step)}.png"
+                file.write_bytes(value.png)
+                row[name] |= {"file": f"{self._run.media.name}/{file.name}", "size": value.size}
+        self._run.append_metrics({"step": step, "time": time.time(), "media": row})
 
     def close(self) -> None:
         """Do nothing: every row is written already."""
@@ -115,6 +138,12 @@ class Guarded:
     def on_eval(self, row: Row) -> None:
         """Pass a row on."""
         self._guard(self._sink.on_eval, row)
+
+    def on_media(self, step: int, media: Mapping[str, Media]) -> None:
+        """Pass media on, if the sink takes any."""
+        on_media = getattr(self._sink, "on_media", None)
+        if on_media is not None:
+            self._guard(on_media, step, media)
 
     def flush(self) -> None:
         """Flush the sink, if it can."""
@@ -204,17 +233,18 @@ class Console:
 
     def __init__(self, context: SinkContext) -> None:
         total_steps, start_step = context.total_steps, context.start_step
-        self._total = total_steps
+        self._total, self._start = total_steps, start_step
         self._first: tuple[int, float] | None = None  # step and time of the first record of this process
         self._live: _Live | None = None
         self._waiting: list[tuple[Row, float | None]] = []
         self._shown = 0.0
-        if sys.stdout.isatty():
-            self._live = _Live(total_steps, start_step)
+        self._has_bar = sys.stdout.isatty()
 
     def on_step(self, row: Row) -> None:
         """Show a step."""
         left = self._seconds_left(row)
+        if self._has_bar and self._live is None:
+            self._live = _Live(self._total, self._start)
         if self._live is None:
             self._waiting.append((row, left))
             if time.monotonic() - self._shown > _LINES_SECONDS:
@@ -239,6 +269,13 @@ class Console:
         self.flush()
         parts = [f"{key} {number(value)}" for key, value in row.items() if key not in ("step", "time")]
         print(f"step {row['step']}  {'  '.join(parts)}", flush=True)
+
+    def on_media(self, step: int, media: Mapping[str, Media]) -> None:
+        """Print texts."""
+        self.flush()
+        for name, value in media.items():
+            if value.kind == "text":
+                print(f"step {step}  {name}: {value.text}", flush=True)
 
     def close(self) -> None:
         """Print the lines that wait, and remove the bar."""

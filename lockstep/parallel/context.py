@@ -39,6 +39,7 @@ from lockstep.parallel.context_chunks import Context
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.tensor_blocks import SEQUENCE, by_pieces, cut_dropout, spread
 from lockstep.parallel.tensor_cuts import sum_over_ranks
+from lockstep.torch_compat.pytree import tree_map
 
 
 def context_of(model: nn.Module, layout: Layout, config: StepConfig, mesh: DeviceMesh | None) -> Context | None:
@@ -121,7 +122,11 @@ def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int
         ]
         return context.total(torch.stack(losses))
 
-    return replace(objective, inputs=lambda batch: objective.inputs(cut(batch)), loss=loss)
+    def whole(outputs: Any) -> Any:
+        return tree_map(lambda part: context.gathered(part) if isinstance(part, Tensor) and part.ndim > 1 else part,
+                        outputs)  # fmt: skip
+
+    return replace(objective, inputs=lambda batch: objective.inputs(cut(batch)), loss=loss, whole=whole)
 
 
 def _by_chunk(outputs: Any, length: int, count: int, context: Context) -> list[Any]:

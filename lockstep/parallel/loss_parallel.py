@@ -6,12 +6,14 @@ rank's logits is their softmax, less 1 at the target, and needs no message. Wher
 memory of its own, and the sums of all blocks are added alike on every number of ranks, also on one.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.models.protocol import IGNORED_TARGET
+from lockstep.models.language import logits_in
+from lockstep.models.protocol import IGNORED_TARGET, Objective
 from lockstep.parallel.tensor_blocks import Cut, in_blocks
 
 
@@ -23,6 +25,18 @@ def cut_token_losses(logits: Tensor, targets: Tensor, cut: Cut) -> Tensor:
         targets: int64 [B, T]; one outside of the vocabulary makes its loss nan.
     """
     return _TokenLosses.apply(logits, targets.flatten(), cut)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def with_whole_logits(objective: Objective, cut: Cut) -> Objective:
+    """Return an objective that shows metrics and predictions the logits of the whole vocabulary."""
+    if cut.group is None or not cut.keeps_logits:
+        return objective
+
+    def whole(outputs: Any) -> Any:
+        logits = logits_in(outputs)
+        return objective.whole(cut.gathered(logits, logits.ndim - 1))
+
+    return replace(objective, whole=whole)
 
 
 class _TokenLosses(torch.autograd.Function):

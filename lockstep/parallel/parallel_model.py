@@ -196,6 +196,11 @@ class ParallelModel:
             return self.local_training.common
         return {name: p.detach() for name, p in self.parameters.items()} | self.buffers
 
+    @property
+    def named_aliases(self) -> dict[str, tuple[str, ...]]:
+        """Further names of this rank's parameters."""
+        return {name: tuple(others) for name, others in self.aliases.items() if name in self.parameters}
+
     def gradients(self) -> list[Tensor]:
         """Return the local pieces of all gradients, in the parameters' order; writing to them changes `.grad`."""
         found = [p.grad for p in self.parameters.values() if p.grad is not None]

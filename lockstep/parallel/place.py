@@ -29,6 +29,7 @@ from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.fsdp_units import units_of
 from lockstep.parallel.gradient_hooks import take_hooks
 from lockstep.parallel.initial import FirstValues, broadcast_values, canonical_names, on_meta
+from lockstep.parallel.loss_parallel import with_whole_logits
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.placement import Blocks, DryRun, PlacementContext
 from lockstep.parallel.reproducible.determinism import extra_traffic, join_uses_of_inputs, switch_on
@@ -123,6 +124,8 @@ def prepared(
         model.to_empty(device=torch.device("cpu"))  # a parameter on meta can't become a piece that is a fake tensor
     experts = apply_experts(model, layout, device.type, exact=config.distributed.reproducible)
     cuts = cut_layers(model, layout, config, mesh, objective, within=context)
+    if cuts is not None:
+        objective = with_whole_logits(objective, cuts.cut)
     if context is not None:
         apply_context(model, context)
     if experts is not None:

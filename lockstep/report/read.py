@@ -90,7 +90,7 @@ def read_run(path: Path, now: float | None = None) -> RunData:
     everything = [row for row in run.read_metrics() if isinstance(row.get("step"), int)]
     bad = [row["step"] for row in everything if isinstance(row.get("loss"), str)]
     rows = _by_step([_numbers(row) for row in everything if "loss" in row])
-    evaluations = _by_step([_numbers(row) for row in everything if "loss" not in row])
+    evaluations = _by_step([_numbers(row) for row in everything if not {"loss", "media"} & set(row)])
     events = [event for event in run.read_events() if isinstance(event.get("time"), (int, float))]
     return RunData(
         path=path,
@@ -132,8 +132,11 @@ def _finite(value: Any) -> Any:
 
 
 def _by_step(rows: list[Row]) -> list[Row]:
-    """Return the newest row of each step, in order."""
-    return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
+    """Return a row for each step, in order, with the newest value of each name."""
+    merged: dict[int, Row] = {}
+    for row in rows:
+        merged[row["step"]] = merged.get(row["step"], {}) | row
+    return [row for _, row in sorted(merged.items())]
 
 
 def _status(rows: list[Row], events: list[Row], now: float) -> str:

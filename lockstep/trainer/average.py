@@ -24,12 +24,15 @@ class WeightAverage:
             updates (stochastic weight averaging, Izmailov et al. 2018).
         start: the first update that is averaged; before it the average is the model itself.
         every: number of updates from one averaged update to the next.
+        evaluate: let evaluations and predictions of the trainer use the average.
 
     Raises:
         UsageError: a number is out of its range.
     """
 
-    def __init__(self, decay: float | None = 0.999, *, start: int = 1, every: int = 1) -> None:
+    def __init__(
+        self, decay: float | None = 0.999, *, start: int = 1, every: int = 1, evaluate: bool = False
+    ) -> None:  # fmt: skip
         if start < 1 or every < 1 or not (decay is None or 0 <= decay < 1):
             raise UsageError(
                 f"there is no average with decay={decay}, start={start}, every={every}",
@@ -37,6 +40,7 @@ class WeightAverage:
                 fix="write a decay from 0 to below 1 or None, and start and every of 1 or more",
             )
         self._decay, self._start, self._every = decay, start, every
+        self.evaluates = evaluate
         self._placed: ParallelModel | None = None
         self._average: dict[str, Tensor] = {}
 

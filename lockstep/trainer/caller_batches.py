@@ -58,6 +58,7 @@ class StepWindow:
         if trainer.placed.micro_step is None:
             splits_model = strategy_named(trainer.layout.strategy).splits_model
             what = "under a pipeline" if splits_model else "where workers share a rank"
+            what = "for a loss over the whole batch" if trainer.has_whole_batch_loss else what
             raise UsageError(f"{what} micro-batches can't be run one at a time", fix="use Trainer.steps(data)")
         batch = move(batch, trainer.device)
         if self._calls_per_step is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint, collectives
 from lockstep.bad_numbers import Anomaly, BadNumbersError
+from lockstep.config import CheckpointConfig
 from lockstep.data import StepSource
 from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat import called_by_all_ranks
@@ -20,7 +21,6 @@ from lockstep.trainer.run_state import Loaded, apply_changed_options, compare
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
 
-METRICS = ("eval_loss", "loss", "grad_norm")  # possible values of `checkpoint.keep_best`; the lowest is the best
 
 _log = logging.getLogger("lockstep")
 
@@ -33,7 +33,7 @@ class Checkpointer:
         monitor: records saves, the time that training waited for them, and failures.
 
     Raises:
-        UsageError: the hosts do not share the run directory and the format needs it, or `keep_best` is not a metric.
+        UsageError: the hosts do not share the run directory and the format needs it.
     """
 
     def __init__(self, trainer: "Trainer", monitor: Monitor) -> None:
@@ -45,15 +45,9 @@ class Checkpointer:
         self._saved: int | None = None  # step of the last save that was begun
         if self._folder is None:
             return
-        if self._config.keep_best not in (None, *METRICS):
-            raise UsageError(
-                f"there is no metric {self._config.keep_best}",
-                where="checkpoint.keep_best",
-                fix=f"one of {', '.join(METRICS)}",
-            )
         # The evaluation at the end of a run comes after its last save, which therefore does not hold the result.
-        if self._config.keep_best == "eval_loss" and trainer.is_main_process and directory is not None:
-            self._evaluated = evaluations(directory)
+        if trainer.is_main_process and directory is not None:
+            self._evaluated = evaluations(directory, self._config.keep_best)
         assert trainer.storage_is_shared or self._config.format == "full"
         self._options = checkpoint.SaveOptions(self._config.format, self._config.retries, self._report_retry)
         if self._config.async_:
@@ -71,7 +65,8 @@ class Checkpointer:
             return
         step = self._trainer.step.progress.step
         by_epoch = self._config.save_strategy == "epoch"
-        if last or (last_of_epoch if by_epoch else step % self._config.save_steps == 0):
+        is_best = self._trainer.state.best_is_new
+        if last or is_best or (last_of_epoch if by_epoch else step % self._config.save_steps == 0):
             self.save(must_succeed=last)
         elif self._saver is not None:
             self._guard(self._saver.poll, must_succeed=False)
@@ -131,9 +126,8 @@ class Checkpointer:
         """Record a commit, and delete old checkpoints; on rank 0, in the background for an asynchronous save."""
         assert self._folder is not None
         self._monitor.event("save", step=checkpoint.step_of(path.name), checkpoint=path.name)
-        best = self._config.keep_best
-        protected = [] if best is None else best_of(self._folder, best, self._evaluated)
-        checkpoint.rotate(self._folder, self._config.save_total_limit, protected)
+        best = best_of(self._folder, self._config, self._evaluated)
+        checkpoint.rotate(self._folder, self._config.save_total_limit, [] if best is None else [best])
 
     def _guard(self, call: Any, *, must_succeed: bool) -> None:
         try:
@@ -303,24 +297,28 @@ def storage_is_shared(trainer: "Trainer") -> bool:
     return shared
 
 
-def evaluations(directory: RunDirectory) -> dict[int, float]:
-    """Return step → the loss of its evaluation, from metrics.jsonl."""
-    return {int(row["step"]): float(row["eval_loss"]) for row in directory.read_metrics() if "eval_loss" in row}
+def evaluations(directory: RunDirectory, metric: str | None) -> dict[int, float]:
+    """Return step → a metric of its evaluation, from metrics.jsonl; empty if no evaluation computes it."""
+    rows = [row for row in directory.read_metrics() if "loss" not in row] if metric is not None else []
+    return {int(row["step"]): float(row[metric]) for row in rows if metric in row}
 
 
 def best_of(
-    folder: checkpoint.Directory, metric: str, later: Mapping[int, float]
-) -> list[checkpoint.CheckpointPath]:  # fmt: skip
-    """Return the checkpoint with the lowest metric, the newest of equal ones; empty if none has the metric.
+    folder: checkpoint.Directory, config: CheckpointConfig, later: Mapping[int, float]
+) -> checkpoint.CheckpointPath | None:  # fmt: skip
+    """Return the best checkpoint by the metric `keep_best`, the newest of equal ones; None if none has the metric.
 
     Args:
         later: step → value, if it was measured after the checkpoint was written.
     """
+    if config.keep_best is None:
+        return None
     known = []
+    sign = 1.0 if config.keep_best_mode == "min" else -1.0
     for path in checkpoint.list_checkpoints(folder):
         try:
             metrics = checkpoint.read_state(path).get("metrics", {})
-            value = later.get(checkpoint.step_of(path.name) or 0, float(metrics.get(metric, math.nan)))
+            value = later.get(checkpoint.step_of(path.name) or 0, float(metrics.get(config.keep_best, math.nan)))
         except (
             RunError,
             TypeError,
@@ -329,8 +327,8 @@ def best_of(
         ):  # a damaged checkpoint is not a candidate
             continue
         if math.isfinite(value):
-            known.append((value, path))
-    return [min(reversed(known), key=lambda pair: pair[0])[1]] if known else []
+            known.append((sign * value, path))
+    return min(reversed(known), key=lambda pair: pair[0])[1] if known else None
 
 
 def _named(path: Path, how: str) -> checkpoint.CheckpointPath:

@@ -1,16 +1,16 @@
 """Evaluates: every sample once, the mean over valid targets, the same number on every rank and every topology."""
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.checkpoint import Ranks
 from lockstep.data import MicroBatch, StepBatches, StepSource, adopt
 from lockstep.parallel.loss_accumulator import Number, at_least
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.trainer.outputs import Metrics, MetricSet, OutputCollector, Predictions
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -30,21 +30,26 @@ class Evaluator:
     Args:
         trainer: the model's trainer; it is only read.
         data: the data; None: none.
+        metrics: to compute besides the loss.
     """
 
-    def __init__(self, trainer: "Trainer", data: Any) -> None:
-        self._trainer, self._data = trainer, data
+    def __init__(self, trainer: "Trainer", data: Any, metrics: Metrics | None = None) -> None:
+        self._trainer, self._data, self._metrics = trainer, data, metrics
+        self._done: int | None = None  # the step that was evaluated last
 
-    @property
-    def is_due(self) -> bool:
+    def is_due(self, *, last_of_epoch: bool) -> bool:
         """Return whether to evaluate after the run's current step."""
-        step, every = self._trainer.step.progress.step, self._trainer.config.training.eval_steps
-        return self._data is not None and every is not None and step > 0 and step % every == 0
+        step, training = self._trainer.step.progress.step, self._trainer.config.training
+        if self._data is None or step == 0:
+            return False
+        if training.eval_strategy == "epoch":
+            return last_of_epoch
+        return training.eval_steps is not None and step % training.eval_steps == 0
 
     @property
     def is_due_at_end(self) -> bool:
         """Return whether to evaluate after the last step."""
-        return self._data is not None
+        return self._data is not None and self._done != self._trainer.step.progress.step
 
     def was_stopped(self) -> bool:
         """Return whether the evaluation of the run's current step was stopped; all ranks call it.
@@ -53,7 +58,8 @@ class Evaluator:
         """
         trainer = self._trainer
         step, directory = trainer.step.progress.step, trainer.run_directory
-        if self._data is None or directory is None or not (self.is_due or step == trainer.step.total):
+        due = self.is_due(last_of_epoch=trainer.state.ended_epoch) or step == trainer.step.total
+        if self._data is None or directory is None or not due:
             return False
 
         def stopped() -> bool:
@@ -62,24 +68,48 @@ class Evaluator:
 
         return Ranks().broadcast("the metrics of the run could not be read", stopped)
 
-    def run(self) -> float | None:
-        """Return the mean loss over the data; None if a rank was asked to stop meanwhile."""
+    def run(self) -> dict[str, Any] | None:
+        """Return `eval_loss` and the metrics that are numbers, as `eval_NAME`.
+
+        The result is None if a rank was asked to stop meanwhile.
+        """
         trainer = self._trainer
-        source = validation_source(trainer, self._data)
-        limit = trainer.config.training.eval_batches
         try:
-            return evaluate(trainer.placed, source, limit=limit, asked=lambda: trainer.step.stop_asked)
+            found = evaluated(trainer, self._data, self._metrics, asked=lambda: trainer.step.stop_asked)
         except EvaluationStoppedError:
             return None
+        self._done = trainer.step.progress.step
+        return {f"eval_{name}": value for name, value in found.items() if isinstance(value, int | float)}
 
 
-def validation_source(trainer: "Trainer", data: Any) -> StepSource:
+def evaluated(
+    trainer: "Trainer", data: Any, metrics: Metrics | None = None, *, asked: Callable[[], bool] = lambda: False
+) -> dict[str, Any]:
+    """Return `loss` and the metrics over a trainer's data; all ranks call it together. See `evaluate`."""
+    limit, placed = trainer.config.training.eval_batches, trainer.placed
+    computes = None if metrics is None else MetricSet(metrics, placed)
+    collector = None if computes is None else computes.collector
+    with _evaluated_weights(trainer):
+        loss = evaluate(placed, validation_source(trainer, data, limit), limit=limit, asked=asked, collector=collector)
+    return {"loss": loss, **({} if computes is None else computes.results())}
+
+
+def _evaluated_weights(trainer: "Trainer") -> AbstractContextManager[None]:
+    """Return a context in which the model has the weights that are evaluated: an average's, if it says so."""
+    averages = [call for call in trainer.step.after_update if getattr(call, "evaluates", False)]
+    return averages[0].applied() if averages else nullcontext()  # type: ignore[attr-defined]
+
+
+def validation_source(trainer: "Trainer", data: Any, limit: int | None) -> StepSource:
     """Return one epoch of `data`, in its own order, for `evaluate`; a DataLoader keeps its own batch size.
 
-    With `training.eval_batches` it ends with the window that holds the last of them.
+    Args:
+        trainer: whose model will see them.
+        data: the data.
+        limit: micro-batches that count; it ends with the window that holds the last of them. None: all.
     """
     config, training = trainer.config, trainer.config.training
-    size, limit = training.eval_batch_size or training.batch_size, training.eval_batches
+    size = training.eval_batch_size or training.batch_size
     window = min(WINDOW, limit or WINDOW)
     return adopt(
         data, config.data.model_copy(update={"shuffle": False}), batch_size=size,
@@ -110,7 +140,7 @@ def evaluating(placed: ParallelModel) -> Iterator[None]:
 
 def evaluate(
     placed: ParallelModel, source: StepSource | Generator[StepBatches, None, None], *, limit: int | None = None,
-    asked: Callable[[], bool] = lambda: False,
+    asked: Callable[[], bool] = lambda: False, collector: OutputCollector | None = None,
 ) -> float:  # fmt: skip
     """Return the mean loss over the source, or over its first micro-batches.
 
@@ -118,6 +148,7 @@ def evaluate(
         source: one epoch, in windows of at most `WINDOW` micro-batches, assigned by `placed.assign`.
         limit: number of micro-batches that count, over all ranks; None: all of them.
         asked: whether this rank was asked to stop; called after each window.
+        collector: receives the outputs.
 
     Raises:
         EvaluationStoppedError: some rank was asked; on every rank, after the same window.
@@ -128,8 +159,10 @@ def evaluate(
         with evaluating(placed):
             for batches in source:
                 accumulator = placed.loss_accumulator(batches.num_micro_batches)
-                with placed.random_state.running("eval", batches.step):
-                    placed.evaluate([_counted(m, batches, limit) for m in batches.mine], accumulator)
+                mine = [_counted(m, batches, limit) for m in batches.mine]
+                collecting = nullcontext() if collector is None else collector.window(mine)
+                with placed.random_state.running("eval", batches.step), collecting:
+                    placed.evaluate(mine, accumulator)
                 if asked():
                     accumulator.vote_to_stop()
                 some_loss, some_count = accumulator.totals()
@@ -147,12 +180,20 @@ def _counted(micro_batch: MicroBatch, batches: StepBatches, limit: int | None) -
     return MicroBatch(micro_batch.index, micro_batch.batch, micro_batch.real and (limit is None or place < limit))
 
 
-def sample_from(placed: ParallelModel) -> Callable[[torch.Tensor], Any]:
+def predicted(trainer: "Trainer", data: Any, transform: Callable[[Any], Any] | None) -> Any:
+    """Return the outputs for each sample on every rank. See `Trainer.predict`."""
+    predictions = Predictions(trainer.placed, transform)
+    with _evaluated_weights(trainer):
+        evaluate(trainer.placed, validation_source(trainer, data, None), collector=predictions.collector)
+    return predictions.results()
+
+
+def sample_from(placed: ParallelModel) -> Callable[..., Any]:
     """Return the placed model as a function of its inputs, in evaluation mode; all ranks call it together."""
 
-    def forward(*inputs: torch.Tensor) -> Any:
+    def forward(*inputs: Any, **more: Any) -> Any:
         with evaluating(placed), placed.random_state.running("sample", 0):
             placed.random_state.at(0)
-            return placed.forward(*inputs)
+            return placed.forward(*inputs, **more)
 
     return forward

@@ -14,7 +14,7 @@ of all ranks, as in the `Trainer`. Everything else is up to the caller: data, op
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from lockstep.torch_compat import foreach
 from lockstep.trainer.caller_batches import MicroBatchAssigner
 from lockstep.trainer.evaluator import WINDOW, evaluate, evaluating
 from lockstep.trainer.loss_check import LossCheck
+from lockstep.trainer.settings import PlacementSettings
 from lockstep.trainer.setup import loss_fn_of
 
 _SECTIONS = ("distributed", "precision")
@@ -47,7 +48,7 @@ _OF_TRAINING = ("seed", "compile", "gradient_checkpointing", "gradient_checkpoin
 @called_by_all_ranks
 def place(
     model: nn.Module, strategy: str | None = None, loss_fn: Callable[..., Tensor] | None = None, *,
-    config: Config | None = None, **settings: Any,
+    config: Config | None = None, **settings: Unpack[PlacementSettings],
 ) -> "PlacedModel":  # fmt: skip
     """Place a model on the ranks, for a user's own training loop; all ranks call it, and join if necessary.
 
@@ -62,7 +63,7 @@ def place(
     Raises:
         UsageError: settings contradict each other or the model, or concern what the loop itself decides.
     """
-    config = _configured(config or Config(), settings if strategy is None else {"strategy": strategy, **settings})
+    config = _configured(config or Config(), {**settings, **({} if strategy is None else {"strategy": strategy})})
     here = cluster.setup(config.distributed)
     mode, _ = resolve_mode(config.precision.mode, here.device)
     layout = layout_of(config.distributed, here.facts)
@@ -198,7 +199,7 @@ class PlacedModel:
         Returns:
             all of them on rank 0; none on other ranks, since they would fill the host's memory.
         """
-        return checkpoint.gather(self._placed.kept(), self._aliases())
+        return checkpoint.gather(self._placed.kept(), self._placed.named_aliases)
 
     @called_by_all_ranks
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -211,7 +212,7 @@ class PlacedModel:
             UsageError: on every rank; names or shapes are not the model's.
         """
         with evaluating(self._placed):
-            checkpoint.scatter(state, self._placed.kept(), self._aliases())
+            checkpoint.scatter(state, self._placed.kept(), self._placed.named_aliases)
 
     @called_by_all_ranks
     def save_checkpoint(
@@ -248,10 +249,6 @@ class PlacedModel:
         with evaluating(self._placed):
             self.step, metadata = _load(self._placed, Path(path), optimizers or {})
         return metadata
-
-    def _aliases(self) -> dict[str, tuple[str, ...]]:
-        placed = self._placed
-        return {name: tuple(others) for name, others in placed.aliases.items() if name in placed.parameters}
 
     def _windows(self, batches: Iterator[Any]) -> Generator[StepBatches, None, None]:
         each = max(1, WINDOW // self.data_parallel_size)

@@ -21,6 +21,8 @@ from lockstep.errors import UsageError, listed
 from lockstep.monitor.figures import gather_objects
 from lockstep.records import StepRecord, plain
 from lockstep.step import Step
+from lockstep.trainer.following import Following, is_better, require_metric
+from lockstep.trainer.outputs import Metrics
 
 OPTIMIZER = "main"
 WORKERS = "workers"  # name of the workers' tensors
@@ -59,6 +61,10 @@ class RunState:
         best: metric → its best value.
         metrics: the newest, by the names in `checkpoint.keep_best`.
         steps_per_epoch: of the data, if it is known.
+        ended_epoch: whether the last step was the last of its epoch.
+        following: what follows the results of evaluations.
+        keep_best: the metric by which the best checkpoint is kept, if any, and min or max.
+        best_is_new: whether the newest evaluation was the best by it.
     """
 
     step: Step
@@ -66,23 +72,61 @@ class RunState:
     best: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     steps_per_epoch: int | None = None
+    ended_epoch: bool = False
+    following: Following = field(default_factory=lambda: Following(None, None))
+    keep_best: tuple[str | None, str] = (None, "min")
+    best_is_new: bool = False
 
     def set_steps_per_epoch(self, steps_per_epoch: int | None) -> None:
         """Keep the length of the run's data."""
         self.steps_per_epoch = steps_per_epoch
 
-    def keep_position(self, source: dict[str, Any]) -> None:
+    def keep_position(self, source: dict[str, Any], *, ended_epoch: bool) -> None:
         """Keep the position in the data after a step."""
-        self.source = source
+        self.source, self.ended_epoch = source, ended_epoch
 
     def record_step(self, record: StepRecord) -> None:
         """Keep the metrics of a step."""
         self.metrics |= {"loss": record.loss, "grad_norm": record.grad_norm}
+        self.best_is_new = False
 
-    def record_evaluation(self, loss: float) -> None:
-        """Keep the result of an evaluation."""
-        self.metrics["eval_loss"] = loss
-        self.best["eval_loss"] = min(loss, self.best.get("eval_loss", loss))
+    @property
+    def acts_on_evaluations(self) -> bool:
+        """Return whether later steps or checkpoints depend on the results of evaluations."""
+        return self.following.acts or (self.keep_best[0] or "").startswith("eval_")
+
+    def check_followed(self, metrics: Metrics | None, *, evaluates: bool) -> None:
+        """Check that the run will compute the metrics that the config names.
+
+        Args:
+            metrics: the user's; the names of a collection's are known once it computes them.
+            evaluates: whether the run evaluates.
+
+        Raises:
+            UsageError: it will not compute one.
+        """
+        if metrics is not None and not isinstance(metrics, Mapping):
+            return
+        results = ["eval_loss", *(f"eval_{name}" for name in metrics or ())]
+        self.following.check(results, evaluates=evaluates)
+        if self.keep_best[0] is not None:
+            require_metric(self.keep_best[0], [*results, "loss", "grad_norm"], "checkpoint.keep_best")
+
+    def record_evaluation(self, results: Mapping[str, Any], *, followed: bool) -> None:
+        """Keep the results of an evaluation, `eval_loss` and others.
+
+        Args:
+            followed: whether early stopping and schedulers act on it: not on the one after the last save.
+        """
+        numbers = {name: value for name, value in results.items() if isinstance(value, int | float)}
+        self.metrics |= numbers
+        kept, mode = self.keep_best
+        self.best_is_new = kept in numbers and is_better(numbers[kept], self.best.get(kept), mode)
+        for name, its_mode in {"eval_loss": "min", kept: mode}.items():
+            if name in numbers and is_better(numbers[name], self.best.get(name), its_mode):
+                self.best[name] = numbers[name]
+        if followed:
+            self.following.add(results)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state besides tensors."""
@@ -90,6 +134,8 @@ class RunState:
             **self.step.state_dict(),
             "steps_per_epoch": self.steps_per_epoch,
             "source": self.source,
+            "ended_epoch": self.ended_epoch,
+            "following": self.following.state_dict(),
             "best": self.best,
             "metrics": {name: plain(value) for name, value in self.metrics.items()},
         }
@@ -99,6 +145,8 @@ class RunState:
         self.step.load_state_dict(state)
         self.source, self.best = state["source"], state["best"]
         self.metrics = dict(state.get("metrics", {}))
+        self.ended_epoch = state.get("ended_epoch", False)
+        self.following.load_state_dict(state.get("following", {}))
 
     def snapshot(
         self, facts: Mapping[str, Any], metadata: dict[str, Any], *, include_optimizer: bool = True
@@ -121,7 +169,7 @@ class RunState:
             groups=groups,
             state={**self.state_dict(), **facts, "metadata": metadata},
             extra=placed.state if local is None else {**placed.state, WORKERS: local.state()},
-            aliases={name: tuple(others) for name, others in placed.aliases.items() if name in placed.parameters},
+            aliases=placed.named_aliases,
         )
 
     def load(self, path: checkpoint.Checkpoint) -> Loaded:

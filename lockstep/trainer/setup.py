@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lockstep.config import Config, ObjectSpec, TrainingConfig, build_object, check, config_from, require_equation
@@ -17,6 +17,7 @@ from lockstep.data import StepSource, adopt
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.optim import (
     CallersRate,
+    PlateauSchedule,
     Schedule,
     TorchSchedule,
     build_optimizer,
@@ -96,12 +97,15 @@ def with_batch_size_of(data: Any, config: Config) -> Config:
 
 
 def user_schedule(
-    given: LRScheduler | MakeScheduler | None, optimizer: Optimizer, training: TrainingConfig
-) -> TorchSchedule | None:
+    given: LRScheduler | MakeScheduler | None, optimizer: Optimizer, training: TrainingConfig, metric: str
+) -> TorchSchedule | PlateauSchedule | None:
     """Return the user's scheduler, if any.
 
+    Args:
+        metric: the name of what a scheduler such as ReduceLROnPlateau follows.
+
     Raises:
-        UsageError: it belongs to another optimizer, it follows a metric, or the config names a schedule too.
+        UsageError: it belongs to another optimizer, or the config names a schedule too.
     """
     if given is None:
         return None
@@ -119,7 +123,7 @@ def user_schedule(
             where="Trainer(scheduler=…)",
             fix=f"write {both}=None",
         )
-    return TorchSchedule(scheduler)
+    return PlateauSchedule(scheduler, metric) if isinstance(scheduler, ReduceLROnPlateau) else TorchSchedule(scheduler)
 
 
 def schedule_before_data(training: TrainingConfig, *, own_optimizer: bool) -> Schedule | CallersRate:

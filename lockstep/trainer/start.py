@@ -92,6 +92,22 @@ def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]
     return Observers(monitor, clock, monitor.logs if config.gradient_norms else None, around_step)
 
 
+def nothing_left(trainer: "Trainer", total: int | None) -> list[str]:
+    """Return the log line of a finished run that is started again; none if there is something to do.
+
+    Args:
+        trainer: the run's trainer.
+        total: the last step's number, if it is known.
+    """
+    step, following = trainer.step.progress.step, trainer.state.following
+    if total is not None and step >= total:
+        return [
+            f"nothing left to do: {step} steps are done, and the run has {total}. For more of them "
+            "raise training.max_steps or num_train_epochs; --resume never starts afresh"
+        ]
+    return [f"nothing left to do: {following.why_stopped()}"] if following.stopped else []
+
+
 def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
     """Return the log lines at the start: the strategy first, always by name."""
     training, ranks = trainer.config.training, trainer.layout.data_parallel_size

@@ -1,23 +1,22 @@
-"""Trains a model with an optimizer and data as a run (`Trainer`).
+"""Trains a model with an optimizer and data (`Trainer`): a whole run, step by step, or one micro-batch at a time.
 
-    steps of the data → Step.run → record → monitor, evaluation, checkpoints
-
-The loop below is complete; `lockstep.step` makes a step, and `lockstep.parallel` runs it on the ranks.
+`lockstep.trainer.whole_run` is the loop of a whole run.
 """
 
+import atexit
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep import checkpoint, cluster
-from lockstep.bad_numbers import AnomalyDetector, BadNumbersError
+from lockstep.bad_numbers import AnomalyDetector
 from lockstep.checkpoint import Snapshot
 from lockstep.config import Config
 from lockstep.data import StepBatches, StepSource, holds_token_ids
@@ -27,6 +26,7 @@ from lockstep.mesh import layout_of
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.monitor import Monitor
 from lockstep.monitor.meters import waits_counted
+from lockstep.optim import PlateauSchedule
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.parallel_model import ParallelModel
@@ -37,11 +37,23 @@ from lockstep.run_lock import RunLock
 from lockstep.step import Step
 from lockstep.trainer import setup, start
 from lockstep.trainer.caller_batches import StepWindow
-from lockstep.trainer.checkpointer import Checkpointer, Rollback, checkpoints_of, find, resume, storage_is_shared
-from lockstep.trainer.evaluator import Evaluator, evaluate, sample_from, validation_source
+from lockstep.trainer.checkpointer import (
+    best_of,
+    checkpoints_of,
+    evaluations,
+    find,
+    resume,
+    storage_is_shared,
+)
+from lockstep.trainer.evaluator import Evaluator, evaluated, predicted, sample_from
+from lockstep.trainer.following import Following
 from lockstep.trainer.loss_check import LossCheck
+from lockstep.trainer.outputs import Metrics
 from lockstep.trainer.run_state import RunState, require_same_epoch
+from lockstep.trainer.settings import TrainerSettings
 from lockstep.trainer.setup import AfterUpdate, MakeOptimizer, MakeScheduler
+from lockstep.trainer.whole_batch import WholeBatch, WholeBatchSteps
+from lockstep.trainer.whole_run import TakenSteps, WholeRun
 
 
 class Trainer:
@@ -51,17 +63,20 @@ class Trainer:
         model: any `nn.Module`, not wrapped. On `meta` if it has `init_weights()`.
         optimizer: made over `model.parameters()` and not yet used, a function `parameters -> optimizer`, or a name;
             unset: the config's (AdamW).
-        loss_fn: `(outputs, targets) -> loss`; unset: the one that the config names, else the model's own.
+        loss_fn: `(outputs, targets) -> loss`; unset: the one that the config names, else the model's own. In a
+            `lockstep.WholeBatch` it is over all samples of a step together.
         scheduler: one of torch's over `optimizer`, or a function `optimizer -> scheduler`; its steps are updates.
-            Unset: by `lr_schedule` and `warmup_steps`; if neither is set, the optimizer's rate is not changed.
+            Unset: by `lr_schedule` and `warmup_steps`; if neither is set, the optimizer's rate is not changed. A
+            ReduceLROnPlateau is stepped by the evaluations of `train`.
+        scheduler_metric: what a ReduceLROnPlateau follows: `eval_loss` or `eval_NAME`.
         config: the whole config; unset: defaults.
         output_dir: the run directory; unset: nothing is written, except to paths that methods are given.
         after_update: called on every rank after each update, without gradients, with the number of updates: for
             teachers that follow their students, or a `lockstep.WeightAverage`.
         freeze_until: name of a module or a parameter → the first step, counted from 0, that trains it.
-        settings: single keys by their short names: strategy, precision, batch_size, learning_rate, max_steps, compile …
-            Without `lr_schedule`, `warmup_steps` and `grad_clip` this is the plain loop. `None` switches one off that
-            the config sets.
+        settings: keys of the config by their names (`TrainerSettings` lists them): strategy, precision, batch_size,
+            learning_rate, max_steps, compile … Without `lr_schedule`, `warmup_steps` and `gradient_clip` this is the
+            plain loop. `None` switches one off that the config sets.
 
     Raises:
         UsageError: before anything is started, if settings contradict each other or the model.
@@ -70,13 +85,15 @@ class Trainer:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | MakeOptimizer | str | None = None,
         loss_fn: Callable[..., Tensor] | None = None, *, scheduler: LRScheduler | MakeScheduler | None = None,
+        scheduler_metric: str = "eval_loss",
         config: Config | None = None, output_dir: str | Path | None = None,
         after_update: AfterUpdate | list[AfterUpdate] | None = None, freeze_until: Mapping[str, int] | None = None,
-        **settings: Any,
+        **settings: Unpack[TrainerSettings],
     ) -> None:  # fmt: skip
+        own: dict[str, Any] = {**settings}
         if isinstance(optimizer, str):
-            settings, optimizer = {**settings, "optimizer": optimizer}, None
-        self.config = setup.with_settings(config or Config(), settings)
+            own["optimizer"], optimizer = optimizer, None
+        self.config = setup.with_settings(config or Config(), own)
         self.cluster = cluster.setup(self.config.distributed)
         self.device = self.cluster.device
         self.layout = layout_of(self.config.distributed, self.cluster.facts)
@@ -86,12 +103,16 @@ class Trainer:
             model, self.layout, self.config.step, device=self.device, precision=Precision(self.mode, self.device.type),
             objective=objective_of(model, loss_fn or setup.loss_fn_of(self.config)),
         )  # fmt: skip
+        self.has_whole_batch_loss = isinstance(loss_fn, WholeBatch)
+        if isinstance(loss_fn, WholeBatch):
+            self.placed.forward_backward = WholeBatchSteps(self.placed, loss_fn).forward_backward
+            self.placed.micro_step = None
         training = self.config.training
         self.scales_rate = optimizer is None  # a user's optimizer brings its own learning rate
         self.optimizer, self.rate_line = setup.make_optimizer(
             optimizer, names, self.placed, self.config, self.global_batch_size
         )
-        self.user_schedule = setup.user_schedule(scheduler, self.optimizer, training)
+        self.user_schedule = setup.user_schedule(scheduler, self.optimizer, training, scheduler_metric)
         schedule = self.user_schedule or setup.schedule_before_data(training, own_optimizer=not self.scales_rate)
         self.step = Step(
             self.placed, self.optimizer, schedule, training.gradient_clip,
@@ -99,7 +120,9 @@ class Trainer:
             after_update=setup.after_update_calls(after_update, freeze_until, self.placed),
             frozen_until=setup.frozen_until(freeze_until or {}, list(names.values())),
         )  # fmt: skip
-        self.state = RunState(self.step)
+        plateau = self.user_schedule if isinstance(self.user_schedule, PlateauSchedule) else None
+        kept = self.config.checkpoint.keep_best, self.config.checkpoint.keep_best_mode
+        self.state = RunState(self.step, following=Following(training.early_stopping, plateau), keep_best=kept)
         self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
         self.checkpoints = checkpoints_of(self)
         self.lock = RunLock(self.run_directory.path, _print) if self.run_directory is not None else None
@@ -114,12 +137,16 @@ class Trainer:
         self._start_lines: list[str] = []  # to log at the start
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self.loss_check = LossCheck(self.placed, compiled=training.compile, coarse=self.mode != "fp32")
+        if self.has_whole_batch_loss:
+            self.loss_check.skip()
         self._window = StepWindow(self)
-        self._rollback = Rollback(self)
+        self._monitor: Monitor | None = None  # once something is logged
 
     # ---- the whole run ----
 
-    def train(self, train_data: Any, val_data: Any = None, epochs: int | None = None) -> StepRecord | None:
+    def train(
+        self, train_data: Any, val_data: Any = None, epochs: int | None = None, *, metrics: Metrics | None = None
+    ) -> StepRecord | None:
         """Train to the end, with logs, evaluations and checkpoints.
 
         A run with a run directory that was not resumed or loaded yet resumes by `checkpoint.resume`.
@@ -128,101 +155,48 @@ class Trainer:
             train_data: a dataset, a DataLoader, or an iterable of batches.
             val_data: the same, to evaluate every `eval_steps` and at the end.
             epochs: passes over the data; unset: the config's.
+            metrics: computed by each evaluation, and recorded as `eval_NAME`; see `evaluate`.
 
         Returns:
             the last step's record, or None if there was nothing left to do.
         """
         start.lock_run_directory(self)
         try:
-            return self._train_locked(train_data, val_data, epochs)
+            return self._train_locked(train_data, val_data, epochs, metrics)
         finally:
             if self.lock is not None:
                 self.lock.release()
 
-    def _train_locked(self, train_data: Any, val_data: Any, epochs: int | None) -> StepRecord | None:
+    def _train_locked(
+        self, train_data: Any, val_data: Any, epochs: int | None, metrics: Metrics | None
+    ) -> StepRecord | None:
+        self.state.check_followed(metrics, evaluates=val_data is not None)
         if self.run_directory is not None and not self._start_is_decided and self.step.progress.step == 0:
             self._adopt_batch_size(train_data)
             self.resume(self.config.checkpoint.resume)
         source, total = self._open_source(train_data, epochs)
-        if total is not None and self.step.progress.step >= total:
-            self._start_lines.append(self._nothing_left(total))
+        self._start_lines += start.nothing_left(self, total)
+        if self._monitor is not None:
+            self._monitor.close()
         opened = start.open_monitor(self, total, self._start_lines)
-        self._start_lines = []
+        self._monitor, self._start_lines = opened.monitor, []
         self.step.observe(opened.clock, opened.wants_layer_norms)
         self.around_step = opened.around_step or self.around_step
-        monitor, evaluator = opened.monitor, Evaluator(self, val_data)
-        try:
-            checkpointer = Checkpointer(self, monitor)
-            while True:
-                try:
-                    record = self._train(source, total, evaluator, monitor, checkpointer)
-                    break
-                except BadNumbersError as error:
-                    self._rollback.report(monitor, source, error.anomaly)
-                    source.close()
-                    self._rollback.roll_back(error, monitor, checkpointer)
-                    source, _ = self._open_source(train_data, epochs)
-                except Exception:
-                    checkpointer.finish_alone()
-                    raise
-            monitor.event("stop", step=self.step.progress.step, reason="preempted" if self.step.stopping else "done")
-        finally:
-            source.close()
-            monitor.close()
-        return record
-
-    def _nothing_left(self, total: int) -> str:
-        """Return the log line of a finished run that is started again."""
-        return (
-            f"nothing left to do: {self.step.progress.step} steps are done, and the run has {total}. For more of them "
-            "raise training.max_steps or num_train_epochs; --resume never starts afresh"
+        evaluator = Evaluator(self, val_data, metrics)
+        run = WholeRun(
+            self, opened.monitor, evaluator, lambda: self._open_source(train_data, epochs)[0], self._run_in_train
         )
-
-    def _train(
-        self, source: StepSource, total: int | None, evaluator: Evaluator, monitor: Monitor, checkpointer: Checkpointer
-    ) -> StepRecord | None:
-        """Train from the run's current step to its end, or to a step with bad numbers."""
-        record, last = None, True
-        if evaluator.was_stopped():
-            self._evaluate(evaluator, monitor)
-        begun = self.step.progress.step
-        with start.explain_worker_deaths(source):
-            for record, last_of_epoch in () if self.step.stopping else self._run(source, "train"):
-                if self.lock is not None:
-                    self.lock.check()
-                if record is not None:
-                    monitor.counts_tokens = self.reads_tokens
-                    monitor.on_step(record)
-                    monitor.say(*self.placed.take_log_lines())
-                    self.state.record_step(record)
-                if self.step.anomaly is not None:
-                    self._rollback.report(monitor, source, self.step.anomaly)
-                last = self.step.progress.step == total or self.step.stopping
-                if not last and evaluator.is_due:
-                    self._evaluate(evaluator, monitor)
-                    last = self.step.stopping
-                checkpointer.after_step(last=last, last_of_epoch=last_of_epoch)
-                if self.step.stopping:
-                    break
-        self.step.flush()
-        if not last:  # the data ended, at an unknown length
-            checkpointer.after_step(last=True, last_of_epoch=True)
-        checkpointer.finish(must_succeed=True)
-        if self.step.progress.step > begun and not self.step.stopping and evaluator.is_due_at_end:
-            self._evaluate(evaluator, monitor)  # after the save: a run that is killed now loses this number alone
+        try:
+            record = run.to_end(source, total)
+        finally:
+            opened.monitor.close()
+            self._monitor = None
+        if self.config.checkpoint.load_best and not self.step.stopping and (best := self.best_checkpoint) is not None:
+            self.state.load(best)
         return record
 
-    def _evaluate(self, evaluator: Evaluator, monitor: Monitor) -> None:
-        """Evaluate, and record the result; the run ends here if a rank was asked to stop meanwhile."""
-        step = self.step.progress.step
-        with self.step.clock.during("evaluation"), self.heartbeat.call("evaluate"):
-            loss = evaluator.run()
-        if loss is None:
-            self.step.stop()
-            monitor.event("evaluation_stopped", step=step)
-            return
-        self.state.record_evaluation(loss)
-        monitor.on_eval({"step": step, "eval_loss": loss})
+    def _run_in_train(self, source: StepSource) -> TakenSteps:
+        return self._run(source, "train")
 
     def steps(self, train_data: Any, epochs: int | None = None) -> Iterator[StepRecord]:
         """Yield a record for each step of the caller's loop, and do nothing else.
@@ -246,8 +220,8 @@ class Trainer:
         finally:
             source.close()
 
-    def _run(self, source: StepSource, name: str) -> Iterator[tuple[StepRecord | None, bool]]:
-        """Yield (record, last of its epoch) of each step; no record if its data are skipped.
+    def _run(self, source: StepSource, name: str) -> TakenSteps:
+        """Run the steps of a source.
 
         Args:
             name: of the calling function; each step counts as a call of it, which all ranks make together.
@@ -277,7 +251,7 @@ class Trainer:
             self.loss_check.before_step(batches.mine, batches.num_micro_batches, batches.step)
         with self.around_step():
             record = self.step.run(batches.mine, batches.num_micro_batches, batches.samples, epoch=batches.epoch)
-        self.state.keep_position(source.state_dict())
+        self.state.keep_position(source.state_dict(), ended_epoch=batches.last_of_epoch)
         self.last_record = record
         return record
 
@@ -334,15 +308,69 @@ class Trainer:
         """Train on an incomplete window of `training_step`, weighted by its contents; all ranks call it together."""
         self.last_record = self._window.flush() or self.last_record
 
-    # ---- evaluation, checkpoints ----
+    # ---- evaluation, logs, checkpoints ----
+
+    @overload
+    def evaluate(self, val_data: Any) -> float: ...
+    @overload
+    def evaluate(self, val_data: Any, metrics: Metrics) -> dict[str, Any]: ...
+    @called_by_all_ranks
+    def evaluate(self, val_data: Any, metrics: Metrics | None = None) -> float | dict[str, Any]:
+        """Return the mean loss over `val_data`, and metrics; all ranks call it, and get the same numbers.
+
+        Each sample counts once on any number of ranks and under every strategy. With `training.eval_batches` it is over
+        that many micro-batches.
+
+        Args:
+            val_data: a dataset, a DataLoader, or an iterable of batches.
+            metrics: by name, functions `(outputs, targets) -> values`, whose mean is the metric; or objects with
+                `update` and `compute`, as torchmetrics has them. Outputs are the model's, or their member `logits`.
+                Objects are updated on rank 0, to which the outputs are sent.
+
+        Returns:
+            the loss, weighted by valid targets; with `metrics` a dict of `loss` and the values by name.
+        """
+        found = evaluated(self, val_data, metrics)
+        return float(found["loss"]) if metrics is None else found
 
     @called_by_all_ranks
-    def evaluate(self, val_data: Any) -> float:
-        """Return the mean loss over `val_data`, weighted by valid targets; all ranks call it, and get the same number.
+    def predict(self, data: Any, transform: Callable[[Any], Any] | None = None) -> Any:
+        """Return the model's outputs for each sample of `data`, in its order; all ranks call it, and get all of them.
 
-        With `training.eval_batches` it is over that many micro-batches.
+        Args:
+            data: a dataset, a DataLoader, or an iterable of batches. Targets are not needed, and not used.
+            transform: applied to the outputs of each micro-batch before they are sent to the other ranks:
+                `lambda outputs: outputs.argmax(-1)`.
+
+        Returns:
+            tensors on the CPU, in the structure of the model's outputs (or of their member `logits`). Where samples
+            have different shapes, a list of tensors, one for each sample.
         """
-        return evaluate(self.placed, validation_source(self, val_data), limit=self.config.training.eval_batches)
+        return predicted(self, data, transform)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Log values of your own where `monitor.sinks` says; what rank 0 passes counts, and no rank waits.
+
+        Args:
+            values: by name: a number; a text; a tensor or array of one dim (a histogram), [H, W], [C, H, W] or
+                [N, C, H, W] (an image, floats from 0 to 1 or bytes), an image of Pillow, a figure of Matplotlib.
+            step: unset: the last step.
+
+        Raises:
+            UsageError: a value is of another kind.
+        """
+        if self.is_main_process:
+            self._own_log.on_log(self.step.progress.step if step is None else step, values)
+
+    @property
+    def _own_log(self) -> Monitor:
+        """The monitor of `train` while it runs; else one for `log` alone, until the process ends."""
+        if self._monitor is None:
+            if self.run_directory is not None:
+                self.run_directory.create()
+            self._monitor = Monitor(self.config.monitor, self.run_directory, is_main=True)
+            atexit.register(self._monitor.close)
+        return self._monitor
 
     @called_by_all_ranks
     def save_checkpoint(
@@ -371,6 +399,15 @@ class Trainer:
             "workers": self.layout.workers,
         }
         return self.state.snapshot(facts, metadata or {}, include_optimizer=include_optimizer)
+
+    @called_by_all_ranks
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the model's parameters and persistent buffers, whole, on the CPU, for its plain `load_state_dict`.
+
+        Returns:
+            all of them on rank 0; none on other ranks, since they would fill the host's memory.
+        """
+        return checkpoint.gather(self.placed.kept(), self.placed.named_aliases)
 
     @called_by_all_ranks
     def load_checkpoint(self, path: str | Path) -> tuple[int, dict[str, Any]]:
@@ -406,6 +443,22 @@ class Trainer:
         return resumed.checkpoint
 
     @property
+    def best_checkpoint(self) -> checkpoint.CheckpointPath | None:
+        """The best checkpoint of the run directory by `checkpoint.keep_best`, for `load_checkpoint`, if there is one.
+
+        All ranks ask for it together.
+        """
+        directory, config = self.run_directory, self.config.checkpoint
+        folder = self.checkpoints
+        if folder is None or directory is None:
+            return None
+        found: checkpoint.CheckpointPath | None = checkpoint.Ranks().broadcast(
+            "the checkpoints could not be read",
+            lambda: best_of(folder, config, evaluations(directory, config.keep_best)),
+        )
+        return found
+
+    @property
     def metrics(self) -> dict[str, Any]:
         """The newest metrics, by the names in `checkpoint.keep_best`."""
         return self.state.metrics
@@ -439,9 +492,10 @@ class Trainer:
         for part in self.placed.parts:
             apply_activation_checkpointing(blocks_of(part), mode, self.placed.random_state)
 
-    def sampler(self) -> Callable[..., Any]:
-        """Return the model as a function, in evaluation mode, to draw samples from; all ranks call it together."""
-        return sample_from(self.placed)
+    @called_by_all_ranks
+    def forward(self, *inputs: Any, **more: Any) -> Any:
+        """Return the model's outputs in evaluation mode, without a graph; the same arguments on all ranks."""
+        return sample_from(self.placed)(*inputs, **more)
 
 
 def _print(text: str) -> None:

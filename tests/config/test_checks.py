@@ -44,6 +44,7 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({D + "fsdp.cpu_offload": True, D + "device": "cpu"}, ("nothing to offload", "cpu_offload: false")),
     ({D + "accelerate.cpu": True, D + "device": "cuda"}, ("disagree", "leave accelerate.cpu out")),
     ({D + "accelerate.mixed_precision": "bf16", "precision.mode": "fp32"}, ("disagree", "leave mixed_precision out")),
+    ({"checkpoint.load_best": True}, ("which checkpoint is the best", "keep_best: eval_loss")),
     (
         {"checkpoint.keep_best": "eval_loss", "checkpoint.save_strategy": "none"},
         ("no checkpoint", "save_strategy: steps"),

@@ -207,6 +207,7 @@ FREE: dict[str, st.SearchStrategy[Any]] = {
     "checkpoint.resume": texts.filter(bool),
 }
 CONTRADICTED = (
+    "checkpoint.load_best",
     *("training.lr_scaling", "precision.param_dtype", "precision.fp8", "data.persistent_workers"),
     *("distributed.reproducible", "distributed.pipeline.schedule", "distributed.strategy", "distributed.device"),
     "distributed.accelerate",

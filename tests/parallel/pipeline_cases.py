@@ -268,7 +268,7 @@ def look(settings: dict[str, Any], model: str, **args: Any) -> dict[str, Any]:
         "on_meta": [n for part in trainer.placed.parts for n, b in part.named_buffers() if b.is_meta],
         "counted": trainer.placed.counted,
         "wants_data": trainer.placed.wants_data,
-        "sample": trainer.sampler()(ids),
+        "sample": trainer.forward(ids),
         "log_lines": trainer.placed.log_lines,
         "num_parameters": trainer.placed.num_parameters,
     }

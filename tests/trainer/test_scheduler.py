@@ -76,7 +76,6 @@ def test_a_function_makes_one_over_the_trainers_own_optimizer() -> None:
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (lambda o: of_torch.ReduceLROnPlateau(o), {}, "follows a metric"),
         (SCHEDULERS["step"], {"lr_schedule": "linear"}, "StepLR or training.lr_schedule, not both"),
         (lambda _: SCHEDULERS["step"](torch.optim.SGD(linear().parameters())), {}, "over another optimizer"),
     ],

@@ -367,7 +367,7 @@ def test_evaluation_and_samples_leave_the_modes_of_modules_as_they_were() -> Non
     model[1].eval()
     trainer = Trainer(model, loss_fn=nn.MSELoss(), batch_size=10, max_steps=4)
     trainer.evaluate(regression())
-    trainer.sampler()(torch.ones(2, 4))
+    trainer.forward(torch.ones(2, 4))
     assert [module.training for module in model.modules()] == [True, True, False, True, True]
 
 

@@ -1,0 +1,148 @@
+"""Defines what a user may log besides numbers: texts, images and histograms.
+
+`sorted_values` tells them apart by what they are: a string is a text; a tensor or array of one dim is a histogram of
+its values, of two dims [H, W], three [C, H, W] or [H, W, C], or four [N, C, H, W] an image or a row of them; so is an
+image of Pillow or a figure of Matplotlib. Images become PNG here, which every sink and every browser takes.
+"""
+
+import io
+import re
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from lockstep.errors import UsageError
+
+BINS = 32
+_CHANNELS = {1: 0, 3: 2, 4: 6}  # number of channels → PNG's colour type
+
+
+@dataclass(frozen=True)
+class Media:
+    """A logged value that is not a number.
+
+    Attributes:
+        kind: what it is.
+        text: of a text.
+        png: of an image, the whole file.
+        size: of an image, width and height in pixels.
+        counts, edges: of a histogram: values in each bin, and the bounds of bins, one more.
+    """
+
+    kind: Literal["text", "image", "histogram"]
+    text: str = ""
+    png: bytes = b""
+    size: tuple[int, int] = (0, 0)
+    counts: tuple[int, ...] = ()
+    edges: tuple[float, ...] = ()
+
+
+def file_name(name: str, step: int) -> str:
+    """Return the name of a file for a logged value, without its ending."""
+    return re.sub(r"[^\w.-]+", "_", name) + f"-{step}"
+
+
+def sorted_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Media]]:
+    """Return the numbers, and everything else, by name.
+
+    Raises:
+        UsageError: a value is of another kind.
+    """
+    numbers: dict[str, float] = {}
+    media: dict[str, Media] = {}
+    for name, value in values.items():
+        if name in ("step", "time", "loss", "media"):
+            raise UsageError(
+                f"{name!r} is a name of the run's own records", where="trainer.log", fix="log it by another name"
+            )
+        found = _understood(name, value)
+        if isinstance(found, Media):
+            media[name] = found
+        else:
+            numbers[name] = found
+    return numbers, media
+
+
+def _understood(name: str, value: Any) -> float | Media:
+    if isinstance(value, str):
+        return Media("text", text=value)
+    if hasattr(value, "savefig"):
+        buffer = io.BytesIO()
+        value.savefig(buffer, format="png")
+        return _image_file(buffer.getvalue())
+    if hasattr(value, "save") and hasattr(value, "getbands"):
+        buffer = io.BytesIO()
+        value.save(buffer, format="PNG")
+        return _image_file(buffer.getvalue())
+    array = _array(value)
+    if array is None or array.ndim > 4:
+        raise UsageError(
+            f"{name!r} is a {type(value).__name__}, which can't be logged",
+            where="trainer.log",
+            fix="log a number, a text, a tensor of one dim (a histogram), [H, W], [C, H, W] or [N, C, H, W] (an image)",
+        )
+    if array.ndim == 0:
+        return float(array)
+    return _histogram(array) if array.ndim == 1 else _image(name, array)
+
+
+def _array(value: Any) -> np.ndarray[Any, Any] | None:
+    """Return the value as an array of numbers; None if it is something else."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()  # host waits for the device
+        value = value.float() if value.is_floating_point() else value
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError):
+        return None
+    return array if array.dtype.kind in "biuf" else None
+
+
+def _histogram(array: np.ndarray[Any, Any]) -> Media:
+    finite = array[np.isfinite(array)].astype(np.float64)
+    counts, edges = np.histogram(finite, bins=BINS)
+    return Media("histogram", counts=tuple(map(int, counts)), edges=tuple(map(float, edges)))
+
+
+def _image(name: str, array: np.ndarray[Any, Any]) -> Media:
+    """Return an image: floats from 0 to 1, other numbers from 0 to 255."""
+    if array.dtype.kind == "f":
+        array = np.nan_to_num(array).clip(0, 1) * 255 + 0.5
+    elif array.dtype.kind == "b":
+        array = array * 255
+    pixels = array.astype(np.uint8)
+    if pixels.ndim == 4:
+        pixels = np.concatenate(list(pixels), axis=-1)  # side by side: [C, H, N × W]
+    if pixels.ndim == 3 and pixels.shape[0] in _CHANNELS:
+        pixels = pixels.transpose(1, 2, 0)
+    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    if pixels.shape[-1] not in _CHANNELS:
+        raise UsageError(
+            f"{name!r} has the shape {list(array.shape)}, which is not an image",
+            where="trainer.log",
+            fix="log [H, W], [C, H, W], [H, W, C] or [N, C, H, W] with 1, 3 or 4 channels; a histogram is of one dim: "
+            "tensor.flatten()",
+        )
+    return Media("image", png=_png(pixels), size=(pixels.shape[1], pixels.shape[0]))
+
+
+def _image_file(png: bytes) -> Media:
+    width, height = struct.unpack(">II", png[16:24])
+    return Media("image", png=png, size=(width, height))
+
+
+def _png(pixels: np.ndarray[Any, Any]) -> bytes:
+    """Return [H, W, C] of 8 bits as a PNG file (W3C's PNG specification, chapters 5 and 11)."""
+    height, width, channels = pixels.shape
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = b"".join(b"\0" + row.tobytes() for row in np.ascontiguousarray(pixels))
+    header = struct.pack(">IIBBBBB", width, height, 8, _CHANNELS[channels], 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")

@@ -1,0 +1,175 @@
+"""Trains with a loss over all samples of a step together, such as CLIP's or SimCLR's (`WholeBatch`).
+
+A sample's loss depends on all others of the global batch, which lie on other ranks and in other micro-batches. So a
+step runs its micro-batches twice:
+
+    1. forward passes without a graph → the outputs of all micro-batches, on rank 0 → the loss, and its gradient with
+       respect to each output
+    2. forward and backward passes, each from its outputs' gradient
+
+The random numbers of a micro-batch follow from its number, so both passes compute the same outputs. The gradient is
+that of the loss over the whole batch, under every strategy and however the batch is cut, for one more forward pass.
+Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (arXiv:2101.06983).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint import Ranks
+from lockstep.data import MicroBatch, batch_length
+from lockstep.errors import UsageError
+from lockstep.models.protocol import targets_of
+from lockstep.parallel.loss_accumulator import LossAccumulator
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
+from lockstep.trainer.outputs import on_cpu
+
+_FAILED = "the loss over the whole batch could not be computed"
+
+
+class WholeBatch:
+    """Declares that a loss is over all samples of a step together: `Trainer(model, optimizer, WholeBatch(clip_loss))`.
+
+    An evaluation computes it over each of its own micro-batches (`training.eval_batch_size`).
+
+    Args:
+        loss_fn: (outputs, targets) of the whole global batch, in the order of the samples → their mean loss. Outputs
+            that are one number, such as a temperature, must be the same for all micro-batches. If the data have no
+            targets, it gets None.
+    """
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Tensor]) -> None:
+        self.loss_fn = loss_fn
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the loss over these samples."""
+        return self.loss_fn(outputs, targets)
+
+
+class WholeBatchSteps:
+    """Runs the micro-batches of a step for a `WholeBatch` loss; it takes the place of `placed.forward_backward`.
+
+    Args:
+        placed: the model.
+        loss: the loss.
+
+    Raises:
+        UsageError: the strategy can't run a micro-batch twice.
+    """
+
+    def __init__(self, placed: ParallelModel, loss: WholeBatch) -> None:
+        if placed.local_training is not None or placed.layout.context > 1:
+            raise UsageError(
+                "a loss over the whole batch is not supported "
+                + ("where workers train their own models" if placed.local_training is not None else "on context ranks"),
+                where="WholeBatch",
+                fix="use ddp, fsdp, pipeline or tensor",
+            )
+        self._placed, self._loss, self._run = placed, loss, placed.forward_backward
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
+    ) -> None:
+        """Run a step (`lockstep.parallel.micro_step.ForwardBackward`)."""
+        tap = self._placed.objective.tap
+        kept: dict[int, tuple[Any, Any]] = {}
+
+        def collect(outputs: Any, batch: Any) -> tuple[Tensor, int, int]:
+            micro_batch = _of(micro_batches, batch)
+            if micro_batch.real and self._placed.adds_losses:
+                kept[micro_batch.index] = on_cpu((outputs, targets_of(batch, default=None)))
+            return torch.zeros((), device=self._placed.random_state.device), 1, 1
+
+        with tap.opened(collect), _kept_buffers(self._placed):
+            self._placed.evaluate(micro_batches, self._placed.loss_accumulator(accumulator.micro_batches_per_step))
+        mine = [micro_batch.index for micro_batch in micro_batches if micro_batch.real]
+        loss, samples, gradients = Ranks().exchange(_FAILED, lambda: (kept, mine), self._gradients)
+
+        def surrogate(outputs: Any, batch: Any) -> tuple[Tensor, int, int]:
+            """Return a number whose gradient is the loss's, and whose value is this micro-batch's share of it."""
+            micro_batch, count = _of(micro_batches, batch), batch_length(batch)
+            leaves = [leaf for leaf in tree_flatten(outputs)[0] if _is_float(leaf)]
+            each = gradients[micro_batch.index] if micro_batch.real else [torch.zeros(())] * len(leaves)
+            products = [(leaf.float() * g.to(leaf.device)).sum() for leaf, g in zip(leaves, each, strict=True)]
+            total = torch.stack(products).sum() * samples
+            return total - total.detach() + loss * count, 1, count
+
+        with tap.opened(surrogate):
+            self._run(micro_batches, accumulator, factor)
+
+    def _gradients(
+        self, by_rank: list[tuple[dict[int, tuple[Any, Any]], list[int]]]
+    ) -> list[tuple[float, int, dict[int, list[Tensor]]]]:
+        """Return the loss, the number of samples, and the gradients of its micro-batches' outputs, for each rank.
+
+        Args:
+            by_rank: outputs and targets by micro-batch, and the micro-batches that the rank runs: several ranks run the
+                same ones where they share layers.
+        """
+        device = self._placed.random_state.device
+        rows = sorted(chain.from_iterable(kept.items() for kept, _ in by_rank), key=lambda row: row[0])
+        flat = [tree_flatten(outputs) for _, (outputs, _) in rows]
+        leaves = [[_leaf(value, device) for value in values] for values, _ in flat]
+        outputs = tree_unflatten([_joined(column) for column in zip(*leaves, strict=True)], flat[0][1])
+        targets = _joined_trees([targets for _, (_, targets) in rows], device)
+        with torch.enable_grad():
+            loss = self._loss(outputs, targets)
+        wanted = [[leaf for leaf in row if _is_float(leaf)] for row in leaves]
+        found = iter(torch.autograd.grad(loss, list(chain.from_iterable(wanted)), allow_unused=True))
+        each = {
+            index: [_or_zeros(next(found), leaf) for leaf in row] for (index, _), row in zip(rows, wanted, strict=True)
+        }
+        samples = sum(next(leaf.shape[0] for leaf in row if isinstance(leaf, Tensor) and leaf.ndim) for row in leaves)
+        value = float(loss.detach())  # host waits for the device
+        return [(value, samples, {index: each[index] for index in indices}) for _, indices in by_rank]
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _of(micro_batches: Sequence[MicroBatch], batch: Any) -> MicroBatch:
+    return next(one for one in micro_batches if one.batch is batch)
+
+
+@contextmanager
+def _kept_buffers(placed: ParallelModel) -> Iterator[None]:
+    """Restore the buffers, such as running statistics, after the forward passes in the block."""
+    buffers = [buffer for part in placed.parts for buffer in part.buffers()]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+
+def _leaf(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    value = value.to(device)
+    return value.float().requires_grad_() if value.is_floating_point() else value
+
+
+def _joined(column: Sequence[Any]) -> Any:
+    """Return the values of all micro-batches as one: rows side by side, and what is one number once."""
+    if not all(isinstance(value, Tensor) for value in column):
+        return column[0]
+    with torch.enable_grad():
+        return torch.cat(list(column)) if column[0].ndim else torch.stack(list(column)).mean()
+
+
+def _joined_trees(trees: list[Any], device: torch.device) -> Any:
+    flat = [tree_flatten(tree) for tree in trees]
+    moved = [[value.to(device) if isinstance(value, Tensor) else value for value in values] for values, _ in flat]
+    return tree_unflatten([_joined(column) for column in zip(*moved, strict=True)], flat[0][1])
+
+
+def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf).cpu() if gradient is None else gradient.cpu()

@@ -1,0 +1,131 @@
+"""Runs a training from its current step to its end: steps, logs, evaluations, checkpoints, rollbacks.
+
+    steps of the data → Step.run → record → monitor, evaluation, checkpoints
+
+The loop below is complete; `lockstep.step` makes a step, and `lockstep.parallel` runs it on the ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from lockstep.bad_numbers import BadNumbersError
+from lockstep.data import StepSource
+from lockstep.monitor import Monitor
+from lockstep.records import StepRecord
+from lockstep.trainer import start
+from lockstep.trainer.checkpointer import Checkpointer, Rollback
+from lockstep.trainer.evaluator import Evaluator
+
+if TYPE_CHECKING:
+    from lockstep.trainer.trainer import Trainer
+
+TakenSteps = Iterator[tuple[StepRecord | None, bool]]
+"""(record, last of its epoch) of each step; no record if its data are skipped."""
+
+
+class WholeRun:
+    """One call of `Trainer.train`; every rank has one.
+
+    Args:
+        trainer: the run's trainer; it is only read.
+        monitor: records the run.
+        evaluator: evaluates it.
+        open_source: returns the remaining steps of the data.
+        take: runs the steps of a source.
+    """
+
+    def __init__(
+        self, trainer: "Trainer", monitor: Monitor, evaluator: Evaluator, open_source: Callable[[], StepSource],
+        take: Callable[[StepSource], TakenSteps],
+    ) -> None:  # fmt: skip
+        self._trainer, self._monitor, self._evaluator = trainer, monitor, evaluator
+        self._open_source, self._take = open_source, take
+        self._rollback = Rollback(trainer)
+
+    def to_end(self, source: StepSource, total: int | None) -> StepRecord | None:
+        """Train to the end, with rollbacks; return the last step's record.
+
+        Args:
+            source: the remaining steps; closed here.
+            total: number of the last one, if it is known.
+        """
+        trainer, monitor = self._trainer, self._monitor
+        try:
+            checkpointer = Checkpointer(trainer, monitor)
+            while True:
+                try:
+                    record = self._train(source, total, checkpointer)
+                    break
+                except BadNumbersError as error:
+                    self._rollback.report(monitor, source, error.anomaly)
+                    source.close()
+                    self._rollback.roll_back(error, monitor, checkpointer)
+                    source = self._open_source()
+                except Exception:
+                    checkpointer.finish_alone()
+                    raise
+            reason = "preempted" if trainer.step.stopping else "done"
+            monitor.event("stop", step=trainer.step.progress.step, reason=reason)
+        finally:
+            source.close()
+        return record
+
+    def _train(self, source: StepSource, total: int | None, checkpointer: Checkpointer) -> StepRecord | None:
+        """Train from the run's current step to its end, or to a step with bad numbers."""
+        trainer, evaluator = self._trainer, self._evaluator
+        step, state, following = trainer.step, trainer.state, trainer.state.following
+        record, last = None, True
+        if evaluator.was_stopped():
+            self._evaluate(followed=evaluator.is_due(last_of_epoch=state.ended_epoch))
+        begun = step.progress.step
+        with start.explain_worker_deaths(source):
+            for record, last_of_epoch in () if step.stopping or following.stopped else self._take(source):
+                if trainer.lock is not None:
+                    trainer.lock.check()
+                if record is not None:
+                    self._record(record)
+                if step.anomaly is not None:
+                    self._rollback.report(self._monitor, source, step.anomaly)
+                last = step.progress.step == total or step.stopping
+                # What follows the results is part of the last save; a plain evaluation waits until that is done.
+                waits = last and not state.acts_on_evaluations
+                if not step.stopping and not waits and evaluator.is_due(last_of_epoch=last_of_epoch):
+                    self._evaluate(followed=True)
+                    last = last or step.stopping or following.stopped
+                checkpointer.after_step(last=last, last_of_epoch=last_of_epoch)
+                if step.stopping or following.stopped:
+                    break
+        step.flush()
+        if not last:  # the data ended, at an unknown length
+            checkpointer.after_step(last=True, last_of_epoch=True)
+        checkpointer.finish(must_succeed=True)
+        if step.progress.step > begun and not step.stopping and evaluator.is_due_at_end:
+            self._evaluate(followed=False)  # after the save: a run that is killed now loses this number alone
+        return record
+
+    def _record(self, record: StepRecord) -> None:
+        trainer, monitor = self._trainer, self._monitor
+        monitor.counts_tokens = trainer.reads_tokens
+        monitor.on_step(record)
+        monitor.say(*trainer.placed.take_log_lines())
+        trainer.state.record_step(record)
+
+    def _evaluate(self, *, followed: bool) -> None:
+        """Evaluate, and record the results; the run ends here if a rank was asked to stop meanwhile.
+
+        Args:
+            followed: see `RunState.record_evaluation`.
+        """
+        trainer, monitor, following = self._trainer, self._monitor, self._trainer.state.following
+        step = trainer.step.progress.step
+        with trainer.step.clock.during("evaluation"), trainer.heartbeat.call("evaluate"):
+            results = self._evaluator.run()
+        if results is None:
+            trainer.step.stop()
+            monitor.event("evaluation_stopped", step=step)
+            return
+        trainer.state.record_evaluation(results, followed=followed)
+        monitor.on_eval({"step": step, **results})
+        if followed and following.stopped:
+            monitor.event("early_stop", step=step, reason=following.why_stopped())
+            monitor.say(following.why_stopped())
