@@ -22,6 +22,17 @@ def test_each_path_in_it_exists() -> None:
         assert any(any(place.glob(pattern)) for place in (REPOSITORY, REPOSITORY / "lockstep")), name
 
 
+def test_the_tree_in_it_is_the_tree() -> None:
+    """Each module and package of `lockstep/` is in the tree, and each name in the tree exists."""
+    block = re.search(r"```\nlockstep/\n(.*?)```", GUIDE, re.DOTALL)
+    assert block is not None
+    named = {line.split()[0].rstrip("/") for line in block[1].splitlines() if re.match(r"  \S", line)}
+    package = REPOSITORY / "lockstep"
+    there = {p.name for p in package.iterdir() if not p.name.startswith(("_", ".")) and p.suffix in ("", ".py")}
+    there = {name for name in there if (package / name).is_file() or any((package / name).glob("*.py"))}
+    assert named == there | {"__init__.py"}
+
+
 def test_each_door_in_the_tour_opens() -> None:
     for room, doors in re.findall(r"^\| `([\w/.]+)` \| (.*?) \|", GUIDE, re.MULTILINE):
         module = importlib.import_module("lockstep." + room.removesuffix(".py").strip("/").replace("/", "."))

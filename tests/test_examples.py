@@ -107,7 +107,14 @@ def notebook() -> Any:
     return json.loads(Path("losses.json").read_text())
 
 
-PARTS: list[Callable[[], Any]] = [plain, gan, free_transformer, vae, own_text, notebook]
+def own_accuracy() -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    return load("accuracy").found
+
+
+PARTS: list[Callable[[], Any]] = [plain, own_accuracy, gan, free_transformer, vae, own_text, notebook]
 
 
 def run_all(folder: str) -> dict[str, Any]:
@@ -150,6 +157,17 @@ def test_a_plain_script_needs_a_handful_of_changed_lines_and_learns_the_same(
     load("plain/before").main()
     assert accuracy(tmp_path / "digits.pt") > 0.9
     assert accuracy(ran[0] / "digits.pt") > 0.9
+
+
+def test_an_accuracy_of_ones_own_takes_seventeen_lines_at_most(ran: tuple[Path, list[dict[str, Any]]]) -> None:
+    """And it is the same on two ranks."""
+    lines = [line for line in (EXAMPLES / "accuracy.py").read_text().splitlines() if line.strip()]
+    assert len(lines) <= 17
+    alone = own_accuracy()
+    assert alone["accuracy"] > 0.9
+    for rank in ran[1]:
+        assert rank["own_accuracy"]["accuracy"] == alone["accuracy"]
+        assert rank["own_accuracy"]["loss"] == pytest.approx(alone["loss"], rel=1e-4)
 
 
 def test_two_optimizers_see_the_same_losses_on_both_ranks(ran: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -20,18 +20,6 @@ REPOSITORY = Path(__file__).parent.parent
 PIPELINE = REPOSITORY / "docs/how_to/pipeline.md"
 
 
-def test_the_tree_in_the_readme_is_the_tree() -> None:
-    """Each module and package of `lockstep/` is in the tree, and each name in the tree exists."""
-    text = (REPOSITORY / "README.md").read_text()
-    block = re.search(r"```\nlockstep/\n(.*?)```", text, re.DOTALL)
-    assert block is not None
-    named = {line.split()[0].rstrip("/") for line in block[1].splitlines() if re.match(r"  \S", line)}
-    package = REPOSITORY / "lockstep"
-    there = {p.name for p in package.iterdir() if not p.name.startswith(("_", ".")) and p.suffix in ("", ".py")}
-    there = {name for name in there if (package / name).is_file() or any((package / name).glob("*.py"))}
-    assert named == there | {"__init__.py"}
-
-
 def test_the_table_of_cases_is_what_the_parity_tests_run() -> None:
     text = PARITY.read_text()
     assert text == in_page(text), "python -m tests.parity.table --write"
@@ -40,6 +28,8 @@ def test_the_table_of_cases_is_what_the_parity_tests_run() -> None:
 def test_the_links_in_the_readme_lead_somewhere() -> None:
     """Also to the heading, where one is named."""
     for target in re.findall(r"\]\(([^)]+)\)", (REPOSITORY / "README.md").read_text()):
+        if target.startswith("https://"):
+            continue
         name, _, anchor = target.partition("#")
         assert (REPOSITORY / name).is_file(), target
         if anchor:

@@ -1,11 +1,14 @@
 """The reference of the config: every key of the schema, and the configs that ship."""
 
+import inspect
+import typing
 from typing import Any
 
 import yaml
 
 from lockstep.config.files import SHIPPED, shipped_names
 from lockstep.config.keys import KeyInfo, all_keys
+from lockstep.trainer.settings import PlacementSettings, TrainerSettings
 
 _INTRODUCTION = """# Config
 
@@ -58,6 +61,19 @@ def _plain(value: Any) -> Any:
 def cell(text: str) -> str:
     """Text that is safe between the bars of a table."""
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def keywords() -> str:
+    """The keyword arguments of `Trainer` with their types, each a link to its key."""
+    lines = ["```python"]
+    hints = inspect.get_annotations(PlacementSettings) | inspect.get_annotations(TrainerSettings)
+    lines += [f"{name}: {_hint(hint)}" for name, hint in hints.items()]
+    return "\n".join([*lines, "```"])
+
+
+def _hint(hint: Any) -> str:
+    text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    return text.replace("typing.", "").replace("collections.abc.", "")
 
 
 def shipped_page() -> str:

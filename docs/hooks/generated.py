@@ -1,7 +1,7 @@
 """Pages that are made while the site is built: from the config schema, the command line and the table of names.
 
 mkdocs calls `on_files` and `on_page_markdown`. A line `<!-- names: SOURCE -->` of a page becomes the tables of what is
-called otherwise there.
+called otherwise there, `<!-- keywords -->` the list of `Trainer`'s keyword arguments.
 """
 
 import re
@@ -36,4 +36,5 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    markdown = markdown.replace("<!-- keywords -->", config_keys.keywords())
     return NAMES.sub(lambda found: foreign_names.tables_of(found[1]), markdown)
