@@ -93,9 +93,9 @@ def of_points(strategy: str, **settings: Any) -> Found:
 
 
 def of_tokens(topology: str) -> Found:
-    trainer = trainer_for(
-        topology, "transformer", {"training.max_steps": 1, "training.eval_batches": 33}, vocab_size=64
-    )
+    settings = {"training.max_steps": 1, "training.eval_batches": 33, "distributed.context_blocks": 4}
+    settings["distributed.sequence_parallel"] = False
+    trainer = trainer_for(topology, "transformer", settings, vocab_size=64)
     list(trainer.steps(Tokens()))
     return trainer.evaluate(Tokens(), {"hits": token_hits, "order": InOrder()})
 

@@ -113,8 +113,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def trained_case(number: int) -> tuple[Steps, list[float]]:
+    kind, settings = CASES[number]
+    return trained(kind, **settings)
+
+
 def all_cases() -> list[tuple[Steps, list[float]]]:
-    return [trained(kind, **settings) for kind, settings in CASES]
+    return list(map(trained_case, range(len(CASES))))
 
 
 def test_every_topology_is_one_process() -> None:
