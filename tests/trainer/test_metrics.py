@@ -129,7 +129,10 @@ def test_every_topology_finds_the_numbers_of_one_process() -> None:
         for name in POINTS:
             require_equal(ranks[name], points_alone, name)
         for name in TOKENS:
-            require_equal(ranks[name], tokens_alone, name)
+            # Logits of a cut vocabulary are those of one process up to rounding; the loss is computed from its parts.
+            order = ranks[name].pop("order")
+            assert order.tolist() == pytest.approx(tokens_alone["order"].tolist(), rel=1e-5), name
+            require_equal(ranks[name], {k: v for k, v in tokens_alone.items() if k != "order"}, name)
 
 
 def test_they_are_those_of_a_plain_loop() -> None:
