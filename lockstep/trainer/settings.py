@@ -30,11 +30,13 @@ class PlacementSettings(TypedDict, total=False):
     env: Mapping[str, Any]
     reproducible: bool
     divergence_check_steps: int | None
+    divergence_action: Literal["stop", "repair"]
     replicate_size: int | None
     shard_size: int | None
     pipeline_size: int | None
     context_size: int | None
     context_blocks: int
+    context_method: Literal["gathered", "all_to_all", "ring"]
     tensor_size: int | None
     expert_size: int | None
     sequence_parallel: bool
