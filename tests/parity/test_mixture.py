@@ -64,7 +64,7 @@ def test_every_model_on_every_composition_of_axes() -> None:
         "hybrid:2x2*expert:2", "hybrid:2x2*expert:4", "ddp:2*tensor:2*expert:2", "fsdp:2*tensor:2*expert:2",
         "pipeline:2*ddp:2*expert:2", "pipeline:2*fsdp:2*expert:2",
     )  # fmt: skip
-    exact = tuple(name for name in CASES if name != "bf16")
+    exact = ("softmax", "sigmoid, over the step", "one expert a token")
     cases = cases_of(dict.fromkeys(topologies, exact), steps=20)
     # In bf16 a rounding now and then sends a token to another expert: after 20 steps a norm is 1.2e-3 off.
     check_both(4, cases + cases_of(dict.fromkeys(topologies, ("bf16",)), steps=5))
