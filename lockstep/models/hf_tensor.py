@@ -14,7 +14,7 @@ import re
 import sys
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.hf_decoder import FAMILIES, Family
@@ -51,7 +51,7 @@ def hf_tensor_plan(model: nn.Module) -> dict[str, str] | None:
     embeds = decoder.get_submodule(embedding)
     if not ways or not (type(embeds) is nn.Embedding or hasattr(embeds, "product")):
         return None
-    _note_fused(decoder, ways, config)
+    _note_layouts(decoder, ways, config)
     loss = {"token_losses": "loss"} if hasattr(model, "token_losses") else {}
     inner = {f"{family.decoder}.{name}": way for name, way in {embedding: "vocabulary", **ways}.items()}
     return {**inner, "lm_head": "head", **loss}
@@ -98,8 +98,8 @@ def _name_of(root: nn.Module, module: nn.Module) -> str:
     return found
 
 
-def _note_fused(decoder: nn.Module, ways: dict[str, str], config: Any) -> None:
-    """Write down how many outputs of each layer that lies in a fused weight there are."""
+def _note_layouts(decoder: nn.Module, ways: dict[str, str], config: Any) -> None:
+    """Write down the outputs of each layer that lies in a fused weight, and along which dim a norm sees heads."""
     queries = config.num_attention_heads
     keys = getattr(config, "num_key_value_heads", None) or queries
     for name, module in decoder.named_modules():
@@ -107,6 +107,8 @@ def _note_fused(decoder: nn.Module, ways: dict[str, str], config: Any) -> None:
             attention: Any = decoder.get_submodule(name.rpartition(".")[0])
             width = attention.head_dim
             module.fused_sizes = (queries * width, keys * width, keys * width)
+        elif _has_way(ways, name, "inner") and config.model_type == "gemma3_text":
+            module.heads_dim = 1  # its norms of heads see [B, H, T, D]
         elif _has_way(ways, name, "fused"):
             module.fused_sizes = (config.intermediate_size,) * 2
 
@@ -119,6 +121,25 @@ def fit_heads(attention: Any, ranks: int) -> None:
         attention.num_key_value_heads //= ranks
         attention.config = copy.copy(attention.config)
         attention.config.num_attention_heads //= ranks
+
+
+class ContiguousActivation(nn.Module):
+    """An activation of a slice, in memory of its own: torch rounds a row's last numbers by the row's length else."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the activation."""
+        y: Tensor = self.activation(x.contiguous())
+        return y
+
+
+def fit_units(mlp: Any) -> None:
+    """Let a feed-forward layer with a fused weight compute its units alike on any number of ranks."""
+    if hasattr(mlp, "activation_fn"):  # of Phi-3
+        mlp.activation_fn = ContiguousActivation(mlp.activation_fn)
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lockstep.config import StepConfig
 from lockstep.errors import UsageError
 from lockstep.models.chain import look_up
-from lockstep.models.hf_tensor import fit_heads, is_transposed, refuse_attention_dropout
+from lockstep.models.hf_tensor import fit_heads, fit_units, is_transposed, refuse_attention_dropout
 from lockstep.models.mixture import through_experts
 from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.loss_parallel import cut_token_losses
@@ -133,10 +133,13 @@ def apply_tensor(
     most = _most_heads(model, plan)
     for name, module, attribute, way in plan:
         if way.startswith("fused"):
-            around, unit = module_around(model, name) if way == "fused_heads" else (None, 1)
+            unit = module_around(model, name)[1] if way == "fused_heads" else 1
             _fuse(module, name, unit, cut)
-            if around is not None:
+            around = model.get_submodule(name.rpartition(".")[0])
+            if way == "fused_heads":
                 fit_heads(around, cut.ranks)
+            else:
+                fit_units(around)
             cuts.partial |= {names[id(p)] for p in module.parameters()} if cut.blocks is None else set()
             continue
         if attribute is None:
@@ -350,7 +353,7 @@ def _sequence(module: nn.Module, cut: Cut) -> None:
 
 
 def _inner(module: nn.Module, cut: Cut) -> None:
-    _by_pieces(module, cut, -2)
+    _by_pieces(module, cut, getattr(module, "heads_dim", -2))
 
 
 def _by_pieces(module: nn.Module, cut: Cut, dim: int) -> None:

@@ -31,7 +31,7 @@ TOPOLOGIES = {
 # name → (model, settings, model arguments). Two heads of keys and values: on four ranks fewer than ranks.
 GROUPED = {"n_layer": 2, "n_kv_head": 2, "vocab_size": 64}
 TIED, WHOLE_SEQUENCES = {**GROUPED, "tie_embeddings": True}, {"distributed.sequence_parallel": False}
-WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grouped": ("transformer", {}, GROUPED),
     "tied": ("transformer", {"training.global_batch_size": 22, "training.gradient_checkpointing": "full"}, TIED),
@@ -47,9 +47,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mixtral": ("hf:mixtral", {}, {"vocab_size": 64, "num_local_experts": 4}),
     "gemma": ("hf:gemma", {}, {"vocab_size": 64, "head_dim": 8}),  # a scaled embedding, which is tied
     "phi3": ("hf:phi3", {}, {"vocab_size": 64, "num_key_value_heads": 4, "pad_token_id": 0}),
-    "qwen2_moe": ("hf:qwen2_moe", {}, {"vocab_size": 64, "num_experts": 4, **dict.fromkeys(WIDTHS, 16)}),
+    "qwen3_moe": ("hf:qwen3_moe", {}, {"vocab_size": 64, **EXPERTS}),
 }
-ONLY_FULL = ("qwen2", "gemma", "phi3", "qwen2_moe")
+ONLY_FULL = ("qwen2", "gemma", "phi3", "qwen3_moe")
 
 
 def in_turn(ranks: int, steps: int) -> list[tuple[Any, ...]]:
@@ -86,7 +86,7 @@ def test_families_of_hugging_face() -> None:
     small = {"vocab_size": 64, "pad_token_id": 0}
     further: dict[str, dict[str, Any]] = {
         "ernie4_5": {"head_dim": 8}, "gemma2": {"head_dim": 8}, "gemma3_text": {"head_dim": 8},
-        "phi": {"num_key_value_heads": 4}, "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, WIDTHS[0]: 16},
+        "phi": {"num_key_value_heads": 4}, "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
         **{name: {} for name in ("cohere", "granite", "mistral", "smollm3")},
     }  # fmt: skip
     check_both(2, [("tensor:2", f"hf:{name}", {}, 2, small | args) for name, args in further.items()])
