@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from lockstep.cli.arguments import EPILOG
 from lockstep.cli.verbs import VERBS
-from lockstep.errors import EXIT_DONE, LockstepError, UsageError
+from lockstep.errors import EXIT_DONE, LockstepError, UsageError, did_you_mean
 
 _DESCRIPTION = "Distributed training for PyTorch in which every strategy takes the same step."
 _LEGACY = ("--local-rank",)  # torch.distributed.launch adds it; the environment has the same number
@@ -77,7 +77,10 @@ def _dispatch(argv: list[str]) -> int:
         print(f"lockstep {version('lockstep-train')}")
         return EXIT_DONE
     if verb not in VERBS:
-        raise UsageError(f"there is no verb {verb!r}", fix=f"one of {', '.join(VERBS)}; `lockstep --help` lists them")
+        near = did_you_mean(verb, VERBS)
+        raise UsageError(
+            f"there is no verb {verb!r}{near}", fix=f"one of {', '.join(VERBS)}; `lockstep --help` lists them"
+        )
     return VERBS[verb][0](argv[1:])
 
 

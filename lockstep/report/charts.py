@@ -94,6 +94,7 @@ def charts(runs: list[RunData]) -> list[Figure]:
     made = [draw(runs) for draw in (loss, throughput, phases, whole_time)]
     if len(runs) == 1:
         made += [draw(runs[0]) for draw in (ranks, own_time, memory)]
+    made += own_metrics(runs)
     made += [number(runs, *args) for args in _NUMBERS]
     if len(runs) == 1:
         made += [*profile_charts(runs[0]), layers(runs[0])]
@@ -166,6 +167,24 @@ def number(runs: list[RunData], name: str, title: str, axis: str, note: str) -> 
     if axis == "log":
         scale = log_axis([value for trace in data for value in trace["y"]])
     return chart(name, title, data, note=note, xaxis={"title": {"text": "step"}}, yaxis=scale)
+
+
+def own_metrics(runs: list[RunData]) -> list[Figure]:
+    """Draw each metric of the evaluations, and each number that the user logged."""
+    known = {"step", "time", "eval_loss"}
+    names = {
+        key: None for run in runs for row in run.evaluations for key, v in row.items() if isinstance(v, float | int)
+    }
+    drawn = []
+    for place, name in enumerate(name for name in names if name not in known):
+        data = []
+        for run, colour in zip(runs, cycle(runs), strict=True):
+            found = [(row["step"], row[name]) for row in run.evaluations if row.get(name) is not None]
+            steps, values = [step for step, _ in found], [value for _, value in found]
+            if found:
+                data.append(line(steps, values, run.name, colour, showlegend=len(runs) > 1, mode="lines+markers"))
+        drawn.append(chart(f"own-{place}", name, data, xaxis={"title": {"text": "step"}}))
+    return drawn
 
 
 def layers(run: RunData) -> Figure | None:

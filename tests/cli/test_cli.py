@@ -243,7 +243,7 @@ def test_misspelt_flags_are_answered_with_the_nearest(refused: Refused) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["trian"], ["no verb 'trian'", "train"]),
+        (["trian"], ["no verb 'trian'; did you mean 'train'?"]),
         (["train"], ["no config is given"]),
         (["train", "a.yaml", "b.yaml"], ["one config", "a.yaml, b.yaml"]),
         (["train", "a.yaml", "--config", "b.yaml"], ["one config"]),
