@@ -16,7 +16,9 @@ accumulate = int(sys.argv[1]) if len(sys.argv) > 1 else 1
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
 set_seed(42)
 loader = DataLoader(texts(), shuffle=True, collate_fn=padded, batch_size=8, drop_last=True)  # type: ignore[arg-type]
-config = BertConfig(WORDS, 32, 2, 2, 64, num_labels=2, max_position_embeddings=16)
+config = BertConfig(
+    vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, num_labels=2
+)
 model = BertForSequenceClassification(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 schedule = get_linear_schedule_with_warmup(optimizer, 2, len(loader) // accumulate)

@@ -77,6 +77,7 @@ class TrainingChecks:
         self._whole_losses = True  # of this step: each is a mean that nothing has divided
         # of each optimizer: passes at its last update, and whether its gradients were seen cleared since
         self._updates: dict[int, tuple[int, bool]] = {}
+        self._with_gradient: dict[int, Tensor] = {}  # of each optimizer: a parameter that had one at its last update
         self._clipped_after = -1  # backward passes of this step when gradients were clipped
         self._clips = 0
         self._epochs: dict[int, tuple[int, int]] = {}
@@ -138,8 +139,8 @@ class TrainingChecks:
         """Look at a backward pass that begins."""
         for known in self._optimizers:
             if (optimizer := known()) is not None and not self._updates[id(optimizer)][1]:
-                first = next((p for p in optimizer.param_groups[0]["params"] if p.grad is not None), None)
-                if first is None or (self.looks and not _has_gradient(first)):
+                first = self._with_gradient.get(id(optimizer))
+                if first is None or first.grad is None or (self.looks and not _has_gradient(first)):
                     self._updates[id(optimizer)] = (self._updates[id(optimizer)][0], True)
         if self._clipped_after >= 0:
             self.find(
@@ -233,6 +234,9 @@ class TrainingChecks:
             self._check_schedules(optimizer)
             self._check_frozen()
         self._updates[id(optimizer)] = (self._all_passes, False)
+        found = next((p for p in own if p.grad is not None), None)
+        if found is not None:
+            self._with_gradient[id(optimizer)] = found
         self.steps += 1
         self._passes, self._batches, self._clipped_after, self._whole_losses = 0, 0, -1, True
         if self.steps == self.first:
@@ -256,14 +260,18 @@ class TrainingChecks:
         for schedule in schedules:
             rates = [float(rate) for rate in schedule.get_last_lr()]
             mine = [float(group["lr"]) for group in optimizer.param_groups]
-            if schedule.optimizer is optimizer and len(rates) == len(mine) and len(schedules) == 1 and rates != mine:
+            if _steps(schedule, optimizer) and len(rates) == len(mine) and len(schedules) == 1 and rates != mine:
                 self.find(
                     "learning rate schedule", f"the optimizer steps with learning rate {mine[0]:.6g}, and its schedule "
                     f"says {rates[0]:.6g}", "let nothing but the schedule set the learning rate",
                 )  # fmt: skip
-        others = [schedule for schedule in schedules if schedule.optimizer is not optimizer]
+        others = [schedule for schedule in schedules if not _steps(schedule, optimizer)]
         living = [known() for known in self._optimizers]
-        if others and len(others) == len(schedules) and all(s.optimizer not in living for s in others):
+        if (
+            others
+            and len(others) == len(schedules)
+            and not any(_steps(s, one) for s in others for one in living if one is not None)
+        ):
             self.find(
                 "learning rate schedule", "the schedule changes the learning rate of an optimizer that never steps",
                 "make the schedule for the optimizer that steps",
@@ -355,6 +363,11 @@ class TrainingChecks:
                 f"{missing[0]}, and did not know {len(unexpected)}, such as {unexpected[0]}",
                 "give the names of the checkpoint the prefix of the model's",
             )  # fmt: skip
+
+
+def _steps(schedule: LRScheduler, optimizer: Optimizer) -> bool:
+    """Return whether a schedule is the optimizer's, or that of a wrapper around it, which has its groups."""
+    return schedule.optimizer is optimizer or schedule.optimizer.param_groups is optimizer.param_groups
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -122,13 +122,15 @@ class observe:  # noqa: N801 — called as a function
     # ---- what is seen ----
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
         if not self._checks.looks:
             self._undo[0]()  # modules are known by now, and a hook costs a microsecond a call
             return
-        self._checks.module_called(module)
-        if any(inner is module for model in self._checks.models for inner in model.modules() if inner is not model):
+        if module.training:
+            self._checks.module_called(module)  # also where a part of it runs without gradients
+        inside = {id(inner) for model in self._checks.models for inner in model.modules() if inner is not model}
+        if not torch.is_grad_enabled() or id(module) in inside:
             return
         if any(parameter.requires_grad for parameter in module.parameters()):
             self._checks.model_called(module)

@@ -321,6 +321,8 @@ def accumulation_cause(
     weights = weights_of(micro_batches, whole)
     if weights is None or min(weights) < 0 or not _explains(weights, micro_batches, whole):
         return None
+    if abs(float(weights.sum()) - 1) > 0.02:  # sums, divided by a number that does not depend on the micro-batch
+        return None
     if relative(step, _mean(micro_batches)) > EXACT:
         return None
     said = ", ".join(f"{weight:.3f}" for weight in weights)

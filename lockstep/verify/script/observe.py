@@ -241,11 +241,15 @@ class ScriptObserver:
         device = next(module.parameters(), torch.empty(0)).device.type
         if torch.is_autocast_enabled(device):
             self._step.dtypes.add(f"autocast to {torch.get_autocast_dtype(device)}")
-        if self._depth > 1 or not (module.training and torch.is_grad_enabled()) or self._in_backward or not self.active:
+        if self._states is not None and not self._in_backward:
+            self._checks.module_called(module)  # also where a part of a model runs without gradients
+        if self._depth > 1 or not torch.is_grad_enabled() or self._in_backward or not self.active:
             return
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return  # a module for the loss
         self._checks.model_called(module)
+        if not module.training:
+            return
         if not any(module is known for known in self._models):
             self._begin_with(module)
         if self.task.fixed_statistics:
@@ -274,7 +278,6 @@ class ScriptObserver:
         self._depth -= 1
         if self._states is None or self._in_backward or not torch.is_grad_enabled():
             return
-        self._checks.module_called(module)
         name = self._modules.get(id(module))
         if name is not None:
             self._step.flow.append((name, *_two_numbers(output)))
