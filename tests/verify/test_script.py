@@ -177,6 +177,7 @@ def test_a_script_without_loaders_is_judged_where_the_batch_is_held(tmp_path: Pa
         "    begin = (step * dist.get_world_size() + rank) * size\n"
         "    model(inputs[begin : begin + size]).square().mean().backward()\n"
         "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
     )
     (held,) = verify_script(str(script), ["{8/n}"], [2], steps=2)
     assert held.passed
