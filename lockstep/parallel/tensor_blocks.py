@@ -15,6 +15,7 @@ over the ranks (`lockstep.parallel.reproducible.tree`). Then each product's back
 """
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.comm import all_gather_flat, reduce_scatter_flat
 from lockstep.parallel.reproducible.tree import Partials, TreeReduceScatter, tree_all_reduce, tree_assignment
 
+VECTORS = 64  # a multiple of the numbers in a vector of any CPU's registers, several of which torch computes at a time
 SEQUENCE = 1  # the dim of activations [B, T, …] that sequence parallel cuts
 
 
@@ -299,6 +301,7 @@ class _Column(torch.autograd.Function):
         else:
             blocks = _products(_alike(x, ctx.count), _in_rows(weight, ctx.count).transpose(1, 2))
             y = blocks.transpose(0, 1).reshape(*x.shape[:-1], -1)
+            _warn_of_remainder(y, cut)
         return _no_view(y) if bias is None else y + bias
 
     @staticmethod
@@ -335,6 +338,20 @@ class _Row(torch.autograd.Function):
             products = _products(pulls.transpose(1, 2), in_blocks(x, ctx.count))
             of_weight = products.transpose(0, 1).reshape(weight.shape)
         return of_x, of_weight, None
+
+
+def _warn_of_remainder(y: Tensor, cut: Cut) -> None:
+    """Warn if an activation function may round the last numbers of `y`, and not those of one process, without vectors.
+
+    torch computes exp, tanh and the like for whole vectors of a CPU in one way, and for what remains in another.
+    """
+    if cut.group is not None and y.device.type == "cpu" and y.numel() % VECTORS:
+        warnings.warn(
+            f"equal bits are not certain: a rank computes {y.numel()} activations of a cut layer, {list(y.shape)}, no "
+            f"multiple of {VECTORS}, so that a CPU may round the last of them differently on another number of ranks\n"
+            f"  do: let the units of a rank times the tokens of a micro-batch be a multiple of {VECTORS}",
+            stacklevel=2,
+        )
 
 
 def _no_view(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Layers cut over the axis `tensor`: one process's losses, and its bits where they count, on every product of axes."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -250,6 +251,25 @@ def test_models_that_ranks_can_not_share() -> None:
     for said in found:
         for expected, text in zip(cases, said, strict=True):
             assert expected in text
+
+
+def warned(length: int) -> list[str]:
+    """Warnings of a step with sequences of this length, one in a micro-batch."""
+    settings = {"training.max_steps": 1, "training.batch_size": 1}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        list(trainer_for("tensor:2", "transformer", settings, vocab_size=64).steps(Tokens(length)))
+    return [str(each.message) for each in found if "equal bits" in str(each.message)]
+
+
+def warned_of(lengths: list[int]) -> list[list[str]]:
+    return [warned(length) for length in lengths]
+
+
+def test_numbers_of_activations_that_a_cpu_may_round_differently_are_said() -> None:
+    for none, some in run_ranks(warned_of, 2, [16, 18]):
+        assert not none
+        assert "no multiple of 64" in some[0]
 
 
 class WidestOutput(TorchDispatchMode):
