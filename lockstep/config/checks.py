@@ -152,9 +152,7 @@ def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction
             f"experts can't be spread over {ranks} ranks under strategy {name}",
             "write strategy: ddp, fsdp or pipeline, or expert_size: 1",
         )
-    context = (distributed.context_size or 1) if layout is None else layout.context
     for key, value, off, why in (
-        ("distributed.context_size", context, 1, "the two axes have not been joined"),
         ("precision.param_dtype", config.precision.param_dtype, "fp32", "experts are not gathered, and so not cast"),
         ("precision.fp8", config.precision.fp8, "none", "products in fp8 have not been made for experts"),
         ("distributed.ddp.compression.kind", distributed.ddp.compression.kind, "none", "it keeps whole models"),

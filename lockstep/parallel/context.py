@@ -13,7 +13,8 @@ Under `reproducible` sequences are cut into `context_blocks` chunks on any numbe
 runs chunk by chunk: what several chunks add up to (gradients of parameters, of keys and values; losses) is summed as
 one tree over the chunks, in the order above. So each layer's backward pass sums its parameters' gradients over ranks.
 A module that does more than a product of each position names its products: `products = {"method": "parameter"}`, for
-methods (x [B, T, …], …, parameter), where the parameter may be a module of parameters.
+methods (x [B, T, …], …, parameter), where the parameter may be a module of parameters, or, with `to_lend() -> {name:
+tensor}`, of what stands for them.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ from lockstep.config import StepConfig
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.attention import Attend, SequenceBernoulli, SequenceMean
-from lockstep.models.chain import look_up, shared_parameters_of
+from lockstep.models.chain import shared_parameters_of
 from lockstep.models.protocol import Objective, offered
 from lockstep.parallel.context_attention import cut_attention
 from lockstep.parallel.context_chunks import Context
@@ -259,13 +260,14 @@ def _product_by_chunks(module: nn.Module, method: str, context: Context) -> None
             return inner(self, *given)
         if isinstance(weight, Tensor):
             return by_pieces(partial(inner, self), x, (weight,), context, dim)
-        names = [each for each, _ in weight.named_parameters()]
+        tensors = weight.to_lend() if hasattr(weight, "to_lend") else dict(weight.named_parameters())
+        names = list(tensors)
 
         def run(*pieces: Tensor) -> Tensor:
             lent = _Lent(weight, dict(zip(names, pieces[len(x) :], strict=True)))
             return inner(self, *pieces[: len(x)], partial(weight.forward.__func__, lent))
 
-        return by_pieces(run, x, [look_up(weight, each) for each in names], context, dim)
+        return by_pieces(run, x, list(tensors.values()), context, dim)
 
     setattr(module, method, MethodType(by_chunks, module))
 

@@ -158,28 +158,41 @@ class PlacedExperts(AroundMicroBatch):
             sent = [sum(counts[begin : begin + each]) for begin in range(0, len(counts), each)]
             received = [sum(source) for source in theirs]
             mine: Tensor = _Exchange.apply(rows, sent, received, self)  # type: ignore[no-untyped-call]
-            held = {attribute: look_up(this, attribute) for attribute in full_names}
             if self.exact:
-                made = self._by_rank(plain, held, full_names, torch.split(mine, received), theirs)
+                made = self._by_rank(plain, lent(this), torch.split(mine, received), theirs)
             else:
-                made = _by_expert(plain, held, mine, theirs)
+                made = _by_expert(plain, {each: look_up(this, each) for each in full_names}, mine, theirs)
             returned: Tensor = _Exchange.apply(made, received, sent, self)  # type: ignore[no-untyped-call]
             return returned
 
+        def copies(this: nn.Module) -> dict[str, Tensor]:
+            """Return each parameter for the rows of each rank: {attribute@rank: tensor}."""
+            return {
+                f"{attribute}@{rank}": copy
+                for attribute, full in full_names.items()
+                for rank, copy in enumerate(_ForEachRank.apply(look_up(this, attribute), full, self))  # type: ignore[no-untyped-call]
+            }
+
+        def lent(this: Any) -> dict[str, Tensor]:
+            names = [f"{attribute}@{rank}" for attribute in full_names for rank in range(self.ranks)]
+            # A product that runs chunk by chunk lends the copies that it has summed gradients for.
+            return {n: getattr(this, n) for n in names} if hasattr(this, names[0]) else copies(this)
+
         module.forward = MethodType(forward, module)
+        if self.exact:
+            module.to_lend = MethodType(copies, module)  # type: ignore[assignment]
 
     def _by_rank(
-        self, plain: nn.Module, held: Mapping[str, Tensor], names: Mapping[str, str], parts: tuple[Tensor, ...],
-        counts: list[list[int]],
+        self, plain: nn.Module, copies: Mapping[str, Tensor], parts: tuple[Tensor, ...], counts: list[list[int]]
     ) -> Tensor:  # fmt: skip
-        """Return what the experts make of the rows of each rank, each with gradients of its own."""
-        copies = {
-            attribute: _ForEachRank.apply(parameter, names[attribute], self)  # type: ignore[no-untyped-call]
-            for attribute, parameter in held.items()
-        }
+        """Return what the experts make of the rows of each rank, each with its copies of the parameters."""
+        held = [
+            {name.partition("@")[0]: copy for name, copy in copies.items() if name.endswith(f"@{rank}")}
+            for rank in range(self.ranks)
+        ]
         return torch.cat([
-            torch.func.functional_call(plain, {attribute: c[rank] for attribute, c in copies.items()}, (part, numbers))
-            for rank, (part, numbers) in enumerate(zip(parts, counts, strict=True))
+            torch.func.functional_call(plain, of_rank, (part, numbers))
+            for of_rank, part, numbers in zip(held, parts, counts, strict=True)
         ])  # fmt: skip
 
     def _exchange_counts(self, counts: list[int], rows: Tensor) -> list[list[int]]:

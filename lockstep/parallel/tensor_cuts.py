@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lockstep.config import StepConfig
 from lockstep.errors import UsageError
-from lockstep.models.chain import look_up
 from lockstep.models.hf_tensor import fit_heads, fit_units, is_transposed, refuse_attention_dropout
 from lockstep.models.mixture import through_experts
 from lockstep.parallel.initial import canonical_names
@@ -301,16 +300,10 @@ def _loss(module: nn.Module, cut: Cut) -> None:
 def _experts(module: nn.Module, cut: Cut) -> None:
     if cut.group is None:
         return
-    plain, names = copy.copy(module), [name for name, _ in module.named_parameters()]
+    before: Callable[..., Tensor] = module.forward.__func__  # type: ignore[attr-defined]  # its self may be a stand-in
 
     def forward(self: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
-        own = {name: look_up(self, name) for name in names}
-
-        def run(rows: Tensor, counts: list[int]) -> Tensor:
-            made: Tensor = torch.func.functional_call(plain, own, (rows, counts))
-            return made
-
-        return experts_apart(run, rows, counts, cut)
+        return experts_apart(MethodType(before, self), rows, counts, cut)
 
     _replace(module, forward, None)
 

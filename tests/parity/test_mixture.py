@@ -27,6 +27,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"n_layer": 2, "vocab_size": 64, "top_k": 1, "n_shared": 0, "bias_rate": 0.0},
     ),
     "bf16": ({"precision.mode": "bf16"}, {"n_layer": 2, "vocab_size": 64}),
+    "in chunks": (
+        {"distributed.context_blocks": 4, "distributed.sequence_parallel": False},
+        {"n_layer": 2, "vocab_size": 64},
+    ),
     "six experts": ({"training.global_batch_size": 22}, {"n_layer": 2, "vocab_size": 64, "n_expert": 6}),
 }
 
@@ -46,6 +50,7 @@ def test_the_same_training() -> None:
         "ddp:4*expert:2": ("softmax",),
         "fsdp:4*expert:2": ("one expert a token",),
         "fsdp:4*expert:4": ("bf16",),
+        "fsdp:2*context:2*expert:2": ("in chunks",),
         "hybrid:2x2*expert:2": ("sigmoid, over the step",),
         "hybrid:2x2*expert:4": ("softmax",),
         "ddp:2*tensor:2*expert:2": ("sigmoid, over the step",),
@@ -166,7 +171,6 @@ def test_bytes_evaluation_refusals_and_checkpoints(tmp_path: Path) -> None:
     ("settings", "says"),
     [
         ({"strategy": "diloco"}, "experts can't be spread over 2 ranks under strategy diloco"),
-        ({"strategy": "ddp", "context_size": 2}, "context_size is 2, and experts are spread over 2 ranks"),
         ({"strategy": "ddp", "ddp.compression.kind": "bf16"}, "compression.kind is bf16, and experts are spread"),
     ],
 )
@@ -186,9 +190,18 @@ def test_odd_numbers_of_ranks() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_three_axes() -> None:
-    """2 × 2 × 2 of pipeline, shards or replicas, tensor and experts."""
+    """2 × 2 × 2 of pipeline, shards or replicas, context, tensor and experts."""
     topologies = (
         "pipeline:2*fsdp:2*tensor:2*expert:2", "pipeline:2*ddp:2*tensor:2*expert:2", "pipeline:2*ddp:4*expert:2",
         "pipeline:2*hybrid:2x2*expert:4", "hybrid:2x2*tensor:2*expert:2",
     )  # fmt: skip
-    check_both(8, cases_of(dict.fromkeys(topologies, ("softmax", "sigmoid, over the step"))))
+    cases = cases_of(dict.fromkeys(topologies, ("softmax", "sigmoid, over the step")))
+    cut = ("fsdp:2*context:2*tensor:2*expert:2", "pipeline:2*ddp:2*context:2*expert:2", "ddp:4*context:2*expert:4")
+    check_both(8, cases + cases_of(dict.fromkeys(cut, ("in chunks",))))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_all_axes() -> None:
+    """Sixteen ranks: pipeline × shards × context × tensor, and experts over the shards."""
+    check_both(16, cases_of({"pipeline:2*fsdp:2*context:2*tensor:2*expert:2": ("in chunks",)}, steps=3))
