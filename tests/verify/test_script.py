@@ -101,7 +101,7 @@ def test_a_script_of_lightning() -> None:
 
 def test_a_command_in_place_of_a_script() -> None:
     command = (
-        f"{sys.executable} -m torch.distributed.run --nproc-per-node {{n}} --master-port 0 {SCRIPTS}/replicas.py sum"
+        f"{sys.executable} -m torch.distributed.run --nproc-per-node {{n}} --standalone {SCRIPTS}/replicas.py sum"
     )
     (outcome,) = verify_script(command, [], [2], steps=2)
     assert kinds(outcome) == {"sum of gradients": True}, text(command, [outcome])
