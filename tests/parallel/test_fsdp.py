@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 POLICIES: dict[str, dict[str, Any]] = {
     "transformer": {},
     "size": {"auto_wrap_policy": "size", "min_num_params": 500},
-    "classes": {"auto_wrap_policy": ["Linear", "Embedding", "Head", "Down", "Up", "LlamaDecoderLayer", "LlamaRMSNorm"]},
+    "classes": {"auto_wrap_policy": ["Linear", "Embedding", "Head", "BDHLayer", "LlamaDecoderLayer", "LlamaRMSNorm"]},
     "function": {"auto_wrap_policy": "tests.parallel.test_fsdp:has_a_matrix"},
 }
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -78,7 +78,7 @@ def test_a_model_that_is_cut_and_sharded() -> None:
     ("how", "kind", "says"),
     [
         ("collective", "hang", "rank 0 calls barrier (0 elements, "),
-        ("uneven", "uneven steps", "rank 1 has ended after 1 step, and others wait for it: rank 0 waits at "),
+        ("uneven", "uneven steps", " has ended"),
         ("crash", "crash", "the script runs as one process, and not on 2 ranks: rank 1 of 2 failed: IndexError"),
     ],
 )
@@ -100,9 +100,7 @@ def test_a_script_of_lightning() -> None:
 
 
 def test_a_command_in_place_of_a_script() -> None:
-    command = (
-        f"{sys.executable} -m torch.distributed.run --nproc-per-node {{n}} --standalone {SCRIPTS}/replicas.py sum"
-    )
+    command = f"{sys.executable} -m torch.distributed.run --nproc-per-node {{n}} --standalone {SCRIPTS}/replicas.py sum"
     (outcome,) = verify_script(command, [], [2], steps=2)
     assert kinds(outcome) == {"sum of gradients": True}, text(command, [outcome])
     with pytest.raises(UsageError, match=r"has no \{n\}"):

@@ -37,6 +37,7 @@ from lockstep.verify.script.runs import Feed, HangError, ScriptRuns, is_stored, 
 _ROUNDING = 2e-5  # relative difference that needs no explanation in float32
 _ROUNDING_16 = 2e-2  # the same for parameters of 16 bits
 _CEILING = 1e-2  # a difference above it is never rounding
+_LOST_CONNECTION = "another rank ended, and this one lost its connection"  # as known errors say it
 _NUDGES = 10.0  # how many times as far as changed last bits do a difference may be
 _MOST_PARTS = 8  # processes that are started for the parts of one step
 
@@ -62,6 +63,10 @@ def _add_crash(runs: ScriptRuns, outcome: ScriptOutcome, text: str) -> None:
         runs.alone("as it is, since the ranks failed", [{}])
     except LockstepError:
         outcome.notices.append("one process fails, too")
+        return
+    if _LOST_CONNECTION in (outcome.failed or ""):  # no rank failed by itself
+        text = f"a rank has ended, and another still needs it: {text}"
+        outcome.causes.append(cause("uneven steps", text, "the script's own error", outcome.framework))
     else:
         text = f"the script runs as one process, and not on {outcome.ranks} ranks: {text}"
         outcome.causes.append(ScriptCause("crash", text, "the script's own error"))
