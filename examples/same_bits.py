@@ -11,7 +11,7 @@ from lockstep.strategy import parse_topology
 CONFIG = Path(__file__).with_suffix(".yaml")
 TOPOLOGIES = (
     "single", "ddp:2", "ddp:4", "fsdp:2", "fsdp:4", "hybrid:2x2", "tensor:2", "fsdp:2*tensor:2", "pipeline:2",
-    "pipeline:2*ddp:2", "pipeline:2*tensor:2", "context:2", "context:4", "fsdp:2*context:2", "context:2*tensor:2",
+    "pipeline:2*ddp:2", "pipeline:2*tensor:2",
 )  # fmt: skip
 
 
