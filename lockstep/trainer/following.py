@@ -25,7 +25,7 @@ def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.
 
 @dataclass
 class Following:
-    """What follows the results of evaluations.
+    """Acts on the results of evaluations: stops the run early, and steps a scheduler that follows a metric.
 
     Attributes:
         early_stopping: when to stop; None: never.

@@ -43,7 +43,7 @@ def plain_name(name: str) -> str:
 
 
 class TrainingChecks:
-    """What one rank has seen of a training loop.
+    """Checks what one rank sees of a training loop.
 
     Args:
         first: number of steps in which everything is looked at.
@@ -59,9 +59,8 @@ class TrainingChecks:
         self.steps = 0
         self.models: list[nn.Module] = []
         self.names: dict[int, str] = {}
-        self.made: weakref.WeakSet[Any] = (
-            weakref.WeakSet()
-        )  # wrappers and schedules: models and optimizers know of none
+        # Wrappers and schedules: models and optimizers know of none.
+        self.made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._optimizers: list[Any] = []  # weak references
         self._called: set[int] = set()  # modules that were called in the first steps
         self._calls: Counter[tuple[int, bool]] = Counter()  # (model, in training mode) → calls

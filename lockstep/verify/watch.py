@@ -72,7 +72,7 @@ class observe:  # noqa: N801 — called as a function
 
     @property
     def findings(self) -> dict[str, LoopFinding]:
-        """What was found, by kind."""
+        """Findings by their kind."""
         if self._ranks is not None:
             self._ranks.flush()
         return self._checks.findings

@@ -74,7 +74,7 @@ class GradientEvidence:
 
     @cached_property
     def slices(self) -> dict[str, slice]:
-        """Where each parameter is in a vector."""
+        """Slice of each parameter in a vector, by name."""
         ends = np.cumsum(list(self.sizes.values())).tolist()
         return {name: slice(end - size, end) for (name, size), end in zip(self.sizes.items(), ends, strict=True)}
 

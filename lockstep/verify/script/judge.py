@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.diagnose.known_errors import recognise
 from lockstep.errors import LockstepError, RunError
 from lockstep.verify.script.fixes import UNKNOWN, ScriptCause, cause
 from lockstep.verify.script.gradients import (
@@ -37,7 +38,6 @@ from lockstep.verify.script.runs import Feed, HangError, ScriptRuns, is_stored, 
 _ROUNDING = 2e-5  # relative difference that needs no explanation in float32
 _ROUNDING_16 = 2e-2  # the same for parameters of 16 bits
 _CEILING = 1e-2  # a difference above it is never rounding
-_LOST_CONNECTION = "another rank ended, and this one lost its connection"  # as known errors say it
 _NUDGES = 10.0  # how many times as far as changed last bits do a difference may be
 _MOST_PARTS = 8  # processes that are started for the parts of one step
 
@@ -64,7 +64,8 @@ def _add_crash(runs: ScriptRuns, outcome: ScriptOutcome, text: str) -> None:
     except LockstepError:
         outcome.notices.append("one process fails, too")
         return
-    if _LOST_CONNECTION in (outcome.failed or ""):  # no rank failed by itself
+    known = recognise(text)
+    if known is not None and known.name == "a peer is gone":  # else the error of the rank that failed is reported
         text = f"a rank has ended, and another still needs it: {text}"
         outcome.causes.append(cause("uneven steps", text, "the script's own error", outcome.framework))
     else:
