@@ -169,7 +169,6 @@ def test_what_does_not_divide_or_does_not_go_together() -> None:
         ({"reproducible": True}, r"reproducible cuts sequences into 1 chunk\(s\), which 2 ranks can't share"),
         ({"reproducible": True, "context_blocks": 4, "tensor_size": 2}, "sequence_parallel cuts across the chunks"),
         ({"reproducible": True, "context_blocks": 2, "context_method": "ring"}, "ring merges the parts of a softmax"),
-        ({"strategy": "ddp", "expert_size": 2}, "context_size is 2, and experts are spread over 2 ranks"),
     ):
         with pytest.raises(UsageError, match=says):
             config_from({"distributed.context_size": 2, **{f"distributed.{k}": v for k, v in settings.items()}})
