@@ -17,7 +17,7 @@ def check_against_one_process(ranks: int, cases: list[tuple[Any, ...]]) -> None:
     Equal bits under `reproducible`, which is the default; else losses and norms within 1e-5.
     """
     expected = {repr(rest): many([("single", *rest)])[0] for _, *rest in cases}
-    for results in run_ranks(many, ranks, cases, timeout=1800):
+    for results in run_ranks(many, ranks, cases, timeout=5400):
         for (topology, *rest), found in zip(cases, results, strict=True):
             reference = expected[repr(rest)]
             if "distributed.reproducible" not in rest[1]:

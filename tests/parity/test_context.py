@@ -88,14 +88,14 @@ def test_the_same_training(ranks: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_model_on_every_product_of_axes(ranks: int) -> None:
     check_against_one_process(ranks, every(ranks, steps=20))
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_three_axes() -> None:
     """2 × 2 × 2 of pipeline, shards or replicas, tensor, and context."""
     cases = [

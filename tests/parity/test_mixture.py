@@ -61,7 +61,7 @@ def test_the_same_training() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_every_model_on_every_composition_of_axes() -> None:
     topologies = (
         "ddp:4", "fsdp:4", "hybrid:2x2", "pipeline:2*ddp:2", "pipeline:2*fsdp:2", "pipeline:2*tensor:2",
@@ -180,7 +180,7 @@ def test_what_does_not_go_together(settings: dict[str, Any], says: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_odd_numbers_of_ranks() -> None:
     """Six ranks run nodes of which no two are halves of one: the ranks of an expert send several sums."""
     topologies = ("ddp:6*expert:2", "fsdp:6*expert:2", "ddp:6*expert:3", "hybrid:2x3*expert:2", "hybrid:3x2*expert:6")
@@ -188,7 +188,7 @@ def test_odd_numbers_of_ranks() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_three_axes() -> None:
     """2 × 2 × 2 of pipeline, shards or replicas, context, tensor and experts."""
     topologies = (
@@ -201,7 +201,7 @@ def test_three_axes() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_all_axes() -> None:
     """Sixteen ranks: pipeline × shards × context × tensor, and experts over the shards."""
     check_both(16, cases_of({"pipeline:2*fsdp:2*context:2*tensor:2*expert:2": ("in chunks",)}, steps=3))
