@@ -68,6 +68,13 @@ def checked_plan(model: nn.Module) -> list[Planned]:
             )
         if way.endswith("heads"):
             module_around(model, name)
+    losses = [name for name, *_, way in plan if way == "loss"]
+    if losses and "head" not in {way for *_, way in plan}:
+        raise UsageError(
+            f'tensor_plan() of {type(model).__name__} says "loss" of {losses[0]}, and "head" of no layer',
+            why="each rank would take the whole vocabulary for its own part of it",
+            fix='say "head" of the output layer, or leave the loss out of the plan',
+        )
     return plan
 
 

@@ -103,7 +103,7 @@ def test_three_axes() -> None:
         for topology in ("pipeline:2*fsdp:2*context:2", "hybrid:2x2*context:2", "fsdp:2*context:2*tensor:2")
         for model, settings, args in EXACT_CASES.values()
     ]
-    check(8, cases, timeout=1800)
+    check(8, cases, timeout=5400)
 
 
 # ---- chunks ----

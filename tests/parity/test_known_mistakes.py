@@ -6,7 +6,10 @@ every parameter are compared. These have no counterpart here:
 Megatron-LM#7452, finding 3: the loss of predicting several tokens is divided by a rank's own targets. No model that
     ships predicts several; for one token the case is `one_target`.
 Finding 4: the recomputation of that loss uses the wrong group. Recomputed layers that are cut: `recomputed`.
-Finding 5: a padding mask is cut over the wrong group. No mask is cut: a mixture's tokens are whole on every rank.
+Findings 5 and 7: a padding mask, and embeddings of images, are cut over the wrong group. No mask is cut, as a mixture's
+    tokens are whole on every rank; and a group is always that of the mesh's axis, in every product of axes here.
+Findings 6 and 13 were not found in what could be read of it.
+torchtitan#3280, 3329: the loss that is shown left out the ranks of `context` beside `tensor`. Losses are compared here.
 ROCm/TransformerEngine PR 715: weights are marked as cut that are not, and counted once for each rank in the norm. There
     are no marks: a plan names what is cut, and the first rank counts the rest.
 """
@@ -20,12 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from lockstep.errors import UsageError
 from lockstep.models.mixture import Router
+from lockstep.parallel.tensor_plan import checked_plan
 from tests.parity.same_bits import relay, trainer_for, whole
 from tests.parity.toy import Tokens, language_model
 from tests.ranks import run_ranks
 
 SMALL = {"n_layer": 2, "n_kv_head": 4, "vocab_size": 64}
+QWEN = {"vocab_size": 64, "head_dim": 8, "num_key_value_heads": 4}
 BALANCED = {"n_layer": 2, "n_kv_head": 4, "vocab_size": 64, "balance_weight": 1.0, "z_weight": 0.1, "bias_rate": 0.0}
 
 
@@ -43,6 +49,7 @@ class WithSinks(nn.Module):
     """Attention with a learned sink for each head, and biases everywhere."""
 
     head_width = 8
+    label_smoothing = 0.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,14 +72,34 @@ class WithSinks(nn.Module):
         scores = (q @ k.transpose(2, 3)).masked_fill(torch.ones(q.shape[2], q.shape[2]).triu(1).bool(), -torch.inf)
         sinks = self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], 3).softmax(3)[..., :-1]
-        logits: Tensor = self.head(x + self.out((weights @ v).transpose(1, 2).flatten(2)))
+        return self.logits(x + self.out((weights @ v).transpose(1, 2).flatten(2)))
+
+    def logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x)
         return logits
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return F.cross_entropy(outputs.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+        logits, targets = outputs.flatten(0, 1), batch["targets"].flatten()
+        return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
 
     def count(self, batch: Any) -> Tensor:
         return (batch["targets"] != -100).sum()
+
+
+class Smoothed(WithSinks):
+    """With smoothed targets."""
+
+    label_smoothing = 0.1
+
+
+class InChunks(WithSinks):
+    """The output layer runs on some positions at a time, so that fewer logits are in memory."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        return torch.cat([self.head(part) for part in x.split(3, 1)], 1)
+
+
+OWN_MODELS = {"sinks": WithSinks, "smoothed": Smoothed, "in chunks": InChunks}
 
 
 # what went wrong elsewhere → (topology on four ranks, model, its arguments, settings, data)
@@ -81,6 +108,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], type[Dataset[An
     "sinks": ("tensor:4", "sinks", {}, {}, Tokens),
     # torchtitan PRs 4245, 4332: each rank added the bias after a row cut; then its gradient was divided by the ranks.
     "row_bias": ("ddp:2*tensor:2", "sinks", {}, {"distributed.sequence_parallel": False}, Tokens),
+    # Megatron-LM#7452, finding 1: smoothing of targets took a rank's part of the vocabulary for the whole.
+    "smoothed": ("ddp:2*tensor:2", "smoothed", {}, {}, Tokens),
+    # torchtitan PR 3412: chunks of an output layer gave parts of a gradient, which were taken for its sum.
+    "in_chunks": ("tensor:4", "in chunks", {}, {"distributed.sequence_parallel": False}, Tokens),
+    # torchtitan PR 1373, Megatron-LM PR 6839: ranks kept apart the gradients of one key that all heads share.
+    "one_key": ("tensor:4", "transformer", {**SMALL, "n_kv_head": 1}, {"distributed.sequence_parallel": False}, Tokens),
+    # torchtitan#3280: half of the loss was shown where sequences and layers are cut.
+    "loss_shown": ("context:2*tensor:2", "transformer", SMALL, {}, OneTarget),
     # Megatron-LM#7452, findings 3 and 9: ranks divided losses by their own targets, and averaged what they got.
     "one_target": ("ddp:2*tensor:2", "transformer", SMALL, {}, OneTarget),
     "one_target_of_cut_sequences": ("context:4", "transformer", SMALL, {}, OneTarget),
@@ -93,13 +128,21 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], type[Dataset[An
     # Megatron-LM PR 5916: a norm left out the experts of all ranks but the first.
     "experts": ("ddp:4*expert:2", "mixture", BALANCED, {}, Tokens),
     # torchtitan#2217: the gradient of a norm over the width of a head was that of a rank's own heads.
-    "norm_of_heads": ("ddp:2*tensor:2", "hf:qwen3", {"vocab_size": 64, "head_dim": 8}, {}, Tokens),
+    "norm_of_heads": ("ddp:2*tensor:2", "hf:qwen3", QWEN, {}, Tokens),
+    # Megatron-LM#7452, finding 11: the same, unless sequences were cut.
+    "norm_of_heads_of_whole_sequences": (
+        "tensor:4",
+        "hf:qwen3",
+        QWEN,
+        {"distributed.sequence_parallel": False},
+        Tokens,
+    ),
 }
 
 
 def outcome(topology: str, kind: str, args: dict[str, Any], settings: dict[str, Any], data: type) -> dict[str, Any]:
     with torch.device("meta"):
-        model = WithSinks() if kind == "sinks" else language_model(kind, **args)
+        model = OWN_MODELS[kind]() if kind in OWN_MODELS else language_model(kind, **args)
     common = {"training.max_steps": 3, "distributed.reproducible": False, "training.gradient_clip": 0.5}
     trainer = trainer_for(topology, model, {**common, **settings})
     steps = [(float(record.loss), float(record.grad_norm)) for record in trainer.steps(data())]
@@ -134,6 +177,15 @@ def test_counts_are_whole_numbers_in_any_precision() -> None:
     """Megatron-LM PR 7081: counts of tokens were added up in bfloat16, where 256 + 1 is 256."""
     router = Router(8, 4, 2, "softmax", of_step=True, bias_rate=1e-3).bfloat16()
     assert router.step_counts.dtype == torch.int64
+
+
+def test_whole_logits_are_not_taken_for_a_part() -> None:
+    """Megatron-LM#7452, finding 2: gathered logits went to the loss of cut ones, which added the logarithm of ranks."""
+    model = language_model("transformer", **SMALL)
+    plan = model.tensor_plan()
+    model.tensor_plan = lambda: {name: way for name, way in plan.items() if way != "head"}  # type: ignore[assignment]
+    with pytest.raises(UsageError, match='says "loss" of token_losses, and "head" of no layer'):
+        checked_plan(model)
 
 
 def pipelines(folder: str) -> Any:
