@@ -31,6 +31,7 @@ from tests.parity.toy import Tokens, language_model
 from tests.ranks import run_ranks
 
 SMALL = {"n_layer": 2, "n_kv_head": 4, "vocab_size": 64}
+WHOLE_SEQUENCES = {"distributed.sequence_parallel": False}
 QWEN = {"vocab_size": 64, "head_dim": 8, "num_key_value_heads": 4}
 BALANCED = {"n_layer": 2, "n_kv_head": 4, "vocab_size": 64, "balance_weight": 1.0, "z_weight": 0.1, "bias_rate": 0.0}
 
@@ -107,13 +108,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], type[Dataset[An
     # Megatron-LM#7452, finding 8: a sink for each head is cut, but only the first rank's gradient was in the norm.
     "sinks": ("tensor:4", "sinks", {}, {}, Tokens),
     # torchtitan PRs 4245, 4332: each rank added the bias after a row cut; then its gradient was divided by the ranks.
-    "row_bias": ("ddp:2*tensor:2", "sinks", {}, {"distributed.sequence_parallel": False}, Tokens),
+    "row_bias": ("ddp:2*tensor:2", "sinks", {}, WHOLE_SEQUENCES, Tokens),
     # Megatron-LM#7452, finding 1: smoothing of targets took a rank's part of the vocabulary for the whole.
     "smoothed": ("ddp:2*tensor:2", "smoothed", {}, {}, Tokens),
     # torchtitan PR 3412: chunks of an output layer gave parts of a gradient, which were taken for its sum.
-    "in_chunks": ("tensor:4", "in chunks", {}, {"distributed.sequence_parallel": False}, Tokens),
+    "in_chunks": ("tensor:4", "in chunks", {}, WHOLE_SEQUENCES, Tokens),
     # torchtitan PR 1373, Megatron-LM PR 6839: ranks kept apart the gradients of one key that all heads share.
-    "one_key": ("tensor:4", "transformer", {**SMALL, "n_kv_head": 1}, {"distributed.sequence_parallel": False}, Tokens),
+    "one_key": ("tensor:4", "transformer", {**SMALL, "n_kv_head": 1}, WHOLE_SEQUENCES, Tokens),
     # torchtitan#3280: half of the loss was shown where sequences and layers are cut.
     "loss_shown": ("context:2*tensor:2", "transformer", SMALL, {}, OneTarget),
     # Megatron-LM#7452, findings 3 and 9: ranks divided losses by their own targets, and averaged what they got.
@@ -134,7 +135,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], type[Dataset[An
         "tensor:4",
         "hf:qwen3",
         QWEN,
-        {"distributed.sequence_parallel": False},
+        WHOLE_SEQUENCES,
         Tokens,
     ),
 }
