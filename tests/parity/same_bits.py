@@ -1,6 +1,7 @@
 """Reproducible runs, as digests; functions here run on every rank of a test."""
 
 import hashlib
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,16 @@ def bits(topology: str, model: str, settings: dict[str, Any] | None = None, step
 def many(cases: list[tuple[Any, ...]]) -> list[Bits]:
     """`bits` of each case (topology, model, settings, steps, model arguments), one after the other."""
     return [bits(*case[:4], **(case[4] if len(case) > 4 else {})) for case in cases]
+
+
+_of_one_process: dict[str, Bits] = {}
+
+
+def of_one_process(rest: Sequence[Any]) -> Bits:
+    """`bits` of (model, settings, steps, model arguments) on one process, trained once for all tests of a worker."""
+    if (key := repr(rest)) not in _of_one_process:
+        _of_one_process[key] = many([("single", *rest)])[0]
+    return _of_one_process[key]
 
 
 def relay(

@@ -19,7 +19,7 @@ from lockstep.parallel.context_attention import cut_attention
 from lockstep.parallel.context_chunks import Context
 from lockstep.strategy import parse_topology, resolve
 from lockstep.trainer import Trainer
-from tests.parity.axes import check_against_one_process
+from tests.parity.axes import check_against_one_process, uneven
 from tests.parity.same_bits import digest, trainer_for
 from tests.parity.test_same_bits import check
 from tests.parity.toy import Tokens, language_model
@@ -84,14 +84,14 @@ def every(ranks: int, steps: int) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_same_training(ranks: int) -> None:
-    check_against_one_process(ranks, in_turn(ranks, steps=4))
+    check_against_one_process(ranks, uneven(in_turn(ranks, steps=3)))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_model_on_every_product_of_axes(ranks: int) -> None:
-    check_against_one_process(ranks, every(ranks, steps=20))
+    check_against_one_process(ranks, uneven(every(ranks, steps=20)))
 
 
 @pytest.mark.full

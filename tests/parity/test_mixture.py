@@ -10,6 +10,7 @@ from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.models.mixture import Router
 from lockstep.parallel.expert import PlacedExperts
+from tests.parity.axes import uneven
 from tests.parity.same_bits import Bits, relay, trainer_for
 from tests.parity.test_tensor import check_both
 from tests.parity.toy import Tokens
@@ -44,7 +45,7 @@ def cases_of(topologies: dict[str, tuple[str, ...]], steps: int = 5) -> list[tup
 
 
 def test_the_same_training() -> None:
-    check_both(4, cases_of({
+    check_both(4, uneven(cases_of({
         "pipeline:2*fsdp:2": ("sigmoid, over the step",),
         "fsdp:2*tensor:2": ("sigmoid, over the step",),
         "ddp:4*expert:2": ("softmax",),
@@ -57,7 +58,7 @@ def test_the_same_training() -> None:
         "fsdp:2*tensor:2*expert:2": ("softmax",),
         "pipeline:2*ddp:2*expert:2": ("softmax",),
         "pipeline:2*fsdp:2*expert:2": ("sigmoid, over the step",),
-    }, steps=3))  # fmt: skip
+    }, steps=3)))  # fmt: skip
 
 
 @pytest.mark.full
@@ -72,7 +73,7 @@ def test_every_model_on_every_composition_of_axes() -> None:
     exact = ("softmax", "sigmoid, over the step", "one expert a token")
     cases = cases_of(dict.fromkeys(topologies, exact), steps=20)
     # In bf16 a rounding now and then sends a token to another expert: after 20 steps a norm is 1.2e-3 off.
-    check_both(4, cases + cases_of(dict.fromkeys(topologies, ("bf16",)), steps=5))
+    check_both(4, uneven(cases + cases_of(dict.fromkeys(topologies, ("bf16",)), steps=5)))
 
 
 # ---- experts over ranks ----

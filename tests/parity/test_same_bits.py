@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity.same_bits import bits, many
+from tests.parity.same_bits import bits, many, of_one_process
 from tests.ranks import run_ranks
 
 MODELS = ("bdh", "transformer", "free_transformer")
@@ -33,15 +33,10 @@ def without_pipeline(settings: dict[str, Any]) -> dict[str, Any]:
 
 def check(ranks: int, cases: list[tuple[Any, ...]], timeout: float = 300) -> None:
     """Every case on every rank against one process."""
-    expected = {}
-    for _, *rest in cases:
-        key = repr(rest)
-        if key not in expected:
-            model, settings, *others = rest
-            expected[key] = many([("single", model, without_pipeline(settings), *others)])[0]
     for results in run_ranks(many, ranks, cases, timeout=timeout):
         for (topology, *rest), (digest, records) in zip(cases, results, strict=True):
-            reference, reference_records = expected[repr(rest)]
+            model, settings, *others = rest
+            reference, reference_records = of_one_process((model, without_pipeline(settings), *others))
             assert records == reference_records, (topology, rest)
             assert digest == reference, (topology, rest)
 

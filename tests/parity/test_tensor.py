@@ -19,7 +19,7 @@ from lockstep.parallel.loss_parallel import cut_token_losses
 from lockstep.parallel.tensor_blocks import Cut
 from lockstep.parallel.tensor_cuts import apply_tensor
 from lockstep.strategy import resolve
-from tests.parity.axes import check_against_one_process
+from tests.parity.axes import check_against_one_process, uneven
 from tests.parity.same_bits import trainer_for
 from tests.parity.test_same_bits import check
 from tests.parity.toy import Tokens, language_model, worst
@@ -70,14 +70,14 @@ def check_both(ranks: int, cases: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_same_training(ranks: int) -> None:
-    check_both(ranks, in_turn(ranks, steps=5))
+    check_both(ranks, uneven(in_turn(ranks, steps=3)))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_model_on_every_product_of_axes(ranks: int) -> None:
-    check_both(ranks, every(ranks, steps=20))
+    check_both(ranks, uneven(every(ranks, steps=20)))
 
 
 @pytest.mark.full
