@@ -37,4 +37,4 @@ def uneven(cases: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 def far(place: int, found: Any, reference: Any) -> float:
     """Of the losses (place 0) or norms (place 1) of two runs."""
-    return worst(*([(float.fromhex(step[place]),) for step in run] for run in (found, reference)))
+    return worst(*([(float.fromhex(step[place]),) for step in run] for _, run in (found, reference)))
