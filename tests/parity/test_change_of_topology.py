@@ -7,10 +7,12 @@ import pytest
 from tests.parity.same_bits import bits, relay
 from tests.ranks import run_ranks
 
+SMALL_STEPS = {"training.global_batch_size": 8, "training.lr_schedule": "cosine"}
+
 
 @pytest.mark.parametrize(("model", "precision"), [("transformer", "fp32"), ("bdh", "bf16")])
 def test_single_ddp_hybrid_pipeline_and_back(tmp_path: Path, model: str, precision: str) -> None:
-    settings = {"training.max_steps": 12, "precision.mode": precision, "training.lr_schedule": "cosine"}
+    settings = {**SMALL_STEPS, "training.max_steps": 12, "precision.mode": precision}
     reference, records = bits("single", model, settings)
     _, first = relay(str(tmp_path), model, settings, ["single"], 2)
     four = ["ddp:4", "hybrid:2x2", "pipeline:2*ddp:2"]
@@ -22,7 +24,7 @@ def test_single_ddp_hybrid_pipeline_and_back(tmp_path: Path, model: str, precisi
 
 
 def test_a_run_that_is_cut_over_the_axis_tensor_for_a_while(tmp_path: Path) -> None:
-    settings = {"training.max_steps": 12, "training.lr_schedule": "cosine"}
+    settings = {**SMALL_STEPS, "training.max_steps": 12}
     reference, records = bits("single", "transformer", settings, vocab_size=64)
     four = ["ddp:2*tensor:2", "fsdp:2*tensor:2", "pipeline:2*tensor:2", "tensor:4"]
     first = run_ranks(relay, 4, str(tmp_path), "transformer", settings, four, 2, 64)[0][1]
@@ -34,7 +36,7 @@ def test_a_run_that_is_cut_over_the_axis_tensor_for_a_while(tmp_path: Path) -> N
 
 def test_a_run_whose_sequences_are_cut_over_the_axis_context_for_a_while(tmp_path: Path) -> None:
     settings = {
-        "training.max_steps": 14, "training.lr_schedule": "cosine", "distributed.context_blocks": 4,
+        **SMALL_STEPS, "training.max_steps": 14, "distributed.context_blocks": 4,
         "distributed.sequence_parallel": False,
     }  # fmt: skip
     reference, records = bits("single", "transformer", settings, vocab_size=64)

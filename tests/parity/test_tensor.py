@@ -105,18 +105,33 @@ def test_three_axes() -> None:
     check(8, cases, timeout=5400)
 
 
-def compiled(topology: str) -> list[tuple[float, float]]:
+COMPILED = {
+    2: (
+        ("tensor:2", "transformer", GROUPED),
+        ("context:2", "transformer", GROUPED),
+        ("ddp:2*expert:2", "mixture", GROUPED),
+    ),
+    4: (("fsdp:2*tensor:2", "transformer", GROUPED), ("fsdp:2*context:2", "transformer", GROUPED)),
+}
+
+
+def compiled(topology: str, model: str, args: dict[str, Any]) -> list[tuple[float, float]]:
     settings = {"training.compile": True, "distributed.reproducible": False, "training.max_steps": 3}
-    trainer = trainer_for(topology, "transformer", settings, **GROUPED)
+    trainer = trainer_for(topology, model, {**settings, "training.global_batch_size": 8}, **args)
     return [(float(r.loss), float(r.grad_norm)) for r in trainer.steps(Tokens())]
 
 
+def all_compiled(ranks: int) -> list[list[tuple[float, float]]]:
+    return [compiled(*case) for case in COMPILED[ranks]]
+
+
 @pytest.mark.full
-def test_compiled_blocks() -> None:
-    expected = compiled("single")
-    for topology, ranks in (("tensor:2", 2), ("fsdp:2*tensor:2", 4)):
-        for found in run_ranks(compiled, ranks, topology):
-            assert worst(found, expected) < 1e-5
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_compiled_blocks(ranks: int) -> None:
+    for results in run_ranks(all_compiled, ranks, ranks, timeout=1500):
+        for (topology, *case), found in zip(COMPILED[ranks], results, strict=True):
+            assert worst(found, compiled("single", *case)) < 1e-5, topology
 
 
 BALANCED = {"vocab_size": 64, "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 1.0}
