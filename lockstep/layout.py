@@ -40,6 +40,11 @@ class Layout:
         return self.pipeline * self.data_parallel_size * self.same_batch_size
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The axes along which there are several ranks, or experts are spread."""
+        return {axis: getattr(self, axis) for axis in (*AXES, "expert") if getattr(self, axis) > 1}
+
+    @property
     def same_batch_size(self) -> int:
         """Number of ranks that work on the same micro-batches.
 

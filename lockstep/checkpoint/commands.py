@@ -13,7 +13,7 @@ from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.restore import unreadable
 from lockstep.checkpoint.storage import MANIFEST, CheckpointPath, Directory, build_storage, step_of
 from lockstep.config import ObjectSpec
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, did_you_mean
 from lockstep.progress import progress_of
 
 VERBS = ("list", "inspect", "verify", "digest", "export", "convert", "import")
@@ -39,7 +39,8 @@ def run(verb: str, path: str | Path, **options: Any) -> str:
         DamagedError: `verify` found damage; the message lists every damaged checkpoint.
     """
     if verb not in VERBS:
-        raise UsageError(f"there is no `lockstep checkpoint {verb}`", fix="one of: " + ", ".join(VERBS))
+        near = did_you_mean(verb, VERBS)
+        raise UsageError(f"there is no `lockstep checkpoint {verb}`{near}", fix="one of: " + ", ".join(VERBS))
     chosen = {key: value for key, value in options.items() if value is not None}
     accepted = _OPTIONS.get(verb, ())
     if stray := [key for key in chosen if key not in accepted]:

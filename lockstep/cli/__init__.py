@@ -1,7 +1,9 @@
 """The command line: finds the verb and calls its function.
 
-    verbs.py        one function per verb, and the script with which a shell completes them
+    verbs.py        one function per verb
+    completion.py   the script with which a shell completes them
     arguments.py    shared arguments, and torchrun's options of `lockstep launch`
+    starter.py      the files that `lockstep init` and `lockstep new-model` write
 
 An error that a user can cause is one message on stderr; LOCKSTEP_TRACEBACK=1 shows the traceback.
 """

@@ -3,6 +3,8 @@
 import argparse
 import os
 import re
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,11 +19,30 @@ EPILOG = "Exit codes: 0 done; 1 the run failed; 2 the command or config is wrong
 FLAG = "flag:"  # marks the short names of keys among the parsed arguments
 
 
-class Parser(argparse.ArgumentParser):
-    """Parses arguments in any order, and raises one message instead of printing the usage."""
+Subverbs = Mapping[str, tuple[str, tuple[str, ...]]]  # name → what it does, the names of its arguments
 
-    def __init__(self, verb: str, description: str) -> None:
-        super().__init__(f"lockstep {verb}", description=description, allow_abbrev=False, epilog=EPILOG)
+
+class Parser(argparse.ArgumentParser):
+    """Parses arguments in any order, and raises one message instead of printing the usage.
+
+    Args:
+        verb: its name.
+        description: what it does.
+        examples: command lines, each with a comment or without.
+        subverbs: what `lockstep VERB SUBVERB` does; its `--help` lists its own arguments alone.
+    """
+
+    def __init__(
+        self, verb: str, description: str, examples: Sequence[str] = (), subverbs: Subverbs | None = None
+    ) -> None:
+        self._subverbs = subverbs or {}
+        width = max(map(len, self._subverbs), default=0)
+        parts = ["\n".join(f"  {name:<{width}}  {text}" for name, (text, _) in self._subverbs.items())]
+        parts += ["\n".join(["example:" if len(examples) == 1 else "examples:", *(f"  {line}" for line in examples)])]
+        super().__init__(
+            f"lockstep {verb}", description=description, allow_abbrev=False, formatter_class=_Help,
+            epilog="\n\n".join([*(part for part in parts if part.count("  ")), EPILOG]),
+        )  # fmt: skip
 
     def error(self, message: str) -> NoReturn:
         """Raise `message` as a `UsageError`."""
@@ -33,11 +54,21 @@ class Parser(argparse.ArgumentParser):
         Args:
             until_script: arguments after the first positional belong to a script, and are not changed.
         """
+        if argv and argv[0] in self._subverbs and {"-h", "--help"} & set(argv):
+            self._show_only(argv[0])
         dashed = self._dashed(argv, until_script)
         given, unknown = self.parse_known_args(dashed) if until_script else self.parse_known_intermixed_args(dashed)
         if unknown:
             self._reject([argv[dashed.index(token)] for token in unknown])
         return given
+
+    def _show_only(self, subverb: str) -> None:
+        """Leave the arguments of other subverbs out of the help."""
+        self.description, accepted = self._subverbs[subverb]
+        self.prog, self.epilog = f"{self.prog} {subverb}", EPILOG
+        for action in self._actions:
+            if action.dest.split(":")[0] not in (*accepted, "help"):
+                action.help = argparse.SUPPRESS
 
     def _dashed(self, argv: list[str], until_script: bool) -> list[str]:
         takes_value = {name for action in self._actions for name in action.option_strings if action.nargs != 0}
@@ -58,13 +89,22 @@ class Parser(argparse.ArgumentParser):
         advice = {token: (token.startswith("-") and advice_for_flag(token)) or self._nearest(token) for token in tokens}
         fixes = [text if len(advice) == 1 else f"for {token}, {text}" for token, text in advice.items()]
         where = f"the command {self.prog!r}"
-        raise UsageError(f"there is no argument {', '.join(advice)}", where=where, fix="; ".join(fixes))
+        of_script = self.prog == "lockstep launch" and any(re.search(r"\bwrite \w+\.", text) for text in fixes)
+        why = "a script sets such keys itself, as in Trainer(model, precision='bf16')" if of_script else None
+        raise UsageError(f"there is no argument {', '.join(advice)}", where=where, why=why, fix="; ".join(fixes))
 
     def _nearest(self, token: str) -> str:
         from difflib import get_close_matches
 
-        near = get_close_matches(token.partition("=")[0], self._option_string_actions, n=1)
+        near = get_close_matches(token.partition("=")[0], self._option_string_actions, n=1, cutoff=0.75)
         return f"write {near[0]}" if near else f"`{self.prog} --help` lists the arguments"
+
+
+class _Help(argparse.HelpFormatter):
+    """Fills paragraphs, and leaves indented lines as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(line if line[:2] == "  " else textwrap.fill(line, width) for line in text.split("\n"))
 
 
 def add_config(parser: Parser) -> None:

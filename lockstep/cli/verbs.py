@@ -5,12 +5,13 @@ Each verb imports what it needs, so that `--help` loads neither torch nor the sc
 
 import argparse
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.cli.arguments import (
     FLAG,
     Parser,
+    Subverbs,
     add_config,
     add_launch_options,
     add_torchrun_options,
@@ -21,9 +22,52 @@ from lockstep.cli.arguments import (
 from lockstep.errors import EXIT_DONE, UsageError
 
 
+def init(argv: list[str]) -> int:
+    """Run `lockstep init [DIR] [--script] [--data PATH]`."""
+    parser = Parser(
+        "init",
+        "Write a starter project: a config, or a script, and data, which trains at once.",
+        ["lockstep init first && cd first && lockstep train train.yaml", "lockstep init mine --script --data mine.csv"],
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=Path("."), help="default: this folder")
+    parser.add_argument("--script", action="store_true", help="a Python script and a table, not a config and text")
+    text = "your own: a text file or a folder of them; with --script a CSV file whose last column is the class"
+    parser.add_argument("--data", metavar="PATH", type=Path, help=text)
+    given = parser.parse(argv)
+
+    from lockstep.cli import starter
+
+    print(starter.project(given.folder, script=given.script, data=given.data))
+    return EXIT_DONE
+
+
+def new_model(argv: list[str]) -> int:
+    """Run `lockstep new-model NAME`."""
+    parser = Parser(
+        "new-model",
+        "Write a language model of your own to change, a config that trains it, and a test that it takes the same "
+        "steps on two ranks as in one process.",
+        ["lockstep new-model my_model && lockstep train my_model.yaml"],
+    )
+    parser.add_argument("name", metavar="NAME", help="my_model makes my_model.py with the class MyModel")
+    given = parser.parse(argv)
+
+    from lockstep.cli import starter
+
+    print(starter.model(given.name))
+    return EXIT_DONE
+
+
 def train(argv: list[str]) -> int:
     """Run `lockstep train CONFIG [KEY=VALUE …]`."""
-    parser = Parser("train", "Train a config. KEY=VALUE overrides one of its keys: training.max_steps=10.")
+    parser = Parser(
+        "train",
+        "Train a config. KEY=VALUE overrides one of its keys: training.max_steps=10.",
+        [
+            "lockstep train run.yaml --nproc-per-node 2                # two ranks of this machine",
+            "lockstep train run.yaml --strategy fsdp --max-steps 100   # again with the same run: it resumes",
+        ],
+    )
     add_config(parser)
     add_launch_options(parser)
     parser.add_argument(
@@ -48,7 +92,11 @@ def train(argv: list[str]) -> int:
 
 def launch(argv: list[str]) -> int:
     """Run `lockstep launch [options] SCRIPT.py [ARGS …]`."""
-    parser = Parser("launch", "Run any script of yours on several ranks.")
+    parser = Parser(
+        "launch",
+        "Run any script of yours on several ranks, with restarts and one message for a failure.",
+        ["lockstep launch --nproc-per-node 2 train.py --my-option 3"],
+    )
     add_launch_options(parser)
     add_torchrun_options(parser)
     parser.add_argument(
@@ -86,10 +134,24 @@ def launch(argv: list[str]) -> int:
     )
 
 
+_KEYS = ("words", "config", FLAG.rstrip(":"))
+_CONFIG_VERBS: Subverbs = {
+    "show": ("Print the config with all defaults, or draw its pipeline.", (*_KEYS, "schedule", "ranks")),
+    "check": ("Check every key, and what the config names. Nothing is trained.", _KEYS),
+    "schema": ("Print the JSON schema, with which editors complete keys.", ()),
+    "list": ("List the configs that ship, to train or extend by name.", ()),
+}
+
+
 def config(argv: list[str]) -> int:
     """Run `lockstep config show|check|schema|list [CONFIG] [KEY=VALUE …]`."""
-    parser = Parser("config", "Show a config as it resolves, check it, print its schema, list those that ship.")
-    parser.add_argument("verb", metavar="show|check|schema|list")
+    parser = Parser(
+        "config",
+        "Show a config as it resolves, check it, print its schema, list those that ship.",
+        ["lockstep config check run.yaml training.max_steps=10"],
+        _CONFIG_VERBS,
+    )
+    parser.add_argument("verb", metavar="|".join(_CONFIG_VERBS))
     add_config(parser)
     parser.add_argument("--schedule", action="store_true", help="show: draw the schedule of a pipeline")
     parser.add_argument("--ranks", metavar="N", type=int, help="with --schedule (default: the product of the sizes)")
@@ -117,10 +179,26 @@ def config(argv: list[str]) -> int:
     return EXIT_DONE
 
 
+_CHECKPOINT_VERBS: Subverbs = {
+    "list": ("List a run's checkpoints: size, time, and damage.", ("path",)),
+    "inspect": ("Show what one holds: parameters, shapes, steps.", ("path",)),
+    "verify": ("Read every byte and compare the checksums.", ("path",)),
+    "digest": ("Print the SHA-256 of the parameters, equal on any topology.", ("path",)),
+    "export": ("Write the weights as one safetensors file.", ("path", "output")),
+    "convert": ("Write a checkpoint in another format.", ("path", "output", "to")),
+    "import": ("Make a checkpoint of another trainer's weights.", ("path", "output", "prefix")),
+}
+
+
 def checkpoint(argv: list[str]) -> int:
     """Run `lockstep checkpoint list|inspect|verify|digest|export|convert|import PATH`."""
-    parser = Parser("checkpoint", "Inspect and verify checkpoints, export weights from one or import them into one.")
-    parser.add_argument("verb", metavar="list|inspect|verify|digest|export|convert|import")
+    parser = Parser(
+        "checkpoint",
+        "Inspect and verify checkpoints, export weights from one or import them into one.",
+        ["lockstep checkpoint export runs/run --output model.safetensors"],
+        _CHECKPOINT_VERBS,
+    )
+    parser.add_argument("verb", metavar="|".join(_CHECKPOINT_VERBS))
     text = "a run directory, its checkpoints, or one of them; import: another trainer's file or folder"
     parser.add_argument("path", metavar="PATH", type=Path, help=text)
     text = "export, convert, import: the file or folder to write"
@@ -138,21 +216,34 @@ def checkpoint(argv: list[str]) -> int:
 
 def report(argv: list[str]) -> int:
     """Run `lockstep report RUN [RUN2 …] [-o FILE] [--live]`."""
-    parser = Parser("report", "What runs did and what to do next, as one HTML file; also of a run that crashed.")
+    parser = Parser(
+        "report",
+        "What runs did and what to do next, as one HTML file; also of a run that crashed. Of a folder of runs: an "
+        "index that compares them, beside a report of each.",
+        [
+            "lockstep report runs/run --live         # follows it while it trains",
+            "lockstep report runs                    # all runs in the folder",
+            "lockstep report runs/a runs/b -o compared.html",
+        ],
+    )
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories; several are compared")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: report.html in the first RUN")
     parser.add_argument("--live", action="store_true", help="serve the page on loopback instead, following the run")
     parser.add_argument("--port", metavar="N", type=int, default=0, help="with --live (default: any free port)")
     given = parser.parse(argv)
 
-    from lockstep.report.page import run
+    from lockstep.report.index import run
 
     return run(given.runs, output=given.output, live=given.live, port=given.port)
 
 
 def bench(argv: list[str]) -> int:
     """Run `lockstep bench scaling CONFIG --ranks 1,2,4`."""
-    parser = Parser("bench", "Weak and strong scaling of a config on this machine, measured against the ideal.")
+    parser = Parser(
+        "bench",
+        "Weak and strong scaling of a config on this machine, measured against the ideal.",
+        ["lockstep bench scaling run.yaml --ranks 1,2 --steps 20"],
+    )
     parser.add_argument("study", metavar="scaling")
     add_config(parser)
     parser.add_argument("--ranks", metavar="N,N,…", default="1,2,4", help="numbers of ranks (default: 1,2,4)")
@@ -214,7 +305,11 @@ def plan(argv: list[str]) -> int:
 
 
 def _plan_parser() -> Parser:
-    parser = Parser("plan", "Predict the memory and time of a run, and which layout is best. Nothing is trained.")
+    parser = Parser(
+        "plan",
+        "Predict the memory and time of a run, and which layout is best. Nothing is trained.",
+        ["lockstep plan run.yaml --gpus 8 --gpu-type A100-80GB"],
+    )
     add_config(parser)
     parser.add_argument("--gpus", metavar="N", type=int, help="number of GPUs (default: those that are here, or 1)")
     parser.add_argument(
@@ -252,6 +347,7 @@ def verify(argv: list[str]) -> int:
         "the first difference and its cause, and exit with 1. CONFIG may be anybody's training script: SCRIPT.py "
         "[--nproc-per-node 1,2,4] [--steps N] [--json] [-- ARGS …], where {n} in ARGS is the number of ranks; or a "
         'command, as in lockstep verify "accelerate launch --num_processes {n} train.py" --ranks 1,2.',
+        ["lockstep verify run.yaml --against ddp:2,fsdp:2", "lockstep verify train.py --nproc-per-node 1,2"],
     )
     add_config(parser)
     parser.add_argument(
@@ -286,7 +382,11 @@ def verify(argv: list[str]) -> int:
 
 def sample(argv: list[str]) -> int:
     """Run `lockstep sample RUN_DIR [--prompt TEXT] [--tokens N] [--temperature T] [--seed N]`."""
-    parser = Parser("sample", "Generate text with a run's language model, from its newest whole checkpoint.")
+    parser = Parser(
+        "sample",
+        "Generate text with a run's language model, from its newest whole checkpoint.",
+        ['lockstep sample runs/run --prompt "The " --tokens 60'],
+    )
     parser.add_argument("run", metavar="RUN_DIR", type=Path)
     parser.add_argument("--prompt", metavar="TEXT", default="The ", help="the text to continue")
     parser.add_argument("--tokens", metavar="N", type=int, default=200, help="number of tokens to add (default: 200)")
@@ -304,7 +404,11 @@ def sample(argv: list[str]) -> int:
 
 def doctor(argv: list[str]) -> int:
     """Run `lockstep doctor [CONFIG] [launch options] [--json]`."""
-    parser = Parser("doctor", "Check machines, network and ranks before a run: ✓ good, ⚠ warning, ✗ will not work.")
+    parser = Parser(
+        "doctor",
+        "Check machines, network and ranks before a run: ✓ good, ⚠ warning, ✗ will not work.",
+        ["lockstep doctor run.yaml --nproc-per-node 2"],
+    )
     add_config(parser)
     add_launch_options(parser)
     parser.add_argument("--output-dir", metavar="DIR", default="runs", help="where runs write (default: runs)")
@@ -324,7 +428,11 @@ def submit(argv: list[str]) -> int:
     from lockstep.submit import command
 
     if argv[:1] in (["-h"], ["--help"]):
-        overview = Parser("submit", "Make a job of a run; `lockstep submit slurm --help` lists the options.")
+        overview = Parser(
+            "submit",
+            "Make a job of a run; `lockstep submit slurm --help` lists the options.",
+            ["lockstep submit slurm run.yaml --nproc-per-node 8 --nnodes 2 --dry-run"],
+        )
         overview.add_argument("scheduler", metavar="slurm|kubernetes", help="the scheduler")
         overview.parse(argv)
     if not argv or argv[0] not in command.SCHEDULERS:
@@ -345,57 +453,23 @@ def submit(argv: list[str]) -> int:
 
 def completion(argv: list[str]) -> int:
     """Run `lockstep completion bash|zsh`."""
-    parser = Parser("completion", "Print a script that lets the shell complete: source <(lockstep completion bash).")
+    parser = Parser(
+        "completion",
+        "Print a script with which the shell completes verbs, options and files.",
+        ["source <(lockstep completion bash)"],
+    )
     parser.add_argument("shell", metavar="bash|zsh")
     given = parser.parse(argv)
+    from lockstep.cli.completion import completion_script
+
     print(completion_script(given.shell, VERBS), end="")
     return EXIT_DONE
 
 
-SHELLS = ("bash", "zsh")
-
-_BASH = r"""# lockstep: completion for bash; put this line into ~/.bashrc: source <(lockstep completion bash)
-declare -A _lockstep_help
-_lockstep() {
-  local word=${COMP_WORDS[COMP_CWORD]} verb=${COMP_WORDS[1]} found
-  COMPREPLY=()
-  if [ "$COMP_CWORD" -eq 1 ]; then
-    COMPREPLY=($(compgen -W "VERBS --help --version" -- "$word"))
-    return
-  fi
-  [ -n "${_lockstep_help[$verb]}" ] || _lockstep_help[$verb]=$(lockstep "$verb" --help 2>/dev/null)
-  if [[ $word == -* ]]; then
-    found=$(grep -oE -- '--[a-z][a-z-]+' <<<"${_lockstep_help[$verb]}" | sort -u)
-  elif [ "$COMP_CWORD" -eq 2 ]; then
-    found=$(grep -oE '^  [a-z]+(\|[a-z]+)+' <<<"${_lockstep_help[$verb]}" | head -1 | tr '|' ' ')
-  fi
-  COMPREPLY=($(compgen -W "$found" -- "$word"))
-  if [ "${#COMPREPLY[@]}" -eq 0 ]; then COMPREPLY=($(compgen -f -- "$word")); fi
-}
-complete -o filenames -F _lockstep lockstep
-"""
-_ZSH = """# lockstep: completion for zsh; put this line into ~/.zshrc: source <(lockstep completion zsh)
-autoload -U +X compinit && compinit
-autoload -U +X bashcompinit && bashcompinit
-"""
-
-
-def completion_script(shell: str, verbs: Iterable[str]) -> str:
-    """Return the script that a shell sources, with which it completes verbs, subcommands, options and files.
-
-    It reads options from `lockstep VERB --help` once per shell, so they are never out of date.
-
-    Raises:
-        UsageError: the shell is not supported.
-    """
-    if shell not in SHELLS:
-        raise UsageError(f"there is no completion for {shell!r}", fix=f"lockstep completion {'|'.join(SHELLS)}")
-    bash = _BASH.replace("VERBS", " ".join(verbs))
-    return bash if shell == "bash" else _ZSH + bash.split("\n", 1)[1]
-
-
 Verb = tuple[Callable[[list[str]], int], str]
 VERBS: dict[str, Verb] = {
+    "init": (init, "write a starter project that trains at once"),
+    "new-model": (new_model, "write a model of your own, with its config and its test of parity"),
     "train": (train, "train what a config says, on one rank or many"),
     "launch": (launch, "run any script of yours with the same launcher"),
     "verify": (verify, "prove that topologies take the steps that one process takes"),

@@ -154,6 +154,30 @@ ACCELERATE_VALUES: Rows = (
     ("no_prefetch", "distributed.fsdp.backward_prefetch", "none"),
     ("multi_gpu", STRATEGY, "ddp"),
 )
+ACCELERATE_FLAGS: Rows = (
+    (
+        "--config_file",
+        "",
+        "",
+        "leave it out: there is no file of launch options; they are typed or set by the scheduler",
+    ),
+    ("--multi_gpu", NPROC, "", "or leave it out: all visible GPUs"),
+    ("--cpu", "distributed.device", "cpu"),
+    ("--gpu_ids", "", "", "set CUDA_VISIBLE_DEVICES=0,1 in front of the command"),
+    (
+        "--num_cpu_threads_per_process",
+        "",
+        "",
+        "set OMP_NUM_THREADS=N in front of the command; unset: the cores are shared",
+    ),
+    ("--use_deepspeed", STRATEGY, "fsdp", "ZeRO-3 is full_shard, ZeRO-2 is shard_grad_op"),
+    ("--deepspeed_config_file", STRATEGY, "fsdp", "each of its keys has one here"),
+    ("--zero_stage", "distributed.fsdp.sharding_strategy", "", "3 is full_shard, 2 and 1 are shard_grad_op"),
+    ("--offload_optimizer_device", "distributed.fsdp.cpu_offload", "true"),
+    ("--offload_param_device", "distributed.fsdp.cpu_offload", "true"),
+    ("--use_megatron_lm", "distributed.tensor_size", "", "and distributed.pipeline_size"),
+    ("--same_network", "", "", "leave it out: machines meet at --master-addr or --rdzv-endpoint"),
+)
 ACCELERATE_PYTHON: Rows = (
     ("Accelerator(…)", "lockstep.Trainer(model, optimizer, strategy=…)"),
     ("accelerator.prepare(model, optimizer, loader)", "lockstep.Trainer(model, optimizer, strategy=…)"),
@@ -193,6 +217,18 @@ DEEPSPEED: Rows = (
     ("scheduler.type", "training.lr_schedule"),
     ("scheduler.params.warmup_num_steps", "training.warmup_steps"),
     ("partition_method", "distributed.pipeline.split_spec"),
+)
+
+DEEPSPEED_FLAGS: Rows = (
+    ("--deepspeed_config", STRATEGY, "fsdp", "each of its keys has one here"),
+    ("--hostfile", "--rdzv-endpoint", "HOST:PORT", "start the same command on each host; with Slurm `lockstep submit`"),
+    ("--include", "", "", "set CUDA_VISIBLE_DEVICES=0,1 in front of the command on each host"),
+    ("--exclude", "", "", "set CUDA_VISIBLE_DEVICES=0,1 in front of the command on each host"),
+    ("--bind_cores_to_rank", "", "", "leave it out: each rank is bound to its share of the cores"),
+    ("--enable_each_rank_log", "", "", "leave it out: each rank's output is in runs/NAME/logs"),
+    ("--elastic_training", "--nnodes", "MIN:MAX"),
+    ("--min_elastic_nodes", "--nnodes", "MIN:MAX"),
+    ("--max_elastic_nodes", "--nnodes", "MIN:MAX"),
 )
 
 TORCHTITAN: Rows = (
@@ -337,8 +373,10 @@ TRAINERS: tuple[tuple[str, Kind, Rows], ...] = (
     ("fabric", "python", FABRIC_PYTHON),
     ("accelerate", "key", ACCELERATE),
     ("accelerate", "value", ACCELERATE_VALUES),
+    ("accelerate", "flag", ACCELERATE_FLAGS),
     ("accelerate", "python", ACCELERATE_PYTHON),
     ("deepspeed", "key", DEEPSPEED),
+    ("deepspeed", "flag", DEEPSPEED_FLAGS),
     ("torchtitan", "key", TORCHTITAN),
     ("megatron", "key", MEGATRON),
     ("nanogpt", "key", NANOGPT),

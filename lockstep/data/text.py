@@ -310,7 +310,12 @@ def prepare(
 
 def prepare_command(argv: Sequence[str]) -> int:
     """Run `lockstep data prepare SOURCE --out DIR [--tokenizer bytes|FILE]`."""
-    parser = _Parser("lockstep data prepare", description="Turn text into tokens, for the data set `tokens`.")
+    parser = _Parser(
+        "lockstep data prepare",
+        description="Turn text into tokens, for the data set `tokens`.",
+        epilog="example:\n  lockstep data prepare text.txt --out tokens",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("verb", choices=("prepare",), help=argparse.SUPPRESS)
     parser.add_argument("source", metavar="SOURCE", help="a text file, a folder of them, or python-docs")
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")

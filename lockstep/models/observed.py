@@ -154,7 +154,8 @@ def _targets(call: Mapping[str, Any]) -> Mean:
         each = weight.detach().to(target.device)[torch.where(valid, target, 0)]
         return Mean(target.numel(), torch.where(valid, each, 0.0).sum(), of_elements=False)
     count = valid.sum()
-    return Mean(target.numel(), int(count) if count.device.type == "cpu" else count, of_elements=False)
+    known = count.device.type == "cpu" and type(count) is Tensor  # not a fake tensor of a plan
+    return Mean(target.numel(), int(count) if known else count, of_elements=False)
 
 
 def _elements(call: Mapping[str, Any]) -> Mean:

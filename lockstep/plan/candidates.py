@@ -20,6 +20,7 @@ from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.workload import Workload
 from lockstep.progress import progress_of
 from lockstep.strategy import known_strategies, strategy_named
+from lockstep.torch_compat.fake_tensors import UNKNOWN_VALUES
 
 _KIND_KEY = "distributed.ddp.compression.kind"
 PAYS_FROM = 0.1  # fraction of a step: less is not worth the lost precision
@@ -208,10 +209,18 @@ def _run_task(index: int) -> list[Candidate]:
     return _task(index)
 
 
+class ValuesNeededError(UsageError):
+    """The forward pass reads values (`.item()`, `nonzero`), which tensors without contents do not have."""
+
+
 def evaluate_layout(
     work: Workload, config: Config, cluster: GpuCluster, changes: dict[str, Any], facts: ModelSize
 ) -> Candidate:
-    """Evaluate memory and time of one layout."""
+    """Evaluate memory and time of one layout.
+
+    Raises:
+        ValuesNeededError: the forward pass reads values of its batch, which a plan does not have.
+    """
     layout, config = layout_of(config, cluster, changes), with_layout(config, changes)
     strategy = strategy_named(config.distributed.strategy)
     candidate = Candidate(layout, changes, limit=cluster.usable_memory)
@@ -236,6 +245,12 @@ def evaluate_layout(
             _evaluate_data_parallel(candidate, work, config, cluster, count, facts)
     except UsageError as error:
         candidate.refused = error.what
+    except UNKNOWN_VALUES as error:
+        raise ValuesNeededError(
+            "this model can't be planned: its forward pass reads values of its batch",
+            why=f"a plan runs it without contents ({error})",
+            fix="name distributed.strategy, and train a few steps: the report has the memory of each rank",
+        ) from error
     return candidate
 
 

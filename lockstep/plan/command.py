@@ -25,6 +25,7 @@ from lockstep.errors import UsageError
 from lockstep.plan import GIB, calculate_resources
 from lockstep.plan.candidates import (
     Candidate,
+    ValuesNeededError,
     candidates,
     evaluate_layout,
     largest_batch,
@@ -366,7 +367,11 @@ def choose(config: Config, world_size: int, local_world_size: int, cluster: GpuC
     facts = model_size_of(work, config)
     asked = {"training.gradient_checkpointing": config.training.gradient_checkpointing}
     shows = rank_facts().is_main
-    replicas = evaluate_layout(work, config, cluster, {"distributed.strategy": REPLICAS, **asked}, facts)
+    try:
+        replicas = evaluate_layout(work, config, cluster, {"distributed.strategy": REPLICAS, **asked}, facts)
+    except ValuesNeededError as error:
+        why = f"{REPLICAS}, unless you name another; {error.what}"
+        return Choice(config.replaced({"distributed.strategy": REPLICAS}), why)
     if replicas.fits and replicas.needed <= _COMFORTABLE * replicas.limit:
         why = f"{replicas.layout}: {_size(replicas)} of {replicas.limit / GIB:.1f} GiB a rank, nothing need be sharded"
         return Choice(config.replaced({"distributed.strategy": REPLICAS}), why)

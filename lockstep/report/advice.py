@@ -97,13 +97,60 @@ def _communication(run: RunData) -> Iterator[Advice]:
     share = step_shares(run).get("communication", 0.0)
     if share < 0.2 or run.of_kind("straggler"):
         return
+    if _oversubscribed_hosts(run):  # ranks wait for cores, whatever they exchange
+        return
+    config, sizes, hosts = flat_config(run.config_text), run.start.get("sizes") or {}, _ranks_by_host(run)
+    ways = ["train larger micro-batches (training.batch_size)"]
+    if sizes.get("shard", 1) > 1:
+        ways += ["hold gradients whole until the last micro-batch (distributed.fsdp.accumulate: unsharded)"]
+        if len(hosts) > 1 and sizes.get("replicate", 1) == 1:
+            ways += ["shard within a host only (distributed.fsdp.sharding_strategy: hybrid_shard)"]
+        if str(config.get("precision.mode")) != "fp32":
+            ways += ["reduce in half precision (distributed.fsdp.reduce_dtype: bf16)"]
+    elif sizes.get("replicate", 1) > 1:
+        ways += ["reduce less often (training.gradient_accumulation_steps)"]
+        if config.get("distributed.ddp.compression.kind", "none") == "none" and "pipeline" not in sizes:
+            ways += ["compress (distributed.ddp.compression.kind: bf16)"]
+    if "pipeline" in sizes:
+        ways += ["give the pipeline more micro-batches a step (training.gradient_accumulation_steps)"]
+    if {"tensor", "context"} & set(sizes) and len(hosts) > 1:
+        ways += ["keep the ranks of distributed.tensor_size and context_size within a host"]
     yield Advice(
         "warn",
         f"{share:.0%} of each step waits for other ranks.",
-        "Raise training.gradient_accumulation_steps (fewer reductions per sample), use shards within a node only "
-        "(fsdp.sharding_strategy: hybrid_shard), or compress (ddp.compression.kind: bf16).",
-        _of_a_step(run, share) + ".",
+        f"To wait less: {'; '.join(ways)}.",
+        _of_a_step(run, share) + f"; the ranks are {run.start.get('layout', 'unknown')}.",
     )
+
+
+def _ranks_by_host(run: RunData) -> dict[str, list[dict[str, Any]]]:
+    hosts: dict[str, list[dict[str, Any]]] = {}
+    for rank in run.start.get("ranks") or []:
+        hosts.setdefault(str(rank.get("host")), []).append(rank)
+    return hosts
+
+
+def _oversubscribed_hosts(run: RunData) -> dict[str, tuple[int, int]]:
+    """Return threads and cores of each host whose ranks on CPUs have more threads than it has cores."""
+    found = {}
+    for host, ranks in _ranks_by_host(run).items():
+        threads = sum(rank.get("threads") or 0 for rank in ranks if "CPU" in str(rank.get("device")))
+        cores = max((rank.get("cores") or 0 for rank in ranks), default=0)
+        if cores and threads > cores:
+            found[host] = threads, cores
+    return found
+
+
+def _oversubscribed(run: RunData) -> Iterator[Advice]:
+    for host, (threads, cores) in list(_oversubscribed_hosts(run).items())[:1]:
+        ranks = len(_ranks_by_host(run)[host])
+        yield Advice(
+            "warn",
+            f"{host} has {cores} core{'s' * (cores != 1)} for {threads} threads of {ranks} "
+            f"rank{'s' * (ranks != 1)}: they take turns, and wait for each other.",
+            f"Set OMP_NUM_THREADS={cores // ranks}." if cores >= ranks else f"Start at most {cores} ranks there.",
+            "The start event has each rank's threads, and the cores that it may use.",
+        )
 
 
 def _straggler(run: RunData) -> Iterator[Advice]:
@@ -255,6 +302,6 @@ def _phase(event: dict[str, Any]) -> str:
 
 
 _RULES: tuple[Callable[[RunData], Iterator[Advice]], ...] = (
-    _crashed, _non_finite_loss, _restarts, _data, _communication, _straggler, _pauses, _memory, _precision, _clipping,
-    _overfitting, _slowing, _utilisation, _sinks,
+    _crashed, _non_finite_loss, _restarts, _oversubscribed, _data, _communication, _straggler, _pauses, _memory,
+    _precision, _clipping, _overfitting, _slowing, _utilisation, _sinks,
 )  # fmt: skip

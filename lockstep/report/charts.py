@@ -1,7 +1,7 @@
-"""Draws figures as plain data for plotly.js. A colour `@name` stands for one of the page's light or dark theme."""
+"""Draws figures as plain data for plotly.js and lines.js; a colour `@name` is one of the page's light or dark theme."""
 
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import accumulate, product
 from math import ceil, floor, log10
 from typing import Any
 
@@ -91,7 +91,8 @@ _PHASE_COLOURS = {
 
 def charts(runs: list[RunData]) -> list[Figure]:
     """Return all figures that can be drawn of these runs, in the page's order."""
-    made = [draw(runs) for draw in (loss, throughput, phases, whole_time)]
+    made = [loss(runs), *(loss_against(runs)[1:] if len(runs) > 1 else [])]
+    made += [draw(runs) for draw in (throughput, phases, whole_time)]
     if len(runs) == 1:
         made += [draw(runs[0]) for draw in (ranks, own_time, memory)]
     made += own_metrics(runs)
@@ -136,6 +137,51 @@ def loss(runs: list[RunData]) -> Figure | None:
         "loss", "Loss", data, note=note.strip(), wide=True, shapes=marks, xaxis={"title": {"text": "step"}},
         yaxis=log_axis([lowest, highest]) if log else {},
     )  # fmt: skip
+
+
+LINES_AT_MOST = 24  # runs in a chart
+_POINTS = 300  # of a line, where there are many
+
+
+def loss_against(runs: list[RunData], note: str = "") -> list[Figure]:
+    """Draw the loss of several runs against steps, tokens (or samples) and seconds."""
+    shown = runs[:LINES_AT_MOST]
+    unit = "tokens" if all(run.last("tokens") for run in shown) else "samples"
+    figures = []
+    for name, of_run in (("steps", _steps), (unit, lambda run: _summed(run, unit)), ("seconds", _seconds)):
+        data, values = [], []
+        for place, (run, colour) in enumerate(zip(shown, cycle(shown), strict=True)):
+            x = dict(zip((row["step"] for row in run.rows), of_run(run), strict=True))
+            known = [row for row in run.rows if row.get("loss") is not None]
+            smooth = smoothed([row["loss"] for row in known], max(1.0, len(known) / 50))
+            keep = thinned(smooth, _POINTS)
+            dash = ("solid", "dash", "dot")[place // len(COLOURS) % 3]
+            data.append(line([short(x[known[i]["step"]]) for i in keep], [smooth[i] for i in keep], run.name, colour,
+                             line={"dash": dash}, mode=mode(keep)))  # fmt: skip
+            values += [value for value in smooth if value is not None]
+        log = bool(values) and min(values) > 0 and max(values) > 20 * min(values)
+        figures.append(chart(f"loss-{name}", f"Loss against {name}", data, note=note, wide=name == "steps",
+                             xaxis={"title": {"text": name}}, yaxis=log_axis(values) if log else {}))  # fmt: skip
+    return figures
+
+
+def _steps(run: RunData) -> list[float]:
+    return [row["step"] for row in run.rows]
+
+
+def _summed(run: RunData, name: str) -> list[float]:
+    """Return the tokens or samples up to each row, which stands for the steps since the one before."""
+    steps = [0, *(row["step"] for row in run.rows)]
+    each = [(row.get(name) or 0.0) * (after - before)
+            for row, before, after in zip(run.rows, steps, steps[1:], strict=False)]  # fmt: skip
+    return list(accumulate(each))
+
+
+def _seconds(run: RunData) -> list[float]:
+    """Return the seconds from the first sign of the run to each row."""
+    times = [row.get("time") or 0.0 for row in run.rows]
+    begun = min([event["time"] for event in run.events] + [time for time in times if time], default=0.0)
+    return [max(0.0, time - begun) for time in times]
 
 
 def _restart_marks(run: RunData) -> list[Row]:

@@ -30,9 +30,9 @@ function coloured(value) {
 // ---- words ----
 
 function header(data) {
-  const title = data.runs.length > 1 ? `${data.runs.length} runs compared` : data.runs[0].name;
+  const title = data.plain ? data.title : data.runs.length > 1 ? `${data.runs.length} runs compared` : data.runs[0].name;
   return element("header", {}, element("h1", {}, title),
-    ...(data.runs.length > 1 ? [] : [badge(data.runs[0].status)]),
+    ...(data.plain || data.runs.length > 1 ? [] : [badge(data.runs[0].status)]),
     element("p", { class: "made" }, `${data.live ? "live, " : ""}${data.made}`));
 }
 
@@ -68,7 +68,7 @@ function adviceSection(advice) {
 
 function tableCard(table) {
   const head = element("tr", {}, ...table.head.map((name) => element("th", { scope: "col" }, name)));
-  const rows = table.rows.map((row) => element("tr", {}, ...row.map((cell) => element("td", {}, cell))));
+  const rows = table.rows.map((row) => element("tr", {}, ...row.map((cell) => element("td", {}, cell.href ? element("a", { href: cell.href }, cell.text) : cell))));
   const grid = element("div", { class: "scroll" }, element("table", {}, element("thead", {}, head),
     element("tbody", {}, ...rows)));
   const body = table.folded
@@ -109,6 +109,7 @@ function layoutOf(chart, width) {
 }
 
 function draw(chart, place) {
+  if (shown.plain) return drawLines(chart, place);
   const data = coloured(chart.data);
   const options = { displayModeBar: false, responsive: false, scrollZoom: false, showTips: false };
   Plotly.react(place, data, layoutOf(chart, place.clientWidth || 400), options);
@@ -133,9 +134,9 @@ function show(data) {
   const open = [...page.querySelectorAll("details")].map((part) => part.open);
   shown = data;
   const grid = kept || element("section", { class: "charts" }, ...data.charts.map(chartCard));
-  const several = data.runs.length > 1;
+  const several = data.plain || data.runs.length > 1;
   page.replaceChildren(header(data), ...(several ? tableCard(data.tables[0]) : []),
-    ...data.runs.map((run) => runCard(run, several)), ...adviceSection(data.advice), ...(data.charts.length ? [element("h2", {}, "What it did")] : []), grid,
+    ...data.runs.map((run) => runCard(run, several)), ...adviceSection(data.advice), ...(data.charts.length && !data.plain ? [element("h2", {}, "What it did")] : []), grid,
     ...data.tables.slice(several ? 1 : 0).flatMap(tableCard), ...configs(data.configs));
   page.querySelectorAll("details").forEach((part, place) => { part.open = open[place] || false; });
   drawAll();

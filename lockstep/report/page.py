@@ -44,7 +44,7 @@ def render(data: Page, *, live: bool = False) -> str:
         "TITLE": escape(data["title"]),
         "POLICY": _POLICY.format(connect="'self'" if live else "'none'"),
         "STYLE": _read("page.css"),
-        "PLOTLY": plotly_js(),
+        "PLOTLY": _read("lines.js") if data.get("plain") else plotly_js(),
         "DATA": json.dumps({**data, "live": live}, allow_nan=False).replace("<", "\\u003c"),
         "SCRIPT": _read("page.js"),
     }
@@ -76,7 +76,7 @@ def page_data(runs: list[RunData], now: float | None = None) -> Page:
         "runs": [_about(run, COLOURS[i % len(COLOURS)]) for i, run in enumerate(runs)],
         "advice": [vars(advice) | {"run": run.name if len(runs) > 1 else ""} for run in runs for advice in advise(run)],
         "charts": charts(runs),
-        "tables": [table for table in (_compared(runs), _differences(runs), _operators(runs), _events(runs)) if table],
+        "tables": [table for table in (_several(runs), differences(runs), _operators(runs), _events(runs)) if table],
         "configs": [{"name": run.name, "text": run.config_text} for run in runs if run.config_text],
     }
 
@@ -141,9 +141,12 @@ def _rate(run: RunData) -> tuple[float | None, str]:
 # ---- tables: {title, head, rows} ----
 
 
-def _compared(runs: list[RunData]) -> Page | None:
-    if len(runs) < 2:
-        return None
+def _several(runs: list[RunData]) -> Page | None:
+    return compared(runs) if len(runs) > 1 else None
+
+
+def compared(runs: list[RunData]) -> Page:
+    """Return the table of the runs' figures."""
     rows = [[run.name, run.status, str(run.start.get("layout", "")), *_numbers(run)] for run in runs]
     head = ["run", "status", "strategy", "steps", "last loss", "best evaluation", "step", "rate", "MFU", "memory"]
     return {"title": "The runs side by side", "head": head, "rows": rows}
@@ -164,7 +167,8 @@ def _numbers(run: RunData) -> list[str]:
     ]
 
 
-def _differences(runs: list[RunData]) -> Page | None:
+def differences(runs: list[RunData]) -> Page | None:
+    """Return the table of the keys in which configs differ; None if there is nothing to tell."""
     configs = [flat_config(run.config_text) for run in runs]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     rows = [
@@ -204,8 +208,12 @@ def _text(event: Page) -> str:
 
 
 def write(runs: list[RunData], path: Path) -> None:
-    """Write the page to a file atomically."""
-    text = render(page_data(runs))
+    """Write the page of runs to a file."""
+    write_text(render(page_data(runs)), path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a page to a file atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

@@ -70,6 +70,12 @@ class RunData:
         return next((row[name] for row in reversed(self.rows) if row.get(name) is not None), None)
 
 
+def is_run(path: Path) -> bool:
+    """Return whether a path is a run directory."""
+    run = RunDirectory(path)
+    return path.is_dir() and (run.metrics.exists() or run.events.exists() or run.config.exists())
+
+
 def read_run(path: Path, now: float | None = None) -> RunData:
     """Read a run directory.
 
@@ -81,7 +87,7 @@ def read_run(path: Path, now: float | None = None) -> RunData:
         UsageError: it is not a run directory.
     """
     run = RunDirectory(path)
-    if not path.is_dir() or not (run.metrics.exists() or run.events.exists() or run.config.exists()):
+    if not is_run(path):
         raise UsageError(
             f"{path} is not a run directory",
             why="it has no metrics.jsonl, no events.jsonl and no config.yaml" if path.is_dir() else "it does not exist",

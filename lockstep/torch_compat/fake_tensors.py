@@ -5,6 +5,14 @@ Seen to work: torch 2.13.0.
 When gone: importing this file raises ImportError: no `lockstep plan`, and no model `mixture`.
 """
 
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
-__all__ = ["FakeTensor", "FakeTensorMode"]
+# Raised where a program asks a fake tensor for its values.
+UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+
+__all__ = ["UNKNOWN_VALUES", "FakeTensor", "FakeTensorMode"]

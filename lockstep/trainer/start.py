@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep import accelerator
+from lockstep import accelerator, cores
 from lockstep.checkpoint import Ranks
 from lockstep.cluster import Cluster
 from lockstep.data import StepSource
@@ -85,9 +85,9 @@ def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]
     lines = [*_lines(trainer, total), *log_lines]
     monitor.say(*lines)
     monitor.event(
-        "start", layout=str(trainer.layout), world_size=trainer.layout.world_size, lines=lines, ranks=ranks,
-        step=start, total_steps=total, parameters=trainer.placed.num_parameters, peak_flops=figures.peak,
-        peak_source=figures.peak_source, versions=versions(),
+        "start", layout=str(trainer.layout), sizes=trainer.layout.sizes, world_size=trainer.layout.world_size,
+        lines=lines, ranks=ranks, step=start, total_steps=total, parameters=trainer.placed.num_parameters,
+        peak_flops=figures.peak, peak_source=figures.peak_source, versions=versions(),
     )  # fmt: skip
     return Observers(monitor, clock, monitor.logs if config.gradient_norms else None, around_step)
 
@@ -151,7 +151,9 @@ def describe(cluster: Cluster) -> dict[str, Any]:
         device = accelerator.name_of(cluster.device)
     else:
         device = f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
-    return {"rank": cluster.facts.rank, "host": socket.gethostname(), "device": device, "process": os.getpid()}
+    threads = {"threads": torch.get_num_threads(), "cores": len(cores.allowed())}
+    where = {"host": socket.gethostname(), "device": device, "process": os.getpid()}
+    return {"rank": cluster.facts.rank, **where, **threads}
 
 
 def versions() -> dict[str, str]:

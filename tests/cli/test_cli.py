@@ -1,6 +1,7 @@
 """The command's surface: what it takes, what it says, how it ends."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 
 import lockstep.launch.train
 from lockstep import cli
+from lockstep.cli.verbs import _CHECKPOINT_VERBS, _CONFIG_VERBS
 from lockstep.config import load_config
 from lockstep.config.files import shipped_names
 from lockstep.launch.options import LaunchOptions
@@ -86,6 +88,23 @@ def test_every_verb_that_is_listed_works(capsys: pytest.CaptureFixture[str]) -> 
             cli.main([verb, "--help"])
         assert ended.value.code == 0
         assert f"usage: lockstep {verb}" in capsys.readouterr().out
+
+
+def test_each_verb_has_an_example_and_each_subverb_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
+    def text_of(*argv: str) -> str:
+        with pytest.raises(SystemExit):
+            cli.main([*argv, "--help"])
+        return capsys.readouterr().out
+
+    for verb in cli.VERBS:
+        assert re.search(rf"examples?:\n  .*lockstep {verb} ", text_of(verb)), verb
+    for verb, subverbs in (("config", _CONFIG_VERBS), ("checkpoint", _CHECKPOINT_VERBS)):
+        for name, (what, _) in subverbs.items():
+            assert f"  {name} " in text_of(verb)
+            assert f"usage: lockstep {verb} {name} [-h]" in text_of(verb, name)
+            assert what in " ".join(text_of(verb, name).split())
+    assert "--prefix" not in text_of("checkpoint", "digest")
+    assert "--prefix" in text_of("checkpoint", "import")
 
 
 def test_the_surface_of_train_is_pinned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +256,32 @@ def test_foreign_flags_are_answered_with_ours(refused: Refused) -> None:
 
 def test_misspelt_flags_are_answered_with_the_nearest(refused: Refused) -> None:
     assert "write --nproc-per-node" in refused("train", "a.yaml", "--nprocs-per-node=2")
-    assert "`lockstep train --help`" in refused("train", "a.yaml", "--qwertyuiop")
+    for far in ("--qwertyuiop", "--tpu", "--autotuning"):
+        assert "`lockstep train --help`" in refused("train", "a.yaml", far)
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        ("accelerate launch --multi_gpu --num_machines 2", "--nproc-per-node; --nnodes"),
+        ("accelerate launch --config_file x.yaml", "there is no file of launch options"),
+        ("accelerate launch --use_deepspeed --zero_stage 3", "=fsdp; distributed.fsdp.sharding_strategy"),
+        ("accelerate launch --gpu_ids 0,1", "set CUDA_VISIBLE_DEVICES"),
+        ("deepspeed --num_nodes=2 --hostfile hosts", "--rdzv-endpoint HOST:PORT; --nnodes"),
+        ("deepspeed --deepspeed_config ds.json", "distributed.strategy=fsdp"),
+        ("deepspeed --include localhost:0", "set CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_flags_of_other_launchers_are_answered_with_ours(refused: Refused, typed: str, ours: str) -> None:
+    flags = [word for word in typed.split() if word not in ("accelerate", "launch", "deepspeed")]
+    message = refused("launch", *flags, "train.py")
+    for word in ours.split("; "):
+        assert word in message, message
+
+
+def test_a_script_sets_keys_itself(refused: Refused) -> None:
+    assert "Trainer(model, precision='bf16')" in refused("launch", "--use_fsdp", "train.py")
+    assert "Trainer(" not in refused("launch", "--num_gpus", "2", "train.py")
 
 
 @pytest.mark.parametrize(
@@ -277,6 +321,7 @@ def test_misspelt_flags_are_answered_with_the_nearest(refused: Refused) -> None:
             ["--request cpu is not NAME=VALUE"],
         ),
         (["checkpoint", "digest", "nowhere"], ["nowhere"]),
+        (["checkpoint", "digst", "nowhere"], ["did you mean 'digest'?"]),
         (["data"], ["verb"]),
     ],
 )

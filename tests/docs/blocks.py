@@ -6,6 +6,7 @@ A block is ```bash, ```python, ```yaml or ```diff. An HTML comment in the line a
     <!-- beside -->            (bash) it runs beside the next block, as in a second terminal
     <!-- elsewhere: WHY -->    it can't run here, and is only parsed
     <!-- run by: TEST -->      that test runs it
+    <!-- needs: PACKAGE -->    (python) it runs where the package is installed; else the test says that it did not
 
 Blocks of a page run in their order in one empty folder; python blocks without a file share their names. A page that
 goes on from the tutorial has its files, by `<!-- uses: run.yaml, text.txt -->`.
@@ -13,6 +14,7 @@ goes on from the tutorial has its files, by `<!-- uses: run.yaml, text.txt -->`.
 
 import re
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -21,7 +23,7 @@ _FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 LANGUAGES = ("bash", "python", "yaml", "diff")
-MARKS = ("file", "beside", "elsewhere", "run by")
+MARKS = ("file", "beside", "elsewhere", "run by", "needs")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class Block:
     body: str
     mark: str = ""
     text: str = ""
+
+    @property
+    def lacks(self) -> str:
+        """The package without which it can't run here; empty if it can."""
+        return self.text if self.mark == "needs" and find_spec(self.text) is None else ""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 # Cheap, and true to run at once.
-RUN = ("config", "completion")
+RUN = ("config", "completion", "init", "new-model")
 
 
 def commands_in(script: str) -> Iterator[list[str]]:
@@ -76,7 +76,7 @@ def _stop_after_parsing(verb: str, patch: pytest.MonkeyPatch) -> None:
         "plan": ("lockstep.plan.command.plan", _nothing),
         "submit": ("lockstep.submit.command.run", _submit),
         "checkpoint": ("lockstep.checkpoint.commands.run", _checkpoint),
-        "report": ("lockstep.report.page.run", _nothing),
+        "report": ("lockstep.report.index.run", _nothing),
         "bench": ("lockstep.report.scaling.bench", _nothing),
         "sample": ("lockstep.sample.sample", _nothing),
         "doctor": ("lockstep.launch.doctor.doctor", _nothing),

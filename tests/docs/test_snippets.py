@@ -49,6 +49,14 @@ def test_every_block_is_right(page: Page, folder: Path, monkeypatch: pytest.Monk
     for module in set(sys.modules) - before:  # the page's own files; another page may have files of the same names
         if str(getattr(sys.modules[module], "__file__", "")).startswith(str(folder)):
             del sys.modules[module]
+    _tell_what_did_not_run(page)
+
+
+def _tell_what_did_not_run(page: Page) -> None:
+    """Skip, with what is missing, after all other blocks have run."""
+    missing = [f"{block} (pip install {block.lacks})" for block in page.blocks if block.lacks]
+    if missing:
+        pytest.skip(f"NOT RUN: {', '.join(missing)}; all other blocks ran")
 
 
 def _check(block: Block, folder: Path, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +67,7 @@ def _check(block: Block, folder: Path, names: dict[str, Any], monkeypatch: pytes
         raise AssertionError("a diff says which test runs it")
     elif block.language == "python":
         ast.parse(block.body)
-        if block.mark == "":
+        if block.mark == "" or (block.mark == "needs" and not block.lacks):
             exec(compile(block.body, str(block), "exec"), names)
     elif block.language == "yaml":
         _check_config(block, folder)
@@ -97,7 +105,7 @@ def test_every_block_runs(page: Page, folder: Path) -> None:
     for block in page.blocks:
         if block.mark == "file":
             (folder / block.text).write_text(block.body)
-        elif block.language == "python" and block.mark == "":
+        elif block.language == "python" and block.mark in ("", "needs") and not block.lacks:
             exec(compile(block.body, str(block), "exec"), names)
         elif block.language == "bash" and block.mark in ("", "beside"):
             command = ["bash", "-euo", "pipefail", "-c", block.body]

@@ -1,4 +1,5 @@
 import torch
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.config import config_from
@@ -35,6 +36,29 @@ def test_a_loss_that_the_config_names_is_rehearsed() -> None:
     named = {"model.name": "torch.nn:Linear", "model.args": {"in_features": 2, "out_features": 2}}
     named |= {"data.name": "tests.plan.test_auto:pairs", "loss_fn": "torch.nn:CrossEntropyLoss"}
     assert choose(config_from({**named, "training.batch_size": 2}), 2, 2).config.distributed.strategy == "ddp"
+
+
+class OwnLoss(nn.Module):
+    """Returns its own loss, as torch computes it; with `reads`, a forward pass that looks at its batch."""
+
+    def __init__(self, vocab_size: int, reads: bool = False) -> None:
+        super().__init__()
+        self.reads, self.embed, self.head = reads, nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
+
+    def forward(self, input_ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        if self.reads and int(input_ids.max()) < 0:
+            raise ValueError
+        logits = self.head(self.embed(input_ids))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())}
+
+
+def test_a_loss_of_the_models_own_is_rehearsed_and_values_it_reads_are_no_end() -> None:
+    text = {"data.name": "python-docs", "data.args": {"block_size": 16}, "training.batch_size": 2}
+    for reads, said in ((False, "MiB"), (True, "its forward pass reads values of its batch")):
+        named = {"model.name": "tests.plan.test_auto:OwnLoss", "model.args": {"reads": reads}}
+        choice = choose(config_from({**named, **text}), 2, 2)
+        assert choice.config.distributed.strategy == "ddp"
+        assert said in choice.reason
 
 
 def test_a_model_that_does_not_fit_is_sharded_and_why_is_said() -> None:

@@ -77,6 +77,51 @@ def test_advice_comes_with_its_evidence(tmp_path: Path) -> None:
     assert "The sink wandb failed" in found(quick.path)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "fits", "does_not"),
+    [
+        ({"replicate": 4}, ["gradient_accumulation_steps", "ddp.compression"], ["fsdp.", "pipeline"]),
+        ({"shard": 4}, ["fsdp.accumulate: unsharded", "hybrid_shard"], ["ddp.", "gradient_accumulation"]),
+        ({"shard": 2, "replicate": 2}, ["fsdp.accumulate: unsharded"], ["ddp.", "hybrid_shard"]),
+        ({"pipeline": 4}, ["the pipeline more micro-batches"], ["ddp.", "fsdp."]),
+        ({"pipeline": 2, "replicate": 2}, ["the pipeline more micro-batches"], ["ddp.", "fsdp."]),
+        ({"tensor": 4}, ["within a host"], ["ddp.", "fsdp.", "pipeline"]),
+    ],
+)
+def test_advice_on_waiting_is_about_the_runs_own_axes(
+    tmp_path: Path, sizes: dict[str, int], fits: list[str], does_not: list[str]
+) -> None:
+    run = write_run(tmp_path / "run", steps=40, slow_from=None)
+    rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for row in rows:
+        row.get("phases", {})["communication"] = [0.03, 0.03, 0.03, 0]
+    run.metrics.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    events = [json.loads(line) for line in run.events.read_text().splitlines()]
+    events[0]["sizes"] = sizes
+    run.events.write_text("\n".join(json.dumps(event) for event in events) + "\n")
+    (said,) = [advice.do for advice in advise(read_run(run.path)) if "waits for other ranks" in advice.found]
+    assert all(word in said for word in fits), said
+    assert not any(word in said for word in does_not), said
+
+
+@pytest.mark.parametrize(("cores", "threads", "said"), [(2, 1, "at most 2 ranks"), (8, 4, "OMP_NUM_THREADS=2")])
+def test_cores_that_ranks_share_are_named(tmp_path: Path, cores: int, threads: int, said: str) -> None:
+    run = write_run(tmp_path / "run", steps=40)
+    events = [json.loads(line) for line in run.events.read_text().splitlines()]
+    events[0]["ranks"] = [
+        {"rank": rank, "host": "laptop", "device": f"CPU, {threads} threads", "cores": cores, "threads": threads}
+        for rank in range(4)
+    ]
+    run.events.write_text("\n".join(json.dumps(event) for event in events) + "\n")
+    text = found(run.path)
+    assert f"laptop has {cores} cores for {4 * threads} threads of 4 ranks" in text
+    assert said in text
+    assert "waits for other ranks" not in text
+    events[0]["ranks"] = events[0]["ranks"][: cores // threads]
+    run.events.write_text("\n".join(json.dumps(event) for event in events) + "\n")
+    assert "take turns" not in found(run.path)
+
+
 def test_overfitting_and_numbers_that_are_none_are_seen(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=200)
     for step, loss in ((300, 1.5), (400, 1.7), (500, 2.0)):

@@ -1,0 +1,124 @@
+"""Writes what a newcomer starts from: a project (`lockstep init`), a model with its test (`lockstep new-model`).
+
+The files are the templates beside this module, in which `@NAME@` stands for what is filled in. Nothing that exists is
+overwritten. Without data of the user's, a project gets some: Python's own documentation, or a small table.
+"""
+
+import csv
+import io
+import keyword
+import os
+import random
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+from lockstep.errors import UsageError, listed
+
+
+def project(folder: Path, *, script: bool, data: Path | None) -> str:
+    """Write a config or a script, and data if none are given; return what to do next.
+
+    Raises:
+        UsageError: the folder has files already, or there are no data at the path.
+    """
+    if data is not None and (not data.exists() or (script and data.is_dir())):
+        kind = "a CSV file" if script else "a text file or a folder of them"
+        raise UsageError(f"there is no file {data}", where="--data", fix=f"name {kind}, or leave --data out")
+    _require_free(folder, data)
+    files: dict[str, str] = {}
+    if data is None:
+        name, text = ("data.csv", _points()) if script else ("text/python.txt", _documentation())
+        files[name] = text
+        place = "data.csv" if script else "text"
+    else:
+        place = os.path.relpath(data, folder)
+    main = "train.py" if script else "train.yaml"
+    files[main] = _filled(main, DATA=repr(place) if script else place)
+    _write(folder, files)
+    steps = [] if folder.resolve() == Path.cwd() else [f"cd {folder}"]
+    if script:
+        steps += ["python train.py", "lockstep launch --nproc-per-node 2 train.py", "lockstep verify train.py"]
+    else:
+        steps += [
+            "lockstep train train.yaml",
+            "lockstep verify train.yaml",
+            'lockstep sample runs/train --prompt "The "',
+        ]
+    return _told(folder, files, [*steps, "lockstep report runs/train"])
+
+
+def model(name: str) -> str:
+    """Write NAME.py, NAME.yaml and test_NAME.py into this folder; return what to do next.
+
+    Raises:
+        UsageError: the name is no name of a module, or a file exists.
+    """
+    name = name.removesuffix(".py").replace("-", "_")
+    words = name.split("_")
+    if not name.isidentifier() or keyword.iskeyword(name) or not any(words):
+        raise UsageError(f"{name} is not a name for a Python module", fix="letters, digits and _, as in my_model")
+    class_name = "".join(word[:1].upper() + word[1:] for word in words)
+    made = {f"{name}.py": "model.py", f"{name}.yaml": "model.yaml", f"test_{name}.py": "test_model.py"}
+    present = [file for file in made if Path(file).exists()]
+    if present:
+        raise UsageError(f"{listed(present)} is here already", fix="choose another name, or move the file away")
+    files = {file: _filled(template, NAME=name, CLASS=class_name) for file, template in made.items()}
+    _write(Path("."), files)
+    return _told(Path("."), files, [f"lockstep train {name}.yaml", f"pytest test_{name}.py"])
+
+
+def _require_free(folder: Path, data: Path | None) -> None:
+    """Refuse a folder that has files other than hidden ones and the data."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file", fix="name a new folder: lockstep init DIR")
+    inside = sorted(folder.iterdir()) if folder.exists() else []
+    own = None if data is None else data.resolve()
+    present = [path.name for path in inside if not path.name.startswith(".") and path.resolve() != own]
+    if present:
+        raise UsageError(
+            f"{folder.resolve()} has files already: {listed(present)}",
+            why="a starter project is written into an empty folder, so that nothing of yours is overwritten",
+            fix="name a new folder: lockstep init DIR",
+        )
+
+
+def _filled(template: str, **values: str) -> str:
+    text = (resources.files("lockstep.cli") / "templates" / f"{template}.tmpl").read_text(encoding="utf-8")
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _told(folder: Path, files: Mapping[str, str], steps: list[str]) -> str:
+    written = ", ".join(str(folder / name) for name in files)
+    return "\n".join([f"lockstep: wrote {written}; next:", *(f"  {step}" for step in steps)])
+
+
+def _documentation() -> str:
+    """Return the text of Python's language reference."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise UsageError(
+            "this Python comes without its documentation, the text that a project begins with",
+            fix="name a text of yours: lockstep init DIR --data FILE",
+        ) from None
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _points() -> str:
+    """Return a table of points in a square, and whether each lies in a circle."""
+    draw = random.Random(0)
+    points = [(draw.uniform(-1, 1), draw.uniform(-1, 1)) for _ in range(600)]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("x", "y", "class"))
+    writer.writerows((f"{x:.4f}", f"{y:.4f}", "inside" if x * x + y * y < 0.6 else "outside") for x, y in points)
+    return text.getvalue()

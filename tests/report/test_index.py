@@ -1,0 +1,99 @@
+"""The index of a folder of runs: what it compares, where its links lead, how large it is."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.report.charts import loss_against
+from lockstep.report.index import index_data, runs_in
+from lockstep.report.read import read_run
+from tests.report.browser import Page, browser
+from tests.report.shared import write_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs at two depths, one with a name that must be escaped, one that crashed."""
+    runs = tmp_path_factory.mktemp("runs")
+    write_run(runs / "a", steps=200, ranks=1)
+    write_run(runs / "search" / "rate 5%25", steps=100, ranks=1, seed=1, **{"training.learning_rate": 0.5})
+    write_run(runs / "search" / "crashed", steps=300, ranks=1, ends=False, seed=2)
+    (runs / "notes").mkdir()
+    assert main(["report", str(runs)]) == 0
+    return runs
+
+
+def test_each_run_has_a_row_a_line_and_a_link_to_its_report(folder: Path) -> None:
+    names = ["a", "search/crashed", "search/rate 5%25"]
+    assert [path.relative_to(folder).as_posix() for path in runs_in(folder)] == names
+    runs = [read_run(path) for path in runs_in(folder)]
+    for run, name in zip(runs, names, strict=True):
+        run.name = name
+    data = index_data(folder, runs, folder)
+    table = data["tables"][0]
+    assert [row[0]["text"] for row in table["rows"]] == names
+    assert table["rows"][2][0]["href"] == "./search/rate%205%2525/report.html"
+    assert [row[table["head"].index("status")] for row in table["rows"]] == ["done", "crashed", "done"]
+    different = {row[0]: row[1:] for row in data["tables"][1]["rows"]}
+    assert different["training.learning_rate"] == ["0.001", "0.001", "0.5"]
+    assert {chart["title"] for chart in data["charts"]} == {f"Loss against {x}" for x in ("steps", "tokens", "seconds")}
+    for run in runs:
+        assert (run.path / "report.html").exists()
+
+
+def test_tokens_and_seconds_are_those_up_to_the_step(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", steps=100, ranks=1)  # logged every second step, 16384 tokens each
+    run = read_run(tmp_path / "a")
+    steps, tokens, seconds = (figure["data"][0]["x"] for figure in loss_against([run]))
+    assert tokens == [float(f"{16384 * step:.6g}") for step in steps]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] == pytest.approx(run.rows[-1]["time"] - run.events[0]["time"], rel=1e-5)
+
+
+def test_the_page_of_many_runs_is_small(tmp_path: Path) -> None:
+    for number in range(30):
+        write_run(tmp_path / f"run-{number:02}", steps=1000, ranks=1, seed=number)
+        (tmp_path / f"run-{number:02}" / "report.html").touch()
+    assert main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "index.html").stat().st_size < 1_000_000
+
+
+def test_a_report_is_made_anew_when_its_run_went_on(folder: Path) -> None:
+    report = folder / "a" / "report.html"
+    before = report.stat().st_mtime_ns
+    assert main(["report", str(folder), "-o", str(folder / "notes" / "compared.html")]) == 0
+    assert report.stat().st_mtime_ns == before
+    assert "./../a/report.html" in (folder / "notes" / "compared.html").read_text()
+    (folder / "a" / "metrics.jsonl").touch()
+    assert main(["report", str(folder)]) == 0
+    assert report.stat().st_mtime_ns > before
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is not a run directory, and there is none in it" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--live"]) == 2
+
+
+if browser() is None:
+    warnings.warn("no Chromium here: the index is NOT tested in a browser (apt-get install chromium)", stacklevel=1)
+
+
+@pytest.mark.skipif(browser() is None, reason="NO BROWSER: install chromium, or pages are not tested")
+def test_it_draws_in_a_browser_and_shows_values_under_the_pointer(folder: Path) -> None:
+    with Page(390) as page:
+        address = (folder / "index.html").as_uri()
+        page.open(address)
+        assert page.ask("document.querySelectorAll('.plot polyline').length") == 9
+        assert page.ask("document.documentElement.scrollWidth <= innerWidth")
+        page.resize(1280)
+        page.settle()
+        assert page.ask("document.querySelector('.plot svg').clientWidth") > 800, "drawn anew at another width"
+        page.ask("document.querySelector('.plot svg').dispatchEvent(new PointerEvent('pointermove')) || 0")
+        assert "steps: a: " in page.ask("document.querySelector('.said').textContent")
+        page.open(page.ask("document.querySelector('td a').href"))
+        assert page.ask("document.querySelector('h1').textContent") == "a"
+        assert [asked for asked in page.requests if not asked.startswith(("file:", "data:"))] == []
+        assert page.complaints == []
