@@ -25,11 +25,10 @@ MESH_AXES = ("pipeline", "replicate", "context", "tensor", "shard")
 def device_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
     """Return the device mesh of a layout, with the axes `MESH_AXES`; needs an initialised process group."""
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
     sizes = (layout.pipeline, layout.replicate, layout.shard, layout.context, layout.tensor)
     ranks = torch.arange(layout.world_size, dtype=torch.int).view(sizes).movedim(2, 4)
-    return create_once(("mesh", device_type, sizes), lambda: DeviceMesh(device_type, ranks, mesh_dim_names=MESH_AXES))
+    return create_once(("mesh", device_type, sizes), lambda: _mesh(device_type, ranks, MESH_AXES))
 
 
 def expert_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
@@ -38,13 +37,44 @@ def expert_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
     Neighbours share out experts. `tensor` comes before `expert`, because it cuts first.
     """
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
     replicas = layout.data_parallel_size // layout.expert
     sizes = (layout.pipeline, replicas, layout.expert, layout.context, layout.tensor)
     ranks = torch.arange(layout.world_size, dtype=torch.int).view(sizes).movedim(2, 4)
     names = ("pipeline", "expert_replicate", "context", "tensor", "expert")
-    return create_once(("experts", device_type, sizes), lambda: DeviceMesh(device_type, ranks, mesh_dim_names=names))
+    return create_once(("experts", device_type, sizes), lambda: _mesh(device_type, ranks, names))
+
+
+def _mesh(device_type: str, ranks: "torch.Tensor", names: tuple[str, ...]) -> "DeviceMesh":
+    """Return the mesh of these ranks.
+
+    Where a group is no part of a communicator that is there already, torch creates one for each axis and each of its
+    rows, one after the other and waiting for all ranks each time, and gloo gives each three threads, one of which wakes
+    up a hundred times a second. Here ranks create only those that they are in, and one for all axes of a single rank.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names)  # one call splits the communicator along an axis
+    own = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    groups = [_group_along(ranks, own, axis) for axis in range(ranks.ndim)]
+    return DeviceMesh.from_group(groups, device_type, ranks.contiguous(), mesh_dim_names=names)
+
+
+def _group_along(ranks: "torch.Tensor", own: list[int], axis: int) -> "ProcessGroup":
+    """Return the group of the ranks that differ from this one, at `own`, along this axis alone."""
+    from functools import partial
+
+    import torch.distributed as dist
+
+    members = ranks[tuple(slice(None) if each == axis else place for each, place in enumerate(own))].tolist()
+    if len(members) == dist.get_world_size() and dist.group.WORLD is not None:
+        return dist.group.WORLD
+    made: ProcessGroup = create_once(
+        ("along", *members), partial(dist.new_group, members, use_local_synchronization=True)
+    )
+    return made
 
 
 def data_parallel_group(mesh: "DeviceMesh") -> "ProcessGroup | None":

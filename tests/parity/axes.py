@@ -1,11 +1,15 @@
 """Runs on products of axes, compared with one process."""
 
+from collections.abc import Sequence
 from operator import lt
 from typing import Any
 
 from tests.parity.same_bits import Bits, many, of_one_process
 from tests.parity.toy import worst
 from tests.ranks import run_ranks
+
+Model = tuple[str, dict[str, Any], dict[str, Any]]
+"""Its name, settings, and arguments of the model."""
 
 # Of losses, and of norms. A loss moves so far when one activation in bf16 rounds to its other neighbour. Where a ReLU
 # of BDH opens, a last digit is a jump of the gradient: 4e-5 of its norm, with losses that are 4e-7 apart.
@@ -40,6 +44,16 @@ def off(case: tuple[Any, ...], found: Bits) -> tuple[Any, ...] | None:
     limits = LIMITS.get(rest[1].get("precision.mode", rest[0]), LIMITS[""])
     distances = [far(place, found, reference) for place in range(len(limits))]
     return None if all(map(lt, distances, limits)) else (topology, rest, distances)
+
+
+def every(topologies: Sequence[str], models: Sequence[Model]) -> list[tuple[Any, ...]]:
+    """Every model on every topology: of each row and column some take 20 steps, the others 4; steps are `uneven`."""
+    turns = min(len(models), len(topologies))
+    return uneven([
+        (topology, model, settings, 4 if (place + number) % turns else 20, args)
+        for place, topology in enumerate(topologies)
+        for number, (model, settings, args) in enumerate(models)
+    ])  # fmt: skip
 
 
 def uneven(cases: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

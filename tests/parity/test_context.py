@@ -19,7 +19,7 @@ from lockstep.parallel.context_attention import cut_attention
 from lockstep.parallel.context_chunks import Context
 from lockstep.strategy import parse_topology, resolve
 from lockstep.trainer import Trainer
-from tests.parity.axes import check_against_one_process, uneven
+from tests.parity.axes import Model, check_against_one_process, every, uneven
 from tests.parity.same_bits import digest, trainer_for
 from tests.parity.test_same_bits import check
 from tests.parity.toy import Tokens, language_model
@@ -38,9 +38,8 @@ PLAIN = {"distributed.reproducible": False}
 RECOMPUTED = {"training.gradient_checkpointing": "full"}
 EXCHANGED, WHOLE_HEADS = {"distributed.context_method": "all_to_all"}, {**SMALL, "n_kv_head": 4}
 RING = {"distributed.context_method": "ring"}
-Case = tuple[str, dict[str, Any], dict[str, Any]]
 # name → (model, settings, model arguments)
-EXACT_CASES: dict[str, Case] = {
+EXACT_CASES: dict[str, Model] = {
     "grouped": ("transformer", EXACT, GROUPED),
     "tied": ("transformer", {**EXACT, "training.global_batch_size": 22, **RECOMPUTED}, TIED),
     "bdh": ("bdh", EXACT, {**SMALL, **PACKED}),
@@ -54,7 +53,7 @@ EXACT_CASES: dict[str, Case] = {
 }
 for family in ("llama", "qwen3"):  # one that runs as a chain of segments, one that the library runs
     EXACT_CASES[f"hf:{family}"] = (f"hf:{family}", EXACT, {"vocab_size": 64})
-PLAIN_CASES: dict[str, Case] = {
+PLAIN_CASES: dict[str, Model] = {
     "tied": ("transformer", PLAIN, TIED),
     "recomputed in bf16": ("transformer", {**PLAIN, **RECOMPUTED, "precision.mode": "bf16"}, GROUPED),
     "bdh": ("bdh", PLAIN, SMALL),
@@ -77,11 +76,6 @@ def in_turn(ranks: int, steps: int) -> list[tuple[Any, ...]]:
     ]
 
 
-def every(ranks: int, steps: int) -> list[tuple[Any, ...]]:
-    cases = [*EXACT_CASES.values(), *PLAIN_CASES.values()]
-    return [(t, model, settings, steps, args) for t in TOPOLOGIES[ranks] for model, settings, args in cases]
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_same_training(ranks: int) -> None:
     check_against_one_process(ranks, uneven(in_turn(ranks, steps=3)))
@@ -91,7 +85,7 @@ def test_the_same_training(ranks: int) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_model_on_every_product_of_axes(ranks: int) -> None:
-    check_against_one_process(ranks, uneven(every(ranks, steps=20)))
+    check_against_one_process(ranks, every(TOPOLOGIES[ranks], [*EXACT_CASES.values(), *PLAIN_CASES.values()]))
 
 
 @pytest.mark.full

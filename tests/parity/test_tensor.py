@@ -19,7 +19,7 @@ from lockstep.parallel.loss_parallel import cut_token_losses
 from lockstep.parallel.tensor_blocks import Cut
 from lockstep.parallel.tensor_cuts import apply_tensor
 from lockstep.strategy import resolve
-from tests.parity.axes import check_against_one_process, uneven
+from tests.parity.axes import check_against_one_process, every, uneven
 from tests.parity.same_bits import trainer_for
 from tests.parity.test_same_bits import check
 from tests.parity.toy import Tokens, language_model, worst
@@ -59,10 +59,6 @@ def in_turn(ranks: int, steps: int) -> list[tuple[Any, ...]]:
     return [(tops[place % len(tops)], model, s, steps, args) for place, (model, s, args) in enumerate(models)]
 
 
-def every(ranks: int, steps: int) -> list[tuple[Any, ...]]:
-    return [(t, model, settings, steps, args) for t in TOPOLOGIES[ranks] for model, settings, args in CASES.values()]
-
-
 def check_both(ranks: int, cases: list[tuple[Any, ...]]) -> None:
     plain = [(t, model, {**s, "distributed.reproducible": False}, *rest) for t, model, s, *rest in cases]
     check_against_one_process(ranks, cases + plain)
@@ -77,7 +73,7 @@ def test_the_same_training(ranks: int) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_model_on_every_product_of_axes(ranks: int) -> None:
-    check_both(ranks, uneven(every(ranks, steps=20)))
+    check_both(ranks, every(TOPOLOGIES[ranks], list(CASES.values())))
 
 
 @pytest.mark.full
