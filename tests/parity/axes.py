@@ -11,9 +11,10 @@ from tests.ranks import run_ranks
 Model = tuple[str, dict[str, Any], dict[str, Any]]
 """Its name, settings, and arguments of the model."""
 
-# Of losses, and of norms. A loss moves so far when one activation in bf16 rounds to its other neighbour. Where a ReLU
-# of BDH opens, a last digit is a jump of the gradient: 4e-5 of its norm, with losses that are 4e-7 apart.
-LIMITS = {"bf16": (1e-3, 1e-3), "bdh": (1e-5, 1e-4), "": (1e-5, 1e-5)}
+# Of losses, and of norms. A loss moves so far when one activation in bf16 rounds to its other neighbour, and a norm by
+# a last digit of bf16. Where a ReLU of BDH opens, a last digit is a jump of the gradient: 4e-5 of its norm, with losses
+# that are 4e-7 apart.
+LIMITS = {"bf16": (1e-3, 4e-3), "bdh": (1e-5, 1e-4), "": (1e-5, 1e-5)}
 
 
 def check_against_one_process(ranks: int, cases: list[tuple[Any, ...]]) -> None:
