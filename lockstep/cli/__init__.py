@@ -10,7 +10,9 @@ An error that a user can cause is one message on stderr; LOCKSTEP_TRACEBACK=1 sh
 
 import os
 import select
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 
@@ -89,7 +91,8 @@ def _dispatch(argv: list[str]) -> int:
 def _overview() -> str:
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
-    return f"usage: lockstep VERB …\n\n{_DESCRIPTION}\n\n{verbs}\n\n`lockstep VERB --help` lists its options.\n{EPILOG}"
+    codes = textwrap.fill(EPILOG, shutil.get_terminal_size().columns)
+    return f"usage: lockstep VERB …\n\n{_DESCRIPTION}\n\n{verbs}\n\n`lockstep VERB --help` lists its options.\n{codes}"
 
 
 def without_legacy(argv: Sequence[str]) -> list[str]:

@@ -64,8 +64,8 @@ def train(argv: list[str]) -> int:
         "train",
         "Train a config. KEY=VALUE overrides one of its keys: training.max_steps=10.",
         [
-            "lockstep train run.yaml --nproc-per-node 2                # two ranks of this machine",
-            "lockstep train run.yaml --strategy fsdp --max-steps 100   # again with the same run: it resumes",
+            "lockstep train run.yaml --nproc-per-node 2      # two ranks",
+            "lockstep train run.yaml training.max_steps=100  # again: the run resumes",
         ],
     )
     add_config(parser)
@@ -477,7 +477,7 @@ VERBS: dict[str, Verb] = {
     "doctor": (doctor, "check machines, network and ranks before a run"),
     "submit": (submit, "submit a run as a job of Slurm or Kubernetes"),
     "config": (config, "show, check or list configs"),
-    "checkpoint": (checkpoint, "list, inspect, verify, digest, export, convert or import checkpoints"),
+    "checkpoint": (checkpoint, "list, inspect, verify, digest, export, convert, import checkpoints"),
     "sample": (sample, "generate text with a trained language model"),
     "report": (report, "draw what runs did, and advise what to do next"),
     "bench": (bench, "measure how a config scales over ranks"),

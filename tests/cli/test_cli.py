@@ -1,5 +1,6 @@
 """The command's surface: what it takes, what it says, how it ends."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -78,7 +79,7 @@ def test_help_names_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     for verb in VERBS:
         assert f"  {verb} " in text
-    assert "75 preempted and saved" in text
+    assert "75 preempted and saved" in " ".join(text.split())
     assert set(cli.VERBS) >= VERBS
 
 
@@ -88,6 +89,15 @@ def test_every_verb_that_is_listed_works(capsys: pytest.CaptureFixture[str]) -> 
             cli.main([verb, "--help"])
         assert ended.value.code == 0
         assert f"usage: lockstep {verb}" in capsys.readouterr().out
+
+
+def test_help_fits_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for argv in ([], *([verb, "--help"] for verb in cli.VERBS)):
+        with contextlib.suppress(SystemExit):
+            cli.main(argv)
+        wide = [line for line in capsys.readouterr().out.splitlines() if len(line) > 80]
+        assert wide == [], argv
 
 
 def test_each_verb_has_an_example_and_each_subverb_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
