@@ -6,6 +6,7 @@ weights) are left to the user.
 """
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -87,7 +88,7 @@ def plan(config: Config, options: PlanOptions) -> str:
 
 def print_first(candidate: Candidate) -> None:
     """Print the memory of the first layout on stderr, while the others are still rehearsed."""
-    needs = f"{candidate.needed / GIB:.1f} of {candidate.limit / GIB:.1f} GiB a GPU"
+    needs = f"{_gib(candidate.needed)} of {candidate.limit / GIB:.1f} GiB a GPU"
     print(f"lockstep: first answer: {candidate.name()} needs {needs}", file=sys.stderr, flush=True)
 
 
@@ -194,29 +195,53 @@ def as_text(
     rows = [header]
     for c in found:
         if c.memory is None:
-            rows.append([c.name(), f"≥ {c.needed / GIB:.1f}", _fit(c), *[""] * 6])
+            rows.append([c.name(), f"≥ {_gib(c.needed)}", _fit(c), *[""] * 6])
             continue
         assert c.step is not None
         rows.append(
             [
-                c.name(), f"{c.needed / GIB:.1f}", _fit(c), f"{c.step.seconds:.3g}",
+                c.name(), _gib(c.needed), _fit(c), f"{c.step.seconds:.3g}",
                 f"{c.step.exposed / c.step.seconds:.0%}", f"{c.step.bubble / c.step.seconds:.0%}",
                 _bytes(c.step.inside + c.step.between), f"{mfu(c, cluster):.0%}",
                 f"{c.samples_per_second * tokens_per_sample:,.0f}",
             ]
         )  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
+    lines += _columns(rows, _NARROW if _terminal() < _WIDE else range(len(header)))
     lines += ["", *memory_bars(found), "", *why(found)]
     best = found[0] if found and found[0].fits else None
     if best is not None and best.step is not None and steps:
         seconds = best.step.seconds * steps
         hours = seconds / 3600 * cluster.num_gpus
         cost = f", {price * hours:,.2f} at {price:g} a GPU-hour" if price else ""
-        lines.append(f"{steps:,} steps: {seconds / 86400:.2f} days, {hours:,.1f} GPU-hours{cost}")
+        lines.append(f"{steps:,} steps: {_duration(seconds)}, {hours:,.3g} GPU-hours{cost}")
     return "\n".join(lines)
+
+
+_WIDE = 116  # columns of a terminal that the whole table needs
+_NARROW = (0, 1, 2, 3, 8)  # columns of the table that a terminal of 80 shows
+
+
+def _terminal() -> int:
+    """Return the terminal's width; a file takes all."""
+    return shutil.get_terminal_size(fallback=(10**6, 0)).columns
+
+
+def _columns(rows: Sequence[Sequence[str]], shown: Sequence[int]) -> list[str]:
+    """Return lines with columns of equal width: the first to the left, numbers to the right."""
+    widths = {i: max(len(row[i]) for row in rows) for i in shown}
+    return ["  ".join(row[i].rjust(width) if i else row[i].ljust(width) for i, width in widths.items()).rstrip()
+            for row in rows]  # fmt: skip
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.3g} seconds"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}" if size >= 0.1 * GIB else f"{size / GIB:.2g}"
 
 
 def _fit(candidate: Candidate) -> str:
@@ -237,14 +262,15 @@ def memory_bars(found: Sequence[Candidate]) -> list[str]:
     if not shown:
         return []
     limit = shown[0].limit
-    scale = max(limit, *(min(c.needed, 2 * limit) for c in shown)) / _WIDTH
-    edge = min(_WIDTH, round(limit / scale))
+    bar = _WIDTH if _terminal() >= _WIDE else _WIDTH * 3 // 4
+    scale = max(limit, *(min(c.needed, 2 * limit) for c in shown)) / bar
+    edge = min(bar, round(limit / scale))
     width = max(len(c.name()) for c in shown)
     lines = ["memory: " + ", ".join(f"{letter} {kind}" for kind, letter in _LETTERS.items())]
     for c in shown:
         assert c.memory is not None
-        text = "".join(_LETTERS[kind] * round(size / scale) for kind, size in c.memory.items())[: _WIDTH + 1]
-        text = text.ljust(_WIDTH + 1)
+        text = "".join(_LETTERS[kind] * round(size / scale) for kind, size in c.memory.items())[: bar + 1]
+        text = text.ljust(bar + 1)
         lines.append(f"{c.name():<{width}}  {text[:edge]}|{text[edge:].rstrip()}")
     return lines
 

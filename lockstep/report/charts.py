@@ -146,7 +146,7 @@ _POINTS = 300  # of a line, where there are many
 def loss_against(runs: list[RunData], note: str = "") -> list[Figure]:
     """Draw the loss of several runs against steps, tokens (or samples) and seconds."""
     shown = runs[:LINES_AT_MOST]
-    unit = "tokens" if all(run.last("tokens") for run in shown) else "samples"
+    unit = "tokens" if all(run.last("tokens_per_second") for run in shown) else "samples"
     figures = []
     for name, of_run in (("steps", _steps), (unit, lambda run: _summed(run, unit)), ("seconds", _seconds)):
         data, values = [], []

@@ -12,6 +12,7 @@ import pytest
 from lockstep.config import load_config
 from lockstep.costs.hardware import cluster_of
 from lockstep.plan.candidates import evaluate_layout, largest_batch
+from lockstep.plan.command import as_text
 from lockstep.plan.layouts import model_size_of
 from lockstep.plan.workload import workload_of
 
@@ -54,6 +55,22 @@ def test_plan_ranks_layouts_and_writes_the_best(tmp_path: Path) -> None:
     written = load_config(best)
     assert written.distributed.strategy == layouts[0]["config"]["distributed.strategy"]
     assert "</svg>" in chart.read_text()
+
+
+def test_the_table_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c.yaml").write_text(SMALL)
+    config, cluster = load_config(tmp_path / "c.yaml"), cluster_of(4, "A100-40GB")
+    work = workload_of(config)
+    changes = [{"distributed.strategy": "ddp"}, {"distributed.strategy": "fsdp"}]
+    found = [evaluate_layout(work, config, cluster, change, model_size_of(work, config)) for change in changes]
+    for columns, shown in ((80, "fits"), (200, "exposed")):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = as_text(found, cluster, tokens_per_sample=32, steps=10, price=None).splitlines()
+        assert shown in lines[2]
+        assert (columns == 80) == ("exposed" not in lines[2])
+        assert max(map(len, lines[2:8])) <= columns
+        assert "10 steps: " in lines[-1]
+        assert " seconds" in lines[-1]
 
 
 def test_a_size_alone_is_enough() -> None:
