@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,21 @@ class RunDirectory:
         """Add an event that happened now."""
         append_line(self.events, {"kind": kind, "time": time.time(), **what})
 
+    def write_ranks(self, table: Mapping[str, Sequence[float]], step: int) -> None:
+        """Replace `ranks.json`: the newest measurements of all ranks, name → values by rank; nan is null."""
+        values = {name: [v if math.isfinite(v) else None for v in column] for name, column in table.items()}
+        beside = self.path / ".ranks.json.tmp"
+        beside.write_text(json.dumps({"measured_at": step, **values}))
+        os.replace(beside, self.path / "ranks.json")
+
+    def read_ranks(self) -> dict[str, Any]:
+        """Return what `write_ranks` wrote last; empty if there is nothing."""
+        try:
+            found = json.loads((self.path / "ranks.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return all whole rows of the metrics."""
         return list(read_lines(self.metrics))
@@ -191,15 +206,35 @@ def append_whole(path: Path, data: bytes, *, end: bytes = b"") -> None:
         os.close(handle)
 
 
+def last_lines(path: Path, count: int) -> list[dict[str, Any]]:
+    """Return the last whole lines of a JSON-lines file, at most `count`, without reading all of it."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - count * _LONGEST_LINE))
+            lines = file.read().splitlines()[-count:]
+    except OSError:
+        return []
+    return [row for line in lines if (row := _whole(line)) is not None]
+
+
+_LONGEST_LINE = 4096  # bytes of a line that is expected
+
+
+def _whole(line: bytes | str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the whole lines of a JSON-lines file; a broken one (the process was killed meanwhile) is skipped."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(row, dict):
+            row = _whole(line)
+            if row is not None:
                 yield row

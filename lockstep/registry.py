@@ -181,7 +181,7 @@ SINKS = Registry(
     "sink",
     "monitor.sinks",
     {
-        "console": "lockstep.monitor.sinks:Console",
+        "console": "lockstep.monitor.console:Console",
         "jsonl": "lockstep.monitor.sinks:Jsonl",
         "tensorboard": "lockstep.monitor.exporters:TensorBoard",
         "wandb": "lockstep.monitor.exporters:WeightsAndBiases",

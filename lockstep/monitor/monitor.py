@@ -86,6 +86,7 @@ class Monitor:
         self._sinks: list[BufferedSink] = []
         if is_main:
             self._sinks = _build_sinks(config, run, total_steps, start_step, self.event, self.say)
+        self._each_step = [sink for sink in self._sinks if isinstance(sink, Guarded) and sink.each_step]
 
     def on_step(self, record: StepRecord) -> None:
         """Take one step's record; waits for the device on logged steps only."""
@@ -97,6 +98,8 @@ class Monitor:
             self._log_step(record, self._over_ranks(record.step))
         else:
             self._last = _detached(record)
+        for sink in self._each_step:
+            sink.on_each_step(record)
         self._seen_one = True
         if self._profiler is not None:
             self._profiler.on_step(record.step)
@@ -155,7 +158,7 @@ class Monitor:
             sink.close()
         if self._profiler is not None:
             self._profiler.close()
-        self._sinks, self._callbacks = [], []
+        self._sinks, self._callbacks, self._each_step = [], [], []
 
     def _open_profiler(self) -> "Profiler | None":
         if self._run is None:
@@ -185,6 +188,9 @@ class Monitor:
         if not self._is_main:
             return {}
         self._name_stragglers(step, table)
+        if self._run is not None:
+            with suppress(OSError):  # a full disk does not stop the run
+                self._run.write_ranks(table, step)
         return figures.row(table)
 
     def _peak_memory(self, now: float) -> int:

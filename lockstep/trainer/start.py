@@ -19,10 +19,13 @@ import torch
 from lockstep import accelerator, cores
 from lockstep.checkpoint import Ranks
 from lockstep.cluster import Cluster
+from lockstep.config import MonitorConfig
 from lockstep.data import StepSource
 from lockstep.heartbeat import DUMP
 from lockstep.monitor import Figures, Monitor, PhaseClock
+from lockstep.monitor.console import on_a_terminal
 from lockstep.monitor.figures import FirstStep, gather_objects, peak_flops
+from lockstep.records import StepRecord
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat import flight_recorder
 
@@ -90,6 +93,38 @@ def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]
         peak_flops=figures.peak, peak_source=figures.peak_source, versions=versions(),
     )  # fmt: skip
     return Observers(monitor, clock, monitor.logs if config.gradient_norms else None, around_step)
+
+
+@contextmanager
+def shown(trainer: "Trainer", total: int | None, progress: bool | None) -> Iterator[Callable[[StepRecord], None]]:
+    """Show the progress of steps that no monitor records; see `Trainer.steps`.
+
+    Args:
+        trainer: the run's trainer.
+        total: the last step's number, if it is known.
+        progress: None: a bar on a terminal; True: lines of steps, too; False: nothing.
+
+    Yields:
+        a function to call with each step's record.
+    """
+    config, monitor = trainer.config.monitor, None
+    if progress or (progress is None and "console" in config.sinks and on_a_terminal()):
+        sink = "console" if progress else "lockstep.monitor.console:Bar"
+        monitor = Monitor(
+            MonitorConfig(sinks=[sink], log_steps=config.log_steps), None, is_main=trainer.is_main_process,
+            total_steps=total, start_step=trainer.step.progress.step,
+        )  # fmt: skip
+
+    def show(record: StepRecord) -> None:
+        if monitor is not None:
+            monitor.counts_tokens = trainer.reads_tokens
+            monitor.on_step(record)
+
+    try:
+        yield show
+    finally:
+        if monitor is not None:
+            monitor.close()
 
 
 def nothing_left(trainer: "Trainer", total: int | None) -> list[str]:

@@ -198,11 +198,15 @@ class Trainer:
     def _run_in_train(self, source: StepSource) -> TakenSteps:
         return self._run(source, "train")
 
-    def steps(self, train_data: Any, epochs: int | None = None) -> Iterator[StepRecord]:
-        """Yield a record for each step of the caller's loop, and do nothing else.
+    def steps(
+        self, train_data: Any, epochs: int | None = None, *, progress: bool | None = None
+    ) -> Iterator[StepRecord]:
+        """Yield a record for each step of the caller's loop, and write nothing; a terminal shows a bar.
 
         Args:
+            train_data: a dataset, a DataLoader, or an iterable of batches.
             epochs: in the whole run, including earlier calls.
+            progress: True: print a line every `log_steps`, too, also where there is no terminal; False: no bar.
         """
         source, total = self._open_source(train_data, epochs)
         if total is not None and self.step.progress.step >= total:
@@ -212,9 +216,10 @@ class Trainer:
                 stacklevel=2,
             )
         try:
-            with start.explain_worker_deaths(source):
+            with start.explain_worker_deaths(source), start.shown(self, total, progress) as show:
                 for record, _ in self._run(source, "steps"):
                     if record is not None:
+                        show(record)
                         self.heartbeat.beat(self.step.progress.step, "pause")  # the caller may take any time
                         yield record
         finally:

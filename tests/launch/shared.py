@@ -1,10 +1,13 @@
 """Scripts under the launcher, as their users would start them."""
 
+import fcntl
 import json
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,9 +55,10 @@ def start(folder: Path, *command: str, **more: str) -> subprocess.Popen[str]:
     )
 
 
-def on_a_terminal(folder: Path, *arguments: str, **more: str) -> str:
-    """What `python ARGUMENTS` shows on a terminal; it must end well."""
+def on_a_terminal(folder: Path, *arguments: str, columns: int = 0, **more: str) -> str:
+    """What `python ARGUMENTS` writes to a terminal of so many columns (0: it does not say); it must end well."""
     primary, secondary = pty.openpty()
+    fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     process = subprocess.Popen(
         [sys.executable, *arguments], cwd=folder, env=environment(**more), stdout=secondary, stderr=secondary
     )
