@@ -237,6 +237,19 @@ def report(argv: list[str]) -> int:
     return run(given.runs, output=given.output, live=given.live, port=given.port)
 
 
+def top(argv: list[str]) -> int:
+    """Run `lockstep top RUN [RUN2 …] [--once]`."""
+    parser = Parser("top", "What every rank of a running run does: host, phases of its step, memory, GPU.")
+    text = "a run directory, or the address of its report on another machine, through ssh -L"
+    parser.add_argument("runs", metavar="RUN|http://…", nargs="+", help=text)
+    parser.add_argument("--once", action="store_true", help="print the table once, for scripts")
+    given = parser.parse(argv)
+
+    from lockstep.report.top import run
+
+    return run(given.runs, once=given.once)
+
+
 def bench(argv: list[str]) -> int:
     """Run `lockstep bench scaling CONFIG --ranks 1,2,4`."""
     parser = Parser(
@@ -480,6 +493,7 @@ VERBS: dict[str, Verb] = {
     "checkpoint": (checkpoint, "list, inspect, verify, digest, export, convert, import checkpoints"),
     "sample": (sample, "generate text with a trained language model"),
     "report": (report, "draw what runs did, and advise what to do next"),
+    "top": (top, "show what the ranks of a running run do, again each second"),
     "bench": (bench, "measure how a config scales over ranks"),
     "data": (data, "prepare data"),
     "completion": (completion, "print a script that lets bash or zsh complete"),

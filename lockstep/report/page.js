@@ -76,6 +76,17 @@ function tableCard(table) {
   return [element("h2", {}, table.title), element("section", { class: "card" }, body)];
 }
 
+function sampleCards(samples = []) {
+  if (!samples.length) return [];
+  const cards = samples.map((group) => element("section", { class: "card sample" }, element("h3", {}, group.name),
+    element("p", { class: "note" }, group.note), ...group.items.map((item) => element("figure", {},
+      item.image ? element("img", { src: item.image, alt: `${group.name}, step ${item.step}` })
+        : element("pre", {}, item.text),
+      element("figcaption", { class: "note" }, `step ${item.step.toLocaleString("en")}`
+        + (item.size ? `, ${item.size[0]} × ${item.size[1]} pixels` : ""))))));
+  return [element("h2", {}, "What it logged"), element("section", { class: "samples" }, ...cards)];
+}
+
 function configs(all) {
   if (!all.length) return [];
   const parts = all.map((one) => element("details", {}, element("summary", {}, one.name),
@@ -137,6 +148,7 @@ function show(data) {
   const several = data.plain || data.runs.length > 1;
   page.replaceChildren(header(data), ...(several ? tableCard(data.tables[0]) : []),
     ...data.runs.map((run) => runCard(run, several)), ...adviceSection(data.advice), ...(data.charts.length && !data.plain ? [element("h2", {}, "What it did")] : []), grid,
+    ...sampleCards(data.samples),
     ...data.tables.slice(several ? 1 : 0).flatMap(tableCard), ...configs(data.configs));
   page.querySelectorAll("details").forEach((part, place) => { part.open = open[place] || false; });
   drawAll();
@@ -151,7 +163,13 @@ async function follow() {
 }
 
 let resizing = 0;
-addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(drawAll, 150); });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => show(shown));
-show(JSON.parse(document.getElementById("data").textContent));
-if (shown.live) setTimeout(follow, 2000);
+addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(() => { if (shown) drawAll(); }, 150); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (shown) show(shown); });
+async function begin() {
+  const packed = Uint8Array.from(atob(document.getElementById("drawing").textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  document.head.append(element("script", {}, await new Response(stream).text()));
+  show(JSON.parse(document.getElementById("data").textContent));
+  if (shown.live) setTimeout(follow, 2000);
+}
+begin();

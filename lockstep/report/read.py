@@ -34,6 +34,7 @@ class RunData:
         status: `done`, `preempted`, `running`, or `crashed` (there is no last event).
         profile: the newest profile's summary.
         not_numbers: steps whose loss was nan or infinite.
+        media: name of a logged text, image or histogram → its rows, by step.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class RunData:
     status: str
     profile: Row | None = None
     not_numbers: list[int] = field(default_factory=list)
+    media: dict[str, list[Row]] = field(default_factory=dict)
 
     @property
     def start(self) -> Row:
@@ -105,9 +107,10 @@ def read_run(path: Path, now: float | None = None) -> RunData:
         evaluations=evaluations,
         events=events,
         config_text=run.config.read_text(errors="replace") if run.config.exists() else "",
-        status=_status(rows, events, time.time() if now is None else now),
+        status=status_of(rows, events, time.time() if now is None else now),
         profile=_profile(path / "profile" / "summary.json"),
         not_numbers=bad,
+        media=_media(everything),
     )
 
 
@@ -145,7 +148,18 @@ def _by_step(rows: list[Row]) -> list[Row]:
     return [row for _, row in sorted(merged.items())]
 
 
-def _status(rows: list[Row], events: list[Row], now: float) -> str:
+def _media(rows: list[Row]) -> dict[str, list[Row]]:
+    """Return name → {step, kind, …}; of a step that was run again, the newest."""
+    found: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        for name, one in row["media"].items() if isinstance(row.get("media"), dict) else ():
+            if isinstance(one, dict) and one.get("kind") in ("text", "image", "histogram"):
+                found.setdefault(name, {})[row["step"]] = {"step": row["step"], **one}
+    return {name: [one for _, one in sorted(by_step.items())] for name, by_step in found.items()}
+
+
+def status_of(rows: list[Row], events: list[Row], now: float) -> str:
+    """Return `done`, `preempted`, `running` or `crashed`; of the rows the last ones are enough."""
     newest = events[-1] if events else {}
     if newest.get("kind") == "stop":
         return "preempted" if newest.get("reason") == "preempted" else "done"

@@ -1,6 +1,9 @@
 """Figures over ranks, slow ranks named, profiles on demand: on two real ranks."""
 
 import json
+import re
+import socket
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.cli import main
+from lockstep.report.page import make_server
+from tests.launch.shared import on_a_terminal
 from tests.monitor.rank_cases import all_cases
 from tests.ranks import run_ranks
 
@@ -106,6 +112,40 @@ def test_rows_hold_figures_of_all_ranks(cases: dict[str, dict[str, Any]]) -> Non
     step = sum(row["phases"][name][1] for name in ("data", "forward_backward", "communication", "optimizer", "other")
                if name in row["phases"])  # fmt: skip
     assert step == pytest.approx(row["step_seconds"], rel=0.5), "phases add up to the step"
+
+
+def test_top_shows_every_rank_here_and_from_afar(
+    cases: dict[str, dict[str, Any]], folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = folder / "ddp-None"
+    assert main(["top", str(run), "--once"]) == 0
+    about, _, head, *ranks = capsys.readouterr().out.splitlines()
+    row = cases["ddp None"]["rows"][-1]
+    assert about.startswith(f"ddp-None  done  ddp:2  step 8/8  loss {row['loss']:.4f}  ")
+    assert re.split("  +", head)[:4] == ["rank", "host", "device", "step"]
+    assert [line.split()[0] for line in ranks] == ["0", "1"]
+    for line in ranks:
+        found = dict(zip(re.split("  +", head), re.split("  +", line), strict=True))
+        assert found["host"] == socket.gethostname()
+        assert found["device"].startswith("CPU")
+        assert " of " in found["memory"]
+        assert sum(int(value[:-1]) for value in found.values() if value.endswith("%")) in range(96, 105)
+    server = make_server([run])
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert main(["top", f"http://127.0.0.1:{server.server_address[1]}/", "--once"]) == 0
+        assert capsys.readouterr().out.splitlines()[2:] == [head, *ranks]
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert main(["top", "http://127.0.0.1:9", "--once"]) == 2
+    assert main(["top", str(tmp_path), "--once"]) == 2
+    said = capsys.readouterr().err
+    assert "does not answer as a live report" in said
+    assert "is not a run directory" in said
+    shown = on_a_terminal(tmp_path, "-m", "lockstep", "top", str(run), columns=40, TERM="xterm")
+    assert shown.startswith("\x1b[H\x1b[2J")
+    assert all(len(line) <= 40 for line in shown.removeprefix("\x1b[H\x1b[2J").splitlines())
 
 
 def test_a_profile_is_made_when_a_file_asks_for_it(cases: dict[str, dict[str, Any]], folder: Path) -> None:

@@ -7,9 +7,12 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+from lockstep.config import MonitorConfig
+from lockstep.monitor import Monitor
 from lockstep.records import append_line
-from lockstep.report.page import make_server, write
+from lockstep.report.page import make_server, page_data, plotly_js, render, write
 from lockstep.report.read import read_run
 from tests.report.browser import Page, browser
 from tests.report.shared import BEGUN, step_row, write_profile, write_run
@@ -107,6 +110,53 @@ def test_live_follows_the_run(tmp_path: Path) -> None:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_texts_images_and_histograms_are_shown_and_bounded(tmp_path: Path) -> None:
+    """As `trainer.log` writes them, while the run goes on; a flood of large images does not make a large page."""
+    run = write_run(tmp_path / "run", steps=20, ranks=1, ends=False)
+    monitor = Monitor(MonitorConfig(sinks=["jsonl"]), run, is_main=True)
+    made = {"digits": torch.rand(3, 1, 8, 8), "said": "<b>so</b> it goes", "weights": torch.randn(500)}
+    for step in (1, 2, 3, 4, 5, 6):
+        monitor.on_log(step, made)
+    monitor.flush()
+    server = make_server([run.path])
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_address[1]}/"
+    try:
+        with Page() as page:
+            page.open(address)
+            assert page.ask("[...document.querySelectorAll('.sample h3')].map((h) => h.textContent).join()") == (
+                "digits,said"
+            )
+            assert page.ask("[...document.querySelectorAll('.sample img')].map((i) => i.naturalWidth).join()") == (
+                "24,24,24,24"
+            )
+            assert page.ask("document.querySelector('.sample pre').textContent") == "<b>so</b> it goes"
+            assert "2 more in run/media/" in page.ask("document.querySelector('.sample').textContent")
+            assert page.ask("document.querySelectorAll('#chart-histogram-0 .scatterlayer .js-line').length") == 4
+            monitor.on_log(7, {"said": "more"})
+            monitor.close()
+            page.settle(3.0)
+            assert page.ask("document.querySelector('.sample pre').textContent") == "more"
+            for step in range(8, 40):
+                append_line(
+                    run.metrics, {"step": step, "media": {"big": {"kind": "image", "file": f"media/{step}.png"}}}
+                )
+                (run.media / f"{step}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(150_000))
+            append_line(run.metrics, {"step": 40, "media": {"outside": {"kind": "image", "file": "../config.yaml"}}})
+            append_line(run.metrics, {"step": 40, "media": {"long": {"kind": "text", "text": "long " * 10**6}}})
+            page.requests = [asked for asked in page.requests if asked != address + "data.json"]
+            only_itself(page, address)
+    finally:
+        server.shutdown()
+        server.server_close()
+    whole = render(page_data([read_run(run.path)]))
+    assert len(whole) - len(plotly_js()) < 10**6
+    groups = {group["name"]: group for group in page_data([read_run(run.path)])["samples"]}
+    assert (len(groups["big"]["items"]), groups["big"]["note"]) == (2, "30 more in run/media/")
+    assert groups["outside"]["items"] == []
+    assert groups["long"]["items"][0]["text"].endswith("… (5,000,000 characters)")
 
 
 def test_a_request_would_be_noticed(tmp_path: Path) -> None:
