@@ -54,6 +54,8 @@ class Strategy:
         own_loops: whether `lockstep.place` supports it in a user's own loop.
         shares_batches: whether several ranks may work on the same micro-batches: along `context` and `tensor`.
         places_experts: whether it places models whose experts are spread over the axis `expert`.
+        runs_rows: whether neighbouring ranks run neighbouring micro-batches at the same time, if
+            `PlacementContext.batch_norm` wants that.
     """
 
     name: str = ""
@@ -69,6 +71,7 @@ class Strategy:
     own_loops: ClassVar[bool] = True
     shares_batches: ClassVar[bool] = False
     places_experts: ClassVar[bool] = False
+    runs_rows: ClassVar[bool] = False
 
     # ---- before ranks start ----
 

@@ -72,6 +72,7 @@ def step_contradictions(
     yield from _context(config, layout)
     yield from _tensor(config, (config.distributed.tensor_size or 1) if layout is None else layout.tensor)
     yield from _expert(config, layout)
+    yield from _batch_norm(config, layout)
     if device_type == "mps":
         yield from _mps(config, name)
     if name != AUTO:
@@ -164,6 +165,50 @@ def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction
                 (where, key),
                 f"{key} is {value}, and experts are spread over {ranks} ranks: {why}",
                 f"write {key.rpartition('.')[2]}: {str(off).lower()}, or expert_size: 1",
+            )
+
+
+def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
+    """Yield why ranks can't normalise so many samples together."""
+    samples, size = config.training.batch_norm_samples, config.training.batch_size
+    if samples is None or samples == size:
+        return
+    where, alone = "training.batch_norm_samples", f"or batch_size: {samples}, or leave batch_norm_samples out"
+    in_row, rest = divmod(samples, size)
+    name = config.distributed.strategy if layout is None else layout.strategy
+    ranks = None if layout is None else layout.data_parallel_size
+    if rest:
+        nearest = ", ".join(map(str, _divisors(samples, size)))
+        yield Contradiction(
+            (where, "training.batch_size"),
+            f"micro-batches of {size} don't make the {samples} samples of batch_norm_samples",
+            f"write a batch_size that divides {samples}: {nearest}",
+        )
+    elif name != AUTO and not strategy_named(name).runs_rows:
+        yield Contradiction(
+            (where, "distributed.strategy"),
+            f"batch normalisation over {samples} samples takes {in_row} ranks that run micro-batches of {size} at the "
+            f"same time, which strategy {name} does not offer",
+            f"write strategy: ddp or fsdp, {alone}",
+        )
+    elif ranks is not None and ranks % in_row:
+        fitting = f"batch_size: {samples // ranks}, or " if samples % ranks == 0 else ""
+        yield Contradiction(
+            (where, "training.batch_size"),
+            f"batch normalisation over {samples} samples takes rows of {in_row} ranks, and there are {ranks}",
+            f"write {fitting}a number of ranks that is a multiple of {in_row}, {alone}",
+        )
+    for key, value in (
+        ("training.compile", config.training.compile), ("distributed.reproducible", config.distributed.reproducible),
+        ("distributed.tensor_size", (config.distributed.tensor_size or 1) > 1),
+        ("distributed.context_size", (config.distributed.context_size or 1) > 1),
+        ("distributed.expert_size", (config.distributed.expert_size or 1) > 1),
+    ):  # fmt: skip
+        if value:
+            yield Contradiction(
+                (where, key),
+                f"batch normalisation over ranks is not offered with {key.rpartition('.')[2]}",
+                f"write {key.rpartition('.')[2]}: {'1' if key.endswith('size') else 'false'}, {alone}",
             )
 
 

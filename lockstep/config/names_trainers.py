@@ -78,7 +78,12 @@ LIGHTNING: Rows = (
     ("ckpt_path", "checkpoint.resume"),
     ("logger", "monitor.sinks"),
     ("profiler", "monitor.profile"),
-    ("sync_batchnorm", "", "", "leave it out: BatchNorm sees the same micro-batches on any number of ranks"),
+    (
+        "sync_batchnorm",
+        "training.batch_norm_samples",
+        "",
+        "the samples that BatchNorm sees: batch_size × ranks",
+    ),
     ("use_distributed_sampler", "", "", f"leave it out: {ONE_LOADER}"),
 )
 LIGHTNING_VALUES: Rows = (

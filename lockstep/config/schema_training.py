@@ -196,6 +196,13 @@ class TrainingConfig(Section):
     eval_batch_size: int | None = Field(
         default=None, ge=1, description="Samples in a micro-batch of evaluation; unset: `batch_size`."
     )
+    batch_norm_samples: int | None = Field(
+        default=None,
+        ge=1,
+        description="Samples over which batch normalisation takes its statistics, a multiple of `batch_size`: with "
+        "four times as many, those of four ranks together, as one process with that `batch_size` has them. Unset: a "
+        "micro-batch.",
+    )
     eval_batches: int | None = Field(
         default=None, ge=1, description="Micro-batches of an evaluation, over all ranks; unset: all of the data."
     )

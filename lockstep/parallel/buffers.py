@@ -88,7 +88,8 @@ def refuse_synchronised(model: nn.Module) -> None:
             raise UsageError(
                 f"{name or type(model).__name__} is a SyncBatchNorm",
                 why="it normalises over the micro-batches of all ranks, so a step would depend on their number",
-                fix="use BatchNorm: its running statistics are the same on any number of ranks here",
+                fix="use BatchNorm, and training.batch_norm_samples to say over how many samples it normalises; unset, "
+                "these are the batch_size samples of a micro-batch, on any number of ranks",
             )
 
 
@@ -101,12 +102,14 @@ class RunningBuffers(AroundMicroBatch):
         ranks: how many ranks hold the same model.
         group: of these ranks; None for the default group.
         reproducible: refuse buffers whose changes can't be replayed.
+        row: ranks that have the same statistics (`lockstep.parallel.batch_norm`), of which the first records them.
     """
 
     model: nn.Module
     ranks: int = 1
     group: dist.ProcessGroup | None = None
     reproducible: bool = False
+    row: int = 1
     _norms: dict[str, BatchNorm] = field(init=False)
     _vectors: list[tuple[nn.Module, str]] = field(init=False)  # of spectral normalisation: module, and name there
     _iterated: list[Tensor] = field(default_factory=list)  # the vectors after a micro-batch of this step
@@ -180,7 +183,7 @@ class RunningBuffers(AroundMicroBatch):
             self._counts = counts if self._counts is None else self._counts + counts
         if not self._norms and not self._others:
             return
-        if self._real and (active := self._active()):
+        if self._real and self._index % self.row == 0 and (active := self._active()):
             self._records[self._index] = _flat(active)
         now = self._versions_now()
         self._changed |= {name for name, seen in self._versions.items() if now[name] != seen}

@@ -44,6 +44,7 @@ class DDP(Strategy):
     reduces_by_ddp = True
     shares_batches = True
     places_experts = True
+    runs_rows = True
 
     def contradictions(
         self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
@@ -65,6 +66,8 @@ class DDP(Strategy):
         p.materialise()
         compression = p.compress()
         how: Callable[..., list[tuple[int, bool]]] = assign_tree if p.reproducible else assign_contiguous
+        if p.batch_norm is not None:
+            how = assign_strided
         if p.experts is not None:  # ranks run the same number of micro-batches, since they exchange rows in each
             how = p.experts.assign = partial(assign_tree, even=True) if p.reproducible else assign_strided
         with p.without_experts():

@@ -47,6 +47,7 @@ class FSDP(Strategy):
     topologies = {"fsdp": ("shard",), "hybrid": ("replicate", "shard")}
     shares_batches = True
     places_experts = True
+    runs_rows = True
 
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
         kind, notice = config.fsdp.sharding_strategy, ""

@@ -21,6 +21,7 @@ from lockstep.mesh import device_mesh
 from lockstep.models.protocol import Objective, blocks_of, require_segments, segments_of
 from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
+from lockstep.parallel.batch_norm import apply_batch_norm_rows
 from lockstep.parallel.buffers import refuse_synchronised
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.context import apply_context, context_of, cut_objective, plan_of, train_context
@@ -116,6 +117,11 @@ def prepared(
         log_lines.append("the model's values differed between ranks: all took rank 0's")
     if shared:
         refuse_synchronised(model)
+    training, batch_norm = config.training, None
+    if dry_run is None:
+        batch_norm = apply_batch_norm_rows(
+            model, training.batch_norm_samples, training.batch_size, layout.data_parallel_size
+        )
     mesh = dry_run.mesh if dry_run is not None else device_mesh(layout, device.type) if shared else None
     context = context_of(model, layout, config, mesh)
     if context is not None:
@@ -139,7 +145,7 @@ def prepared(
                 sender.on_send = partial(dry_run.sends, axis)
     return PlacementContext(
         model, layout, config, mesh, objective, device, precision, random_state, blocks, first, log_lines, dry_run,
-        cuts, context, experts,
+        cuts, context, experts, batch_norm,
     )  # fmt: skip
 
 

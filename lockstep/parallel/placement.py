@@ -18,6 +18,7 @@ from lockstep.config import DDPConfig, StepConfig
 from lockstep.layout import Layout
 from lockstep.mesh import data_parallel_group
 from lockstep.models.protocol import Objective
+from lockstep.parallel.batch_norm import BatchNormRows
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.compiled import ColdStart
@@ -71,6 +72,7 @@ class PlacementContext:
         cuts: of layers, over the axis `tensor`.
         context: the way in which sequences are cut.
         experts: spread over the axis `expert`; None where that has one rank.
+        batch_norm: the rows of ranks that batch normalisation covers; None: it covers a micro-batch.
     """
 
     model: nn.Module
@@ -88,6 +90,7 @@ class PlacementContext:
     cuts: TensorCuts | None = None
     context: Context | None = None
     experts: PlacedExperts | None = None
+    batch_norm: BatchNormRows | None = None
 
     @property
     def device_type(self) -> str:
@@ -253,7 +256,11 @@ def around_micro_batches(
         around.append(applied.compression.powersgd)
     around += applied.around
     ranks = 1 if p.dry_run is not None else applied.statistics_over or p.ranks  # without values there is no exchange
-    buffers = RunningBuffers(p.model, ranks, p.dp_group, reproducible=p.reproducible)
+    row = 1
+    if p.batch_norm is not None:
+        around.append(p.batch_norm)
+        row = p.batch_norm.ranks
+    buffers = RunningBuffers(p.model, ranks, p.dp_group, reproducible=p.reproducible, row=row)
     if buffers.any:
         around.append(buffers)
     if applied.gradient_sync is not None:

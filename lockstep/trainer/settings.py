@@ -14,6 +14,7 @@ class PlacementSettings(TypedDict, total=False):
 
     gradient_checkpointing: Literal["none", "full", "selective", "every_n", "sequential"]
     gradient_checkpointing_every: int
+    batch_norm_samples: int | None
     compile: bool
     seed: int
     precision: Literal["auto", "fp32", "bf16", "fp16"] | Mapping[str, Any]

@@ -84,6 +84,12 @@ def with_batch_size_of(data: Any, config: Config) -> Config:
     if own is None or own == config.training.batch_size or "batch_size" in config.training.model_fields_set:
         return config
     whole = config.training.global_batch_size
+    if config.training.batch_norm_samples is not None:  # the ranks of a row have been counted
+        raise UsageError(
+            f"batch_norm_samples is made of micro-batches of batch_size, and the DataLoader has its own: {own}",
+            where="training.batch_norm_samples",
+            fix=f"give the trainer batch_size={own}, too",
+        )
     if whole is not None and whole % own:
         raise UsageError(
             f"global_batch_size {whole} is not a multiple of the DataLoader's batch_size {own}: "

@@ -1,5 +1,6 @@
 """Running statistics are those of one process that sees the micro-batches in order, whatever the number of ranks."""
 
+import re
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ class Counting(nn.Module):
         return self.linear(x) * self.constant
 
 
-def train(model: nn.Module, settings: dict[str, Any]) -> dict[str, Tensor]:
+def train(model: nn.Module, settings: dict[str, Any], *, whole: bool = False) -> dict[str, Tensor]:
     common = {
         "training.batch_size": 4,
         "training.global_batch_size": 16,
@@ -90,7 +91,7 @@ def train(model: nn.Module, settings: dict[str, Any]) -> dict[str, Tensor]:
     trainer = Trainer(model.train(), loss_fn=nn.CrossEntropyLoss(), config=config_from({**common, **settings}))
     for _ in trainer.steps(Points()):
         pass
-    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return trainer.state_dict() if whole else {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def normalised(settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -140,6 +141,62 @@ def test_running_statistics_do_not_depend_on_ranks_and_count_each_micro_batch_on
         for buffers_of_cases in run_ranks(normalised_in_all, ranks, cases):
             for buffers in buffers_of_cases:
                 assert_same(buffers, plain)
+
+
+class Pictured(Normalised):
+    """Also channels of pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.channels = nn.Conv2d(1, 2, (1, 3), padding=(0, 1)), nn.BatchNorm2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.channels(self.convolution(x[:, None, None])).sum((1, 2)))
+
+
+def in_rows(settings: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return train(Pictured(), settings, whole=True)
+
+
+def in_rows_in_all(cases: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    return [in_rows(case) for case in cases]
+
+
+def test_statistics_over_rows_of_ranks_are_those_of_one_process_with_that_micro_batch() -> None:
+    """Rows of 2 and of 4 of four ranks; the short step leaves dummies in a row. Weights and running statistics."""
+    alone = {samples: in_rows({"training.batch_size": samples}) for samples in (4, 8, 16)}
+    assert max((alone[16][name] - alone[4][name]).abs().max() for name in alone[4]) > 1e-2, "it matters"
+    recomputed = {"training.gradient_checkpointing": "full"}
+    ways = [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "fsdp", "shard_size": 2, "replicate_size": 2}]
+    cases = [
+        {"training.batch_norm_samples": samples, **{f"distributed.{key}": value for key, value in way.items()}, **more}
+        for way in ways for samples in (8, 16) for more in ({}, recomputed)
+    ]  # fmt: skip
+    (first, *_) = run_ranks(in_rows_in_all, 4, cases)
+    for case, ours in zip(cases, first, strict=True):
+        plain = alone[case["training.batch_norm_samples"]]
+        assert ours.keys() == plain.keys()
+        for name, value in plain.items():
+            torch.testing.assert_close(
+                ours[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, at=(case, name): f"{at}: {m}"
+            )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "takes 2 ranks that run micro-batches of 4 at the same time, which strategy single does not offer"),
+        ({"distributed.strategy": "pipeline"}, "which strategy pipeline does not offer"),
+        ({"distributed.strategy": "ddp"}, "takes rows of 2 ranks, and there are 1.*write batch_size: 8, or"),
+        ({"training.batch_norm_samples": 6}, "micro-batches of 4 don't make the 6 samples.*divides 6: 2, 3, 6"),
+        ({"distributed.strategy": "ddp", "distributed.reproducible": True}, "takes rows of 2 ranks"),
+    ],
+)
+def test_rows_that_can_not_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        train(Pictured(), {"training.batch_norm_samples": 8, "training.global_batch_size": None, **settings})
+    assert re.search(message, str(error.value), re.DOTALL), str(error.value)
 
 
 def assert_same(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:

@@ -1,0 +1,151 @@
+"""Normalises batches over the micro-batches that neighbouring ranks run at the same time (a row).
+
+`training.batch_norm_samples: 32` with `batch_size: 8` is a row of four ranks: the step of one process with `batch_size:
+32`, on any number of ranks that has whole rows. Mean and variance are those of `torch.nn.SyncBatchNorm`, in fp32, from
+the ranks' own means and squared deviations (Chan, Golub, LeVeque 1979), with one exchange in the forward pass and one
+in the backward pass of each module; torch's own class refuses CPUs. Dummies count nothing. Outside of a micro-batch of
+a step (evaluation, `forward`) a module is torch's own.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.collectives import create_once
+from lockstep.errors import UsageError
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
+from lockstep.torch_compat.normalizations import BatchNorm
+
+
+@dataclass
+class BatchNormRows(AroundMicroBatch):
+    """The modules whose statistics are those of a row.
+
+    Attributes:
+        ranks: of a row.
+        group: of this rank's row.
+    """
+
+    ranks: int
+    group: dist.ProcessGroup
+    _inside: bool = field(default=False, init=False)
+    _real: bool = field(default=False, init=False)
+
+    def before(self, run: MicroBatchPass) -> None:
+        self._inside, self._real = True, run.micro_batch.real
+
+    def after(self, run: MicroBatchPass) -> None:
+        self._inside = False
+
+    def failed(self, error: BaseException) -> None:
+        self._inside = False
+
+    def forward(self, module: BatchNorm, inputs: Tensor) -> Tensor:
+        """Return a module's outputs, and update its running statistics as torch does.
+
+        Args:
+            module: one of the model's.
+            inputs: [samples, channels, …].
+        """
+        if not (self._inside and module.training):
+            return type(module).forward(module, inputs)
+        x = inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs
+        dims, channels = [0, *range(2, x.dim())], x.shape[1]
+        count = x.new_full((1,), float(x.numel() // channels * self._real))
+        mean = x.mean(dims)
+        deviations = (x - _spread(mean, x)).square().sum(dims) * float(self._real)
+        table = _Gathered.apply(torch.cat([mean, deviations, count]), self.group, self.ranks)  # type: ignore[no-untyped-call]
+        means, deviations, counts = table[:, :channels], table[:, channels:-1].sum(0), table[:, -1:].detach()
+        total = counts.sum().clamp(min=1.0)
+        mean = (counts * means).sum(0) / total
+        variance = (deviations + (counts * (means - mean).square()).sum(0)) / total
+        _update(module, mean.detach(), variance.detach() * (total / (total - 1.0).clamp(min=1.0)))
+        outputs = (x - _spread(mean, x)) * _spread((variance + module.eps).rsqrt(), x)
+        if module.affine:
+            outputs = outputs * _spread(module.weight, x) + _spread(module.bias, x)
+        return outputs.to(inputs.dtype)
+
+
+class _Gathered(torch.autograd.Function):
+    """[numbers] of each rank → [ranks, numbers] on all; backward adds up what the ranks say of this one's."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
+        ctx.group = group
+        table = mine.new_empty(ranks * mine.numel())
+        dist.all_gather_into_tensor(table, mine.contiguous(), group=group)
+        return table.view(ranks, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        whole = gradients[0].contiguous().clone()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole[dist.get_rank(ctx.group)], None, None
+
+
+def _spread(values: Tensor, like: Tensor) -> Tensor:
+    """Return [channels] as [channels, 1, …], to be used with [samples, channels, …]."""
+    return values.view(-1, *[1] * (like.dim() - 2))
+
+
+@torch.no_grad()
+def _update(module: BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    if module.running_mean is None or module.running_var is None:
+        return
+    share: Any = module.momentum
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        share = share if share is not None else 1.0 / module.num_batches_tracked
+    module.running_mean.lerp_(mean.to(module.running_mean.dtype), share)
+    module.running_var.lerp_(variance.to(module.running_var.dtype), share)
+
+
+def apply_batch_norm_rows(model: nn.Module, samples: int | None, batch_size: int, ranks: int) -> BatchNormRows | None:
+    """Have batch normalisation cover rows of ranks; `lockstep.config.checks` has refused what is no row.
+
+    Args:
+        samples: of a row; None: every micro-batch is normalised alone.
+        batch_size: samples of a micro-batch.
+        ranks: data-parallel size; all ranks call it together.
+
+    Returns:
+        what has to be around each micro-batch; None where a row is one micro-batch.
+
+    Raises:
+        UsageError: a module computes more than batch normalisation, or there is none.
+    """
+    in_row = 1 if samples is None else samples // batch_size
+    if in_row == 1:
+        return None
+    found = {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
+    other = next((name for name, module in found.items() if type(module).forward is not BatchNorm.forward), None)
+    if other is not None or not found:
+        what = f"{other} ({type(found[other]).__name__}) has a forward of its own" if other else "the model has none"
+        raise UsageError(
+            f"batch normalisation can't cover {samples} samples: {what}",
+            where="training.batch_norm_samples",
+            fix=f"leave it out, or write training.batch_size: {samples}"
+            + (", or use nn.BatchNorm1d, 2d or 3d" if other else ""),
+        )
+    rows = None
+    for first in range(0, ranks, in_row):
+        members = list(range(first, first + in_row))
+        group = create_once(("batch_norm", *members), partial(dist.new_group, members))
+        if dist.get_rank() in members:
+            rows = BatchNormRows(in_row, group)
+    assert rows is not None
+    for module in found.values():
+        module.forward = MethodType(_forward_by(rows), module)  # type: ignore[method-assign]
+    return rows
+
+
+def _forward_by(rows: BatchNormRows) -> Any:
+    def forward(self: BatchNorm, input: Tensor) -> Tensor:
+        return rows.forward(self, input)
+
+    return forward
