@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.records import RunDirectory
 from tests.hosts import require_root
 from tests.launch.shared import environment
 from tests.ranks import REPOSITORY, run_ranks
@@ -98,13 +99,13 @@ def notebook() -> Any:
     """Its cells; the ranks are there already."""
     import lockstep
 
-    def on_both(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int) -> None:
+    def on_both(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, plot: str) -> None:
         fn(*args)
         lockstep.barrier()
 
     lockstep.spawn = on_both  # type: ignore[assignment]
     exec(cells().replace("args=(300,)", "args=(3,)"), {"__name__": "__main__"})
-    return json.loads(Path("losses.json").read_text())
+    return [row["loss"] for row in RunDirectory(Path("runs/notebook")).read_metrics()]
 
 
 def own_accuracy() -> Any:
@@ -202,8 +203,37 @@ def test_the_language_model_writes(ran: tuple[Path, list[dict[str, Any]]]) -> No
 
 def test_the_notebook_s_cells_run(ran: tuple[Path, list[dict[str, Any]]]) -> None:
     losses = ran[1][0]["notebook"]
-    assert len(losses) == 3
+    assert len(losses) == 2, "of the first step and the last"
     assert losses[-1] != losses[0]
+
+
+def test_the_notebook_in_a_kernel_draws_the_run_while_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real kernel runs its cells on two ranks; the figure is updated in place, and its last state stays."""
+    nbclient = pytest.importorskip("nbclient", reason="THE NOTEBOOK IS NOT RUN: pip install nbclient ipykernel")
+    nbformat = pytest.importorskip("nbformat")
+    for name, value in environment(OMP_NUM_THREADS="1", IPYTHONDIR=str(tmp_path / "ipython")).items():
+        monkeypatch.setenv(name, value)
+    book = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    client = nbclient.NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    updates: list[Any] = []
+    received = client.process_message
+
+    def process(message: Any, cell: Any, index: int) -> Any:
+        if message["msg_type"] == "update_display_data":
+            updates.append(message["content"]["data"]["text/html"])
+        return received(message, cell, index)
+
+    client.process_message = process
+    client.execute()
+    (spawned,) = [cell for cell in book.cells if "lockstep.spawn" in cell.source and cell.cell_type == "code"]
+    (figure,) = [output.data["text/html"] for output in spawned.outputs if output.output_type == "display_data"]
+    assert "step 300 of 300" in figure
+    assert len(updates) > 2, "while it trains"
+    assert figure.count("<svg") == 2, "loss and samples per second"
+    assert figure.count("<polyline") == 2
+    assert "2 · 3 =" in book.cells[-1].outputs[-1].text
 
 
 def as_it_stands(folder: Path, *command: str, text: str | None = None) -> str:

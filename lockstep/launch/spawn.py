@@ -21,6 +21,7 @@ from lockstep import cores
 from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_USAGE, UsageError
 from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
+from lockstep.launch.plot import SECONDS, LivePlot
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
 from lockstep.network import DEFAULT_PORT
 from lockstep.scratch import remove, scratch_folder
@@ -37,6 +38,7 @@ def spawn(
     node_rank: int = 0,
     master_addr: str | None = None,
     master_port: int | None = None,
+    plot: str | Path | None = None,
 ) -> None:
     """Run `fn(*args)` on `nprocs` ranks of this machine, and return when all are done.
 
@@ -48,6 +50,7 @@ def spawn(
         nprocs: ranks on this machine; unset: all visible GPUs, else 1.
         nnodes: machines; every one calls `spawn` with the same arguments but its own `node_rank`, from 0.
         master_addr, master_port: the machine with node_rank 0 and a free port there; needed for more than one machine.
+        plot: in a notebook, the run directory that `fn` trains into, which is drawn below the cell while it runs.
 
     Raises:
         UsageError: the numbers don't fit, or there is no way to start `fn` in another process.
@@ -60,13 +63,13 @@ def spawn(
 
         nprocs = max(1, count_gpus())
     _check_numbers(nprocs, nnodes, node_rank, master_addr)
-    if nprocs == nnodes == 1:
+    if nprocs == nnodes == 1 and plot is None:
         fn(*args)
         return
     _check_environment(nprocs, nnodes, node_rank)
     common, keep = _rendezvous_variables(nprocs, nnodes, node_rank, master_addr, master_port)
     ranks = range(node_rank * nprocs, (node_rank + 1) * nprocs)
-    _run_ranks(fn, args, ranks, common, _start_method(fn))
+    _run_ranks(fn, args, ranks, common, _start_method(fn), None if plot is None else LivePlot(plot))
     del keep
 
 
@@ -97,7 +100,8 @@ def spawn_again(
 
 
 def _run_ranks(
-    fn: Callable[..., Any], args: Sequence[Any], ranks: range, common: dict[str, str], method: str
+    fn: Callable[..., Any], args: Sequence[Any], ranks: range, common: dict[str, str], method: str,
+    plot: LivePlot | None = None,
 ) -> None:  # fmt: skip
     """Start the ranks of this machine, and wait for them.
 
@@ -105,6 +109,7 @@ def _run_ranks(
         ranks: their numbers.
         common: environment variables of all ranks.
         method: how they are started, as multiprocessing names it.
+        plot: updated while they run, and at their end.
 
     Raises:
         LockstepError: the first error of a rank.
@@ -122,7 +127,7 @@ def _run_ranks(
                 process = context.Process(target=_run, args=(fn, tuple(args), own, method), name=f"rank-{rank}")
                 process.start()
             processes.append(process)
-        _wait(processes)
+        _wait(processes, plot)
         cause = _cause(processes, ranks, int(common["WORLD_SIZE"]), folder)
     finally:
         _stop(processes)
@@ -293,14 +298,16 @@ def _end_with_caller() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _wait(processes: Sequence[BaseProcess]) -> None:
+def _wait(processes: Sequence[BaseProcess], plot: LivePlot | None = None) -> None:
     """Wait until all processes have ended, or one has failed."""
     while True:
         codes = [process.exitcode for process in processes]  # read once per round: they change meanwhile
+        if plot is not None:
+            plot.update()
         if any(codes) or None not in codes:
             return
         running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
-        multiprocessing.connection.wait(running)
+        multiprocessing.connection.wait(running, None if plot is None else SECONDS)
 
 
 def _cause(processes: Sequence[BaseProcess], ranks: Sequence[int], world: int, folder: Path) -> Failure | None:
