@@ -15,8 +15,8 @@ from lockstep.data import StepSource
 from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat import called_by_all_ranks
 from lockstep.monitor import Monitor
-from lockstep.records import RunDirectory
-from lockstep.trainer.run_state import Loaded, apply_changed_options, compare
+from lockstep.records import RunDirectory, last_lines
+from lockstep.trainer.run_state import Loaded, apply_changed_options, compare, moved_schedule
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -216,6 +216,7 @@ def resume(trainer: "Trainer", how: str) -> Resumed:
     if found is not None:
         changed = compare(trainer.config, trainer.global_batch_size, found, is_main=trainer.is_main_process)
     fresh = [dict(group) for group in trainer.optimizer.param_groups]
+    come_to = _newest_step(trainer.run_directory) if trainer.is_main_process else 0
     loaded = restore(trainer, found)
     if found is None or loaded is None:
         return Resumed(None, [])
@@ -224,10 +225,22 @@ def resume(trainer: "Trainer", how: str) -> Resumed:
     log_lines = [*loaded.log_lines, f"resumes after step {loaded.step}, from {found}"]
     if changed:
         log_lines.append(f"changed since that step: {', '.join(map(str, changed))}")
+        if trainer.scales_rate and trainer.user_schedule is None:
+            rate = trainer.optimizer.param_groups[0].get("initial_lr", trainer.config.training.learning_rate)
+            per_epoch = checkpoint.read_state(found).get("steps_per_epoch") if trainer.is_main_process else None
+            log_lines += moved_schedule(trainer.config.training, changed, loaded.step, rate, per_epoch)
+    if come_to > loaded.step:
+        log_lines.append(f"the run had come to step {come_to}: what follows step {loaded.step} is trained again")
     if trainer.run_directory is not None and trainer.is_main_process:
         seconds = time.perf_counter() - started
         trainer.run_directory.append_event("resume", step=loaded.step, checkpoint=str(found), seconds=seconds)
     return Resumed(found, log_lines)
+
+
+def _newest_step(directory: RunDirectory | None) -> int:
+    """Return the newest step that is recorded; 0 if there is none."""
+    rows = [] if directory is None else last_lines(directory.metrics, 50)
+    return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0)
 
 
 def restore(trainer: "Trainer", found: checkpoint.CheckpointPath | None) -> Loaded | None:

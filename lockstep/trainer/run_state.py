@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from lockstep import checkpoint
-from lockstep.config import Config
+from lockstep.config import Config, TrainingConfig
 from lockstep.config.tree import Origin, parse
 from lockstep.data import StepSource
 from lockstep.errors import UsageError, listed
 from lockstep.monitor.figures import gather_objects
+from lockstep.optim import Schedule
 from lockstep.records import StepRecord, plain
 from lockstep.step import Step
 from lockstep.trainer.following import Following, is_better, require_metric
@@ -356,6 +357,39 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+_SCHEDULE = ("max_steps", "num_train_epochs", "lr_schedule", "warmup_steps", "min_lr_ratio", "wsd_decay_ratio")
+
+
+def moved_schedule(
+    training: TrainingConfig, changes: list[Change], updates: int, rate: float, steps_per_epoch: int | None
+) -> list[str]:
+    """Return a line on the next learning rate, if changes move it: a cosine depends on the number of steps.
+
+    Args:
+        training: with the changes.
+        updates: that are made.
+        rate: the peak of the learning rate.
+        steps_per_epoch: if it is known.
+    """
+    before = {change.key.removeprefix("training."): change.before for change in changes}
+    earlier = training.model_copy(update={key: before[key] for key in _SCHEDULE if key in before})
+    rates, described = [], []
+    for config in (training, earlier):
+        total = config.max_steps or (config.num_train_epochs or 1) * (steps_per_epoch or 0)
+        if total == 0:
+            return []
+        kind, warmup = config.lr_schedule, config.warmup_steps
+        schedule = Schedule(kind, total, warmup, config.min_lr_ratio, config.wsd_decay_ratio)
+        rates.append(f"{rate * schedule.factor(updates):.3g}")
+        described.append(f"{kind} over {total} steps" + (f", {warmup} of them warm-up" if warmup else ""))
+    if rates[0] == rates[1]:
+        return []
+    return [
+        f"the learning rate follows another curve from here on ({described[0]}; before: {described[1]}): step "
+        f"{updates + 1} takes {rates[0]} in place of {rates[1]}"
+    ]
 
 
 def apply_changed_options(groups: list[dict[str, Any]], fresh: list[dict[str, Any]], changes: list[Change]) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -191,6 +192,27 @@ def test_a_changed_learning_rate_is_said_and_counts(saved: Path, capsys: pytest.
     changed = "training.learning_rate 0.1 → 0.05, training.max_steps 4 → 6, training.weight_decay 0.1 → 0.3"
     assert f"lockstep: changed since that step: {changed}\n" in said
     assert [row["lr"] for row in RunDirectory(saved).read_metrics()] == [0.1] * 4 + [0.05] * 2
+
+
+def test_a_resumed_run_says_how_its_curve_moves_and_what_is_trained_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a run that was killed at step 7, of which step 4 is saved, with more steps than before."""
+    curve = {"lr_schedule": "cosine", "min_lr_ratio": 0.0, "save_steps": 4}
+    trainer(tmp_path, max_steps=8, **curve).train(regression())
+    rmtree(tmp_path / "checkpoints/step-00000008")
+    capsys.readouterr()
+    trainer(tmp_path, max_steps=16, **curve).train(regression())
+    said = capsys.readouterr().out
+    moved = "(cosine over 16 steps; before: cosine over 8 steps): step 5 takes 0.0854 in place of 0.05"
+    assert f"lockstep: the learning rate follows another curve from here on {moved}\n" in said
+    assert "lockstep: the run had come to step 8: what follows step 4 is trained again\n" in said
+    rates = {row["step"]: row["lr"] for row in RunDirectory(tmp_path).read_metrics()}
+    assert (rates[5], rates[4]) == (pytest.approx(0.0854, abs=1e-4), pytest.approx(0.0691, abs=1e-4))
+    trainer(tmp_path, max_steps=16, **curve).train(regression())
+    again = capsys.readouterr().out
+    assert "another curve" not in again
+    assert "trained again" not in again
 
 
 @pytest.mark.parametrize(
