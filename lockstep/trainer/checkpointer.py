@@ -16,7 +16,8 @@ from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat import called_by_all_ranks
 from lockstep.monitor import Monitor
 from lockstep.records import RunDirectory, last_lines
-from lockstep.trainer.run_state import Loaded, apply_changed_options, compare, moved_schedule
+from lockstep.trainer.changes import apply_changed_options, compare, moved_schedule
+from lockstep.trainer.run_state import Loaded
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer

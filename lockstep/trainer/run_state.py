@@ -1,12 +1,6 @@
-"""Holds a run's state: its contents in a checkpoint, how they are loaded, and which settings may change meanwhile.
+"""Holds a run's state: its contents in a checkpoint, and how they are loaded."""
 
-A checkpoint holds the config that it was saved with. Samples, their order, random numbers and the model follow from
-it and the step number alone, so a run that resumes with another seed, other data, another global batch or another
-model is another training; a learning rate or a number of steps may be changed on purpose.
-"""
-
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep import checkpoint
-from lockstep.config import Config, TrainingConfig
-from lockstep.config.tree import Origin, parse
-from lockstep.data import StepSource
 from lockstep.errors import UsageError, listed
-from lockstep.monitor.figures import gather_objects
-from lockstep.optim import Schedule
 from lockstep.records import StepRecord, plain
 from lockstep.step import Step
 from lockstep.trainer.following import Following, is_better, require_metric
@@ -30,11 +19,6 @@ WORKERS = "workers"  # name of the workers' tensors
 _UNKNOWN_TO_A_LOOP = {  # a loop over `lockstep.place` saves only its step and metadata
     "skipped": [], "epoch": 0, "samples": 0, "nominal": None, "loss_scale": None, "source": {}, "best": {},
 }  # fmt: skip
-_COMPARED = ("model.", "loss_fn", "data.", "training.", "precision.", "distributed.reproducible")
-_HOW_DATA_ARE_READ = ("data.num_workers", "data.prefetch_factor", "data.pin_memory", "data.persistent_workers")
-_ANOTHER_TRAINING = ("model.", "data.", "training.seed")
-_SIZES = ("training.batch_size", "training.gradient_accumulation_steps", "training.global_batch_size")
-_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -262,148 +246,3 @@ def _require_as_many(path: checkpoint.Checkpoint, workers: int) -> None:
             why="each worker goes on from its own parameters and its own optimizer state",
             fix=f"set distributed.diloco.workers: {stored}, on a number of ranks that divides it",
         )
-
-
-@dataclass(frozen=True)
-class Change:
-    """A key with another value."""
-
-    key: str
-    before: Any
-    now: Any
-    another_training: bool
-
-    def __str__(self) -> str:
-        return f"{self.key} {_shown(self.before)} → {_shown(self.now)}"
-
-
-def compare(
-    config: Config, global_batch_size: int, found: checkpoint.CheckpointPath, *, is_main: bool
-) -> list[Change]:  # fmt: skip
-    """Return the keys whose values differ from a checkpoint's; all ranks call it.
-
-    Rank 0 reads them: it may be the only one that sees the checkpoint.
-
-    Raises:
-        UsageError: the run would become another training, and the config does not allow it.
-    """
-    mine = list(_changes(config, global_batch_size, found)) if is_main else []
-    changes: list[Change] = gather_objects(mine)[0]
-    broken = [change for change in changes if change.another_training]
-    if broken and not config.checkpoint.allow_changes:
-        raise another_training(", ".join(map(str, broken)), found)
-    return changes
-
-
-def require_same_epoch(source: StepSource, global_batch_size: int, found: checkpoint.CheckpointPath) -> None:
-    """Reject data of another length than the checkpoint's run had: their order differs too."""
-    saved, now = checkpoint.read_state(found), source.steps_per_epoch
-    before = saved.get("steps_per_epoch")
-    if before is None or now is None or saved.get("global_batch_size") != global_batch_size:
-        return
-    if before != now:
-        source.close()
-        raise another_training(f"an epoch of the data had {before} steps, and has {now} now", found)
-
-
-def another_training(what: str, found: checkpoint.CheckpointPath) -> UsageError:
-    """Return the error for resuming from a checkpoint of another training."""
-    return UsageError(
-        f"the run would not go on as it began: {what}",
-        where=f"resuming from {found}",
-        why="samples, their order, random numbers and the model follow from the config and the step number, so this "
-        "would be another training from here on",
-        fix="give the former value back; or start afresh with --resume never (in Python: resume='never'); or go on "
-        "all the same with --allow-changes (in Python: allow_changes=True)",
-    )
-
-
-def _changes(config: Config, global_batch_size: int, found: checkpoint.CheckpointPath) -> Iterator[Change]:
-    before = _flat(parse(checkpoint.config_text(found), lambda line: Origin(str(found), line + 1)).plain())
-    now = _flat(config.to_dict())
-    training = config.training
-    whole = checkpoint.read_state(found).get("global_batch_size")
-    open_yet = config.model.name is None and "batch_size" not in training.model_fields_set
-    sizes_differ = any(_differs(before, now, key) for key in _SIZES) and not open_yet
-    grows = whole is not None and whole != global_batch_size and not open_yet
-    # Objects that are passed in Python cannot be compared by name.
-    objects = [part for part in ("model", "data") if None in (before.get(f"{part}.name"), now.get(f"{part}.name"))]
-    handed_over = tuple(f"{part}.{key}" for part in objects for key in ("name", "args"))
-    for key in sorted({*before, *now}):
-        if _differs(before, now, key) and not (open_yet and key in _SIZES) and not key.startswith(handed_over):
-            another = key.startswith(_ANOTHER_TRAINING) or (key in _SIZES and grows)
-            yield Change(key, before.get(key), now.get(key), another)
-    if grows and not sizes_differ:  # no key was changed, but the number of ranks, as after the loss of a machine
-        yield Change("the global batch (it follows the ranks: set global_batch_size)", whole,
-                     global_batch_size, another_training=False)  # fmt: skip
-
-
-def _differs(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
-    """Return whether a relevant key has another value; a key that the saving version lacks has not changed."""
-    if not key.startswith(_COMPARED) or key in _HOW_DATA_ARE_READ:
-        return False
-    free = key.startswith(("model.args.", "data.args.", "training.optimizer_args.", "loss_fn"))
-    if not free and (key not in before or key not in now):
-        return False
-    return bool(before.get(key, _ABSENT) != now.get(key, _ABSENT))
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted keys → values; empty containers have none."""
-    if not isinstance(tree, dict):
-        return {prefix: tree} if prefix else {}
-    return {k: v for key, child in tree.items() for k, v in _flat(child, f"{prefix}.{key}" if prefix else key).items()}
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-_SCHEDULE = ("max_steps", "num_train_epochs", "lr_schedule", "warmup_steps", "min_lr_ratio", "wsd_decay_ratio")
-
-
-def moved_schedule(
-    training: TrainingConfig, changes: list[Change], updates: int, rate: float, steps_per_epoch: int | None
-) -> list[str]:
-    """Return a line on the next learning rate, if changes move it: a cosine depends on the number of steps.
-
-    Args:
-        training: with the changes.
-        updates: that are made.
-        rate: the peak of the learning rate.
-        steps_per_epoch: if it is known.
-    """
-    before = {change.key.removeprefix("training."): change.before for change in changes}
-    earlier = training.model_copy(update={key: before[key] for key in _SCHEDULE if key in before})
-    rates, described = [], []
-    for config in (training, earlier):
-        total = config.max_steps or (config.num_train_epochs or 1) * (steps_per_epoch or 0)
-        if total == 0:
-            return []
-        kind, warmup = config.lr_schedule, config.warmup_steps
-        schedule = Schedule(kind, total, warmup, config.min_lr_ratio, config.wsd_decay_ratio)
-        rates.append(f"{rate * schedule.factor(updates):.3g}")
-        described.append(f"{kind} over {total} steps" + (f", {warmup} of them warm-up" if warmup else ""))
-    if rates[0] == rates[1]:
-        return []
-    return [
-        f"the learning rate follows another curve from here on ({described[0]}; before: {described[1]}): step "
-        f"{updates + 1} takes {rates[0]} in place of {rates[1]}"
-    ]
-
-
-def apply_changed_options(groups: list[dict[str, Any]], fresh: list[dict[str, Any]], changes: list[Change]) -> None:
-    """Set options of the config's optimizer to their changed values, instead of the checkpoint's.
-
-    Args:
-        groups: as the checkpoint filled them.
-        fresh: as the config made them.
-    """
-    keys = {change.key for change in changes}
-    names = [key.removeprefix("training.optimizer_args.") for key in keys if key.startswith("training.optimizer_args.")]
-    if keys & {"training.learning_rate", "training.lr_scaling", "training.base_batch_size"}:
-        names += ["lr", "initial_lr"]
-    if "training.weight_decay" in keys:
-        names.append("weight_decay")
-    for group, new in zip(groups, fresh, strict=True):
-        group.update({name: new[name] for name in names if name in new})

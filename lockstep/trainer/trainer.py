@@ -37,6 +37,7 @@ from lockstep.run_lock import RunLock
 from lockstep.step import Step
 from lockstep.trainer import setup, start
 from lockstep.trainer.caller_batches import StepWindow
+from lockstep.trainer.changes import require_same_epoch
 from lockstep.trainer.checkpointer import (
     best_of,
     checkpoints_of,
@@ -49,7 +50,7 @@ from lockstep.trainer.evaluator import Evaluator, evaluated, predicted, sample_f
 from lockstep.trainer.following import Following
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.outputs import Metrics
-from lockstep.trainer.run_state import RunState, require_same_epoch
+from lockstep.trainer.run_state import RunState
 from lockstep.trainer.settings import TrainerSettings
 from lockstep.trainer.setup import AfterUpdate, MakeOptimizer, MakeScheduler
 from lockstep.trainer.whole_batch import WholeBatch, WholeBatchSteps
