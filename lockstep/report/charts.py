@@ -130,7 +130,8 @@ def loss(runs: list[RunData]) -> Figure | None:
             })  # fmt: skip
     log = lowest > 0 and highest > 20 * lowest
     marks = [mark for run in runs for mark in _restart_marks(run)]
-    note = "Thin: each logged step; thick: the moving mean." if any(len(run.rows) > 40 for run in runs) else ""
+    note = "Mean over the valid targets of a step."
+    note += " Thin: each logged step; thick: the moving mean." if any(len(run.rows) > 40 for run in runs) else ""
     if marks:
         note += " Dashed lines: the run was resumed from a checkpoint."
     return chart(
@@ -194,8 +195,8 @@ def _restart_marks(run: RunData) -> list[Row]:
 
 
 _NUMBERS: tuple[tuple[str, str, str, str], ...] = (
-    ("lr", "Learning rate", "linear", ""),
-    ("grad_norm", "Gradient norm", "log", "Before clipping, over all shards and stages."),
+    ("lr", "Learning rate", "linear", "Of the first group of parameters."),
+    ("grad_norm", "Gradient norm", "log", "2-norm before clipping, over all shards and stages."),
     ("loss_scale", "Loss scale", "log", "For fp16; it is halved when a step is skipped."),
     ("mfu", "Model FLOPs utilisation", "linear", "FLOPs per second, as a share of the devices' peak."),
     ("hfu", "Hardware FLOPs utilisation", "linear", "Like MFU, but recomputed activations count twice."),
@@ -249,7 +250,7 @@ def layers(run: RunData) -> Figure | None:
         "colorbar": {"thickness": 10, "outlinewidth": 0, "tickvals": [log10(tick) for tick in ticks],
                      "ticktext": [f"{tick:g}" for tick in ticks]},
     }  # fmt: skip
-    return chart("layers", "Gradient norm by layer", [heat], note="Before clipping; logarithmic.", wide=True,
+    return chart("layers", "Gradient norm by layer", [heat], note="2-norm before clipping; logarithmic.", wide=True,
                  xaxis={"title": {"text": "step"}}, yaxis={"autorange": "reversed"})  # fmt: skip
 
 
@@ -267,7 +268,7 @@ def throughput(runs: list[RunData]) -> Figure | None:
         data.append(line([r["step"] for r in rows], values, run.name, colour, showlegend=len(runs) > 1))
     unit = "tokens per second" if tokens else "samples per second"
     return chart("throughput", "Throughput", data, note=f"{unit.capitalize()}, over all ranks.",
-                 xaxis={"title": {"text": "step"}}, yaxis={"rangemode": "tozero"})  # fmt: skip
+                 xaxis={"title": {"text": "step"}}, yaxis={"rangemode": "tozero", "ticksuffix": " /s"})  # fmt: skip
 
 
 def _tokens(row: Row) -> float | None:
