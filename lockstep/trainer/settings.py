@@ -14,7 +14,6 @@ class PlacementSettings(TypedDict, total=False):
 
     gradient_checkpointing: Literal["none", "full", "selective", "every_n", "sequential"]
     gradient_checkpointing_every: int
-    batch_norm_samples: int | None
     compile: bool
     seed: int
     precision: Literal["auto", "fp32", "bf16", "fp16"] | Mapping[str, Any]
@@ -63,6 +62,7 @@ class TrainerSettings(PlacementSettings, total=False):
     max_steps: int | None
     num_train_epochs: int | None
     batch_size: int
+    batch_norm_samples: int | None
     eval_batch_size: int | None
     eval_batches: int | None
     gradient_accumulation_steps: int | None
