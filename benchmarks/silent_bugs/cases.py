@@ -4,7 +4,7 @@ All are of our own writing. `kinds` are the causes that are right; where a fault
 does to a step, both are named.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from benchmarks.silent_bugs.program import CLASSES, IGNORED, WIDTH, Net, Program
+from benchmarks.silent_bugs.program import CLASSES, IGNORED, SAMPLES, WIDTH, Net, Program
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class MovedAfterWrapping(Program):
         return wrapped
 
 
-@case("TrainCheck x-jxmnop-ddp-out-of-sync; bytetriper/RAE#40", SYNCHRONISATION)
+@case("TrainCheck x-jxmnop-ddp-out-of-sync; bytetriper/RAE#40; jingyaogong/minimind PR 854", SYNCHRONISATION)
 class CalledBesideTheWrapper(Program):
     def prepare(self) -> None:
         if self.faulty:
@@ -96,7 +96,7 @@ class GradientsOfAutogradGrad(Program):
         return None
 
 
-@case("huggingface/accelerate: no_sync over the last micro-batch", SYNCHRONISATION)
+@case("no_sync over the last micro-batch", SYNCHRONISATION)
 class NoSyncOverTheLastMicroBatch(Program):
     accumulate = 2
 
@@ -115,7 +115,7 @@ class HeadOutsideOfTheWrapper(Program):
         return lambda x: model.head(F.gelu(body(x)))  # type: ignore[return-value]
 
 
-@case("division by the number of ranks on top of DistributedDataParallel's", "sum of gradients")
+@case("pytorch/torchtitan#2318: gradient norms apart by the number of ranks", "sum of gradients")
 class DividedTwice(Program):
     def reduce(self) -> None:
         if self.faulty:
@@ -123,7 +123,7 @@ class DividedTwice(Program):
                 parameter.grad /= self.world
 
 
-@case("deepspeedai/DeepSpeed#1801; TrainCheck deepspeed-1801", "clipping", "replicas", SYNCHRONISATION)
+@case("TrainCheck deepspeed-1801 (of deepspeedai/DeepSpeed PR 1801)", "clipping", "replicas", SYNCHRONISATION)
 class ClippedOnOneRankAlone(Program):
     def clip(self) -> None:
         if self.rank == 0 or not self.faulty:
@@ -133,7 +133,7 @@ class ClippedOnOneRankAlone(Program):
 # ---- losses ----
 
 
-@case("huggingface/transformers#34191: means over unequal numbers of targets", "loss normalisation")
+@case("huggingface/transformers PR 34191; PrimeIntellect-ai/prime-rl PR 2359", "loss normalisation")
 class MeansOfUnequalCounts(Program):
     uneven = True
 
@@ -141,7 +141,7 @@ class MeansOfUnequalCounts(Program):
         return self.cross_entropy(self.runs(inputs), targets) if self.faulty else super().loss(inputs, targets)
 
 
-@case("huggingface/transformers#37766: micro-batches of unequal counts", "gradient accumulation")
+@case("verl-project/verl PR 906; ml-explore/mlx-lm PR 1413", "gradient accumulation")
 class AccumulatedMeansOfUnequalCounts(Program):
     uneven, accumulate = True, 2
 
@@ -151,7 +151,7 @@ class AccumulatedMeansOfUnequalCounts(Program):
         return self.cross_entropy(self.runs(inputs), targets, "sum") * self.world / 96
 
 
-@case("NVlabs/stylegan3#184; huggingface/transformers#35438", "gradient accumulation")
+@case("NVlabs/stylegan3#184; verl-project/verl#2919", "gradient accumulation")
 class AccumulationThatIsNotDivided(Program):
     accumulate = 2
 
@@ -223,7 +223,7 @@ class NegativesOfOneRank(Program):
 # ---- data ----
 
 
-@case("DataLoader without DistributedSampler (pytorch/examples issues)", "samples")
+@case("huggingface/datasets#5360", "samples")
 class LoaderThatIsNotSharded(Program):
     def loader(self) -> DataLoader[Any]:
         data = self.dataset()
@@ -237,6 +237,30 @@ class EachRankShufflesAllSamples(Program):
         if self.faulty:
             return DataLoader(self.dataset(), batch_size=self.batch_size, shuffle=True, generator=order)
         return super().loader()
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """The samples from `begin` on, of which a rank takes its own where `take` says so."""
+
+    def __init__(self, data: Dataset[Any], begin: int, take: slice) -> None:
+        self.data, self.indices = data, list(range(SAMPLES))[begin:][take]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self.data[index] for index in self.indices)
+
+
+@case("huggingface/datasets#8568: a stream that is skipped to where a run ended forgets its rank", "samples")
+class StreamThatForgetsItsRank(Program):
+    def loader(self) -> DataLoader[Any]:
+        take = slice(None) if self.faulty else slice(self.rank, None, self.world)
+        return DataLoader(Stream(self.dataset(), 32, take), batch_size=self.batch_size)
+
+
+@case("sandyresearch/parcae#10; huggingface/datasets#5696: ranks cut their own order of the files", "samples")
+class RanksCutTheirOwnOrders(Program):
+    def loader(self) -> DataLoader[Any]:
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.faulty * self.rank)).tolist()
+        return DataLoader(self.dataset(), batch_size=self.batch_size, sampler=order[self.rank :: self.world])
 
 
 @case("dropout drawn alike on all ranks (Accelerate and Fabric loops as documented)", "random numbers")
@@ -472,10 +496,25 @@ class CutModel(Program):
         """Leave gradients as they are: each rank's norm is of its part."""
 
 
-@case("TTrace: the gradient of a norm before a cut layer is not reduced; Entangle: a missing reduction",
+@case("TTrace: the gradient of a norm before a cut layer is not reduced; Entangle: a missing reduction; "
+      "pytorch/torchtitan PR 3412",
       SYNCHRONISATION, "sum of gradients", "replicas")  # fmt: skip
 class NormBeforeACutLayer(CutModel):
     fault = "copy"
+
+
+@case(f"{MEGATRON}, finding 8; deepspeedai/DeepSpeed#8475: norms of a rank's own parameters", "clipping", "replicas")
+class ClippedByTheNormOfAPart(CutModel):
+    def clip(self) -> None:
+        if self.faulty:
+            nn.utils.clip_grad_norm_(self.net.parameters(), 0.05)
+            return
+        squares = {name: p.grad.square().sum() for name, p in self.net.named_parameters()}  # type: ignore[union-attr]
+        cut = torch.stack([value for name, value in squares.items() if not name.startswith("norm")]).sum()
+        dist.all_reduce(cut)
+        norm = (cut + squares["norm.weight"] + squares["norm.bias"]).sqrt()
+        for parameter in self.net.parameters():
+            parameter.grad *= (0.05 / norm).clamp(max=1)
 
 
 @case("TTrace, Entangle: partial outputs are not summed", SYNCHRONISATION, "replicas", "computation of a rank")

@@ -77,8 +77,7 @@ class TrainingChecks:
         # of each optimizer: passes at its last update, and whether its gradients were seen cleared since
         self._updates: dict[int, tuple[int, bool]] = {}
         self._with_gradient: dict[int, Tensor] = {}  # of each optimizer: a parameter that had one at its last update
-        self._clipped_after = -1  # backward passes of this step when gradients were clipped
-        self._clips = 0
+        self._clipped: Tensor | None = None  # a parameter whose gradient was clipped since the last step
         self._epochs: dict[int, tuple[int, int]] = {}
 
     @property
@@ -137,11 +136,13 @@ class TrainingChecks:
     def backward(self, loss: Any) -> None:
         """Look at a backward pass that begins."""
         for known in self._optimizers:
-            if (optimizer := known()) is not None and not self._updates[id(optimizer)][1]:
+            if (optimizer := known()) is not None and not (before := self._updates.get(id(optimizer), (-1, True)))[1]:
                 first = self._with_gradient.get(id(optimizer))
                 if first is None or first.grad is None or (self.looks and not _has_gradient(first)):
-                    self._updates[id(optimizer)] = (self._updates[id(optimizer)][0], True)
-        if self._clipped_after >= 0:
+                    self._updates[id(optimizer)] = (before[0], True)
+        if self._clipped is not None and not _has_gradient(self._clipped):
+            self._clipped, self._passes = None, 0  # set to zero since: the loop has updated without an optimizer
+        if self._clipped is not None:
             self.find(
                 "clipping", "a backward pass adds to the gradients after they are clipped, so that the step is longer "
                 "than the norm allows", "clip once, when all gradients are there",
@@ -168,11 +169,10 @@ class TrainingChecks:
 
     def clipped(self, parameters: Iterable[Tensor]) -> None:
         """Look at gradients that are clipped."""
-        if self.looks and not self._clipped_after >= 0:
+        if self.looks and self._clipped is None:
             self._check_accumulation()
-        self._clips += 1
-        self._clipped_after = self._passes
-        if self.looks and not any(parameter.grad is not None for parameter in parameters):
+        self._clipped = next((p for p in reversed(list(parameters)) if p.grad is not None), None)
+        if self.looks and self._clipped is None:
             self.find(
                 "clipping", "gradients are clipped where there are none: before the backward pass, or of a model that "
                 "is not trained", "clip between loss.backward() and optimizer.step()",
@@ -213,7 +213,7 @@ class TrainingChecks:
         norms = [_local(p.grad).detach().norm() for p in own if p.grad is not None and not p.grad.is_sparse]
         if norms and not bool(torch.isfinite(torch.stack([norm.float().cpu() for norm in norms])).all()):
             self.find("not finite", f"a gradient of step {self.steps + 1} is not finite, and the optimizer uses it")
-        if self._clipped_after < 0:
+        if self._clipped is None:
             self._check_accumulation()
 
     def _check_accumulation(self) -> None:
@@ -237,7 +237,7 @@ class TrainingChecks:
         if found is not None:
             self._with_gradient[id(optimizer)] = found
         self.steps += 1
-        self._passes, self._batches, self._clipped_after, self._whole_losses = 0, 0, -1, True
+        self._passes, self._batches, self._clipped, self._whole_losses = 0, 0, None, True
         if self.steps == self.first:
             self._check_models()
 

@@ -65,7 +65,16 @@ def _same_samples(world: World) -> ScriptCause | None:
     if read * len(leaders) > 1.5 * held > 0:
         text = f"the loader is not sharded: each rank reads {read} samples an epoch, in an order of its own, of {held}"
         return cause("samples", text, "the lengths of the loader and of its data", framework)
-    at_once = [set(mine) & set().union(*others) for mine, *others in zip(*batches, strict=False)]
+    mine, others = set(flat[0]), set().union(*flat[1:])
+    in_an_epoch = not read or len(flat[0]) <= read
+    if in_an_epoch and len(mine & others) > len(flat) and all(len(set(rank)) == len(rank) for rank in flat):
+        text = (
+            f"ranks read each other's samples: {len(mine & others)} of the {len(mine)} samples of rank 0 are another "
+            f"rank's in these {steps} steps, though no rank has read one twice: each takes its part of an order of its "
+            "own, and others are read by nobody"
+        )
+        return cause("samples", text, _BY_SAMPLES, framework)
+    at_once = [set(here) & set().union(*there) for here, *there in zip(*batches, strict=False)]
     if twice := sum(map(len, at_once)):
         text = f"{twice} of the {len(flat[0])} samples of rank 0 were another rank's in the same step, too"
         fix = fix_for("samples", framework)
