@@ -358,8 +358,9 @@ def verify(argv: list[str]) -> int:
         "Prove that topologies take the steps that one process takes: the same samples, loss, gradients and values, "
         "up to the order of summation, or in every bit with distributed.reproducible=true. If they do not, report "
         "the first difference and its cause, and exit with 1. CONFIG may be anybody's training script: SCRIPT.py "
-        "[--nproc-per-node 1,2,4] [--steps N] [--json] [-- ARGS …], where {n} in ARGS is the number of ranks; or a "
-        'command, as in lockstep verify "accelerate launch --num_processes {n} train.py" --ranks 1,2.',
+        "[--nproc-per-node 1,2,4] [--steps N] [--json] [--html FILE] [-- ARGS …], where {n} in ARGS is the "
+        'number of ranks; or a command, as in lockstep verify "accelerate launch --num_processes {n} train.py" '
+        "--ranks 1,2.",
         ["lockstep verify run.yaml --against ddp:2,fsdp:2", "lockstep verify train.py --nproc-per-node 1,2"],
     )
     add_config(parser)
@@ -372,6 +373,8 @@ def verify(argv: list[str]) -> int:
     text = "how many steps are compared (default: 5, of a script 3)"
     parser.add_argument("--steps", metavar="N", type=int, help=text)
     parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
+    text = "write the result as a page, too, with the first difference drawn through the model"
+    parser.add_argument("--html", metavar="FILE", type=Path, help=text)
     end = argv.index("--") if "--" in argv else len(argv)
     given = parser.parse(argv[:end])
     if given.words and (given.words[0].endswith(".py") or len(given.words[0].split()) > 1):
@@ -379,7 +382,9 @@ def verify(argv: list[str]) -> int:
 
         arguments = [*given.words[1:], *argv[end + 1 :]]
         ranks = given.nproc_per_node or given.against
-        return script.run(given.words[0], arguments, ranks=ranks, steps=given.steps, in_json=given.json)
+        return script.run(
+            given.words[0], arguments, ranks=ranks, steps=given.steps, in_json=given.json, page=given.html
+        )
     if given.nproc_per_node is not None or argv[end:]:
         raise UsageError(
             "--nproc-per-node and arguments after -- are for a script", fix="name one, as in lockstep verify train.py; "
@@ -390,7 +395,7 @@ def verify(argv: list[str]) -> int:
 
     from lockstep.verify import command
 
-    return command.run(path, overrides, against=given.against, steps=given.steps, in_json=given.json)
+    return command.run(path, overrides, against=given.against, steps=given.steps, in_json=given.json, page=given.html)
 
 
 def sample(argv: list[str]) -> int:

@@ -25,10 +25,12 @@ from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.scratch import temporary
 from lockstep.strategy import AUTO, SINGLE, parse_topology, strategy_named
-from lockstep.verify.causes import Cause, Evidence, cause_of, wanted_experiments
+from lockstep.verify.causes import cause_of, is_clear, wanted_experiments
 from lockstep.verify.differences import ASPECTS, Difference, StepResult
+from lockstep.verify.evidence import Cause, Evidence
 from lockstep.verify.experiments import NUDGED, first_experiments, further_experiments
 from lockstep.verify.isolated import run_isolated, why_not_ended
+from lockstep.verify.recorded_flow import Deviation
 from lockstep.verify.reference import Check, judge
 from lockstep.verify.subject import MAIN, Case, Make, Spec, Subject, VerifyJob
 
@@ -50,12 +52,14 @@ class Outcome:
         topology: as it was written; `single` is the reference taken once more.
         steps: one result per step.
         cause: of the first difference.
+        deviations: the parts of that step which deviate by themselves, in its order, if they were compared.
         failed: the error, if the topology could not be run.
     """
 
     topology: str
     steps: list[StepResult] = field(default_factory=list)
     cause: Cause | None = None
+    deviations: list[Deviation] = field(default_factory=list)
     failed: str | None = None
 
     @property
@@ -305,7 +309,7 @@ def _find_causes(different: Sequence[tuple[VerifyJob, Outcome, StepResult]], sta
     _experiment(evidence, start)
     further = []
     for job, known in evidence:
-        if not known.is_clear:
+        if not is_clear(known):
             _, subject = job.spec.build({})
             wanted = wanted_experiments(known, job.topology)
             cases = tuple(further_experiments(job.spec, job.topology, known.found.step, wanted, subject.data))
@@ -313,7 +317,7 @@ def _find_causes(different: Sequence[tuple[VerifyJob, Outcome, StepResult]], sta
             further.append((replace(job, cases=cases), known))
     _experiment([(job, known) for job, known in further if job.cases], start)
     for (job, known), (_, outcome, _) in zip(evidence, different, strict=True):
-        outcome.cause = cause_of(known)
+        outcome.cause, outcome.deviations = cause_of(known), known.deviations
         outcome.cause.is_error |= job.spec.exact  # if every bit must be equal, rounding is an error
 
 

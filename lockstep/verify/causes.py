@@ -6,13 +6,11 @@ A cause is named if its undoing makes the difference vanish, else the text says 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 
-from lockstep.config import Config
 from lockstep.errors import listed
 from lockstep.strategy import parse_topology
-from lockstep.verify.differences import TOO_FAR, StepResult
+from lockstep.verify.differences import TOO_FAR
+from lockstep.verify.evidence import Cause, Evidence, located, name_ranks, ranks_of
 from lockstep.verify.experiments import (
     AGAIN,
     AGAIN_TOO,
@@ -36,89 +34,16 @@ from lockstep.verify.experiments import (
     WHOLE,
     switched_off,
 )
-from lockstep.verify.flow import BACKWARD, FORWARD, LOSS, NOT_REDUCED, REDUCTION, Deviation, RankFlow
-from lockstep.verify.trace import StepFacts, Trace
+from lockstep.verify.recorded_flow import BACKWARD, FORWARD, LOSS, REDUCTION, Deviation
 
-GONE = 1e-2  # an experiment that leaves less than this fraction of a difference has removed it
 LOW_ROUNDING = 8 * 2.0**-8  # largest relative rounding of a gradient by bfloat16 when the same terms are summed
 UNKNOWN = "cause not known"
 
 
-@dataclass
-class Cause:
-    """Cause of a difference.
-
-    Attributes:
-        kind: one word or two: data order, random numbers, loss normalisation …
-        text: one sentence.
-        found_by: the experiments that show it.
-        is_error: False for rounding.
-        is_judged: False if neither an error nor rounding could be shown.
-    """
-
-    kind: str
-    text: str
-    found_by: list[str] = field(default_factory=list)
-    is_error: bool = True
-    is_judged: bool = True
-
-
-@dataclass
-class Evidence:
-    """All that is known about one topology's difference.
-
-    Attributes:
-        found: the first step that differs, in the main run.
-        tried: experiment → the topology's result.
-        left_out: experiment that could not be made → reason.
-        folder: of the reference's traces.
-        config: of the run.
-    """
-
-    found: StepResult
-    tried: dict[str, StepResult]
-    left_out: dict[str, str]
-    folder: Path
-    config: Config
-
-    def agrees(self, name: str) -> bool:
-        """Return whether the experiment was made and removed the difference of gradients and values.
-
-        Rounding counts: a difference that is not larger than the experiment's rounding is not explained by it.
-        """
-        result = self.tried.get(name)
-        if result is None or result.has("start"):
-            return False
-        if self.found.has("gradient") and result.rounding > GONE * self.found.distance("gradient"):
-            return False
-        return all(result.distance(a) <= GONE * self.found.distance(a) for a in ("gradient", "value"))
-
-    def facts(self, name: str) -> StepFacts | None:
-        """Return the reference's facts of an experiment; None if it was not made."""
-        trace = Trace(self.folder / name)
-        step = self.tried[name].step if name in self.tried else self.found.step
-        try:
-            return trace.facts(step)
-        except FileNotFoundError:
-            return None
-
-    @property
-    def flows(self) -> list[RankFlow]:
-        """The findings of each rank, part by part; empty if that was not possible."""
-        return self.tried[FORCED].flows if FORCED in self.tried else []
-
-    @property
-    def deviations(self) -> list[Deviation]:
-        """The parts that deviate by themselves on any rank, in the order of a step."""
-        every = [deviation for flow in self.flows for deviation in flow.deviations]
-        stages = (FORWARD, LOSS, BACKWARD, REDUCTION)
-        return sorted(every, key=lambda deviation: (stages.index(deviation.stage), deviation.micro_batch))
-
-    @property
-    def is_clear(self) -> bool:
-        """Return whether a cause can be named without further experiments."""
-        only_reduced = self.deviations and all(d.stage == REDUCTION for d in self.deviations)
-        return any(rule(self) is not None for rule in DIRECT) or bool(only_reduced and not _all_reduce_missing(self))
+def is_clear(e: Evidence) -> bool:
+    """Return whether a cause can be named without further experiments."""
+    only_reduced = e.deviations and all(d.stage == REDUCTION for d in e.deviations)
+    return any(rule(e) is not None for rule in DIRECT) or bool(only_reduced and not e.all_reduce_missing)
 
 
 def wanted_experiments(e: Evidence, topology: str) -> list[str]:
@@ -127,7 +52,7 @@ def wanted_experiments(e: Evidence, topology: str) -> list[str]:
     found = e.deviations
     if e.flows and not found:
         return [PERTURB, DOUBLE, SEEDS, DRAWS, MEMORY, ONE_EACH, *switched_off(e.config)]
-    wanted = [ONE_EACH] if found and _all_reduce_missing(e) else []
+    wanted = [ONE_EACH] if found and e.all_reduce_missing else []
     if e.flows and all(d.stage == REDUCTION for d in found):
         return wanted
     stages, notes = {d.stage for d in found}, " ".join(f"{d.note} {d.relation}" for d in found)
@@ -175,7 +100,7 @@ def _start(e: Evidence) -> Cause | None:
         return None
     names = ", ".join(d.name for d in first[:3]) + (" …" if len(first) > 3 else "")
     return Cause(
-        "first values", f"{_ranks(first[0].ranks)} started from other values of {names}", ["values before step 1"]
+        "first values", f"{name_ranks(first[0].ranks)} started from other values of {names}", ["values before step 1"]
     )
 
 
@@ -232,7 +157,7 @@ def _update(e: Evidence) -> Cause | None:
         return None
     wrong = [d for d in e.found.differences if d.aspect == "value"]
     text = "the optimizer gets the same gradients, and makes other values of them"
-    where = f": on {_ranks(wrong[0].ranks)}, {listed([d.name for d in wrong])}"
+    where = f": on {name_ranks(wrong[0].ranks)}, {listed([d.name for d in wrong])}"
     return Cause("optimizer", text + where, ["gradients and values"])
 
 
@@ -277,11 +202,11 @@ def _not_synchronized(e: Evidence) -> Cause | None:
     seen = e.tried.get(FORCED, e.tried.get(CLIP, e.found))
     unsynchronized = seen.unsynchronized
     earlier = [d for d in e.deviations if d.stage != REDUCTION]
-    if not unsynchronized or (earlier and not _all_reduce_missing(e)):
+    if not unsynchronized or (earlier and not e.all_reduce_missing):
         return None
     everything = len(unsynchronized) == len(seen.fingerprints)
     how = _relations([d for d in e.deviations if d.stage == REDUCTION])
-    if not everything and _all_reduce_missing(e):
+    if not everything and e.all_reduce_missing:
         return Cause(
             "unsynchronised parameter",
             f"replicas keep their own gradients of {listed(unsynchronized)}: they are not reduced{how}",
@@ -296,21 +221,15 @@ def _not_synchronized(e: Evidence) -> Cause | None:
             + how,
             ["gradients compared between ranks", ONE_EACH],
         )
-    if not _all_reduce_missing(e):
+    if not e.all_reduce_missing:
         return None
     text = f"no gradient is reduced over the replicas{how}"
     return Cause("synchronisation", text, ["gradients compared between ranks"])
 
 
-def _all_reduce_missing(e: Evidence) -> bool:
-    """Return whether a rank's own sum stands where the reduced gradient should."""
-    reductions = [d for d in e.deviations if d.stage == REDUCTION]
-    return not e.flows or any(NOT_REDUCED in d.relation for d in reductions)
-
-
 def _when(name: str, kind: str, text: str) -> Rule:
     def rule(e: Evidence) -> Cause | None:
-        return Cause(kind, text + _located(e), [name]) if e.agrees(name) else None
+        return Cause(kind, text + located(e), [name]) if e.agrees(name) else None
 
     return rule
 
@@ -332,18 +251,20 @@ def _memory(e: Evidence) -> Cause | None:
         return None
     moved = list(dict.fromkeys(name for flow in e.flows for name in flow.moved))
     text = f"a forward pass changes {listed(moved)}, which a later micro-batch reads: each rank sees its own ones only"
-    return Cause("memory", text + _located(e), [MEMORY])
+    return Cause("memory", text + located(e), [MEMORY])
 
 
 def _random(e: Evidence) -> Cause | None:
     seeds = e.found.seeds
     odd = sorted(rank for rank, seed in seeds.items() if seed != e.config.training.seed)
     if e.agrees(SEEDS):
-        who = f"{_ranks(odd)} {'has' if len(odd) == 1 else 'have'} another seed" if odd else "keys of random numbers"
-        return Cause("random numbers", f"{who}: dropout or noise is not the reference's{_located(e)}", [SEEDS])
+        who = (
+            f"{name_ranks(odd)} {'has' if len(odd) == 1 else 'have'} another seed" if odd else "keys of random numbers"
+        )
+        return Cause("random numbers", f"{who}: dropout or noise is not the reference's{located(e)}", [SEEDS])
     if e.agrees(DRAWS):
         text = "ranks draw numbers that do not depend on (seed, step, micro-batch, block) alone"
-        return Cause("random numbers", text + _located(e), [DRAWS])
+        return Cause("random numbers", text + located(e), [DRAWS])
     return None
 
 
@@ -353,7 +274,7 @@ def _other_ranks(e: Evidence) -> Cause | None:
     calls = list(dict.fromkeys(name for flow in e.flows for name in flow.collectives))
     called = f" (it calls {', '.join(calls)})" if calls else ""
     text = f"the forward pass or the loss depends on the rank, or on what other ranks compute{called}"
-    return Cause("other ranks", text + _located(e), [ALONE])
+    return Cause("other ranks", text + located(e), [ALONE])
 
 
 def _positions(e: Evidence) -> Cause | None:
@@ -392,7 +313,7 @@ def _normalisation(e: Evidence) -> Cause | None:
         return None
     first = losses[0]
     text = f"micro-batches do not weigh by their valid targets: micro-batch {first.micro_batch} {first.relation}"
-    return Cause("loss normalisation", text + f" on {_ranks(_ranks_of(losses))}", [FORCED])
+    return Cause("loss normalisation", text + f" on {name_ranks(ranks_of(losses))}", [FORCED])
 
 
 def _place(e: Evidence) -> Cause | None:
@@ -402,41 +323,12 @@ def _place(e: Evidence) -> Cause | None:
         return None
     first = found[0]
     kinds = {FORWARD: "forward", LOSS: "loss", BACKWARD: "backward", REDUCTION: "reduction"}
-    return Cause(kinds[first.stage], _located(e).removeprefix(f"; {first.stage}: "), [FORCED])
-
-
-def _located(e: Evidence) -> str:
-    """Return a clause on the first part that deviates; "" if none does."""
-    found = e.deviations
-    if not found:
-        return ""
-    first = found[0]
-    alike = [d for d in found if (d.stage, d.module, d.what) == (first.stage, first.module, first.what)]
-    # The rank on which it is wrong, if only some are: the relation of the first.
-    name = first.module or "the model"
-    module = f"{name} ({first.kind})" if first.kind else name
-    what = {
-        FORWARD: f"the {first.what} of {module}",
-        LOSS: f"the {first.what} of a micro-batch, from the same outputs",
-        BACKWARD: f"the {first.what} of {module}, from the same gradients",
-        REDUCTION: f"the reduced gradient of {name}, of the same gradients on each rank,",
-    }[first.stage]
-    place = f"; {first.stage}: {what} {first.relation} on {_ranks(_ranks_of(alike))}"
-    batches = sorted({d.micro_batch for d in alike if d.micro_batch >= 0})
-    if batches:
-        place += f", micro-batch{'es' if len(batches) > 1 else ''} {', '.join(map(str, batches[:8]))}"
-    place += f" ({first.note})" if first.note else ""
-    others = list(dict.fromkeys((d.module or "the model") for d in found if d.module != first.module))
-    return place + (f"; also {listed(others)}" if others else "")
+    return Cause(kinds[first.stage], located(e).removeprefix(f"; {first.stage}: "), [FORCED])
 
 
 def _relations(found: Sequence[Deviation]) -> str:
     """Return a clause on how deviations relate to the reference."""
-    return f" ({found[0].module} {found[0].relation} on {_ranks(_ranks_of(found[:1]))})" if found else ""
-
-
-def _ranks_of(found: Sequence[Deviation]) -> list[int]:
-    return sorted({deviation.rank for deviation in found})
+    return f" ({found[0].module} {found[0].relation} on {name_ranks(ranks_of(found[:1]))})" if found else ""
 
 
 DIRECT: Sequence[Rule] = (_data, _start, _nondeterminism, _buffers, _update)
@@ -463,7 +355,3 @@ RULES: Sequence[Rule] = (
         ONE_EACH, "accumulation", "accumulating over micro-batches gives another sum than one micro-batch a rank"
     ),
 )  # fmt: skip
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -12,12 +12,17 @@ from lockstep.errors import EXIT_DONE, EXIT_FAILED
 from lockstep.launch.spawn import spawn_again
 from lockstep.strategy import SINGLE
 from lockstep.verify import DEFAULT_STEPS, Outcome, Verdict, verify
+from lockstep.verify.page import DrawnOutcome, PartDifference, write_page
 
 
 def run(
-    path: str | Path, overrides: Sequence[str], *, against: str | None, steps: int | None, in_json: bool
+    path: str | Path, overrides: Sequence[str], *, against: str | None, steps: int | None, in_json: bool,
+    page: Path | None = None,
 ) -> int:  # fmt: skip
     """Verify what a config trains.
+
+    Args:
+        page: file for the verdict as a page; None: none is written.
 
     Returns:
         0 if all topologies take the same steps, else 1.
@@ -33,6 +38,9 @@ def run(
     start = partial(spawn_again, preload=["torch.distributed.pipelining", "lockstep.verify.worker"])
     verdict = verify(config, topologies, steps=DEFAULT_STEPS if steps is None else steps, start=start, report=report)
     print(json.dumps(as_json(verdict), indent=2) if in_json else text(verdict))
+    if page is not None:
+        rows = [_row(outcome) for outcome in verdict.outcomes]
+        write_page(page, f"verify {path}", _HEADINGS, rows, [drawn(outcome) for outcome in verdict.outcomes])
     return EXIT_DONE if verdict.passed else EXIT_FAILED
 
 
@@ -59,7 +67,7 @@ def text(verdict: Verdict) -> str:
 
 
 def _row(outcome: Outcome) -> Sequence[str]:
-    name = "single, again" if outcome.topology == SINGLE else outcome.topology
+    name = _name(outcome)
     if outcome.failed is not None:
         return (name, *("-" for _ in _COLUMNS), "✗ did not run")
     cells = []
@@ -111,6 +119,28 @@ def _description(outcome: Outcome) -> str:
 
 def _joined(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+
+
+def drawn(outcome: Outcome) -> DrawnOutcome:
+    """Return what the page shows of one topology."""
+    result = next((result for result in outcome.steps if result.first is not None), None)
+    differences = []
+    for d in [] if outcome.passed else outcome.deviations:
+        text = f"{d.stage}: {d.what} {d.relation} on rank {d.rank}"
+        differences.append(PartDifference(d.module, text + f" ({d.note})" * bool(d.note), d.relative))
+    if not differences and result is not None and not outcome.passed:
+        differences = [
+            PartDifference(d.name, f"{d.aspect} differs by {d.relative:.1e}", d.relative)
+            for d in result.differences
+            if d.name in result.fingerprints
+        ]
+    parameters = [] if result is None else list(result.fingerprints)
+    lines = _explanation(outcome)[1:]
+    return DrawnOutcome(_name(outcome), outcome.passed, lines, parameters, differences)
+
+
+def _name(outcome: Outcome) -> str:
+    return "single, again" if outcome.topology == SINGLE else outcome.topology
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lockstep.mesh import local_chunk
 from lockstep.parallel.parallel_model import local
 from lockstep.strategy import strategy_named
 from lockstep.trainer import Trainer
-from lockstep.verify.flow import CEILING, RankFlow
+from lockstep.verify.recorded_flow import CEILING, RankFlow
 from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, StepFacts, StepObserver, Stored, unit_roundoff
 
 # Compared aspects, in the order in which a step computes them: an earlier difference causes the later ones.

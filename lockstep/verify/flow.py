@@ -8,109 +8,41 @@ bounds are those of one module, measured by the reference itself, with inputs wh
 The idea of comparing traces with bounds from a perturbed reference: TTrace (arXiv:2506.09280).
 """
 
-import inspect
-import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.data.batches import MicroBatch
-from lockstep.launch.failures import short_path
-from lockstep.parallel.divergence import fingerprint
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import local
 from lockstep.strategy import strategy_named
-from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
 from lockstep.verify.experiments import with_other_last_bits
 from lockstep.verify.memory import ModelMemory
-from lockstep.verify.relations import SAME, distance, in_words, multiple, relation
+from lockstep.verify.operations import ObservedOperations, first_line
+from lockstep.verify.recorded_flow import (
+    BACKWARD,
+    CEILING,
+    FORWARD,
+    LEAST,
+    LOSS,
+    REDUCTION,
+    SLACK,
+    STAGES,
+    Deviation,
+    Key,
+    RankFlow,
+    RecordedFlow,
+)
+from lockstep.verify.reductions import reduced_relation
+from lockstep.verify.relations import distance, in_words, multiple, relation
 
-Key = tuple[int, str, int, str]  # micro-batch, module, number of its call, what: "input 0", "gradient of output 1" …
-
-FORWARD, LOSS, BACKWARD, REDUCTION = "forward", "loss", "backward", "reduction"
-STAGES = (FORWARD, LOSS, BACKWARD, REDUCTION)
-NOT_REDUCED = "not reduced"
-SLACK = 4.0  # a part may deviate by this many times what changed last bits do
-LEAST = 1e-5  # relative; a smaller deviation of a part is rounding in any case
-CEILING = 1e-2  # where changed last bits do more than this, a part can't be judged
-_MOST_TERMS = 32  # micro-batches of a step whose weights in a sum are solved for
 _LARGEST = 4 << 30  # bytes that the reference stores of one step
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """One part of a step that differs on a rank, although it was given what the reference had.
-
-    Attributes:
-        stage: one of `STAGES`.
-        rank, micro_batch: where.
-        module: its name, and its class; of a parameter its name, and "".
-        what: input, output or gradient.
-        relative: size of the difference.
-        relation: a clause: "is 2 × the reference".
-        note: what else is different there: autocast, evaluation mode, the line of the first operation that differs.
-    """
-
-    stage: str
-    rank: int
-    micro_batch: int
-    module: str
-    what: str
-    relative: float
-    relation: str
-    note: str = ""
-    kind: str = ""
-
-
-@dataclass
-class RankFlow:
-    """The findings of one rank, part by part.
-
-    Attributes:
-        deviations: in the order of the step.
-        unjudged: parts that differ, and where last bits do too much to judge them.
-        draws: modules that draw random numbers.
-        collectives: that the forward pass calls.
-        moved: attributes, globals and own generators that the forward pass changes.
-        parts: number of parts that were compared.
-    """
-
-    deviations: list[Deviation] = field(default_factory=list)
-    unjudged: list[str] = field(default_factory=list)
-    draws: list[str] = field(default_factory=list)
-    collectives: list[str] = field(default_factory=list)
-    moved: list[str] = field(default_factory=list)
-    parts: int = 0
-
-
-@dataclass
-class RecordedFlow:
-    """A recording of the reference.
-
-    Attributes:
-        tensors: of each part.
-        state: (micro-batch, module, call) → what the module was like: training flag, autocast, dtypes.
-        operations: (micro-batch, module) → (operation, fingerprint of its result, norm, line) in its own code.
-        losses: micro-batch → (loss, number of targets).
-        units: micro-batch → gradient with which its backward pass began.
-        bounds: how far each part may deviate.
-        flow: draws, and what the model remembers.
-    """
-
-    tensors: dict[Key, Tensor] = field(default_factory=dict)
-    state: dict[tuple[int, str, int], str] = field(default_factory=dict)
-    operations: dict[tuple[int, str], list[tuple[str, int, float, str]]] = field(default_factory=dict)
-    losses: dict[int, tuple[float, float]] = field(default_factory=dict)
-    units: dict[int, float] = field(default_factory=dict)
-    bounds: dict[Key, float] = field(default_factory=dict)
-    flow: RankFlow = field(default_factory=RankFlow)
 
 
 class FlowRecorder:
@@ -136,7 +68,7 @@ class FlowRecorder:
         self._found: list[tuple[int, int, Deviation]] = []
         self._seen: set[Key] = set()  # that deviate
         self._memory = ModelMemory(trainer.placed.parts)
-        self._watched = _Operations(self)
+        self._watched = ObservedOperations(self._at_code, self.flow, self.stored.operations)
         self._opened = ExitStack()
         placed = trainer.placed
         self._run, self._at = placed.forward_backward, placed.random_state.at
@@ -192,6 +124,10 @@ class FlowRecorder:
     def micro_batch(self) -> int:
         """The micro-batch whose forward pass runs."""
         return self._trainer.placed.random_state.micro_batch
+
+    def _at_code(self) -> tuple[int, str] | None:
+        where = self.where
+        return None if where is None else (self.micro_batch, where)
 
     @property
     def where(self) -> str | None:
@@ -363,61 +299,12 @@ class FlowRecorder:
             off = distance(gradient, whole)
             self.stored.bounds[key] = off
             self.flow.parts += 1
-            terms = [self._reference.bounds.get((m, name, 0, "gradient"), 0.0) for m in every]
-            if off > max(LEAST, SLACK * max([self._reference.bounds.get(key, 0.0), *terms])):
-                how = relation(gradient, whole, self._sums(name, whole, mine, every))
-                if how.startswith("differs"):
-                    how = self._weights(name, gradient, whole, mine, every) or how
+            bounds = [self._reference.bounds.get((m, name, 0, "gradient"), 0.0) for m in every]
+            if off > max(LEAST, SLACK * max([self._reference.bounds.get(key, 0.0), *bounds])):
+                unit = self._unit(mine[0]) if mine else 1.0
+                terms = self._reference.terms(name, every, whole)
+                how = reduced_relation(gradient, whole, terms, mine, self._trainer.layout.world_size, unit)
                 self._deviates(STAGES.index(REDUCTION), key, off, how)
-
-    def _terms(self, name: str, every: list[int], whole: Tensor) -> dict[int, Tensor]:
-        """Return what each micro-batch adds to a gradient; empty if that is not known, as of a shard."""
-        assert self._reference is not None
-        terms = {m: self._reference.tensors.get((m, name, 0, "gradient")) for m in every}
-        known = {m: term.double() for m, term in terms.items() if term is not None}
-        fits = all(term.shape == whole.shape for term in known.values())
-        return known if fits and len(known) == len(every) else {}
-
-    def _weights(self, name: str, gradient: Tensor, whole: Tensor, mine: list[int], every: list[int]) -> str:
-        """Return by what each micro-batch weighs in a sum, if it is one."""
-        terms = self._terms(name, every, whole)
-        if not 1 < len(terms) <= _MOST_TERMS or gradient.numel() < len(terms):
-            return ""
-        columns = torch.stack([term.flatten() for term in terms.values()], dim=1)
-        both = torch.stack([gradient.double().flatten(), whole.double().flatten()], dim=1)
-        solved = torch.linalg.lstsq(columns, both).solution
-        if distance(columns @ solved, both) > SAME:
-            return ""
-        weights = {m: round(float(a / b), 3) for m, (a, b) in zip(terms, solved.tolist(), strict=True) if b}
-        missing = any(weight == 0 for m, weight in weights.items() if m not in mine)
-        listed = ", ".join(f"micro-batch {m} by {weight:g}" for m, weight in weights.items())
-        return f"weighs {listed}" + (f": those of other ranks are {NOT_REDUCED}" if missing else "")
-
-    def _sums(self, name: str, whole: Tensor, mine: list[int], every: list[int]) -> dict[str, Tensor]:
-        """Return what a reduction that goes wrong may leave, by a name."""
-        known = self._terms(name, every, whole)
-        if not known:
-            return {}
-        total = sum(known.values())
-        assert isinstance(total, Tensor)
-        size = float((total * total).sum())
-        scale = float((total * whole.double()).sum()) / size if size else 0.0
-        world = self._trainer.layout.world_size
-        unit = self._unit(mine[0]) if mine else 1.0  # what a mean over ranks would have undone
-        own = sum(known[m] for m in mine) if mine else torch.zeros_like(total)
-        assert isinstance(own, Tensor)
-        sums = {"this rank's own sum": own, "the sum of the other ranks": total - own}
-        if mine:
-            sums["this rank's last micro-batch's"] = known[mine[-1]]
-            sums["this rank's first micro-batch's"] = known[mine[0]]
-        found: dict[str, Tensor] = {}
-        for what, each in sums.items():
-            if bool(each.any()):
-                found[f"{what}, {NOT_REDUCED}" if each is own else what] = each * scale * unit
-                found[f"{world} × {what}"] = each * scale * unit * world
-                found[f"1/{world} of {what}"] = each * scale * unit / world
-        found["the reference plus this rank's own sum"] = (total + own) * scale
-        return found
 
     # ---- small things ----
 
@@ -472,84 +359,10 @@ class FlowRecorder:
         self.flow.deviations = [found for *_, found in self._found]
         if self._reference is not None and self.flow.deviations:
             first = self.flow.deviations[0]
-            line = self._line_of(first)
-            if line:
-                self.flow.deviations[0] = Deviation(
-                    **{**vars(first), "note": "; ".join(filter(None, (first.note, line)))}
-                )
+            if first.stage in (FORWARD, LOSS) and self._trainer.layout.shard == 1:
+                line = first_line(self.stored.operations, self._reference.operations, first)
+                self.flow.deviations[0] = replace(first, note="; ".join(filter(None, (first.note, line))))
         return self.flow
-
-    def _line_of(self, first: Deviation) -> str:
-        """Return the first operation that differs in the code where a forward pass or a loss deviates."""
-        assert self._reference is not None
-        if first.stage not in (FORWARD, LOSS) or self._trainer.layout.shard > 1:
-            return ""
-        own = first.what.startswith("output") or first.stage == LOSS
-        names = [first.module] if own else []
-        names += [name for name in ("", *_parents(first.module)) if name not in names]
-        for name in names:
-            mine = self.stored.operations.get((first.micro_batch, name), [])
-            right = self._reference.operations.get((first.micro_batch, name), [])
-            for (op, bits, norm, line), (right_op, right_bits, right_norm, _) in zip(mine, right, strict=False):
-                if op != right_op:
-                    return f"first at {line}: {op} where the reference calls {right_op}"
-                if (bits != right_bits and abs(norm - right_norm) > 1e-6 * abs(right_norm)) or (
-                    bits != right_bits and norm == right_norm
-                ):
-                    return f"first at {line}, in {op}"
-            if len(mine) != len(right) and mine and right:
-                longer, text = (mine, "only here") if len(mine) > len(right) else (right, "only in the reference")
-                op, _, _, line = longer[min(len(mine), len(right))]
-                return f"first at {line}: {op} {text}"
-        return ""
-
-
-def _parents(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operation of a forward pass: draws, collectives, and the results with the line of the user's code."""
-
-    def __init__(self, recorder: FlowRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        recorder = self._recorder
-        where = recorder.where
-        if where is None:
-            return result
-        if torch.Tag.nondeterministic_seeded in func.tags and where not in recorder.flow.draws:
-            recorder.flow.draws.append(where)
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func.overloadpacket.__name__
-            if name not in recorder.flow.collectives:
-                recorder.flow.collectives.append(name)
-        elif func.namespace == "aten" and type(result) is Tensor and not result.is_meta:
-            line = _line()
-            if line:
-                bits = int(fingerprint(result.detach()))
-                norm = float(result.detach().double().abs().sum()) if result.numel() else 0.0
-                row = (func.overloadpacket.__name__, bits, norm, line)
-                recorder.stored.operations.setdefault((recorder.micro_batch, where), []).append(row)
-        return result
-
-
-def _line() -> str:
-    """Return the line of the user's code, or of a model that ships, that calls torch; "" if something else does."""
-    frame = inspect.currentframe()
-    frame = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
-    while frame is not None and "/torch/" in frame.f_code.co_filename:
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    file = frame.f_code.co_filename
-    ours = "/lockstep/" in file and ("/lockstep/models/" not in file or file.endswith("/protocol.py"))
-    return "" if ours else f"{short_path(file)}:{frame.f_lineno}"
 
 
 class _Recorded(torch.autograd.Function):
@@ -576,22 +389,3 @@ class _Forced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return ctx.recorder.see_gradient(ctx.key, gradients[0]), None, None, None
-
-
-def save(stored: RecordedFlow, path: Path) -> None:
-    """Write what the reference recorded."""
-    torch.save(vars(stored), path)
-
-
-def save_bounds(stored: RecordedFlow, path: Path) -> None:
-    """Write, beside what the reference recorded, how far its parts deviate with other last bits."""
-    path.with_suffix(".bounds").write_bytes(pickle.dumps(stored.bounds))
-
-
-def load(path: Path) -> RecordedFlow:
-    """Read what the reference recorded."""
-    found = RecordedFlow(**torch.load(path, weights_only=False, mmap=True))
-    bounds = path.with_suffix(".bounds")
-    if bounds.exists():
-        found.bounds = pickle.loads(bounds.read_bytes())
-    return found

@@ -29,7 +29,7 @@ from lockstep.trainer import Trainer
 from lockstep.trainer.loss_check import fix_for_count
 from lockstep.verify import worker
 from lockstep.verify.experiments import DRAWS, PERTURB, MeanDraws, is_indexed, switched_off
-from lockstep.verify.flow import CEILING, SLACK
+from lockstep.verify.recorded_flow import CEILING, SLACK
 from lockstep.verify.relations import distance
 from lockstep.verify.subject import MAIN, Case, Spec
 from lockstep.verify.trace import GRADIENT, StepObserver, Trace

@@ -44,8 +44,9 @@ from lockstep.verify.experiments import (
     in_float64,
     perturb,
 )
-from lockstep.verify.flow import FlowRecorder, RankFlow, load, save, save_bounds
+from lockstep.verify.flow import FlowRecorder
 from lockstep.verify.positions import WholeSequences
+from lockstep.verify.recorded_flow import RankFlow, load, save, save_bounds
 from lockstep.verify.subject import MAIN, Case, Spec, VerifyJob
 from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, StepObserver, Stored, Trace
 

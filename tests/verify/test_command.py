@@ -50,7 +50,8 @@ def test_a_difference_is_explained_and_the_exit_code_is_1(tmp_path: Path, capsys
     """A topology that can't be run is one line with a reason, and the others are verified all the same."""
     config = tmp_path / "faulty.yaml"
     config.write_text(FAULTY)
-    assert main(["verify", str(config), "--against=ddp:2,pipeline:2", "--steps", "1"]) == 1
+    page = tmp_path / "verdict.html"
+    assert main(["verify", str(config), "--against=ddp:2,pipeline:2", "--steps", "1", "--html", str(page)]) == 1
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in lines if "✓" in line or "✗" in line}
     assert rows["single,"] == ["again", "✓", "✓", "✓", "✓", "✓", "✓", "✓", "the", "same", "bits"]
@@ -58,6 +59,9 @@ def test_a_difference_is_explained_and_the_exit_code_is_1(tmp_path: Path, capsys
     assert rows["pipeline:2"] == ["-", "-", "-", "-", "-", "-", "✗", "did", "not", "run"]
     text = "\n".join(lines)
     assert "ddp:2: step 1, loss " in text
+    drawn = page.read_text()
+    assert drawn.count('<div class="differs first">first: ') == 1
+    assert "ddp:2: step 1, loss " in drawn
     assert "cause: loss normalisation: " in text
     assert "counts 1 targets instead of " in text
     assert "found by: each module given the reference's inputs and gradients" in text

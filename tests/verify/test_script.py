@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.silent_bugs import programs
 from lockstep.cli import main
 from lockstep.errors import UsageError
 from lockstep.verify.script.command import text, verify_script
@@ -229,3 +230,25 @@ def test_a_script_of_lockstep_is_left_to_the_check_of_its_config(tmp_path: Path)
 def test_misuse_is_one_error(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_ranks_that_cut_orders_of_their_own() -> None:
+    """No rank reads a sample twice, and some samples are read by two ranks."""
+    judged = programs.judge("RanksCutTheirOwnOrders", sound=False)
+    assert judged.found
+    assert judged.right
+    assert "ranks read each other's samples" in judged.text
+
+
+def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first difference is drawn in the module in which it begins."""
+    program = str(Path(programs.__file__).parent / "program.py")
+    page = tmp_path / "pages" / "verdict.html"
+    assert main(["verify", program, "--steps", "1", "--html", str(page), "--", "InputsScaledOnOneRank"]) == 1
+    assert "computation of a rank" in capsys.readouterr().out
+    text = page.read_text()
+    assert '<div class="part wrong"><b>up</b><div class="differs first">first: its output differs' in text
+    assert "gradient differs by" in text
+    assert "computation of a rank" in text
+    assert "<script" not in text
+    assert "http" not in text.replace("http-equiv", "")

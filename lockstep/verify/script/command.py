@@ -10,6 +10,8 @@ from typing import Any
 from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from lockstep.scratch import temporary
+from lockstep.verify.page import DrawnOutcome, PartDifference, write_page
+from lockstep.verify.script.comparison import ROUNDING
 from lockstep.verify.script.fixes import ScriptCause
 from lockstep.verify.script.judge import judge_script
 from lockstep.verify.script.outcome import COLUMNS, ScriptOutcome
@@ -19,18 +21,25 @@ DEFAULT_STEPS = 3
 _HEADINGS = ("ranks", *COLUMNS, "")
 
 
-def run(script: str, arguments: Sequence[str], *, ranks: str | None, steps: int | None, in_json: bool) -> int:
+def run(
+    script: str, arguments: Sequence[str], *, ranks: str | None, steps: int | None, in_json: bool,
+    page: Path | None = None,
+) -> int:  # fmt: skip
     """Verify a training script.
 
     Args:
         arguments: of the script; `{n}` in them stands for the number of ranks.
         ranks: numbers of ranks, as `2,4`; 1 is what they are compared with.
+        page: file for the verdict as a page; None: none is written.
 
     Returns:
         0 if the ranks train what one process trains, else 1.
     """
     outcomes = verify_script(script, arguments, _numbers(ranks), steps=DEFAULT_STEPS if steps is None else steps)
     print(json.dumps(as_json(script, outcomes), indent=2) if in_json else text(script, outcomes))
+    if page is not None:
+        rows = [_row(outcome) for outcome in outcomes]
+        write_page(page, f"verify {script}", _HEADINGS, rows, [drawn(outcome) for outcome in outcomes])
     return EXIT_DONE if all(outcome.passed for outcome in outcomes) else EXIT_FAILED
 
 
@@ -124,6 +133,24 @@ def _explanation(outcome: ScriptOutcome) -> list[str]:
 def _cause(found: ScriptCause) -> list[str]:
     lines = [f"  {'✗' if found.is_error else '≈'} {found.kind}: {found.text}", f"      found by: {found.found_by}"]
     return lines + [f"      do: {found.fix}"] * bool(found.fix)
+
+
+def drawn(outcome: ScriptOutcome) -> DrawnOutcome:
+    """Return what the page shows of one number of ranks."""
+    first = outcome.first
+    modules = dict.fromkeys(found.module for found in outcome.causes if found.module)
+    differences = [
+        PartDifference(
+            "" if name == "the model" else name, "its output differs, and that of modules before it does not", 1.0
+        )
+        for name in modules
+    ]
+    sized = sorted(outcome.parts.items(), key=lambda part: part[0] != (first.name if first is not None else ""))
+    differences += [
+        PartDifference(name, f"gradient differs by {off:.1e}", off) for name, off in sized if off > ROUNDING
+    ]
+    lines = _explanation(outcome)[2:]
+    return DrawnOutcome(f"{outcome.ranks} ranks", outcome.passed, lines, list(outcome.parts), differences)
 
 
 def as_json(script: str, outcomes: Sequence[ScriptOutcome]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ class ScriptCause:
         fix: what to write.
         is_error: whether the training is wrong; else it is another by nature.
         column: of the table.
+        module: in whose forward pass it begins, if it does in one.
     """
 
     kind: str
@@ -24,6 +25,7 @@ class ScriptCause:
     fix: str = ""
     is_error: bool = True
     column: str = "gradients"
+    module: str = ""
 
 
 UNKNOWN = "cause not known"

@@ -5,7 +5,7 @@ with which ranks step is compared with sums of these, parameter by parameter, an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -251,7 +251,8 @@ def computation_cause(
         else:
             where = "outputs and loss are the same, and the backward pass differs: a hook, or a function of its own"
         text = f"rank {place}'s own gradient of {listed(names, 5)} is {size}that of one process on its samples; {where}"
-        return cause("computation of a rank", text, "one process on each rank's samples alone", evidence.framework)
+        by = "one process on each rank's samples alone"
+        return replace(cause("computation of a rank", text, by, evidence.framework), module=module)
     return None
 
 

@@ -9,14 +9,11 @@ import gc
 import os
 import pickle
 import random
-import re
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,24 +31,11 @@ from lockstep.launch.failures import read_all, short_path
 from lockstep.launch.script import run_script
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
-from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
 from lockstep.verify.experiments import FullPrecision, MeanDraws, with_other_last_bits
+from lockstep.verify.script.framework import calling_framework
 from lockstep.verify.script.loaders import ObservedLoaders
-from lockstep.verify.script.record import (
-    ACCELERATE,
-    DEEPSPEED,
-    FABRIC,
-    LIGHTNING,
-    LOCKSTEP,
-    TORCH,
-    TRANSFORMERS,
-    Pieces,
-    RandomDraw,
-    RecordedStep,
-    ScriptRecord,
-    TensorPiece,
-    record_file,
-)
+from lockstep.verify.script.record import Pieces, RandomDraw, RecordedStep, ScriptRecord, TensorPiece, record_file
+from lockstep.verify.script.task import TASK, ScriptTask, for_ranks
 from lockstep.verify.script.values import (
     elements,
     fingerprint,
@@ -61,54 +45,15 @@ from lockstep.verify.script.values import (
     piece_of,
     rows,
     settings_of,
+    two_numbers,
 )
 from lockstep.verify.script.watchdog import mark_hang, watch
-from lockstep.verify.training_checks import TrainingChecks
+from lockstep.verify.training_checks import TrainingChecks, plain_name
 from lockstep.verify.watch import verify_part
 
-TASK = "task.pickle"
 _WAIT = 60.0  # seconds to wait for the other ranks to finish their last step; longer than a watchdog's patience
 _MOST_COLLECTIVES = 10_000
-_WRAPPERS = {*WRAPPER_NAMES, "module", "_forward_module"}
 _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# Whose code calls the optimizer, by the names of modules; the first that calls it, if several do.
-_FRAMEWORKS = {
-    "transformers.trainer": TRANSFORMERS, "lightning.pytorch": LIGHTNING, "pytorch_lightning": LIGHTNING,
-    "lightning.fabric": FABRIC, "lightning_fabric": FABRIC, "deepspeed": DEEPSPEED, "accelerate.optimizer": ACCELERATE,
-    "lockstep.trainer": LOCKSTEP,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ScriptTask:
-    """A run of a script in one world.
-
-    Attributes:
-        folder: receives the records.
-        feed: (loader, batch) → the recorded batches (rank, index) whose samples it gets together.
-        samples: the folder of the records that `feed` names.
-        sizes: loader → batch size with which it is made.
-        first: parameters with which the script starts; several: what each rank has, which one process joins.
-        settings: of each step, of each parameter group, with which the optimizer steps.
-        mean_draws: random numbers in forward and backward passes are the mean of their distribution.
-        fixed_statistics: batch normalisation uses its running statistics.
-        full_precision: nothing is converted to 16 bits.
-        nudged: the last bits of the first parameters are changed.
-    """
-
-    script: str
-    arguments: tuple[str, ...]
-    steps: int
-    folder: Path
-    feed: Mapping[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
-    samples: Path | None = None
-    sizes: Mapping[int, int] = field(default_factory=dict)
-    first: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    settings: tuple[list[dict[str, Any]], ...] = ()
-    mean_draws: bool = False
-    fixed_statistics: bool = False
-    full_precision: bool = False
-    nudged: bool = False
 
 
 def observe(task: ScriptTask, *, alone: bool) -> None:
@@ -147,11 +92,6 @@ def observe_command(folder: str) -> None:
             observer.finish()
 
     atexit.register(end)
-
-
-def for_ranks(argument: str, ranks: int) -> str:
-    """Replace `{n}` by the number of ranks, and `{16/n}` by a rank's share of 16."""
-    return re.sub(r"\{(?:(\d+)/)?n\}", lambda found: str(int(found[1]) // ranks if found[1] else ranks), argument)
 
 
 class ScriptObserver:
@@ -280,7 +220,7 @@ class ScriptObserver:
             return
         name = self._modules.get(id(module))
         if name is not None:
-            self._step.flow.append((name, *_two_numbers(output)))
+            self._step.flow.append((name, *two_numbers(output)))
         if self._depth == 0 and any(module is known for known in self._models):
             self._step.inputs.append(rows((args, kwargs)))
             self._step.elements = (self._step.elements + elements((args, kwargs))) % 2**64
@@ -296,9 +236,9 @@ class ScriptObserver:
         self.record.normalises |= any(isinstance(inner, _STATISTICS) for inner in model.modules())
         generator = torch.Generator().manual_seed(0)
         for name, module in model.named_modules():
-            self._modules.setdefault(id(module), number + _plain(name))
+            self._modules.setdefault(id(module), number + plain_name(name))
         for name, parameter in model.named_parameters():
-            plain = number + _plain(name)
+            plain = number + plain_name(name)
             if "FullyShardedDataParallel" in kinds:
                 self._flat.add(id(parameter))
             elif parameter.requires_grad and not isinstance(parameter, DTensor):
@@ -381,9 +321,13 @@ class ScriptObserver:
             self._begin_update(optimizer)
             return None
 
-        def observed() -> Any:
+        begun: list[bool] = []
+
+        def observed() -> Any:  # several times, where an optimizer searches along a line
             result = closure()
-            self._begin_update(optimizer)
+            if not begun:
+                self._begin_update(optimizer)
+            begun.append(True)
             return result
 
         if len(args) > 1:
@@ -397,7 +341,7 @@ class ScriptObserver:
         for position, parameter in enumerate(parameters):
             self._names.setdefault(id(parameter), f"parameter {position}")
         if not self.record.steps:
-            self.record.framework = _framework()
+            self.record.framework = calling_framework()
         self._step.gradients = self._gradients(parameters)
         self._step.dtypes |= {str(parameter.dtype) for parameter in parameters}
         self._step.before = {self._names[id(p)]: fingerprint(local(p)) for p in parameters}
@@ -435,30 +379,3 @@ class ScriptObserver:
 
     def _piece(self, tensor: Tensor, of: Tensor | None = None) -> TensorPiece:
         return piece_of(tensor, flat=self.world > 1 and id(tensor if of is None else of) in self._flat)
-
-
-def _plain(name: str) -> str:
-    """Return a name as the unwrapped model has it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-@torch.no_grad()
-def _two_numbers(output: Any) -> tuple[float, float]:
-    """Return the norm of a module's output, and a sum in which each element has a weight of its own."""
-    norm = weighed = 0.0
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            values = local(leaf).detach().cpu().double().flatten()
-            norm += float(values.norm())
-            weighed += float(values @ torch.linspace(1.0, 2.0, len(values), dtype=torch.float64))
-    return norm, weighed
-
-
-def _framework() -> str:
-    """Return whose code calls the optimizer."""
-    frame, found = sys._getframe(), set()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        module = frame.f_globals.get("__name__", "")
-        found |= {name for start, name in _FRAMEWORKS.items() if module == start or module.startswith(start + ".")}
-    return next((name for name in _FRAMEWORKS.values() if name in found), TORCH)

@@ -28,6 +28,7 @@ class ScriptOutcome:
         steps: number of steps that were compared.
         framework: whose loop it is.
         first: the first difference that is left when random numbers, first values and settings are equal.
+        parts: of a first difference of gradients: parameter → size of its own.
         rounding: the largest difference of a gradient that is none.
         causes: of this and of other differences.
         notices: what the comparison takes for granted.
@@ -39,6 +40,7 @@ class ScriptOutcome:
     steps: int = 0
     framework: str = TORCH
     first: ScriptDifference | None = None
+    parts: dict[str, float] = field(default_factory=dict)
     rounding: float = 0.0
     causes: list[ScriptCause] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)

@@ -147,3 +147,15 @@ def elements(tree: Any) -> int:
             mixed = bits * -7046029254386353131  # odd, so that it loses nothing; int64 wraps around
             total += int((mixed ^ (mixed >> 29)).mul(-4658895280553007687).sum())
     return total % 2**64
+
+
+@torch.no_grad()
+def two_numbers(output: Any) -> tuple[float, float]:
+    """Return the norm of a module's output, and a sum in which each element has a weight of its own."""
+    norm = weighed = 0.0
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            values = local(leaf).detach().cpu().double().flatten()
+            norm += float(values.norm())
+            weighed += float(values @ torch.linspace(1.0, 2.0, len(values), dtype=torch.float64))
+    return norm, weighed

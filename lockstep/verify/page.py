@@ -1,0 +1,156 @@
+"""Writes a verdict as one HTML page: the table, the causes, and the first difference drawn through the model's modules.
+
+Modules are boxes within the modules that hold them; those in which all is equal are closed. The page holds its style,
+has no scripts and asks for nothing; names are shown as text, never as markup.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib import resources
+from pathlib import Path
+
+from lockstep.errors import UsageError
+
+_SMALLEST = -8.0  # the power of ten at which a bar has no length
+
+_STYLE = """
+.parts { margin-top: 14px; font-size: 13.5px; }
+.part { border: 1px solid var(--line); border-radius: 8px; padding: 5px 10px; margin: 5px 0; overflow-wrap: anywhere; }
+.part.wrong { border-color: var(--bad); }
+.part.equal { color: var(--soft); border-style: dashed; }
+.part .differs { color: var(--bad); }
+.part .first { box-shadow: inset 3px 0 var(--bad); padding-left: 8px; font-weight: 600; }
+.bar { display: block; height: 4px; border-radius: 2px; background: var(--bad); margin: 2px 0; }
+"""
+
+
+@dataclass
+class PartDifference:
+    """A module or a parameter that differs.
+
+    Attributes:
+        name: in the model; "" is the model itself.
+        text: what differs there.
+        relative: size of the difference; inf where there is nothing to compare.
+    """
+
+    name: str
+    text: str
+    relative: float
+
+
+@dataclass
+class DrawnOutcome:
+    """What the page shows of one number of ranks, or of one topology.
+
+    Attributes:
+        lines: of the terminal, without the heading.
+        parameters: names of all, in the model's order.
+        differences: in the order of a step; the first is marked.
+    """
+
+    title: str
+    passed: bool
+    lines: Sequence[str]
+    parameters: Sequence[str] = ()
+    differences: Sequence[PartDifference] = ()
+
+
+@dataclass
+class _Module:
+    inside: dict[str, "_Module"] = field(default_factory=dict)
+    found: list[tuple[PartDifference, bool]] = field(default_factory=list)
+
+    def at(self, name: str) -> "_Module":
+        module = self
+        for part in filter(None, name.split(".")):
+            module = module.inside.setdefault(part, _Module())
+        return module
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.found) or any(module.differs for module in self.inside.values())
+
+
+def write_page(
+    path: Path, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], outcomes: Sequence[DrawnOutcome]
+) -> None:
+    """Write the page.
+
+    Args:
+        headings: of the table.
+        rows: of the table.
+
+    Raises:
+        UsageError: the file can't be written.
+    """
+    table = [_row("th", headings), *(_row("td", row) for row in rows)]
+    style = (resources.files("lockstep.report") / "page.css").read_text(encoding="utf-8") + _STYLE
+    moment = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+        f"<title>{escape(title)} · Lockstep</title><style>{style}</style></head><body><main>",
+        f'<header><h1>{escape(title)}</h1><p class="made">{moment}</p></header>',
+        f'<div class="card"><div class="scroll"><table>{"".join(table)}</table></div></div>',
+        *(_section(outcome) for outcome in outcomes),
+        "</main></body></html>",
+    ]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(parts), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"the page {path} can't be written: {error.strerror}", fix="name another file") from None
+
+
+def _row(cell: str, texts: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{cell}>{escape(text)}</{cell}>' for text in texts)}</tr>"
+
+
+def _section(outcome: DrawnOutcome) -> str:
+    kind, said = ("well", "passed") if outcome.passed else ("bad", "differs")
+    lines = f"<pre>{escape(chr(10).join(outcome.lines))}</pre>" if outcome.lines else ""
+    drawn = ""
+    if outcome.differences:
+        model = _Module()
+        for name in outcome.parameters:
+            model.at(name)
+        for number, difference in enumerate(outcome.differences):
+            model.at(difference.name).found.append((difference, number == 0))
+        drawn = f'<div class="parts">{_box("the model", model)}</div>'
+    badge = f'<span class="badge {kind}">{said}</span>'
+    return f'<h2>{escape(outcome.title)} {badge}</h2><div class="card">{lines}{drawn}</div>'
+
+
+def _box(name: str, module: _Module) -> str:
+    """Return the box of a module that differs; those within it in which nothing does share one line."""
+    inside: list[str] = []
+    equal: list[str] = []
+    for part, within in module.inside.items():
+        if within.differs:
+            inside += [*_equal(equal), _box(part, within)]
+            equal = []
+        else:
+            equal.append(part)
+    inside += _equal(equal)
+    found = "".join(map(_difference, *zip(*module.found, strict=True))) if module.found else ""
+    return f'<div class="part{" wrong" * bool(module.found)}"><b>{escape(name)}</b>{found}{"".join(inside)}</div>'
+
+
+def _equal(names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    listed = names if len(names) <= 6 else [*names[:3], f"… {len(names) - 4} more …", names[-1]]
+    return [f'<div class="part equal">{escape(", ".join(listed))}: equal</div>']
+
+
+def _difference(difference: PartDifference, is_first: bool) -> str:
+    size = math.log10(difference.relative) if 0 < difference.relative < math.inf else 0.0
+    share = min(1.0, max(0.02, 1 - size / _SMALLEST))
+    bar = f'<span class="bar" style="width:{share:.0%}"></span>'
+    first = "first: " if is_first else ""
+    return f'<div class="differs{" first" * is_first}">{first}{escape(difference.text)}{bar}</div>'
