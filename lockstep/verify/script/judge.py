@@ -186,7 +186,7 @@ class _Judgement(ScriptComparison):
     def _begins_alike(self, reference: ScriptRecord) -> bool:
         """Return whether the first forward pass has the samples of all ranks in one process, too."""
         ranks = [row for record in self.world.leaders for rows in record.steps[0].inputs[:1] for row in rows]
-        return sorted(ranks) == sorted(row for rows in reference.steps[0].inputs[:1] for row in rows)
+        return bool(ranks) and sorted(ranks) == sorted(row for rows in reference.steps[0].inputs[:1] for row in rows)
 
     def _check_inputs(self, reference: ScriptRecord) -> None:
         """Judge a script that reads its samples without a loader only where one process reads the same."""
