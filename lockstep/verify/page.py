@@ -17,6 +17,7 @@ from lockstep.errors import UsageError
 _SMALLEST = -8.0  # the power of ten at which a bar has no length
 
 _STYLE = """
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 .parts { margin-top: 14px; font-size: 13.5px; }
 .part { border: 1px solid var(--line); border-radius: 8px; padding: 5px 10px; margin: 5px 0; overflow-wrap: anywhere; }
 .part.wrong { border-color: var(--bad); }

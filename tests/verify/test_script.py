@@ -247,7 +247,7 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", program, "--steps", "1", "--html", str(page), "--", "InputsScaledOnOneRank"]) == 1
     assert "computation of a rank" in capsys.readouterr().out
     text = page.read_text()
-    assert '<div class="part wrong"><b>up</b><div class="differs first">first: its output differs' in text
+    assert '<div class="part wrong"><b>head</b><div class="differs first">first: its output differs' in text
     assert "gradient differs by" in text
     assert "computation of a rank" in text
     assert "<script" not in text
