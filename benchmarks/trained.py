@@ -122,7 +122,8 @@ def main() -> None:
         machine() + ", one core a run, float32",
         ["2,000 steps of 12 × 64 characters (short: 500), AdamW (β 0.9, 0.99; weight decay 0.1), a rate of 1e-3 that "
          "warms up over 100 steps and falls to 1e-4 on a cosine, gradients clipped at 1, no dropout: nanoGPT's recipe "
-         "for a CPU. Losses are in nats a character, over the last tenth of the text, which no run trained on. Other work shared the machine: the times say little."],
+         "for a CPU. Losses are in nats a character, over the last tenth of the text, which no run trained on. "
+         "Other work shared the machine: the times say little."],
         "| model | parameters | loss at the end | median step |", rows,
         ["## On the way", "", "| step | " + " | ".join(map(str, steps)) + " |", "|" + "---|" * (len(steps) + 1),
          *(f"| {' | '.join(row)} |" for row in curves), "", "![loss over steps](trained.svg)"],
