@@ -239,7 +239,11 @@ def report(argv: list[str]) -> int:
 
 def top(argv: list[str]) -> int:
     """Run `lockstep top RUN [RUN2 …] [--once]`."""
-    parser = Parser("top", "What every rank of a running run does: host, phases of its step, memory, GPU.")
+    parser = Parser(
+        "top",
+        "What every rank of a running run does: host, phases of its step, memory, GPU.",
+        ["lockstep top runs/run", "lockstep top http://127.0.0.1:8000   # a live report, through ssh -L"],
+    )
     text = "a run directory, or the address of its report on another machine, through ssh -L"
     parser.add_argument("runs", metavar="RUN|http://…", nargs="+", help=text)
     parser.add_argument("--once", action="store_true", help="print the table once, for scripts")

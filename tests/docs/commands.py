@@ -78,6 +78,7 @@ def _stop_after_parsing(verb: str, patch: pytest.MonkeyPatch) -> None:
         "checkpoint": ("lockstep.checkpoint.commands.run", _checkpoint),
         "report": ("lockstep.report.index.run", _nothing),
         "bench": ("lockstep.report.scaling.bench", _nothing),
+        "top": ("lockstep.report.top.run", _nothing),
         "sample": ("lockstep.sample.sample", _nothing),
         "doctor": ("lockstep.launch.doctor.doctor", _nothing),
         "data": ("lockstep.data.text.prepare", _prepared),
