@@ -8,6 +8,7 @@ weights) are left to the user.
 import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
@@ -266,7 +267,8 @@ def memory_bars(found: Sequence[Candidate]) -> list[str]:
     scale = max(limit, *(min(c.needed, 2 * limit) for c in shown)) / bar
     edge = min(bar, round(limit / scale))
     width = max(len(c.name()) for c in shown)
-    lines = ["memory: " + ", ".join(f"{letter} {kind}" for kind, letter in _LETTERS.items())]
+    letters = "memory: " + ", ".join(f"{letter} {kind}" for kind, letter in _LETTERS.items())
+    lines = textwrap.wrap(letters, _terminal(), subsequent_indent="  ")
     for c in shown:
         assert c.memory is not None
         text = "".join(_LETTERS[kind] * round(size / scale) for kind, size in c.memory.items())[: bar + 1]
