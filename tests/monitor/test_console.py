@@ -1,16 +1,19 @@
 """What people see: plain lines, or a bar on a terminal."""
 
 import re
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+from lockstep import Trainer
 from lockstep.config import MonitorConfig
 from lockstep.monitor.console import Console, bar_line, duration, number, step_line
 from lockstep.monitor.sinks import SinkContext
-from tests.launch.shared import environment, on_a_terminal
+from tests.launch.shared import on_a_terminal
 
 _ROW = {"step": 10, "loss": 2.34567, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 12345.6, "step_seconds": 0.25}
 
@@ -114,31 +117,32 @@ def test_a_terminal_gets_a_bar_and_the_log_plain_lines(columns: int, tmp_path: P
 
 
 _STEPS = """
-import sys, time, torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from lockstep import Trainer
-trainer = Trainer(nn.Linear(2, 1), loss_fn=nn.MSELoss(), batch_size=4)
-x = torch.randn(24, 2)
-shown = {"": None, "yes": True, "no": False}[sys.argv[1]]
-for record in trainer.steps(TensorDataset(x, x.sum(1, keepdim=True)), progress=shown):
-    time.sleep(0.06)
-    print("mine", record.step)
-    if record.step == 5:
-        break
-print("after")
+from tests.monitor.test_console import own_loop
+own_loop(None)
+print("and without")
+own_loop(False)
 """
 
 
-def test_the_callers_own_loop_has_the_bar_too(tmp_path: Path) -> None:
-    mine = [*(f"mine {step}" for step in range(1, 6)), "after", ""]
-    lines, bars = screen(on_a_terminal(tmp_path, "-c", _STEPS, "", columns=80, TERM="xterm"), 80)
-    assert lines == mine, "the loop's own lines stay alone"
-    assert {bar.split()[1] for bar in bars} >= {"2/6", "3/6", "4/6", "5/6"}
+def own_loop(progress: bool | None) -> None:
+    trainer = Trainer(nn.Linear(2, 1), loss_fn=nn.MSELoss(), batch_size=4)
+    x = torch.randn(24, 2)
+    for record in trainer.steps(TensorDataset(x, x.sum(1, keepdim=True)), progress=progress):
+        time.sleep(0.06)
+        print("mine", record.step)
+        if record.step == 5:
+            break
+    print("after")
+
+
+def test_the_callers_own_loop_has_the_bar_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = [*(f"mine {step}" for step in range(1, 6)), "after"]
+    lines, bars = screen(on_a_terminal(tmp_path, "-c", _STEPS, columns=80, TERM="xterm"), 80)
+    assert lines == [*mine, "and without", *mine, ""], "the loop's own lines stay alone"
+    seen = [bar.split()[1] for bar in bars]
+    assert set(seen) >= {"2/6", "3/6", "4/6", "5/6"}
+    assert seen == sorted(seen), "in the first loop alone"
     assert all("samples/s" in bar for bar in bars[2:])
-    lines, bars = screen(on_a_terminal(tmp_path, "-c", _STEPS, "no", TERM="xterm"), 80)
-    assert (lines, bars) == (mine, [])
-    piped = subprocess.run(
-        [sys.executable, "-c", _STEPS, "yes"], cwd=tmp_path, env=environment(), capture_output=True, text=True
-    ).stdout.splitlines()
-    assert [line.split("  ")[0] for line in piped] == ["step 1/6", *mine[:5], "step 5/6", "after"]
+    own_loop(True)
+    plain = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in plain] == ["step 1/6", *mine[:5], "step 5/6", "after"]
