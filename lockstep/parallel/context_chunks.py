@@ -81,7 +81,7 @@ class Context(Cut):
 
     def _in_rows(self, whole: Tensor) -> Tensor:
         parts = [self._part_of(rank, whole, SEQUENCE) for rank in range(self.ranks)]
-        return torch.stack(parts).view(self.ranks, -1)
+        return torch.stack(parts).reshape(self.ranks, -1)  # a stack of transposed tensors may be transposed, too
 
     def spread(self, part: Tensor, count: int) -> tuple[Tensor, ...]:
         """Return a whole sequence for each of `count` chunks of queries; their gradients are summed over all ranks'."""

@@ -99,7 +99,7 @@ class Cut:
             share = like.numel() // self.ranks
             mine = TreeReduceScatter(rows, like.reshape(-1), share, leaves, self.group).finish()
             return mine.view(like.shape[0], -1, *like.shape[2:])
-        out = torch.empty_like(like).view(-1)
+        out = like.new_empty(like.numel())
         tree_all_reduce([None if v is None else v.reshape(-1) for v in sums], out, leaves, self.group)
         return out.view_as(like)
 
@@ -127,8 +127,7 @@ class Cut:
 
     def _in_rows(self, whole: Tensor) -> Tensor:
         """Return [B, T, …] as [ranks, numbers of its part of the sequence]."""
-        parts = torch.stack(whole.chunk(self.ranks, SEQUENCE))
-        return parts.view(self.ranks, -1)
+        return torch.stack(whole.chunk(self.ranks, SEQUENCE)).reshape(self.ranks, -1)
 
     def part(self, whole: Tensor, dim: int = SEQUENCE) -> Tensor:
         """Return this rank's part, a copy."""

@@ -72,7 +72,7 @@ def in_turn(ranks: int, steps: int) -> list[tuple[Any, ...]]:
     return [
         (TOPOLOGIES[ranks][place % len(TOPOLOGIES[ranks])], model, settings, steps, args)
         for cases in (EXACT_CASES, PLAIN_CASES)
-        for place, (model, settings, args) in enumerate(cases.values())
+        for place, (model, settings, args) in enumerate(cases.values(), 3 * (cases is EXACT_CASES))
     ]
 
 
