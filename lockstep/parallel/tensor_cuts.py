@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from types import MethodType
 from typing import Any
 
@@ -88,16 +88,27 @@ class TensorCuts:
             if name not in elsewhere and (name in self.dims or not isinstance(parameter, DTensor))
         }
 
+    # A part of a mesh takes half a millisecond, and `whole` is called for each gradient.
+
+    @cached_property
+    def _along(self) -> DeviceMesh:
+        assert self.mesh is not None
+        return self.mesh["tensor"]
+
+    @cached_property
+    def _along_both(self) -> DeviceMesh:
+        assert self.mesh is not None
+        return self.mesh["tensor", "shard"]
+
     def whole(self, name: str, piece: Tensor) -> DTensor:
         """Return the whole tensor, of which `piece` is this rank's, maybe sharded once more over the axis `shard`."""
-        assert self.mesh is not None
         if name not in self.dims:  # optimizers take DTensors or plain tensors, not both
-            return DTensor.from_local(piece, self.mesh["tensor"], [Replicate()], run_check=False)
+            return DTensor.from_local(piece, self._along, [Replicate()], run_check=False)
         shape, dim = self.shapes[name], Shard(self.dims[name])
         strides = torch.empty(shape, device="meta").stride()
-        mesh, placements = self.mesh["tensor"], [dim]
+        mesh, placements = self._along, [dim]
         if isinstance(piece, DTensor):
-            mesh, placements = self.mesh["tensor", "shard"], [dim, *piece.placements[-1:]]  # type: ignore[list-item]
+            mesh, placements = self._along_both, [dim, *piece.placements[-1:]]  # type: ignore[list-item]
             piece = piece.to_local()
         return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=strides)
 
