@@ -60,7 +60,11 @@ def on_a_terminal(folder: Path, *arguments: str, columns: int = 0, **more: str) 
     primary, secondary = pty.openpty()
     fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, *arguments], cwd=folder, env=environment(**more), stdout=secondary, stderr=secondary
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment(**{"COLUMNS": "", "LINES": "", **more}),  # else they stand for the terminal's own size
+        stdout=secondary,
+        stderr=secondary,
     )
     os.close(secondary)
     shown = b""

@@ -68,7 +68,7 @@ def test_trap_79_a_collective_of_torch_on_rank_0_alone_is_found(tmp_path: Path) 
     assert "rank 0 of 2 failed: it hangs: it waits in a collective which the others have not entered" in ended.err
     assert re.search(rf"own\.py:{line_of(text, 'dist.all_reduce')} in <module>", ended.err)
     assert f"the others wait in steps at own.py:{line_of(text, 'for record in')}" in ended.err
-    assert time.monotonic() - since < 60
+    assert time.monotonic() - since < 120
 
 
 _OTHERS = {
