@@ -145,12 +145,14 @@ class Guarded:
 
     @property
     def each_step(self) -> bool:
-        """Whether the sink takes the records of steps that are not logged."""
+        """Return whether the sink takes the records of steps that are not logged."""
         return bool(getattr(self._sink, "each_step", False))
 
     def on_each_step(self, record: StepRecord) -> None:
         """Pass a record on, whose tensors are not read yet."""
-        self._guard(getattr(self._sink, "on_each_step"), record)  # noqa: B009  (no sink has to have it)
+        on_each_step = getattr(self._sink, "on_each_step", None)
+        if on_each_step is not None:
+            self._guard(on_each_step, record)
 
     def flush(self) -> None:
         """Flush the sink, if it can."""

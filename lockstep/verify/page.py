@@ -45,7 +45,7 @@ class PartDifference:
 
 @dataclass
 class DrawnOutcome:
-    """What the page shows of one number of ranks, or of one topology.
+    """Holds what the page shows of one number of ranks, or of one topology.
 
     Attributes:
         lines: of the terminal, without the heading.
