@@ -83,8 +83,18 @@ def a_pinned_buffer_that_is_overwritten() -> None:
 
 
 def saved_by(change: Callable[[], Any]) -> bool:
-    """Return whether a checkpoint in the background holds the values of its step."""
-    with tempfile.TemporaryDirectory() as folder, change():
+    """Return whether a checkpoint in the background holds the values of its step.
+
+    Training goes on only when the thread is done: if it were ahead, its own waits could make a missing one good.
+    """
+    start = AsyncSaver.save
+
+    def save(self: AsyncSaver, *args: Any, **settings: Any) -> Any:
+        previous = start(self, *args, **settings)
+        self.finish_alone()
+        return previous
+
+    with tempfile.TemporaryDirectory() as folder, change(), replaced(AsyncSaver, "save", save):
         trainer = trainer_on(NAME, 3, Path(folder), **{"checkpoint.save_steps": 2})
         trainer.train(Tokens())
         saved = checkpoint.weights(Path(folder) / "checkpoints" / "step-00000002")
