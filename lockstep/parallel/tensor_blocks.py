@@ -256,8 +256,21 @@ def by_pieces(
     """
     given = [x] if isinstance(x, Tensor) else x
     count = cut.blocks_of(given[0].shape[dim])
-    pieces = [each.chunk(count, dim) for each in given] + [spread(weight, cut, count) for weight in weights]
-    return torch.cat([run(*piece) for piece in zip(*pieces, strict=True)], dim)
+    # A slice's strides would depend on the ranks, and with them the order in which torch sums over its positions.
+    pieces = [[piece.contiguous() for piece in each.chunk(count, dim)] for each in given]
+    lent = [spread(weight, cut, count) for weight in weights]
+    done = [run(*piece) for piece in zip(*pieces, *lent, strict=True)]
+    return torch.cat([_Contiguous.apply(each) for each in done], dim)  # type: ignore[no-untyped-call]
+
+
+class _Contiguous(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
 
 
 def spread(x: Tensor, cut: Cut, count: int) -> tuple[Tensor, ...]:
