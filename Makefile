@@ -53,6 +53,14 @@ $(READY): pyproject.toml constraints.txt
 docs: $(READY)
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# Puts the site of this version beside those of others on the branch gh-pages, to be pushed; a menu leads from one to
+# another.
+.PHONY: docs-version
+docs-version: export PATH := $(abspath $(BIN)):$(PATH)
+docs-version: $(READY)
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 DOCS_VERSIONS=mike mike deploy --update-aliases $$(python -c 'from importlib.metadata import version; print(version("lockstep-train"))') latest
+	mike set-default latest
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache runs site
 

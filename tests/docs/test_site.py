@@ -5,6 +5,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -80,3 +84,27 @@ def test_a_broken_anchor_or_link_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "'#nowhere', but there is no such anchor" in done.stderr
     assert "'other.md', but the target is not found" in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(browser() is None, reason="NO BROWSER: install chromium, or the menu of versions is not tested")
+def test_versions_stand_side_by_side(tmp_path: Path) -> None:
+    """`make docs-version` adds one to the branch gh-pages; a menu names them."""
+    clone, site = tmp_path / "clone", tmp_path / "site"
+    subprocess.run(["git", "clone", "--quiet", REPOSITORY, clone], check=True)
+    subprocess.run(["git", "config", "user.name", "a"], cwd=clone, check=True)
+    subprocess.run(["git", "config", "user.email", "a@b.c"], cwd=clone, check=True)
+    bin = Path(sys.executable).parent
+    subprocess.run(["make", "docs-version", f"VENV={bin.parent}"], cwd=clone, check=True)
+    environment = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": ".", "DOCS_VERSIONS": "mike"}
+    subprocess.run(["mike", "deploy", "9.9"], cwd=clone, env=environment, check=True)
+    subprocess.run(["git", "worktree", "add", "--quiet", site, "gh-pages"], cwd=clone, check=True)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=site)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with Page() as page:
+            address = f"http://127.0.0.1:{server.server_port}/9.9/index.html"
+            page.open(address, "document.querySelectorAll('.md-version__link').length")
+            named = page.ask("[...document.querySelectorAll('.md-version__link')].map((a) => a.innerText)")
+        server.shutdown()
+    assert named == ["9.9", version("lockstep-train")]
