@@ -96,7 +96,8 @@ def test_versions_stand_side_by_side(tmp_path: Path) -> None:
     subprocess.run(["git", "config", "user.name", "a"], cwd=clone, check=True)
     subprocess.run(["git", "config", "user.email", "a@b.c"], cwd=clone, check=True)
     bin = Path(sys.executable).parent
-    subprocess.run(["make", "docs-version", f"VENV={bin.parent}"], cwd=clone, check=True)
+    venv = bin.parent  # as it is: the clone is newer, and would be installed into it
+    subprocess.run(["make", "-o", venv / ".ready", "docs-version", f"VENV={venv}"], cwd=clone, check=True)
     environment = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": ".", "DOCS_VERSIONS": "mike"}
     subprocess.run(["mike", "deploy", "9.9"], cwd=clone, env=environment, check=True)
     subprocess.run(["git", "worktree", "add", "--quiet", site, "gh-pages"], cwd=clone, check=True)
