@@ -16,7 +16,9 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], str]] = {
     "torch_mingpt": ((), "pytorch/examples, distributed/minGPT-ddp"),
     "accelerate_nlp": ((), "Accelerate, examples/nlp_example.py"),
     "accelerate_nlp 2": (("2",), "Accelerate, examples/by_feature/gradient_accumulation.py"),
+    "accelerate_padded": ((), "Accelerate, quick tour; dropout, texts of unequal lengths"),
     "fabric_classifier": (("{n}",), "Fabric, examples/fabric/image_classifier"),
+    "fabric_padded": (("{n}",), "Fabric, convert PyTorch to Fabric; dropout, texts of unequal lengths"),
     "lightning_classifier": (("{n}",), "Lightning, examples/pytorch/basics"),
     "transformers_clm": ((), "transformers, examples/pytorch/language-modeling/run_clm.py"),
 }

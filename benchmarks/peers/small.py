@@ -37,3 +37,25 @@ def classifier() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(), nn.Linear(72, 2)
     )
+
+
+class LanguageModel(nn.Module):
+    """Ids [B, T] → logits [B, T, WORDS], with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 32)
+        self.block = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(32, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        past = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        logits: Tensor = self.head(self.block(self.embed(ids), past, is_causal=True))
+        return logits
+
+
+def next_words(samples: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Put texts of unequal lengths into one batch of (ids, the words that follow, IGNORED where there is none)."""
+    ids = [sample["input_ids"] for sample in samples]
+    targets = nn.utils.rnn.pad_sequence([row[1:] for row in ids], batch_first=True, padding_value=IGNORED)
+    return nn.utils.rnn.pad_sequence([row[:-1] for row in ids], batch_first=True), targets
