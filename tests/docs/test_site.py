@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from mkdocs.utils.yaml import yaml_load
 
 from lockstep.config.names import SOURCES, table
 from tests.docs.blocks import REPOSITORY
@@ -76,7 +77,7 @@ def test_each_source_of_names_has_a_page_with_all_of_them(site: Path) -> None:
 
 def test_a_broken_anchor_or_link_is_refused(tmp_path: Path) -> None:
     """The settings of the site make an error of both."""
-    settings = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
+    settings = yaml_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text("# Here\n\n[sound](#here), [broken](#nowhere), [broken](other.md)\n")
     (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump({"site_name": "x", "validation": settings["validation"]}))
