@@ -108,7 +108,7 @@ def main() -> None:
     text = page(
         "Silent bugs", "python -m benchmarks.silent_bugs --out benchmarks/results/silent_bugs.md", machine(),
         [*table("| goal | shown |", [f"| {goal} | {shown} |" for goal, shown in rows.items()]), "",
-         "Each fault is planted in a small model (`faults.py`), most on rank 1 of two.",
+         "Each fault is planted in a small model (`faults/`), most on rank 1 of two.",
          "The faults, and which kinds and words count as a right cause, were written together with verify: it has seen",
          "them. In seconds, the machine's load is in it."],
         "| fault | found | cause right | what verify says | seconds |", [row(j, sound=False) for j in found],

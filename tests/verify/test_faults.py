@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.silent_bugs import faults
-from benchmarks.silent_bugs.faults import Fault
+from benchmarks.silent_bugs.faults import Fault, sound
 from lockstep import verify as package
 from lockstep.config import config_from
 from lockstep.launch.spawn import spawn_again
@@ -100,7 +100,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     wanted |= {f"sound-{i}": (subjects.sound, *case, 2) for i, case in enumerate(SOUND)}
     wanted |= {name: (getattr(subjects, name), "ddp:2", {}, 1) for name in ROUNDING}
     wanted["exact"] = (subjects.rounds, "ddp:2", {"distributed.reproducible": True}, 1)
-    wanted["chaotic_net_sharded"] = (faults.chaotic_net_sharded, "fsdp:2", SILENT, 2)
+    wanted["chaotic_net_sharded"] = (sound.chaotic_net_sharded, "fsdp:2", SILENT, 2)
     wanted |= {fault.make.__name__: (fault.make, fault.topology, SILENT | fault.settings, 1) for fault in PLANTED}
     return verified(wanted, tmp_path_factory.mktemp("verify"))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.silent_bugs import faults
+from benchmarks.silent_bugs.faults import data, memory, models, sound
 from lockstep import verify as package
 from lockstep.config import config_from
 from lockstep.verify import reference
@@ -36,7 +36,7 @@ def checked(make: Callable[[], Any], wanted: list[str], folder: Path, steps: int
     return {names[check.name]: check for check in reference.judge(wanted, folder, {})}
 
 
-@pytest.mark.parametrize("make", [faults.loss_that_is_a_mean_over_something_else, faults.masked_mean_without_a_count])
+@pytest.mark.parametrize("make", [data.loss_that_is_a_mean_over_something_else, data.masked_mean_without_a_count])
 def test_a_mean_over_something_else_than_its_count_is_found(make: Callable[[], Any], tmp_path: Path) -> None:
     found = checked(make, [BASE, NUDGED_BASE, TWICE, PLAIN], tmp_path)
     for what in (TWICE, PLAIN):
@@ -46,37 +46,37 @@ def test_a_mean_over_something_else_than_its_count_is_found(make: Callable[[], A
 
 
 def test_a_model_with_dropout_agrees_however_it_is_cut(tmp_path: Path) -> None:
-    found = checked(faults.language_model_with_dropout, [BASE, NUDGED_BASE, HALF, TWICE, PLAIN], tmp_path)
+    found = checked(sound.language_model_with_dropout, [BASE, NUDGED_BASE, HALF, TWICE, PLAIN], tmp_path)
     assert all(check.passed and not check.text and check.relative < 1e-5 for check in found.values()), found
 
 
 def experts_in_balance() -> Any:
     """A weak term couples the samples."""
-    return faults.net(language_model("mixture", bias_rate=0.0, balance_weight=0.001))
+    return models.net(language_model("mixture", bias_rate=0.0, balance_weight=0.001))
 
 
-@pytest.mark.parametrize("make", [faults.batch_norm, faults.contrastive_in_each_micro_batch, experts_in_balance])
+@pytest.mark.parametrize("make", [sound.batch_norm, sound.contrastive_in_each_micro_batch, experts_in_balance])
 def test_samples_that_are_coupled_are_no_fault(make: Callable[[], Any], tmp_path: Path) -> None:
     found = checked(make, [BASE, NUDGED_BASE, TWICE, PLAIN], tmp_path)
     assert all(check.passed and "coupled" in check.text for check in found.values()), found
 
 
 def test_where_last_bits_go_too_far_it_says_that_it_cannot_judge(tmp_path: Path) -> None:
-    found = checked(faults.chaotic_net, [BASE, NUDGED_BASE, TWICE], tmp_path)[TWICE]
+    found = checked(sound.chaotic_net, [BASE, NUDGED_BASE, TWICE], tmp_path)[TWICE]
     assert found.passed
     assert found.text.startswith("cannot judge: ")
 
 
 def test_a_sound_model_goes_on_after_an_evaluation_and_from_a_checkpoint(tmp_path: Path) -> None:
-    assert all(c.passed for c in checked(faults.language_model_with_dropout, [EVALUATED, LOADED], tmp_path, 2).values())
+    assert all(c.passed for c in checked(sound.language_model_with_dropout, [EVALUATED, LOADED], tmp_path, 2).values())
 
 
 def test_a_counter_that_an_evaluation_moves_and_no_checkpoint_holds_is_found(tmp_path: Path) -> None:
-    faults.STEPS["seen"] = 0
-    spec, _ = package._spec(config_from(COMMON), faults.counter_of_the_module, ["ddp:2"], 2)
+    memory.STEPS["seen"] = 0
+    spec, _ = package._spec(config_from(COMMON), memory.counter_of_the_module, ["ddp:2"], 2)
     record(spec, Case(steps=2), tmp_path)
     for what in (EVALUATED, LOADED):
-        faults.STEPS["seen"] = 0  # as in a process of its own
+        memory.STEPS["seen"] = 0  # as in a process of its own
         reference.take(spec, what, tmp_path)
     kinds = [(check.passed, check.kind) for check in reference.judge([EVALUATED, LOADED], tmp_path, {})]
     assert kinds == [(False, "evaluation"), (False, "checkpoint")]
