@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.page import machine, page, table, tell
-from benchmarks.silent_bugs.faults import FAULTS, SOUND, Fault
+from benchmarks.silent_bugs.faults import FAULTS, SOUND, Fault, hugging_face
+from benchmarks.silent_bugs.faults.first_try import FIRST_TRY, MISSED, PASSED, RIGHT, WRONG
 from lockstep.config import config_from
+from lockstep.errors import LockstepError
 from lockstep.launch.spawn import spawn_again
 from lockstep.verify import Verdict, verify
 
@@ -19,7 +21,8 @@ COMMON = {
     "training.batch_size": 2, "training.global_batch_size": 8, "training.learning_rate": 3e-3,
     "training.warmup_steps": 0, "training.max_steps": 20, "precision.mode": "fp32",
 }  # fmt: skip
-_PRELOAD = ["torch.distributed.pipelining", "lockstep.verify.worker", "benchmarks.silent_bugs.faults"]
+_PRELOAD = ["torch.distributed.pipelining", "lockstep.verify.worker", hugging_face.__name__]
+SECONDS = 15  # goal, for one verdict
 _MARK = {True: "✓", False: "✗"}
 
 
@@ -49,13 +52,16 @@ def judge(fault: Fault) -> Judged:
     began = time.monotonic()
     config = config_from({**COMMON, **fault.settings})
     start = partial(spawn_again, preload=_PRELOAD)
-    verdict = verify(fault.make, [fault.topology], config=config, steps=fault.steps, start=start)
-    kind, text = cause(verdict)
+    try:
+        verdict = verify(fault.make, [fault.topology], config=config, steps=fault.steps, start=start)
+        passed, (kind, text) = verdict.passed, cause(verdict)
+    except LockstepError as error:  # one process alone can't be trained
+        passed, kind, text = False, "refused", str(error)
     right = kind in fault.kinds and all(
         any(w.replace("_", " ") in text or w in text for w in words) for words in fault.names
     )
     return Judged(
-        fault.make.__name__, not verdict.passed, kind, text, right, kind in ("cause not known", "cannot judge"),
+        fault.make.__name__, not passed, kind, text, right, kind in ("cause not known", "cannot judge"),
         time.monotonic() - began,
     )  # fmt: skip
 
@@ -79,9 +85,25 @@ def row(judged: Judged, *, sound: bool) -> str:
     name = judged.name.replace("_", " ")
     text = " ".join(judged.text.split())[:160].replace("|", "/")
     if sound:
-        return f"| {name} | {'✗ ' + judged.kind if judged.found else 'passed'} | {judged.seconds:.0f} |"
+        verdict = "✗ " + judged.kind if judged.found else "passed"
+        return f"| {name} | {verdict} | {FIRST_TRY.get(judged.name, 'seen')} | {judged.seconds:.0f} |"
     how = "?" if judged.unknown else _MARK[judged.right]
-    return f"| {name} | {_MARK[judged.found]} | {how} | {judged.kind}: {text} | {judged.seconds:.0f} |"
+    first = FIRST_TRY.get(judged.name, "seen")
+    return f"| {name} | {_MARK[judged.found]} | {how} | {first} | {judged.kind}: {text} | {judged.seconds:.0f} |"
+
+
+def _first_tries(faults: list[str], sound: list[str]) -> list[str]:
+    """Return lines on what verify made of those that it had not seen."""
+    first = [FIRST_TRY[name] for name in faults if name in FIRST_TRY]
+    models = [FIRST_TRY[name] for name in sound if name in FIRST_TRY]
+    if not first or not models:
+        return []
+    found = [each for each in first if each != MISSED]
+    return [
+        f"At the first try it found {len(found)} of {len(first)} faults that it had not seen, named "
+        f"{first.count(RIGHT)} causes rightly and {first.count(WRONG)} wrongly or in part, and passed "
+        f"{models.count(PASSED)} of {len(models)} sound models."
+    ]
 
 
 def main() -> None:
@@ -96,23 +118,28 @@ def main() -> None:
                 into.append(judge(fault))
                 print(row(into[-1], sound=into is sound), flush=True)
     wrong = sum(j.found and not j.right and not j.unknown for j in found)
-    seconds = sorted(j.seconds for j in (*found, *sound))
+    seconds = sorted(j.seconds for j in (*found, *sound)) or [0.0]
+    late = sum(each > SECONDS for each in seconds)
     right = f"{sum(j.right for j in found)} of {len(found)}; {sum(j.found and j.unknown for j in found)} not known"
     rows = {
-        "all faults found": f"{sum(j.found for j in found)} of {len(found)}",
-        "≥ 91 % of the causes right": right,
+        "55 faults or more, all found": f"{sum(j.found for j in found)} of {len(found)}",
+        "50 causes or more right, and 91 % of them": right,
         "no wrong cause": f"{wrong}",
-        "all sound models pass": f"{sum(not j.found for j in sound)} of {len(sound)}",
-        "a verdict in 15 s": f"{seconds[len(seconds) // 2]:.0f} s in the middle, {seconds[-1]:.0f} s at most",
+        "23 sound models or more, all pass": f"{sum(not j.found for j in sound)} of {len(sound)}",
+        f"a verdict in {SECONDS} s": f"{seconds[len(seconds) // 2]:.0f} s in the middle, {seconds[-1]:.0f} s at most, "
+        f"{late} of {len(seconds)} later",
     }
     text = page(
         "Silent bugs", "python -m benchmarks.silent_bugs --out benchmarks/results/silent_bugs.md", machine(),
         [*table("| goal | shown |", [f"| {goal} | {shown} |" for goal, shown in rows.items()]), "",
-         "Each fault is planted in a small model (`faults/`), most on rank 1 of two.",
-         "The faults, and which kinds and words count as a right cause, were written together with verify: it has seen",
-         "them. In seconds, the machine's load is in it."],
-        "| fault | found | cause right | what verify says | seconds |", [row(j, sound=False) for j in found],
-        ["Sound models:", "", *table("| model | verdict | seconds |", [row(j, sound=True) for j in sound])],
+         "Each fault is planted in a small model (`faults/`), most on rank 1 of two. Those whose first try is `seen`",
+         "were written together with verify, as were the kinds and words that count as a right cause. The others, and",
+         "their causes, were written down before verify was given them; the column says what it made of them then.",
+         "It was mended since, so that it has seen these, too. In seconds, the machine's load is in it.", "",
+         *_first_tries([j.name for j in found], [j.name for j in sound])],
+        "| fault | found | cause right | first try | what verify says | seconds |",
+        [row(j, sound=False) for j in found],
+        ["Sound models:", "", *table("| model | verdict | first try | seconds |", [row(j, sound=True) for j in sound])],
     )  # fmt: skip
     tell(text, given.out)
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
 _LABELLED = Optimizer.profile_hook_step(lambda: None).__code__
 
@@ -31,3 +32,17 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
     if hooked or replaced or _profiler_enabled():
         return optimizer.step
     return partial(step.__wrapped__, optimizer)
+
+
+def run_first(optimizer: Optimizer, handle: RemovableHandle) -> RemovableHandle:
+    """Let a hook around the optimizer's step run before the others of its kind; return its handle."""
+    every: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    for hooks in every:
+        if handle.id in hooks:
+            hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
+def remove_step_hooks(optimizer: Optimizer, *, before: bool) -> None:
+    """Take off what `register_step_pre_hook` registered, or `register_step_post_hook`."""
+    (optimizer._optimizer_step_pre_hooks if before else optimizer._optimizer_step_post_hooks).clear()

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 from lockstep.errors import listed
 from lockstep.strategy import parse_topology
-from lockstep.verify.differences import TOO_FAR
-from lockstep.verify.evidence import Cause, Evidence, located, name_ranks, ranks_of
+from lockstep.verify.comparisons import TOO_FAR
+from lockstep.verify.differences import Difference, name_ranks
+from lockstep.verify.direct_causes import buffers, data, nondeterminism, start
+from lockstep.verify.evidence import Cause, Evidence, located, ranks_of
 from lockstep.verify.experiments import (
-    AGAIN,
-    AGAIN_TOO,
     ALONE,
     CHAIN,
     CLIP,
@@ -31,10 +31,23 @@ from lockstep.verify.experiments import (
     PRECISE,
     RECOMPUTATION,
     SEEDS,
+    SETTINGS,
     WHOLE,
     switched_off,
 )
-from lockstep.verify.recorded_flow import BACKWARD, FORWARD, LOSS, REDUCTION, Deviation
+from lockstep.verify.recorded_flow import BACKWARD, FORWARD, ITSELF, LOSS, REDUCTION
+from lockstep.verify.update_causes import (
+    after,
+    frozen,
+    left_over,
+    optimizer_hook,
+    options,
+    state,
+    tied,
+    update,
+    update_experiments,
+    without_update,
+)
 
 LOW_ROUNDING = 8 * 2.0**-8  # largest relative rounding of a gradient by bfloat16 when the same terms are summed
 UNKNOWN = "cause not known"
@@ -42,17 +55,23 @@ UNKNOWN = "cause not known"
 
 def is_clear(e: Evidence) -> bool:
     """Return whether a cause can be named without further experiments."""
+    if update_experiments(e):
+        return False
     only_reduced = e.deviations and all(d.stage == REDUCTION for d in e.deviations)
+    if update(e) is not None or any(d.relation and not d.relation.startswith("differs") for d in _alone(e)):
+        return True
     return any(rule(e) is not None for rule in DIRECT) or bool(only_reduced and not e.all_reduce_missing)
 
 
 def wanted_experiments(e: Evidence, topology: str) -> list[str]:
     """Return the experiments that may undo the difference, from what was seen."""
     values, ranks = parse_topology(topology)
-    found = e.deviations
+    found, undoes = e.deviations, update_experiments(e)
+    if undoes and not e.found.has("gradient"):
+        return undoes
     if e.flows and not found:
-        return [PERTURB, DOUBLE, SEEDS, DRAWS, MEMORY, ONE_EACH, *switched_off(e.config)]
-    wanted = [ONE_EACH] if found and e.all_reduce_missing else []
+        return [*undoes, PERTURB, DOUBLE, SEEDS, DRAWS, MEMORY, ONE_EACH, *switched_off(e.config)]
+    wanted = [*undoes, ONE_EACH] if found and e.all_reduce_missing else undoes
     if e.flows and all(d.stage == REDUCTION for d in found):
         return wanted
     stages, notes = {d.stage for d in found}, " ".join(f"{d.note} {d.relation}" for d in found)
@@ -60,6 +79,8 @@ def wanted_experiments(e: Evidence, topology: str) -> list[str]:
         wanted += [SEEDS, DRAWS]
     if any(flow.moved for flow in e.flows) or not e.flows:
         wanted.append(MEMORY)
+    if any(flow.settings for flow in e.flows):
+        wanted.append(SETTINGS)
     if "autocast" in notes or "parameters" in notes or "rounded to" in notes or not e.flows:
         wanted.append(PRECISE)
     wanted += [ALONE] if ranks > 1 else []
@@ -84,64 +105,6 @@ def cause_of(evidence: Evidence) -> Cause:
     return Cause(UNKNOWN, text, list(evidence.tried))
 
 
-# ---- what is seen directly ----
-
-
-def _data(e: Evidence) -> Cause | None:
-    seen = [d for d in e.found.differences if d.aspect == "samples"]
-    if not seen:
-        return None
-    return Cause("data order", f"ranks train on other data: {seen[0].name}", ["hashes of each micro-batch"])
-
-
-def _start(e: Evidence) -> Cause | None:
-    first = [d for d in e.found.differences if d.aspect == "start"]
-    if not first:
-        return None
-    names = ", ".join(d.name for d in first[:3]) + (" …" if len(first) > 3 else "")
-    return Cause(
-        "first values", f"{name_ranks(first[0].ranks)} started from other values of {names}", ["values before step 1"]
-    )
-
-
-def _nondeterminism(e: Evidence) -> Cause | None:
-    once, twice = e.facts(AGAIN), e.facts(AGAIN_TOO)
-    if once is not None and twice is not None and once.outputs != twice.outputs:
-        pairs = zip(once.outputs, twice.outputs, strict=False)
-        module = next((a[0] for a, b in pairs if a != b), "the model")
-        text = f"{module or 'the model'} returns something else each time: an operation that is not deterministic, or "
-        return Cause(
-            "non-deterministic operation", text + "random numbers from outside torch's generator",
-            ["the same step twice in one process"],
-        )  # fmt: skip
-    first, second = e.tried.get(AGAIN), e.tried.get(AGAIN_TOO)
-    if first is None or second is None:
-        return None
-    for rank, (one, other) in enumerate(zip(first.outputs, second.outputs, strict=False)):
-        differs = [a[0] or "the model" for a, b in zip(one, other, strict=False) if a != b]
-        if differs:
-            return Cause(
-                "non-deterministic operation",
-                f"on rank {rank} {differs[0]} returns something else each time, not so in one process",
-                ["the same step twice on the same ranks"],
-            )
-    if first.fingerprints != second.fingerprints:
-        name = next(n for n in first.fingerprints if first.fingerprints[n] != second.fingerprints.get(n))
-        return Cause(
-            "non-deterministic operation",
-            f"the gradient of {name} is another one each time that these ranks take the step, not so in one process",
-            ["the same step twice on the same ranks"],
-        )
-    return None
-
-
-def _buffers(e: Evidence) -> Cause | None:
-    names = [d.name for d in e.found.differences if d.aspect == "buffer"]
-    if not names or e.found.has("gradient", "value", "loss"):
-        return None
-    return Cause("buffer", f"the buffer {names[0]} drifts; its gradients do not", ["values of buffers"])
-
-
 def _record_only(e: Evidence) -> Cause | None:
     """Return a cause if gradients and values agree, but a number of the record does not."""
     if e.found.has("gradient", "value"):
@@ -150,15 +113,6 @@ def _record_only(e: Evidence) -> Cause | None:
         if e.found.has(aspect):
             return Cause(kind, f"the {aspect} is another one, gradients and updated values are not", [f"the {aspect}"])
     return None
-
-
-def _update(e: Evidence) -> Cause | None:
-    if e.found.has("gradient", "samples", "start") or not e.found.has("value"):
-        return None
-    wrong = [d for d in e.found.differences if d.aspect == "value"]
-    text = "the optimizer gets the same gradients, and makes other values of them"
-    where = f": on {name_ranks(wrong[0].ranks)}, {listed([d.name for d in wrong])}"
-    return Cause("optimizer", text + where, ["gradients and values"])
 
 
 def _rounds(e: Evidence) -> Cause | None:
@@ -205,7 +159,8 @@ def _not_synchronized(e: Evidence) -> Cause | None:
     if not unsynchronized or (earlier and not e.all_reduce_missing):
         return None
     everything = len(unsynchronized) == len(seen.fingerprints)
-    how = _relations([d for d in e.deviations if d.stage == REDUCTION])
+    first = next((d for d in e.deviations if d.stage == REDUCTION), None)
+    how = f" ({first.module} {first.relation} on rank {first.rank})" if first is not None else ""
     if not everything and e.all_reduce_missing:
         return Cause(
             "unsynchronised parameter",
@@ -246,6 +201,14 @@ def _recomputation(e: Evidence) -> Cause | None:
     return Cause("recomputation", "activation checkpointing recomputes something else", [RECOMPUTATION])
 
 
+def _settings(e: Evidence) -> Cause | None:
+    if not e.agrees(SETTINGS):
+        return None
+    ranks = [rank for rank, flow in enumerate(e.flows) if flow.settings]
+    names = list(dict.fromkeys(name for flow in e.flows for name in flow.settings))
+    return Cause("module settings", f"on {name_ranks(ranks)}, {listed(names)}{located(e)}", [SETTINGS])
+
+
 def _memory(e: Evidence) -> Cause | None:
     if not e.agrees(MEMORY):
         return None
@@ -281,6 +244,9 @@ def _positions(e: Evidence) -> Cause | None:
     if not e.agrees(WHOLE):
         return None
     where = e.tried[WHOLE].module or "the model"
+    if e.tried[WHOLE].numbers:
+        text = f"{where} gives the positions of a rank's part of a sequence other numbers than those of the whole have"
+        return Cause("positions", text, [WHOLE])
     text = f"{where} lets positions of a sequence meet outside of an Attend: each rank sees its own part of them only"
     return Cause("context", text, [WHOLE])
 
@@ -322,17 +288,43 @@ def _place(e: Evidence) -> Cause | None:
     if not found:
         return None
     first = found[0]
+    if first.stage == REDUCTION and ITSELF in first.relation:
+        text = f"the gradient of {first.module} is not the sum over a step's micro-batches: {first.relation}"
+        return Cause("accumulation", text, [FORCED])
     kinds = {FORWARD: "forward", LOSS: "loss", BACKWARD: "backward", REDUCTION: "reduction"}
     return Cause(kinds[first.stage], located(e).removeprefix(f"; {first.stage}: "), [FORCED])
 
 
-def _relations(found: Sequence[Deviation]) -> str:
-    """Return a clause on how deviations relate to the reference."""
-    return f" ({found[0].module} {found[0].relation} on {name_ranks(ranks_of(found[:1]))})" if found else ""
+def _alone(e: Evidence) -> list[Difference]:
+    """Return the gradients that differ, if they are few: then neither the loss nor what flows back through layers does.
+
+    The first are those of which it is known how they relate to the reference's.
+    """
+    seen = e.tried.get(CLIP, e.found)
+    wrong = [d for d in seen.differences if d.aspect == "gradient"]
+    few = 2 * len(wrong) <= len(seen.fingerprints)
+    if e.flows or not few or seen.has("start", "samples", "loss"):
+        return []
+    return sorted(wrong, key=lambda d: not d.relation or d.relation.startswith("differs"))
 
 
-DIRECT: Sequence[Rule] = (_data, _start, _nondeterminism, _buffers, _update)
+def _by_themselves(e: Evidence) -> Cause | None:
+    wrong = _alone(e)
+    if not wrong:
+        return None
+    first, *others = wrong
+    text = f"the gradient of {first.name} {first.relation or f'is another one on {name_ranks(first.ranks)}'}"
+    also = f"; also {listed([d.name for d in others])}" if others else ""
+    return Cause("reduction", f"{text}, and those of most other parameters agree{also}", ["gradients of each rank"])
+
+
+DIRECT: Sequence[Rule] = (data, tied, start, left_over, nondeterminism, frozen, buffers, without_update)
 RULES: Sequence[Rule] = (
+    options,
+    state,
+    optimizer_hook,
+    after,
+    update,
     _rounds,
     _normalisation,
     _when(COMPRESSION, "compression", "what is sent in place of gradients does not add up to them"),
@@ -342,6 +334,7 @@ RULES: Sequence[Rule] = (
     _when(MODES, "training mode", "modules are not in training mode on a rank"),
     _when(PRECISE, "low precision", "a rank computes in 16 bits what the reference does in 32"),
     _when(CHAIN, "segments", "segments() computes something else than forward()"),
+    _settings,
     _memory,
     _positions,
     _random,
@@ -350,6 +343,7 @@ RULES: Sequence[Rule] = (
     _clip,
     _low_precision,
     _place,
+    _by_themselves,
     _chaos,
     _when(
         ONE_EACH, "accumulation", "accumulating over micro-batches gives another sum than one micro-batch a rank"

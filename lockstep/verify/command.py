@@ -35,7 +35,9 @@ def run(
         print(line, file=sys.stderr, flush=True)
 
     # Only here: a script that calls `verify` may read its rank's variables when it is imported, which a fork inherits.
-    start = partial(spawn_again, preload=["torch.distributed.pipelining", "lockstep.verify.worker"])
+    needed = ["torch.distributed.pipelining", "lockstep.verify.worker"]
+    needed += ["lockstep.models.hf"] if (config.model.name or "").startswith("hf:") else []
+    start = partial(spawn_again, preload=needed)
     verdict = verify(config, topologies, steps=DEFAULT_STEPS if steps is None else steps, start=start, report=report)
     print(json.dumps(as_json(verdict), indent=2) if in_json else text(verdict))
     if page is not None:
@@ -72,7 +74,7 @@ def _row(outcome: Outcome) -> Sequence[str]:
         return (name, *("-" for _ in _COLUMNS), "✗ did not run")
     cells = []
     for aspect in _COLUMNS:
-        aspects = ("start", aspect) if aspect == "value" else (aspect,)
+        aspects = ("start", "optimizer", aspect) if aspect == "value" else (aspect,)
         fine = not any(result.has(*aspects) for result in outcome.steps)
         cells.append("✓" if fine else ("≈" if outcome.passed else "✗"))
     rounding = max((result.rounding for result in outcome.steps), default=0.0)
@@ -106,8 +108,8 @@ def _description(outcome: Outcome) -> str:
     where = "" if not first.ranks else " on rank" + ("s " if len(first.ranks) > 1 else " ") + _joined(first.ranks)
     if first.aspect in ("loss", "norm"):
         return f"{first.aspect} {first.name}{where}"
-    if first.aspect == "samples":
-        return f"samples: {first.name}{where}"
+    if first.aspect in ("samples", "optimizer"):
+        return f"{first.aspect}: {first.name}{where}"
     kind = {"start": "first value", "gradient": "gradient", "value": "value", "buffer": "buffer"}[first.aspect]
     result = next(r for r in outcome.steps if r.step == step)
     others = sum(d.aspect == first.aspect for d in result.differences) - 1

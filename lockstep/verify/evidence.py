@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lockstep.config import Config
 from lockstep.errors import listed
-from lockstep.verify.differences import StepResult
+from lockstep.verify.differences import StepResult, name_ranks
 from lockstep.verify.experiments import FORCED
 from lockstep.verify.recorded_flow import BACKWARD, FORWARD, LOSS, NOT_REDUCED, REDUCTION, STAGES, Deviation, RankFlow
 from lockstep.verify.trace import StepFacts, Trace
@@ -118,8 +118,3 @@ def located(e: Evidence) -> str:
 def ranks_of(found: Sequence[Deviation]) -> list[int]:
     """Return the ranks on which parts deviate."""
     return sorted({deviation.rank for deviation in found})
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 1`, or `ranks 0, 1`."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -3,10 +3,11 @@
 An experiment is a `Case` (see `lockstep.verify.subject`) that changes settings, or switches of the running trainer.
 """
 
+import ast
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from lockstep.strategy import parse_topology
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 from lockstep.torch_compat.gradient_hooks import remove_hooks
 from lockstep.torch_compat.module_hooks import remove_backward_hooks
+from lockstep.torch_compat.optimizer_step import remove_step_hooks
 from lockstep.verify.memory import ModelMemory
 from lockstep.verify.subject import Case, Spec
 
@@ -49,6 +51,11 @@ MODES = "with every module in training mode"
 HOOKS = "without hooks on gradients"
 WHOLE = "with whole sequences on each rank"  # which keeps its part of what the model returns
 CHAIN = "with the segments in place of the forward pass"  # in the reference, too
+SETTINGS = "with the reference's settings of modules"  # such as a rate of dropout
+OPTIONS = "with the reference's options of the optimizer"
+STATE = "with the optimizer's state of the start of the step"
+OPTIMIZER_HOOKS = "without hooks before the optimizer's update"
+AFTER = "without what changes values after the optimizer's update"
 
 
 def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) -> None:
@@ -83,6 +90,13 @@ def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) 
     if MEMORY in switches:
         memory = ModelMemory(placed.parts)
         _before_each(trainer, memory.restore_first)
+    if OPTIMIZER_HOOKS in switches:
+        remove_step_hooks(trainer.optimizer, before=True)
+    if AFTER in switches:
+        remove_step_hooks(trainer.optimizer, before=False)
+        trainer.step.after_update.clear()
+    if STATE in switches:
+        _keep_state(trainer)
     if ALONE in switches and placed.layout.world_size > 1:
         _around_each_forward(trainer, alone)
     if CHAIN in switches and placed.layout.pipeline == 1 and (segments := pipeline_segments_of(model)) is not None:
@@ -97,6 +111,57 @@ def _chain(segments: Sequence[tuple[str, torch.nn.Module]]) -> Callable[..., Any
         return outputs
 
     return forward
+
+
+def _keep_state(trainer: "Trainer") -> None:
+    """Give the optimizer the state that it had at the start of the step."""
+    run, optimizer = trainer.placed.forward_backward, trainer.optimizer
+    kept: dict[Any, Any] = {}
+
+    def observed(micro_batches: Any, accumulator: Any, factor: float) -> None:
+        kept.clear()
+        for parameter, state in optimizer.state.items():
+            kept[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+        run(micro_batches, accumulator, factor)
+
+    def restore(*_: Any) -> None:
+        optimizer.state.clear()
+        optimizer.state.update(kept)
+
+    trainer.placed.forward_backward = observed
+    optimizer.register_step_pre_hook(restore)
+
+
+def use_options(trainer: "Trainer", right: Mapping[str, Mapping[str, str]]) -> None:
+    """Set the options of the optimizer to the reference's before each update.
+
+    Args:
+        right: parameter → option → its value as text.
+    """
+    names = {id(parameter): name for name, parameter in trainer.placed.parameters.items()}
+
+    def use(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            name = next((names[id(p)] for p in group["params"] if id(p) in names), "")
+            for key, text in right.get(name, {}).items():
+                with suppress(ValueError, SyntaxError):
+                    group[key] = ast.literal_eval(text)
+
+    trainer.optimizer.register_step_pre_hook(use)
+
+
+def use_settings(trainer: "Trainer", names: Mapping[int, str], right: Mapping[str, Mapping[str, Any]]) -> None:
+    """Set numbers, texts and switches that are attributes of modules to the reference's."""
+    for part in trainer.placed.parts:
+        for module in part.modules():
+            for key, value in right.get(names.get(id(module), "?"), {}).items():
+                setattr(module, key, value)
+
+
+def settings_of_module(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the numbers, texts and switches that are attributes of a module."""
+    own = {key: value for key, value in vars(module).items() if not key.startswith("_") and key != "training"}
+    return {key: value for key, value in own.items() if isinstance(value, bool | int | float | str)}
 
 
 def _around_step(trainer: "Trainer", mode: Callable[[], Any]) -> None:

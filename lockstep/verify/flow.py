@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.data.batches import MicroBatch
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
@@ -22,7 +23,7 @@ from lockstep.parallel.parallel_model import local
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
-from lockstep.verify.experiments import with_other_last_bits
+from lockstep.verify.experiments import settings_of_module, with_other_last_bits
 from lockstep.verify.memory import ModelMemory
 from lockstep.verify.operations import ObservedOperations, first_line
 from lockstep.verify.recorded_flow import (
@@ -49,8 +50,7 @@ class FlowRecorder:
     """Records the parts of a trainer's steps, or compares them with those of a reference.
 
     Args:
-        model: as its author made it, whose modules are those of the trainer.
-        names: id of a module → its name in that model.
+        names: id of a module → its name in the model as its author made it.
         reference: what to compare with; None: record.
         nudge: change the last bits of what modules are given.
     """
@@ -78,15 +78,11 @@ class FlowRecorder:
             for module in part.modules():
                 if id(module) in names:
                     self._hook(module, names[id(module)])
+                    self._see_settings(module, names[id(module)])
         if placed.layout.shard == placed.layout.pipeline == 1:
             for name, parameter in placed.parameters.items():
-                if parameter.requires_grad:
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
                     self._opened.callback(parameter.register_hook(self._gradient_of(name)).remove)  # type: ignore[no-untyped-call]
-
-    @property
-    def nudged(self) -> bool:
-        """Return whether last bits are changed."""
-        return self._generator is not None
 
     # ---- the step ----
 
@@ -164,6 +160,12 @@ class FlowRecorder:
         mode = "training" if module.training else "evaluation"
         state = f"{mode} mode, autocast {autocast}, parameters {', '.join(kinds) or 'none'}".replace("torch.", "")
         self.stored.state[self.micro_batch, name, number] = state
+
+    def _see_settings(self, module: nn.Module, name: str) -> None:
+        mine = self.stored.settings[name] = settings_of_module(module)
+        right = mine if self._reference is None else self._reference.settings.get(name, {})
+        both = [(key, value, right[key]) for key, value in mine.items() if right.get(key, value) != value]
+        self.flow.settings += [f"{name}.{key} {a!r} instead of {b!r}" for key, a, b in both]
 
     def _see_tree(self, tree: Any, name: str, number: int, what: str) -> Any:
         leaves, spec = tree_flatten(tree)
@@ -282,11 +284,14 @@ class FlowRecorder:
 
     # ---- the reduction ----
 
-    def see_reduced(self, gradients: dict[str, Tensor], right: Callable[[str, Tensor], Tensor | None]) -> None:
+    def see_reduced(
+        self, gradients: dict[str, Tensor], right: Callable[[str, Tensor], Tensor | None], scale: float
+    ) -> None:
         """Compare the gradients before the update with the reference's, which were made of the same terms.
 
         Args:
-            right: (name, gradient) → the reference's; of a shard, the same part of it.
+            right: (name, gradient) → the reference's part that a rank holds.
+            scale: factor by which the sum over the micro-batches was multiplied after its reduction.
         """
         assert self._reference is not None
         mine = sorted({key[0] for key in self._reference.tensors if key[3] == "gradient"} & set(self.stored.units))
@@ -303,7 +308,7 @@ class FlowRecorder:
             if off > max(LEAST, SLACK * max([self._reference.bounds.get(key, 0.0), *bounds])):
                 unit = self._unit(mine[0]) if mine else 1.0
                 terms = self._reference.terms(name, every, whole)
-                how = reduced_relation(gradient, whole, terms, mine, self._trainer.layout.world_size, unit)
+                how = reduced_relation(gradient, whole, terms, mine, self._trainer.layout.world_size, unit, scale)
                 self._deviates(STAGES.index(REDUCTION), key, off, how)
 
     # ---- small things ----
@@ -346,8 +351,9 @@ class FlowRecorder:
             pairs = zip(state.split(", ", 2), right_state.split(", ", 2), strict=True)
             note = "; ".join(f"{a} instead of {b}" for a, b in pairs if a != b)
         self._seen.add(key)
-        cls = next((type(m).__name__ for part in self._trainer.placed.parts for m in part.modules()
-                    if self._names.get(id(m)) == name), "") if STAGES[order] in (FORWARD, BACKWARD) else ""  # fmt: skip
+        modules = (m for part in self._trainer.placed.parts for m in part.modules())
+        of_module = STAGES[order] in (FORWARD, BACKWARD)
+        cls = next((type(m).__name__ for m in modules if of_module and self._names.get(id(m)) == name), "")
         rank = self._trainer.cluster.facts.rank
         found = Deviation(STAGES[order], rank, micro_batch, name, what, relative, how, note, cls)
         self._found.append((order, len(self._found), found))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.models.attention import Attend
+from lockstep.monitor.figures import gather_objects
 from lockstep.parallel.context_chunks import Context
 from lockstep.parallel.tensor_blocks import SEQUENCE
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
@@ -28,6 +30,7 @@ class WholeSequences:
 
     Attributes:
         module: name of the first module whose outputs are others than on whole sequences; "": none was found.
+        numbers: whether it is an `Attend` that numbers the positions of a part otherwise than those of the whole.
     """
 
     def __init__(self, trainer: Trainer, names: Mapping[int, str]) -> None:
@@ -35,6 +38,7 @@ class WholeSequences:
         assert context is not None
         (model,) = trainer.placed.parts
         self.module, self._names, self._context, self._model = "", names, context, model
+        self.numbers = False
         self._plain, self._compared, self._random = model.forward, False, trainer.placed.random_state
         model.forward = self._forward
 
@@ -46,10 +50,22 @@ class WholeSequences:
         whole_args, whole_kwargs = tree_unflatten(gathered, structure)
         if not self._compared:
             self._compared = True
-            self._compare((args, kwargs), (whole_args, whole_kwargs))
+            self._compare_positions(length, next(leaf.device for leaf in leaves if isinstance(leaf, Tensor)))
+            if not self.module:
+                self._compare((args, kwargs), (whole_args, whole_kwargs))
         context.whole = True  # and stays so, for what the backward pass computes again
         outputs, structure = tree_flatten(self._plain(*whole_args, **whole_kwargs))
         return tree_unflatten([_part(each, length * context.ranks, context) for each in outputs], structure)
+
+    def _compare_positions(self, length: int, device: torch.device) -> None:
+        for attend in (module for module in self._model.modules() if isinstance(module, Attend)):
+            self._context.whole = True
+            right = self._context.part(attend.positions(length * self._context.ranks, device), 0)
+            self._context.whole = False
+            wrong = not torch.equal(attend.positions(length, device), right)
+            if any(gather_objects(wrong)):  # the first rank's part may begin at 0 in any case
+                self.module, self.numbers = self._names.get(id(attend), ""), True
+                return
 
     @torch.no_grad()
     def _compare(self, part: tuple[Any, Any], whole: tuple[Any, Any]) -> None:

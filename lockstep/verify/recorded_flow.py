@@ -4,6 +4,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ Operations = dict[tuple[int, str], list[Operation]]  # by micro-batch and module
 FORWARD, LOSS, BACKWARD, REDUCTION = "forward", "loss", "backward", "reduction"
 STAGES = (FORWARD, LOSS, BACKWARD, REDUCTION)
 NOT_REDUCED = "not reduced"
+ITSELF = "the reference itself"
 SLACK = 4.0  # a part may deviate by this many times what changed last bits do
 LEAST = 1e-5  # relative; a smaller deviation of a part is rounding in any case
 CEILING = 1e-2  # where changed last bits do more than this, a part can't be judged
@@ -56,6 +58,7 @@ class RankFlow:
         draws: modules that draw random numbers.
         collectives: that the forward pass calls.
         moved: attributes, globals and own generators that the forward pass changes.
+        settings: of modules that are others than the reference's: "blocks.0.dropout.p 0.4 instead of 0.1".
         parts: number of parts that were compared.
     """
 
@@ -64,6 +67,7 @@ class RankFlow:
     draws: list[str] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
     parts: int = 0
 
 
@@ -74,6 +78,7 @@ class RecordedFlow:
     Attributes:
         tensors: of each part.
         state: (micro-batch, module, call) → what the module was like: training flag, autocast, dtypes.
+        settings: module → its attributes that are numbers, texts or switches.
         operations: of each module's own code.
         losses: micro-batch → (loss, number of targets).
         units: micro-batch → gradient with which its backward pass began.
@@ -83,6 +88,7 @@ class RecordedFlow:
 
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     state: dict[tuple[int, str, int], str] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     operations: Operations = field(default_factory=dict)
     losses: dict[int, tuple[float, float]] = field(default_factory=dict)
     units: dict[int, float] = field(default_factory=dict)

@@ -29,6 +29,7 @@ from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import local
 from lockstep.records import StepRecord, plain
 from lockstep.trainer import Trainer
+from lockstep.verify.updates import UpdateFacts, UpdateObserver
 
 GRADIENT, BOUND, VALUE, BUFFER = "gradient", "bound", "value", "buffer"
 
@@ -46,6 +47,7 @@ class StepFacts:
         norms: parameter → 2-norm of its gradient.
         bound, elements: 2-norm of the bounds of all gradients, and their number of elements.
         outputs: (module, fingerprint of its output) in the order in which forward passes ended, if they are recorded.
+        update: what was seen of the update.
     """
 
     samples: dict[int, str] = field(default_factory=dict)
@@ -58,6 +60,7 @@ class StepFacts:
     bound: float = 0.0
     elements: int = 0
     outputs: list[tuple[str, int]] = field(default_factory=list)
+    update: UpdateFacts = field(default_factory=UpdateFacts)
 
 
 class Trace:
@@ -89,6 +92,7 @@ class Trace:
         """Read a step without its tensors."""
         found: dict[str, Any] = json.loads(self._path(step, "json").read_text())
         found["samples"] = {int(index): text for index, text in found["samples"].items()}
+        found["update"] = UpdateFacts(**found["update"])
         found["outputs"] = [(name, value) for name, value in found["outputs"]]
         return StepFacts(**found)
 
@@ -132,16 +136,10 @@ class StepObserver:
         bounds: whether to add up the absolute values of micro-batches' gradients; for a process that holds all
             parameters.
         outputs: whether to record the output of each module.
-
-    Attributes:
-        gradients: of the last step, before the update.
-        fingerprints: their fingerprints on this rank.
     """
 
     def __init__(self, trainer: Trainer, *, bounds: bool = False, outputs: bool = False) -> None:
         self._trainer = trainer
-        self.gradients: dict[str, Tensor] = {}
-        self.fingerprints: dict[str, int] = {}
         self._samples: dict[int, str] = {}
         self._sizes: dict[str, Tensor] = {}
         self._outputs: list[tuple[str, int]] = []
@@ -150,7 +148,8 @@ class StepObserver:
         self._run = trainer.placed.forward_backward
         trainer.placed.forward_backward = self._observed
         self._opened.callback(setattr, trainer.placed, "forward_backward", self._run)
-        self._opened.callback(trainer.optimizer.register_step_pre_hook(self._before_update).remove)
+        self._update = UpdateObserver(trainer)
+        self._opened.callback(self._update.close)
         if outputs:
             self._opened.enter_context(outputs_of(trainer.placed.parts, self._outputs))
         for name, parameter in trainer.placed.parameters.items() if bounds else ():
@@ -161,12 +160,22 @@ class StepObserver:
         """Stop recording."""
         self._opened.close()
 
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Those of the last step, as the optimizer got them."""
+        return self._update.gradients
+
+    @property
+    def fingerprints(self) -> dict[str, int]:
+        """Fingerprints of the gradients on this rank."""
+        return {name: int(fingerprint(local(gradient))) for name, gradient in self.gradients.items()}
+
     def facts(self, done: StepRecord) -> StepFacts:
         """Return the facts of the step just made."""
         rate = max((float(group["lr"]) for group in self._trainer.optimizer.param_groups), default=0.0)
         return StepFacts(
             dict(self._samples), float(plain(done.loss)), float(plain(done.grad_norm)), rate, self._scale(done),
-            bool(done.skipped), outputs=list(self._outputs),
+            bool(done.skipped), outputs=list(self._outputs), update=self._update.facts,
         )  # fmt: skip
 
     def bounds(self, done: StepRecord) -> dict[str, Tensor]:
@@ -199,16 +208,10 @@ class StepObserver:
             if micro_batch.real and micro_batch.batch is not None
         }
         self._micro_batches_per_step, self._factor = accumulator.micro_batches_per_step, factor
-        self.gradients, self.fingerprints = {}, {}
+        self._update.begin()
         self._outputs.clear()
         self._sizes.clear()
         self._run(micro_batches, accumulator, factor)
-
-    def _before_update(self, *_: object) -> None:
-        for name, parameter in self._trainer.placed.parameters.items():
-            if parameter.grad is not None:
-                self.gradients[name] = parameter.grad.detach().clone()
-                self.fingerprints[name] = int(fingerprint(local(parameter.grad)))
 
     def _sizes_of(self, name: str) -> Any:
         def hook(gradient: Tensor) -> None:

@@ -16,15 +16,11 @@ from torch.utils.data import Dataset
 from lockstep import cluster, collectives
 from lockstep.errors import LockstepError, RunError
 from lockstep.layout import AXES
+from lockstep.models.protocol import offered
 from lockstep.step import Progress
 from lockstep.strategy import SINGLE, parse_topology, strategy_named
 from lockstep.trainer import Trainer
-from lockstep.verify.differences import (
-    Expected,
-    RankReport,
-    StepResult,
-    TensorDifference,
-    combine_reports,
+from lockstep.verify.comparisons import (
     compare_with_float64,
     compare_with_perturbed,
     compare_with_reference,
@@ -32,17 +28,22 @@ from lockstep.verify.differences import (
     message_rounding,
     shard_like,
 )
+from lockstep.verify.differences import Expected, RankReport, StepResult, TensorDifference, combine_reports
 from lockstep.verify.experiments import (
     AGAIN,
     DOUBLE,
     FORCED,
     NUDGED,
+    OPTIONS,
     PERTURB,
+    SETTINGS,
     WHOLE,
     apply,
     float64_by_default,
     in_float64,
     perturb,
+    use_options,
+    use_settings,
 )
 from lockstep.verify.flow import FlowRecorder
 from lockstep.verify.positions import WholeSequences
@@ -145,25 +146,30 @@ def _compare(
     trainer: Trainer, data: Any, names: dict[int, str], case: Case, folder: Path, exact: bool
 ) -> Iterator[StepResult]:
     trace, states = Trace(folder / case.name), Trace(folder / MAIN)
-    double = DOUBLE in case.switches
+    double, names_here = DOUBLE in case.switches, list(trainer.placed.parameters)
     rounding = message_rounding(trainer)
     parts = FORCED in case.switches
     recorder = FlowRecorder(trainer, names, load(trace.folder / _FLOW)) if parts else None
     whole = WholeSequences(trainer, names) if WHOLE in case.switches else None
+    if OPTIONS in case.switches:
+        use_options(trainer, trace.facts(case.start).update.options)
+    if SETTINGS in case.switches:
+        use_settings(trainer, names, load(folder / FORCED / _FLOW).settings)
     observer = StepObserver(trainer, outputs=AGAIN in case.switches)
     at_start: dict[str, TensorDifference] = {}
     if case.start == 0 and not case.switches & {DOUBLE, PERTURB}:
         with trace.tensors(None) as stored:
-            at_start = compare_with_reference(trainer, stored)[VALUE]
+            compared = compare_with_reference(trainer, stored)
+            at_start = compared[VALUE] | compared[BUFFER]
     for step, done in enumerate(islice(trainer.steps(data), case.steps), start=case.start):
         facts, reference = observer.facts(done), trace.facts(step)
         not_comparable = ""
         with trace.tensors(step) as stored, states.tensors(step) as in_float32:
             if double:
-                pieces, not_comparable = compare_with_float64(observer.gradients, stored, in_float32)
+                pieces, not_comparable = compare_with_float64(names_here, observer.gradients, stored, in_float32)
                 found = {GRADIENT: pieces}
             elif PERTURB in case.switches:
-                pieces, not_comparable = compare_with_perturbed(observer.gradients, stored, in_float32)
+                pieces, not_comparable = compare_with_perturbed(names_here, observer.gradients, stored, in_float32)
                 found = {GRADIENT: pieces}
             else:
                 found = compare_with_reference(
@@ -171,21 +177,24 @@ def _compare(
                     rate=None if exact else max(facts.learning_rate, reference.learning_rate), exact=exact,
                     factor=rounding.factor, floor=rounding.floor * facts.scale,
                 )  # fmt: skip
-            flow = None if recorder is None else _flow(recorder, observer, stored)
+            flow = None if recorder is None else _flow(recorder, observer, stored, facts.scale)
         report = RankReport(
             collectives.rank(), _replica(trainer), facts.samples, facts.loss, facts.norm, facts.skipped,
             {**found, "start": at_start}, observer.fingerprints, trainer.placed.random_state.seed, not_comparable,
-            flow, facts.outputs,
+            flow, facts.outputs, facts.update,
         )  # fmt: skip
         expected = Expected(
             reference.samples, reference.loss, reference.norm, reference.skipped, reference.norms,
-            list(reference.norms), limit_of_norm(reference, rounding),
+            list(reference.norms), limit_of_norm(reference, rounding), reference.update,
         )  # fmt: skip
         result = combine_reports(step, _from_all(report), expected, exact=exact)
-        result.module = "" if whole is None else whole.module
+        if whole is not None:
+            result.module, result.numbers = whole.module, whole.numbers
         yield result
         if result.differences and exact:
             break  # the steps after it are another run
+        if any(d.missing for d in result.differences if d.aspect == "start"):
+            break  # the reference's state is that of other parameters
         at_start = {}
         if not exact and case.name == MAIN and step + 1 < case.start + case.steps:
             # Each step starts from the reference's state: rounding does not accumulate, and an error shows in the step
@@ -194,14 +203,14 @@ def _compare(
     observer.close()
 
 
-def _flow(recorder: FlowRecorder, observer: StepObserver, reference: Stored) -> RankFlow:
+def _flow(recorder: FlowRecorder, observer: StepObserver, reference: Stored, scale: float) -> RankFlow:
     """Return what a rank found part by part, the reduction included."""
 
     def right(name: str, gradient: torch.Tensor) -> torch.Tensor | None:
         whole = reference.get(GRADIENT, name)
         return None if whole is None else shard_like(whole, gradient)
 
-    recorder.see_reduced(observer.gradients, right)
+    recorder.see_reduced(observer.gradients, right, scale)
     return recorder.finish()
 
 
@@ -249,6 +258,9 @@ def trainer_of(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[
         # A copy: the user's function may return the same model each time, and later cases need it in float32.
         model = copy.deepcopy(subject.model).double() if double else subject.model
         names = {id(module): name for name, module in model.named_modules()}
+        if (config.distributed.expert_size or 1) > 1:  # their rows are those of several micro-batches
+            inside = {id(m) for _, each in (offered(model, "experts") or list)() for m in each.modules()}
+            names = {key: name for key, name in names.items() if key not in inside}
         if topology == SINGLE:
             stack.callback(cluster.cleanup)
         trainer = Trainer(model, subject.optimizer, subject.loss_fn, config=config)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.silent_bugs.faults.models import LENGTH, WIDTH, Block, Net, Vectors, net
+from benchmarks.silent_bugs.faults.models import LENGTH, VOCAB, WIDTH, Block, Net, Vectors, net
 from benchmarks.silent_bugs.faults.registry import fault, on_rank_1
 from lockstep.environment import rank_facts
 from lockstep.trainer import Trainer
@@ -135,7 +135,7 @@ class Packed(Net):
     """Two documents in each sample, between which there is no attention."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(blocks=1)
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
 
     def documents(self, ids: Tensor) -> Tensor:
@@ -203,7 +203,8 @@ def seed_of_the_rank_set_in_forward() -> Subject:
     class Seeding(Net):
         def forward(self, ids: Tensor) -> Tensor:
             torch.manual_seed(1234 + rank_facts().rank)
-            return super().forward(ids)
+            noise = torch.randn(VOCAB)
+            return super().forward(ids) * (1 + 0.1 * noise)
 
     return net(Seeding())
 

@@ -1,15 +1,13 @@
 """Sound models of further kinds: own randomness, coupled samples, two passes, libraries, other axes."""
 
-import random
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset
 
 from benchmarks.silent_bugs.faults.axes import experts, transformer
-from benchmarks.silent_bugs.faults.models import LENGTH, VOCAB, WIDTH, Block, Net, Tokens, Vectors, net, vectors
+from benchmarks.silent_bugs.faults.models import VOCAB, WIDTH, Block, Net, Tokens, Vectors, net, vectors
 from benchmarks.silent_bugs.faults.registry import sound
 from lockstep.trainer.whole_batch import WholeBatch
 from lockstep.verify import Subject
@@ -63,6 +61,7 @@ def recurrent() -> Subject:
     class Recurrent(Net):
         def __init__(self) -> None:
             super().__init__(blocks=0)
+            del self.place
             self.memory = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1)
 
         def forward(self, ids: Tensor) -> Tensor:
@@ -200,59 +199,3 @@ def transformer_whose_layers_are_cut() -> Subject:
 @sound(topology="ddp:2*expert:2")
 def mixture_in_balance() -> Subject:
     return net(experts(balance="step"))
-
-
-# ---- of Hugging Face ----
-
-
-class Labelled(Dataset[dict[str, Tensor]]):
-    """Ids and labels, of which some do not count; or images."""
-
-    deterministic = True
-
-    def __init__(self, *, images: bool = False) -> None:
-        self._images = images
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        numbers = torch.Generator().manual_seed(index)
-        if self._images:
-            return {"pixel_values": torch.randn(3, 16, 16, generator=numbers), "labels": torch.tensor(index % 4)}
-        ids = torch.randint(3, VOCAB, (LENGTH,), generator=numbers)
-        labels = ids.clone()
-        labels[random.Random(index).randrange(1, LENGTH) :] = -100
-        return {"input_ids": ids, "labels": labels}
-
-
-def of_hugging_face(name: str, *, images: bool = False, **sizes: Any) -> Subject:
-    import transformers
-
-    torch.manual_seed(0)
-    kinds = {
-        "t5": ("T5Config", "T5ForConditionalGeneration"), "bert": ("BertConfig", "BertForMaskedLM"),
-        "vit": ("ViTConfig", "ViTForImageClassification"),
-    }  # fmt: skip
-    config, model = (getattr(transformers, kind) for kind in kinds[name])
-    made: nn.Module = model(config(**sizes))
-    made.count = lambda batch: (batch["labels"] != -100).sum()  # type: ignore
-    return Subject(made.train(), Labelled(images=images))
-
-
-@sound()
-def t5() -> Subject:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-    return of_hugging_face("t5", vocab_size=VOCAB, **sizes)
-
-
-@sound()
-def bert() -> Subject:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return of_hugging_face("bert", vocab_size=VOCAB, **sizes)
-
-
-@sound()
-def vit() -> Subject:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return of_hugging_face("vit", images=True, image_size=16, patch_size=8, num_labels=4, **sizes)

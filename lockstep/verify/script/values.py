@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.torch_compat.pytree import tree_leaves
-from lockstep.verify.differences import shard_like
+from lockstep.verify.comparisons import shard_like
 from lockstep.verify.script.record import TensorPiece
 
 

@@ -1,0 +1,208 @@
+"""Compares a rank's tensors with the reference's, within bounds that rounding explains.
+
+Gradients may differ by the rounding of another summation order (`StepObserver.bounds`), and updated values by its
+effect on the optimizer's update; if gradients are sent in 16 bits, also by that rounding. A float64 reference
+distinguishes rounding from an error where these bounds are too narrow.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from lockstep.mesh import local_chunk
+from lockstep.parallel.parallel_model import local
+from lockstep.strategy import strategy_named
+from lockstep.trainer import Trainer
+from lockstep.verify.differences import SCALAR_TOLERANCE, TensorDifference
+from lockstep.verify.recorded_flow import CEILING
+from lockstep.verify.relations import relation
+from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, StepFacts, StepObserver, Stored, unit_roundoff
+
+TOO_FAR = "changed last bits of parameters move the gradient of one process by"
+_LARGEST_RELATED = 1 << 24  # elements of a gradient whose relation to the reference is looked for
+
+
+@torch.no_grad()
+def compare_tensor(mine: Tensor | None, reference: Tensor | None, allowed: Tensor | float) -> TensorDifference:
+    """Compare a tensor, whole or a rank's shard, with the reference's whole tensor.
+
+    Args:
+        allowed: bound of each element's difference; a tensor of the reference's shape, or 0 for equal bits.
+    """
+    if mine is None or reference is None:
+        return TensorDifference(
+            missing=(mine is None) != (reference is None), excess=math.inf if mine is not reference else 0.0
+        )
+    piece, target = local(mine).detach().cpu(), shard_like(reference, mine)
+    if piece.shape != target.shape:
+        return TensorDifference(math.inf, math.inf)
+    if torch.equal(_bits(piece), _bits(target)):
+        return TensorDifference()
+    off = (piece.double() - target.double()).abs()
+    off = torch.where(piece == target, 0.0, off).nan_to_num(nan=math.inf)
+    if isinstance(allowed, Tensor):
+        limit = shard_like(allowed, mine).double()
+        excess = torch.where(off > 0, off / limit.clamp(min=1e-300), 0.0)
+    else:
+        excess = torch.where(off > allowed, math.inf, 0.0) if allowed else torch.full_like(off, math.inf)
+    return TensorDifference(float(excess.max()) if excess.numel() else 0.0, float(off.square().sum()))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    tensor = tensor.contiguous().reshape(-1)
+    return tensor.view(torch.uint8) if tensor.numel() else tensor
+
+
+def shard_like(whole: Tensor, mine: Tensor) -> Tensor:
+    """Return the part of a whole tensor that this rank holds of it."""
+    if isinstance(mine, DTensor):
+        mesh, coordinate = mine.device_mesh, mine.device_mesh.get_coordinate()
+        assert coordinate is not None
+        for axis, placement in enumerate(mine.placements):
+            if isinstance(placement, Shard):
+                whole = local_chunk(whole, placement.dim, mesh.size(axis), coordinate[axis])
+    return whole
+
+
+@dataclass(frozen=True)
+class MessageRounding:
+    """Effect of the type in which gradients are sent: bounds become `factor` × bound + `floor` × the step's scale."""
+
+    factor: float = 1.0
+    floor: float = 0.0
+
+
+def message_rounding(trainer: Trainer) -> MessageRounding:
+    """Return it for a trainer's strategy."""
+    kinds = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    name = strategy_named(trainer.layout.strategy).message_type(trainer.config.step)
+    if name not in kinds:
+        return MessageRounding()
+    info = torch.finfo(kinds[name])
+    coarser = unit_roundoff(kinds[name]) / unit_roundoff(torch.float32)
+    # Below the smallest normal number, the rounding error no longer shrinks with the number.
+    return MessageRounding(2 * coarser, info.smallest_normal * info.eps * trainer.layout.world_size)
+
+
+def limit_of_norm(reference: StepFacts, rounding: MessageRounding) -> float:
+    """Return the relative bound of the norm: it changes by at most the norm of the change of its vector."""
+    size = math.sqrt(sum(norm * norm for norm in reference.norms.values()))
+    moved = rounding.factor * reference.bound + rounding.floor * reference.scale * math.sqrt(reference.elements)
+    return max(SCALAR_TOLERANCE, moved / max(size, 1e-300))
+
+
+def compare_with_reference(
+    trainer: Trainer, stored: Stored, observer: StepObserver | None = None, *, rate: float | None = None,
+    exact: bool = True, factor: float = 1.0, floor: float = 0.0,
+) -> dict[str, dict[str, TensorDifference]]:  # fmt: skip
+    """Compare this rank's tensors with the reference's.
+
+    Args:
+        stored: the reference's tensors.
+        observer: this rank's gradients.
+        rate: the learning rate; unset: updated values must be equal.
+        exact: whether every bit must be equal.
+        factor, floor: bounds of gradients become factor × bound + floor.
+    """
+    placed = trainer.placed
+    found: dict[str, dict[str, TensorDifference]] = {GRADIENT: {}, VALUE: {}, BUFFER: {}}
+    for name, parameter in placed.parameters.items():
+        value, gradient, bound = (stored.get(kind, name) for kind in (VALUE, GRADIENT, BOUND))
+        bound = bound if bound is None else bound * factor + floor
+        if observer is not None and (name in observer.gradients or gradient is not None):
+            allowed: Tensor | float = 0.0 if exact or bound is None else bound
+            mine = observer.gradients.get(name)
+            found[GRADIENT][name] = piece = compare_tensor(mine, gradient, allowed)
+            if piece.excess > 1.0 and mine is not None and gradient is not None and mine.numel() <= _LARGEST_RELATED:
+                piece.relation = relation(local(mine).cpu(), shard_like(gradient, mine))
+        allowed = 0.0
+        if rate is not None and value is not None:
+            if bound is not None and gradient is not None:
+                allowed = _bound_of_value(value, gradient, bound, rate)
+            elif value.is_floating_point():  # it may follow trained ones, as a teacher does
+                allowed = 1e-5 * value.abs() + 1e-2 * rate
+        found[VALUE][name] = compare_tensor(parameter.detach(), value, allowed)
+    for name, buffer in placed.buffers.items():
+        value = stored.get(BUFFER, name)
+        small: Tensor | float = 0.0
+        if not exact and value is not None and value.is_floating_point():
+            small = 1e-5 * value.abs() + 1e-7
+        found[BUFFER][name] = compare_tensor(buffer, value, small)
+    return found
+
+
+def compare_with_float64(
+    names: Iterable[str], gradients: dict[str, Tensor], stored: Stored, in_float32: Stored
+) -> tuple[dict[str, TensorDifference], str]:
+    """Compare gradients with the float64 reference: up to four times as far from it as one process is.
+
+    Args:
+        names: of this rank's parameters.
+
+    Returns:
+        the differences; and if one process in float32 is far from the reference too, the reason, else "".
+    """
+    found = {name: TensorDifference(missing=True) for name in names if _is_missing(name, gradients, in_float32)}
+    for name, mine in gradients.items():
+        true, single = stored.get(GRADIENT, name), in_float32.get(GRADIENT, name)
+        if true is None or single is None:
+            return {}, f"the float64 reference has no gradient of {name}"
+        own, size = float((single.double() - true).norm()), float(true.norm())
+        if own > CEILING * size:
+            return {}, f"the float64 reference computes another gradient of {name}"
+        piece = compare_tensor(mine, true, 0.0)
+        piece.excess = math.sqrt(piece.square) / max(4 * own + 8 * unit_roundoff(torch.float32) * size, 1e-300)
+        found[name] = piece
+    return found, ""
+
+
+def _is_missing(name: str, gradients: Mapping[str, Tensor], reference: Stored) -> bool:
+    return name not in gradients and reference.get(GRADIENT, name) is not None
+
+
+def compare_with_perturbed(
+    names: Iterable[str], gradients: dict[str, Tensor], perturbed: Stored, reference: Stored
+) -> tuple[dict[str, TensorDifference], str]:
+    """Compare gradients with the reference: up to four times the effect of changed last bits of parameters.
+
+    Args:
+        names: of this rank's parameters.
+
+    Returns:
+        the differences; and if last bits move the reference so far that they would excuse anything, why, else "".
+    """
+    pairs = {name: (perturbed.get(GRADIENT, name), reference.get(GRADIENT, name)) for name in gradients}
+    moved = {
+        name: float((a.double() - b.double()).norm())
+        for name, (a, b) in pairs.items()
+        if a is not None and b is not None
+    }
+    whole = math.sqrt(sum(float(b.double().square().sum()) for _, b in pairs.values() if b is not None))
+    uncertain = math.sqrt(sum(own * own for own in moved.values())) / max(whole, 1e-300)
+    if not uncertain <= CEILING:
+        return {}, f"{TOO_FAR} {uncertain:.0%}"
+    found = {name: TensorDifference(missing=True) for name in names if _is_missing(name, gradients, reference)}
+    for name, mine in gradients.items():
+        single = pairs[name][1]
+        if single is None or name not in moved:
+            found[name] = TensorDifference(missing=True)
+            continue
+        own, size = moved[name], float(single.double().norm())
+        piece = compare_tensor(mine, single, 0.0)
+        piece.excess = math.sqrt(piece.square) / max(4 * own + 8 * unit_roundoff(torch.float32) * size, 1e-300)
+        found[name] = piece
+    return found, ""
+
+
+def _bound_of_value(value: Tensor, gradient: Tensor, bound: Tensor, rate: float) -> Tensor:
+    """Return how far an updated value may differ if its gradient may differ by `bound`.
+
+    SGD's update moves by rate × bound. Adam's moves by less than 32 × rate × (relative error of the gradient's
+    element), for any state: the slope of m̂/√v̂ in g is at most (1−β₁)/√(1−β₂)/|g|, times the bias correction.
+    """
+    relative = (bound / gradient.abs().clamp(min=1e-300)).clamp(max=1.0)
+    return rate * (32 * relative + bound) + 8 * unit_roundoff(value.dtype) * value.abs()

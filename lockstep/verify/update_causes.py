@@ -1,0 +1,139 @@
+"""Names causes beside a step's gradients: options and state of the optimizer, hooks around it, what is frozen or left.
+
+Each is read off both sides, and, where it can be, undone on both (`UNDOES`): the values agree then.
+"""
+
+from collections.abc import Callable
+
+from lockstep.errors import listed
+from lockstep.verify.differences import name_ranks
+from lockstep.verify.evidence import Cause, Evidence, located
+from lockstep.verify.experiments import AFTER, AGAIN, OPTIMIZER_HOOKS, OPTIONS, STATE
+from lockstep.verify.updates import UpdateFacts, not_alike, ranks_where
+
+
+def update_experiments(e: Evidence) -> list[str]:
+    """Return the experiments that may undo what is seen to differ around the update."""
+    updates = [*e.found.updates, e.found.right_update]
+    wanted = [OPTIONS] if e.found.has("optimizer") and e.found.has("gradient", "value") else []
+    wanted += [OPTIMIZER_HOOKS] if e.found.has("gradient") and any(update.by_hooks for update in updates) else []
+    if e.found.has("value"):
+        wanted += [STATE] if _differ(e, lambda update: update.state_changed) else []
+        wanted += [AFTER] if any(update.after for update in updates) else []
+    return wanted
+
+
+def _differ(e: Evidence, what: Callable[[UpdateFacts], list[str]]) -> list[str]:
+    return not_alike(e.found.updates, e.found.right_update, what)
+
+
+# ---- what is seen directly ----
+
+
+def left_over(e: Evidence) -> Cause | None:
+    """Return a cause if the step agrees in a new process that starts from the same state."""
+    if not e.found.step or not e.agrees(AGAIN):
+        return None
+    stale = _differ(e, lambda update: update.stale)
+    if stale:
+        ranks = ranks_where(e.found.updates, lambda update: update.stale)
+        text = f"{name_ranks(ranks)} adds to the gradients of the step before: nothing sets {listed(stale)} to zero"
+        return Cause("gradients not zeroed", text, ["gradients at the start of the step", AGAIN])
+    text = "the step agrees where a new process takes it from the same state: an earlier step of the same process "
+    return Cause("earlier steps", text + "leaves something behind that no checkpoint holds", [AGAIN])
+
+
+def tied(e: Evidence) -> Cause | None:
+    """Return a cause if parameters are one on one side and two on the other."""
+    shared = e.found.right_update.tied
+    missing = [d for d in e.found.differences if d.aspect == "start" and d.missing and d.name in shared]
+    if not missing:
+        return None
+    names = ", ".join(f"{d.name}, which the reference shares with {shared[d.name]}" for d in missing)
+    text = f"{name_ranks(missing[0].ranks)} trains apart {names}"
+    return Cause("tied weights", text, ["names of parameters"])
+
+
+def frozen(e: Evidence) -> Cause | None:
+    """Return a cause if the gradients that are missing are those of parameters that want none on one side."""
+    names = _differ(e, lambda update: update.frozen)
+    missing = {d.name for d in e.found.differences if d.aspect == "gradient" and d.missing}
+    if not missing or not missing <= set(names):
+        return None
+    ranks = ranks_where(e.found.updates, lambda update: set(update.frozen) & set(names))
+    who = f"on {name_ranks(ranks)}, and are trained in the reference" if ranks else "in the reference, not on ranks"
+    return Cause("frozen parameter", f"{listed(names)} require no gradient {who}", ["requires_grad", "gradients"])
+
+
+def without_update(e: Evidence) -> Cause | None:
+    """Return a cause if a rank leaves out the update that the reference makes."""
+    ranks = ranks_where(e.found.updates, lambda update: not update.called)
+    if not ranks or not e.found.right_update.called or not e.found.has("value") or e.found.has("gradient"):
+        return None
+    text = f"the update is skipped on {name_ranks(ranks)}: the optimizer's step is not called, and the values stay"
+    return Cause("optimizer", text, ["calls of the optimizer", "gradients and values"])
+
+
+def update(e: Evidence) -> Cause | None:
+    """Return a cause if values differ, and gradients and all that can be undone do not."""
+    if e.found.has("gradient", "samples", "start") or not e.found.has("value"):
+        return None
+    wrong = [d for d in e.found.differences if d.aspect == "value"]
+    names = [d.name for d in wrong]
+    text = "the optimizer gets the same gradients, and makes other values of them"
+    where = f": on {name_ranks(wrong[0].ranks)}, {listed(names)}"
+    updates = [e.found.updates[rank] for rank in wrong[0].ranks]
+    right = e.found.right_update
+    if all(name in update.unmoved and name not in right.unmoved for name in names for update in updates):
+        lacks = all(not update.options.get(name) and right.options.get(name) for name in names for update in updates)
+        where += ", which the optimizer does not hold" if lacks else ", which keep the values of before the step"
+    return Cause("optimizer", text + where, ["gradients and values"])
+
+
+# ---- what undoing it shows ----
+
+
+def options(e: Evidence) -> Cause | None:
+    """Return a cause if options of the optimizer differ; with the reference's, the values agree."""
+    seen = [d for d in e.found.differences if d.aspect == "optimizer"]
+    if not seen or (e.found.has("gradient", "value") and not e.agrees(OPTIONS)):
+        return None
+    text = "; ".join(f"the optimizer of {name_ranks(d.ranks)} has {d.name}" for d in seen)
+    return Cause("optimizer", text, [OPTIONS if e.agrees(OPTIONS) else "options of the optimizer on both sides"])
+
+
+def state(e: Evidence) -> Cause | None:
+    """Return a cause if the optimizer's state is changed before the update; with that of the start, values agree."""
+    names = _differ(e, lambda update: update.state_changed)
+    if not names or not e.agrees(STATE):
+        return None
+    ranks = ranks_where(e.found.updates, lambda update: set(update.state_changed) & set(names))
+    text = f"the optimizer's state is lost or changed between a step's start and its update on {name_ranks(ranks)}"
+    return Cause("optimizer", f"{text}: of {listed(names)}", [STATE])
+
+
+def optimizer_hook(e: Evidence) -> Cause | None:
+    """Return a cause if hooks of the optimizer change gradients; without them, all agrees."""
+    if not e.agrees(OPTIMIZER_HOOKS):
+        return None
+    ranks = ranks_where(e.found.updates, lambda update: update.by_hooks)
+    also = "" if e.found.right_update.by_hooks else ", and not in the reference"
+    text = f"a hook of the optimizer changes gradients before its update on {name_ranks(ranks)}{also}"
+    return Cause("optimizer hook", text + located(e), [OPTIMIZER_HOOKS])
+
+
+def after(e: Evidence) -> Cause | None:
+    """Return a cause if something else than the optimizer changes values; without it, they agree."""
+    if not e.agrees(AFTER):
+        return None
+    names = _differ(e, lambda update: update.after) or [d.name for d in e.found.differences if d.aspect == "value"]
+    changes = ranks_where(e.found.updates, lambda update: set(update.after) & set(names))
+    others = [rank for rank in range(len(e.found.updates)) if rank not in changes]
+    in_reference = bool(set(e.found.right_update.after) & set(names))
+    if in_reference and others:
+        text = f"{listed(names)} change after the optimizer's update in the reference, not on {name_ranks(others)}"
+    elif not in_reference:
+        text = f"{listed(names)} change after the optimizer's update on {name_ranks(changes)}, not in the reference"
+    else:
+        text = f"what changes {listed(names)} after the optimizer's update changes them otherwise on ranks"
+    return Cause("after the update", text, [AFTER])
