@@ -318,7 +318,7 @@ def _by_themselves(e: Evidence) -> Cause | None:
     return Cause("reduction", f"{text}, and those of most other parameters agree{also}", ["gradients of each rank"])
 
 
-DIRECT: Sequence[Rule] = (data, tied, start, left_over, nondeterminism, frozen, buffers, without_update)
+DIRECT: Sequence[Rule] = (data, tied, start, nondeterminism, left_over, frozen, buffers, without_update)
 RULES: Sequence[Rule] = (
     options,
     state,

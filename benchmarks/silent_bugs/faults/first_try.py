@@ -45,6 +45,7 @@ FIRST_TRY: dict[str, str] = {
     "norm_s_gradient_of_a_part_of_the_sequence": UNKNOWN,
     "part_of_a_layer_scaled_by_the_number_of_ranks": UNKNOWN,
     "mask_of_another_sample_s_documents_on_rank_1": RIGHT,
+    "seed_of_the_rank_set_in_forward": RIGHT,
     "stochastic_depth": PASSED,
     "own_generator_seeded_by_the_sample": PASSED,
     "variational_autoencoder": PASSED,
