@@ -42,7 +42,16 @@ def test_replicas(faults: list[str], found: dict[str, bool]) -> None:
     assert kinds(outcome) == found
     assert outcome.passed == (not any(found.values()))
     assert outcome.steps == 2
-    assert "2 ranks take" in outcome.notices[-1]
+    assert any("2 ranks take" in notice for notice in outcome.notices)
+
+
+@pytest.mark.parametrize("faults", [[], ["uneven"]])
+def test_updates_that_rounding_makes_hide_nothing_and_are_no_fault(faults: list[str]) -> None:
+    """A process that is left to itself makes other updates; with the ranks' gradients it makes theirs."""
+    outcome = judged("cancelling.py", *faults)
+    assert kinds(outcome) == dict.fromkeys(["loss normalisation"] if faults else [], True)
+    assert "its optimizer was given the ranks' gradients" in outcome.notices[-1]
+    assert not outcome.not_judged
 
 
 @pytest.mark.parametrize(("kind", "found"), [("fsdp2", {}), ("fsdp1", {"clipping": True})])

@@ -1,6 +1,6 @@
 """Runs a script on ranks and as one process, and measures how far their gradients and updates are apart."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 from lockstep.verify.script.gradients import Vector, relative, sizes_of, vector
 from lockstep.verify.script.outcome import ScriptDifference, ScriptOutcome
 from lockstep.verify.script.ranks import is_cut_by_script
-from lockstep.verify.script.record import RecordedStep, ScriptRecord, World
+from lockstep.verify.script.record import Pieces, RecordedStep, ScriptRecord, World
 from lockstep.verify.script.runs import Feed, ScriptRuns, step_batches
 
 ROUNDING = 2e-5  # relative difference that needs no explanation in float32
@@ -39,7 +39,18 @@ class ScriptComparison:
 
     def first_values(self) -> dict[str, list[Any]]:
         """Return the first values of each parameter on each rank."""
-        ranks = self.world.tensors(lambda record: record.first)
+        return self._on_ranks(lambda record: record.first)
+
+    def all_gradients(self) -> list[dict[str, list[Any]]]:
+        """Return, of each step, the gradient of each parameter with which each rank's optimizer steps."""
+
+        def of(number: int) -> Callable[[ScriptRecord], Pieces]:
+            return lambda record: record.steps[number].gradients
+
+        return [self._on_ranks(of(number)) for number in range(self.outcome.steps)]
+
+    def _on_ranks(self, pick: Callable[[ScriptRecord], Pieces]) -> dict[str, list[Any]]:
+        ranks = self.world.tensors(pick)
         return {name: [rank[name] for rank in ranks if name in rank] for name in ranks[0]}
 
     def alone(self, what: str, feeds: Sequence[Feed], **changes: Any) -> list[ScriptRecord]:

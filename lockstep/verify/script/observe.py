@@ -350,6 +350,12 @@ class ScriptObserver:
         found = (item for item in gc.get_objects() if isinstance(item, LRScheduler))
         self._step.schedules = [schedule.last_epoch for schedule in found]
         number = len(self.record.steps)
+        if number < len(self.task.gradients):
+            given = self.task.gradients[number]
+            for parameter in parameters:
+                name = self._names[id(parameter)]
+                if name in given and parameter.grad is not None and not parameter.grad.is_sparse:
+                    give(parameter.grad, given[name])
         self._own.append([])
         if number < len(self.task.settings):
             for group, given in zip(optimizer.param_groups, self.task.settings[number], strict=False):

@@ -21,6 +21,7 @@ class ScriptTask:
         samples: the folder of the records that `feed` names.
         sizes: loader → batch size with which it is made.
         first: parameters with which the script starts; several: what each rank has, which one process joins.
+        gradients: of each step, what the optimizer gets in place of those that were computed, as `first`.
         settings: of each step, of each parameter group, with which the optimizer steps.
         mean_draws: random numbers in forward and backward passes are the mean of their distribution.
         fixed_statistics: batch normalisation uses its running statistics.
@@ -36,6 +37,7 @@ class ScriptTask:
     samples: Path | None = None
     sizes: Mapping[int, int] = field(default_factory=dict)
     first: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    gradients: Sequence[Mapping[str, Sequence[Tensor]]] = ()
     settings: tuple[list[dict[str, Any]], ...] = ()
     mean_draws: bool = False
     fixed_statistics: bool = False
