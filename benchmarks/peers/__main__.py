@@ -31,7 +31,10 @@ def row(name: str) -> str:
     path = Path(__file__).parent / f"{name.split()[0]}.py"
     (outcome,) = verify_script(str(path), arguments, [2], steps=3)
     seconds = time.monotonic() - began
-    marks = [f"{'✗' if found.is_error else '≈'} {found.kind}: {found.text}" for found in outcome.causes]
+    marks = [
+        f"{'✗' if found.is_error else '≈'} {found.kind}: {found.text}" + (f"; do: {found.fix}" if found.fix else "")
+        for found in outcome.causes
+    ]
     says = "; ".join(marks) or outcome.failed or outcome.not_judged or f"equal up to {outcome.rounding:.0e}"
     says = " ".join(says.split()).replace("|", "/")
     cells = (f"`{name}`", example, "✓" if outcome.passed else "✗", says, f"{seconds:.0f}")
