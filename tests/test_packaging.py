@@ -91,7 +91,7 @@ def test_the_wheel_in_an_empty_environment_trains_reports_and_submits(built: tup
     subprocess.run([sys.executable, "-m", "venv", "empty"], cwd=tmp_path, check=True)
     python = str(tmp_path / "empty/bin/python")
     quiet = ["-m", "pip", "install", "--quiet", "-c", str(REPOSITORY / "constraints.txt")]
-    subprocess.run([python, *quiet, f"{built[1]}[tensorboard,report]"], check=True)
+    subprocess.run([python, *quiet, f"{built[1]}[tensorboard]"], check=True)
     shutil.copy(REPOSITORY / "examples/demo.yaml", tmp_path)
 
     def lockstep(*command: str) -> str:
@@ -107,6 +107,6 @@ def test_the_wheel_in_an_empty_environment_trains_reports_and_submits(built: tup
     assert re.fullmatch(r"[0-9a-f]{64}\n", lockstep("checkpoint", "digest", "run"))
     assert "The " in lockstep("sample", "run", "--tokens", "8")
     lockstep("report", "run")
-    assert "<svg" in (tmp_path / "run/report.html").read_text()
+    assert '"id": "loss"' in (tmp_path / "run/report.html").read_text()
     assert "#SBATCH" in lockstep("submit", "slurm", "demo.yaml", "--nproc-per-node", "2", "--dry-run")
     assert "trainers/fsdp.yaml" in lockstep("config", "list")

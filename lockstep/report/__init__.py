@@ -2,7 +2,8 @@
 
 read      reads the run directory into `RunData`, also of a run that crashed or is still going
 advice    derives from it what to do next, each with its evidence
-charts    draws figures, as plain data for plotly.js
+figures   describes figures as plain data, which draw.js draws, and keeps them small
+charts    makes the figures of a run, or of several
 index     compares all runs of a folder on one page
 page      puts figures and text into the page, and writes it or serves it, following the run
 scaling   `lockstep bench scaling`: one config on several numbers of ranks

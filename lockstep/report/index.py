@@ -1,7 +1,4 @@
-"""Compares the runs of a folder on one page, with a link to the report of each: `lockstep report RUNS`.
-
-The page draws its lines with `lines.js` instead of plotly, so that it stays below 1 MB.
-"""
+"""Compares the runs of a folder on one page, with a link to the report of each: `lockstep report RUNS`."""
 
 import os
 from collections.abc import Sequence
@@ -11,7 +8,8 @@ from urllib.parse import quote
 from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
 from lockstep.report import page, units
-from lockstep.report.charts import LINES_AT_MOST, loss_against
+from lockstep.report.charts import loss_against
+from lockstep.report.figures import LINES_AT_MOST, shortened
 from lockstep.report.page import Page, compared, differences, render, write, write_text
 from lockstep.report.read import RunData, is_run, read_run, wall_seconds
 
@@ -72,12 +70,14 @@ def index_data(folder: Path, runs: list[RunData], beside: Path) -> Page:
         row.insert(4, units.seconds(wall_seconds(run)))
     table["head"].insert(4, "wall time")
     where = differences(runs)
+    figures = loss_against(runs, note=f"The first {LINES_AT_MOST} runs." if left_out > 0 else "")
+    shortened(figures)
     return {
         "title": f"{len(runs)} run{'s' if len(runs) > 1 else ''} in {folder.resolve().name}",
         "made": units.moment(_newest(runs)),
         "runs": [],
         "advice": None,
-        "charts": loss_against(runs, note=f"The first {LINES_AT_MOST} runs." if left_out > 0 else ""),
+        "charts": figures,
         "tables": [table, *([where] if where else [])],
         "configs": [],
         "plain": True,

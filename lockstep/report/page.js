@@ -1,7 +1,8 @@
 "use strict";
-// Builds the page from its data. Text goes in as text; colours named "@x" are the style's variable --x.
+// Builds the page from its data. Text goes in as text.
 
 const page = document.getElementById("page");
+const HINT = "A click on a name hides its line. Drag to enlarge a part, double-click to see all again. ";
 let shown = null;
 
 function element(tag, attributes = {}, ...children) {
@@ -13,18 +14,6 @@ function element(tag, attributes = {}, ...children) {
 
 function withCode(text) {
   return text.split("`").map((part, place) => (place % 2 ? element("code", {}, part) : part));
-}
-
-function variable(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-}
-
-function coloured(value) {
-  if (value === "@scale") return [[0, variable("s0")], [0.5, variable("s1")], [1, variable("s2")]];
-  if (typeof value === "string" && /^@[a-z]+\d?$/.test(value)) return variable(value.slice(1));
-  if (Array.isArray(value)) return value.map(coloured);
-  if (value === null || typeof value !== "object") return value;
-  return Object.fromEntries(Object.entries(value).map(([key, inside]) => [key, coloured(inside)]));
 }
 
 // ---- words ----
@@ -42,7 +31,7 @@ function badge(word, shownAs = word) {
 
 function runCard(run, several) {
   const dot = element("span", { class: "dot" });
-  dot.style.background = coloured(run.colour);
+  dot.style.background = paint(run.colour);
   const tiles = run.tiles.map(([label, value, more]) => element("div", { class: "tile" },
     element("div", { class: "label" }, label), element("div", { class: "value" }, value),
     element("div", { class: "more" }, more)));
@@ -96,60 +85,34 @@ function configs(all) {
 
 // ---- charts ----
 
-function layoutOf(chart, width) {
-  const narrow = width < 480;
-  const axis = (given = {}) => ({
-    gridcolor: variable("grid"), linecolor: variable("line"), zerolinecolor: variable("line"), automargin: true,
-    tickfont: { size: narrow ? 10 : 11.5 }, nticks: narrow ? 5 : undefined, ...given,
-    title: given.title ? { standoff: 6, font: { size: 12 }, ...given.title } : undefined,
-  });
-  const { xaxis, yaxis, short, ...rest } = coloured(chart.layout);
-  const legend = chart.data.filter((trace) => trace.showlegend !== false && trace.type !== "heatmap").length > 1;
-  const long = chart.data.some((trace) => (trace.name || "").length > 14);
-  const columns = narrow ? (long ? 1 : 2) : chart.wide ? 6 : 3;
-  const rows = legend ? Math.ceil(chart.data.filter((trace) => trace.showlegend !== false).length / columns) : 0;
-  return {
-    height: (short ? 150 : narrow ? 240 : 290) + rows * 20, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    margin: { l: 8, r: 10, t: 12 + rows * 20, b: 8 }, hovermode: "x unified", dragmode: false, showlegend: legend,
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: variable("soft") },
-    legend: { orientation: "h", x: 0, y: 1, xanchor: "left", yanchor: "bottom", font: { size: 12 }, traceorder: "normal", maxheight: 1,
-      bgcolor: "rgba(0,0,0,0)" },
-    hoverlabel: { bgcolor: variable("card"), bordercolor: variable("line"), font: { color: variable("ink"), size: 12 } },
-    bargap: 0.35, xaxis: axis(xaxis), yaxis: axis(yaxis), ...rest,
-  };
-}
-
-function draw(chart, place) {
-  if (shown.plain) return drawLines(chart, place);
-  const data = coloured(chart.data);
-  const options = { displayModeBar: false, responsive: false, scrollZoom: false, showTips: false };
-  Plotly.react(place, data, layoutOf(chart, place.clientWidth || 400), options);
-}
-
 function chartCard(chart) {
-  const place = element("div", { class: "plot", role: "img", "aria-label": chart.title, id: "chart-" + chart.id });
+  const place = element("div", { class: "plot", role: "group", "aria-label": chart.title, id: "chart-" + chart.id });
   return element("section", { class: "card chart" + (chart.wide ? " wide" : "") }, element("h3", {}, chart.title),
-    element("p", { class: "note" }, chart.note), place);
+    element("p", { class: "note" }), place);
 }
 
 function drawAll() {
-  for (const chart of shown.charts) draw(chart, document.getElementById("chart-" + chart.id));
+  for (const chart of shown.charts) {
+    const place = document.getElementById("chart-" + chart.id);
+    place.previousElementSibling.textContent = chart.note;
+    draw(chart, place);
+  }
   document.documentElement.dataset.drawn = String(shown.charts.length);
 }
 
 // ---- all of it ----
 
 function show(data) {
-  const same = shown && shown.charts.map((chart) => chart.id).join() === data.charts.map((chart) => chart.id).join();
+  const same = shown && shown.charts.map((chart) => chart.id + chart.title).join() === data.charts.map((chart) => chart.id + chart.title).join();
   const kept = same ? page.querySelector(".charts") : null;
   const open = [...page.querySelectorAll("details")].map((part) => part.open);
   shown = data;
   const grid = kept || element("section", { class: "charts" }, ...data.charts.map(chartCard));
   const several = data.plain || data.runs.length > 1;
   page.replaceChildren(header(data), ...(several ? tableCard(data.tables[0]) : []),
-    ...data.runs.map((run) => runCard(run, several)), ...adviceSection(data.advice), ...(data.charts.length && !data.plain ? [element("h2", {}, "What it did")] : []), grid,
-    ...sampleCards(data.samples),
-    ...data.tables.slice(several ? 1 : 0).flatMap(tableCard), ...configs(data.configs));
+    ...data.runs.map((run) => runCard(run, several)), ...adviceSection(data.advice),
+    ...(data.charts.length && !data.plain ? [element("h2", {}, "What it did"), element("p", { class: "note hint" }, HINT + data.left_out)] : []),
+    grid, ...sampleCards(data.samples), ...data.tables.slice(several ? 1 : 0).flatMap(tableCard), ...configs(data.configs));
   page.querySelectorAll("details").forEach((part, place) => { part.open = open[place] || false; });
   drawAll();
 }
@@ -163,13 +126,13 @@ async function follow() {
 }
 
 let resizing = 0;
-addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(() => { if (shown) drawAll(); }, 150); });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (shown) show(shown); });
-async function begin() {
-  const packed = Uint8Array.from(atob(document.getElementById("drawing").textContent), (c) => c.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  document.head.append(element("script", {}, await new Response(stream).text()));
-  show(JSON.parse(document.getElementById("data").textContent));
-  if (shown.live) setTimeout(follow, 2000);
+addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(drawAll, 150); });
+for (const [event, printing] of [["beforeprint", true], ["afterprint", false]]) {
+  addEventListener(event, () => {
+    document.documentElement.classList.toggle("printing", printing);
+    for (const part of page.querySelectorAll("details")) part.open ||= printing;
+    drawAll();
+  });
 }
-begin();
+show(JSON.parse(document.getElementById("data").textContent));
+if (shown.live) setTimeout(follow, 2000);

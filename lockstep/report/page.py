@@ -1,17 +1,14 @@
-"""Builds the page, one HTML file that contains its data, style and plotly.js; of a running run, serves it on loopback.
+"""Builds the page, one HTML file that contains its data, style and scripts; of a running run, serves it on loopback.
 
 Its content security policy forbids every request; served live, it allows those to its own server, which the page asks
 for its data every two seconds. Names and configs of runs go into the page as data and are shown as text, never as
 markup.
 """
 
-import base64
-import gzip
 import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -21,7 +18,8 @@ from typing import Any
 from lockstep.errors import UsageError
 from lockstep.report import top, units
 from lockstep.report.advice import advise
-from lockstep.report.charts import COLOURS, charts
+from lockstep.report.charts import charts
+from lockstep.report.figures import coloured, shortened
 from lockstep.report.read import RunData, flat_config, read_run, typical_step, wall_seconds
 from lockstep.report.samples import histograms, samples
 
@@ -30,7 +28,10 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'; connect-src {connect}"
 )
 Page = dict[str, Any]
-_LAST_EVENTS = 200  # shown per run
+_MOST_BYTES = 950_000  # of a page's data; the scripts and the style have 40,000
+_LAST_EVENTS = 200  # of all runs of a page
+_EVENT_CHARACTERS = 300
+_CONFIG_CHARACTERS = 60_000  # of all runs of a page
 
 
 def render(data: Page, *, live: bool = False) -> str:
@@ -39,16 +40,13 @@ def render(data: Page, *, live: bool = False) -> str:
     Args:
         data: from `page_data`.
         live: the page fetches `data.json` from its server every two seconds.
-
-    Raises:
-        UsageError: plotly is not installed.
     """
     template = _read("page.html")
     parts = {
         "TITLE": escape(data["title"]),
         "POLICY": _POLICY.format(connect="'self'" if live else "'none'"),
         "STYLE": _read("page.css"),
-        "DRAWING": packed(_read("lines.js").encode()) if data.get("plain") else plotly_js(),
+        "DRAWING": _read("draw.js"),
         "DATA": json.dumps({**data, "live": live}, allow_nan=False).replace("<", "\\u003c"),
         "SCRIPT": _read("page.js"),
     }
@@ -57,40 +55,32 @@ def render(data: Page, *, live: bool = False) -> str:
     return template
 
 
-@cache
-def plotly_js() -> str:
-    """Return plotly.js from the package plotly, by gzip and base64: 2 MB in place of 4.8.
-
-    Raises:
-        UsageError: it is not installed.
-    """
-    try:
-        script = (resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
-    except ModuleNotFoundError:
-        raise UsageError(
-            "reports are drawn by plotly, which is not installed", fix="pip install 'lockstep-train[report]'"
-        ) from None
-    return packed(script)
-
-
-def packed(script: bytes) -> str:
-    """Return a script by gzip and base64, as the page unpacks it."""
-    return base64.b64encode(gzip.compress(script, mtime=0)).decode()
-
-
 def page_data(runs: list[RunData], now: float | None = None) -> Page:
     """Return the page's content as plain data."""
-    names = [run.name for run in runs]
-    return {
-        "title": " · ".join(names),
+    figures = charts(runs) + (histograms(runs[0]) if len(runs) == 1 else [])
+    most = shortened(figures)
+    page = {
+        "title": " · ".join(run.name for run in runs),
         "made": units.moment(time.time() if now is None else now),
-        "runs": [_about(run, COLOURS[i % len(COLOURS)]) for i, run in enumerate(runs)],
+        "runs": [_about(run, colour) for run, colour in coloured(runs)],
         "advice": [vars(advice) | {"run": run.name if len(runs) > 1 else ""} for run in runs for advice in advise(run)],
-        "charts": charts(runs) + (histograms(runs[0]) if len(runs) == 1 else []),
-        "samples": samples(runs),
-        "tables": [table for table in (_several(runs), differences(runs), _operators(runs), _events(runs)) if table],
-        "configs": [{"name": run.name, "text": run.config_text} for run in runs if run.config_text],
-    }
+        "charts": figures,
+        "left_out": f"Lines are drawn with {most:,} points, wide ones with twice as many; metrics.jsonl has all."
+        if most else "",
+        "tables": [
+            *([compared(runs)] if len(runs) > 1 else []),
+            *(table for make in (differences, _operators, _events) if (table := make(runs))),
+        ],
+        "configs": [
+            {"name": run.name, "text": _begun(run.config_text, _CONFIG_CHARACTERS // len(runs))}
+            for run in runs if run.config_text
+        ],
+    }  # fmt: skip
+    return page | {"samples": samples(runs, _MOST_BYTES - len(json.dumps(page)))}
+
+
+def _begun(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
 def _about(run: RunData, colour: str) -> Page:
@@ -153,10 +143,6 @@ def _rate(run: RunData) -> tuple[float | None, str]:
 # ---- tables: {title, head, rows} ----
 
 
-def _several(runs: list[RunData]) -> Page | None:
-    return compared(runs) if len(runs) > 1 else None
-
-
 def compared(runs: list[RunData]) -> Page:
     """Return the table of the runs' figures."""
     rows = [[run.name, run.status, str(run.start.get("layout", "")), *_numbers(run)] for run in runs]
@@ -197,26 +183,28 @@ def _operators(runs: list[RunData]) -> Page | None:
     found = (runs[0].profile or {}).get("operators") if len(runs) == 1 else None
     if not found:
         return None
-    rows = [[op["name"], units.seconds(op["seconds"]), f"{op['share']:.1%}", f"{op['calls']:,}"] for op in found]
+    rows = [[op["name"], units.seconds(op["seconds"]), f"{op['share']:.1%}", units.count(op["calls"])] for op in found]
     return {"title": "Top operators", "head": ["operator", "time", "share", "calls"], "rows": rows}
 
 
 def _events(runs: list[RunData]) -> Page | None:
-    several = len(runs) > 1
+    several, last = len(runs) > 1, max(1, _LAST_EVENTS // len(runs))
     rows = [
         [*([run.name] if several else []), units.moment(event["time"]), str(event.get("kind")),
          str(event.get("step", "")), _text(event)]
-        for run in runs for event in run.events[-_LAST_EVENTS:]
+        for run in runs for event in run.events[-last:]
     ]  # fmt: skip
     if not rows:
         return None
-    return {"title": "Events", "head": [*(["run"] if several else []), "time", "kind", "step", ""], "rows": rows,
+    title = f"Events, the last {last}" if any(len(run.events) > last for run in runs) else "Events"
+    return {"title": title, "head": [*(["run"] if several else []), "time", "kind", "step", ""], "rows": rows,
             "folded": len(rows) > 12}  # fmt: skip
 
 
 def _text(event: Page) -> str:
     shown = {k: v for k, v in event.items() if k in ("checkpoint", "reason", "text", "layout", "sink", "left", "where")}
-    return ", ".join(str(value) if key in ("reason", "text") else f"{key} {value}" for key, value in shown.items())
+    words = (str(value) if key in ("reason", "text") else f"{key} {value}" for key, value in shown.items())
+    return _begun(", ".join(words), _EVENT_CHARACTERS)
 
 
 def write(runs: list[RunData], path: Path) -> None:

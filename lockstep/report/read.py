@@ -62,9 +62,9 @@ class RunData:
         """Return the events of these kinds."""
         return [event for event in self.events if event.get("kind") in kinds]
 
-    def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """Return the steps and values of one number, where it was recorded."""
-        found = [(row["step"], row[name]) for row in self.rows if name in row]
+    def series(self, name: str, of: str = "rows") -> tuple[list[int], list[float | None]]:
+        """Return the steps and values of one number, where it was recorded; `of`: `rows` or `evaluations`."""
+        found = [(row["step"], row[name]) for row in getattr(self, of) if name in row]
         return [step for step, _ in found], [value for _, value in found]
 
     def last(self, name: str) -> Any:

@@ -1,56 +1,66 @@
 """Selects what a user logged besides numbers for the page: the newest texts and images, and histograms as a chart.
 
-The page stays small whatever was logged: of each name the newest few, of a text its beginning, and images as long as
-they fit into `IMAGE_BYTES`; the page says how much is left out. Pages are made of runs of strangers too, so a file is
-read only if it lies in the run's own folder of images.
+The page stays small whatever was logged: of each name the newest few, of a text its beginning, and of all that what
+fits into the page; it says how much is left out. Pages are made of runs of strangers too, so a file is read only if it
+lies in the run's own folder of images.
 """
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
 from lockstep.records import RunDirectory
-from lockstep.report.charts import COLOURS, Figure, chart, short
+from lockstep.report.figures import COLOURS, Figure, chart, line
 from lockstep.report.read import Row, RunData
 
 NEWEST = 4  # of each name
-NAMES = 24  # of each run
+NAMES = 24  # of texts and images, and of histograms
 TEXT_CHARACTERS = 2_000
-IMAGE_BYTES = 450_000  # of all files of a page; in base64 a third more
 
 
-def samples(runs: list[RunData]) -> list[Row]:
-    """Return the texts and images of the page: {name, note, items}, each item {step, text} or {step, image, size}."""
-    groups = [
-        (run, name, rows)
-        for run in runs
-        for name, rows in list(run.media.items())[-NAMES:]
-        if rows[-1]["kind"] != "histogram"
-    ]
-    images, left = {}, IMAGE_BYTES
+def samples(runs: list[RunData], left: int) -> list[Row]:
+    """Return the texts and images of the page, at most `left` bytes of JSON.
+
+    Returns:
+        {name, note, items} of each name; an item is {step, text} or {step, image, size}.
+    """
+    groups: list[tuple[RunData, str, list[Row], list[Row]]] = []
+    names_left_out = 0
+    for run in runs:
+        named: list[Any] = [
+            (run, name, rows, []) for name, rows in run.media.items() if rows[-1]["kind"] != "histogram"
+        ]
+        groups += (kept := named[-max(1, NAMES // len(runs)) :])
+        names_left_out += len(named) - len(kept)
     for place in range(NEWEST):  # the newest of every name, then the ones before them
-        for run, name, rows in groups:
-            if place < len(rows) and (data := _image(run.path, rows[-1 - place], left)):
-                images[run.path, name, place], left = data, left - len(data)
-    return [
-        _group(run, name, rows, [images.get((run.path, name, place), b"") for place in range(NEWEST)], len(runs) > 1)
-        for run, name, rows in groups
+        for run, _, rows, items in groups:
+            item = _item(run.path, rows[-1 - place], left) if place < len(rows) else {}
+            if item and (size := len(json.dumps(item))) <= left:
+                items.append(item)
+                left -= size
+    shown: list[Row] = [
+        {"name": f"{run.name}: {name}" if len(runs) > 1 else name, "note": _left_out(run, rows, items), "items": items}
+        for run, name, rows, items in groups
     ]
+    if names_left_out:
+        shown[0]["note"] += f" {names_left_out} more names are in metrics.jsonl."
+    return shown
 
 
-def _group(run: RunData, name: str, rows: list[Row], images: list[bytes], several: bool) -> Row:
-    items: list[Row] = []
-    for place, row in enumerate(reversed(rows[-NEWEST:])):
-        if isinstance(text := row.get("text"), str):
-            more = f" … ({len(text):,} characters)" if len(text) > TEXT_CHARACTERS else ""
-            items.append({"step": row["step"], "text": text[:TEXT_CHARACTERS] + more})
-        elif images[place]:
-            source = "data:image/png;base64," + base64.b64encode(images[place]).decode()
-            items.append({"step": row["step"], "image": source, "size": row.get("size")})
-    left_out = len(rows) - len(items)
+def _left_out(run: RunData, rows: list[Row], items: list[Row]) -> str:
     where = "metrics.jsonl" if rows[-1]["kind"] == "text" else RunDirectory(run.path).media.name + "/"
-    note = f"{left_out} more in {run.name}/{where}" if left_out else ""
-    return {"name": f"{run.name}: {name}" if several else name, "note": note, "items": items}
+    return f"{len(rows) - len(items)} more in {run.name}/{where}" if len(rows) > len(items) else ""
+
+
+def _item(run: Path, row: Row, most: int) -> Row:
+    """Return what the page shows of a text or an image; empty if there is none, or if it is larger than `most`."""
+    if isinstance(text := row.get("text"), str):
+        more = f" … ({len(text):,} characters)" if len(text) > TEXT_CHARACTERS else ""
+        return {"step": row["step"], "text": text[:TEXT_CHARACTERS] + more}
+    image = base64.b64encode(_image(run, row, most)).decode()
+    source = f"data:image/png;base64,{image}"
+    return {"step": row["step"], "image": source, "size": row.get("size")} if image else {}
 
 
 def _image(run: Path, row: Row, most: int) -> bytes:
@@ -73,16 +83,12 @@ def histograms(run: RunData) -> list[Figure]:
     named = [(name, rows) for name, rows in run.media.items() if rows[-1]["kind"] == "histogram"]
     for number, (name, rows) in enumerate(named[-NAMES:]):
         shown = [row for row in (*rows[:1], *rows[1:][-NEWEST + 1 :]) if _is_whole(row)]
-        data = [
-            {"type": "scatter", "mode": "lines", "line": {"shape": "hv", "color": colour, "width": 2},
-             "name": f"step {row['step']:,}", "x": [short(edge) for edge in row["edges"]],
-             "y": [*row["counts"], *row["counts"][-1:]]}
+        marks = [
+            line(row["edges"], [*row["counts"], *row["counts"][-1:]], f"step {row['step']:,}", colour, step=True)
             for row, colour in zip(shown, COLOURS, strict=False)
-        ]  # fmt: skip
-        drawn.append(
-            chart(f"histogram-{number}", name, data, note="Values in each bin, against the value.",
-                  yaxis={"rangemode": "tozero", "title": {"text": "values"}})
-        )  # fmt: skip
+        ]
+        note = "Values in each bin, against the value."
+        drawn.append(chart(f"histogram-{number}", name, marks, note=note, x={}, y={"zero": True}))
     return drawn
 
 

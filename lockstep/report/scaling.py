@@ -20,7 +20,7 @@ from statistics import median
 
 from lockstep.errors import RunError, UsageError
 from lockstep.report import units
-from lockstep.report.charts import chart
+from lockstep.report.figures import COLOURS, chart, line
 from lockstep.report.page import Page, render
 from lockstep.report.read import after_warmup, read_run
 from lockstep.scratch import temporary
@@ -151,40 +151,26 @@ def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
     kinds = list(dict.fromkeys(point.kind for point in points))
     names = {"weak": "weak", "strong": "strong", "sleeping": "sleeping ranks"}
     counts = sorted({point.ranks for point in points})
-    ideal = {
-        "type": "scatter", "mode": "lines", "name": "ideal", "x": counts, "y": counts,
-        "line": {"color": "@c7", "width": 1.5, "dash": "dash"},
-    }  # fmt: skip
-    speed = [ideal] + [
-        {"type": "scatter", "mode": "lines+markers", "name": names[kind], "line": {"color": f"@c{i + 1}", "width": 2},
-         "x": [p.ranks for p in points if p.kind == kind], "y": [round(p.speedup, 3) for p in points if p.kind == kind]}
-        for i, kind in enumerate(kinds)
-    ]  # fmt: skip
-    bands = [
-        {"type": "line", "x0": n, "x1": n, "y0": low, "y1": high, "line": {"color": "@c6", "width": 7}}
-        for n, (low, high) in EXPECTED.items() if n in counts
-    ]  # fmt: skip
-    share = [
-        {"type": "bar", "name": names[kind], "marker": {"color": f"@c{i + 1}"},
-         "x": [str(p.ranks) for p in points if p.kind == kind],
-         "y": [round(p.efficiency, 4) for p in points if p.kind == kind]}
-        for i, kind in enumerate(kinds)
-    ]  # fmt: skip
+    by_ranks = {"title": "ranks", "ticks": counts}
+    speed, share = [line(counts, counts, "ideal", "c7", width=1.5, dash="dash")], []
+    for kind, colour in zip(kinds, COLOURS, strict=False):
+        of_kind = [point for point in points if point.kind == kind]
+        at = [point.ranks for point in of_kind]
+        speed.append(line(at, [round(point.speedup, 3) for point in of_kind], names[kind], colour))
+        share.append(line(at, [round(point.efficiency, 4) for point in of_kind], names[kind], colour))
+    speed += [line([n, n], EXPECTED[n], "expected of GPUs", "c6", label="", width=7) for n in counts if n in EXPECTED]
     head = ["kind", "ranks", "samples / s", "seconds per step", "speed-up", "of ideal", "expected"]
     rows = [
         [names[p.kind], str(p.ranks), f"{p.rate:,.1f}", f"{p.step_seconds:.4f}", f"{p.speedup:.2f} ×",
          f"{p.efficiency:.0%}", "{:g}–{:g} ×".format(*EXPECTED[p.ranks]) if p.ranks in EXPECTED else ""]
         for p in points
     ]  # fmt: skip
-    run = {"name": title, "status": "done", "colour": "@c1", "facts": [("about", about)], "lines": [], "tiles": []}
+    run = {"name": title, "status": "done", "colour": "c1", "facts": [("about", about)], "lines": [], "tiles": []}
     return {
-        "title": title, "made": made, "runs": [run], "advice": None,
+        "title": title, "made": made, "runs": [run], "advice": None, "left_out": "",
         "charts": [
-            chart("speedup", "Speed-up", speed, note="Relative to the fewest ranks; thick: expected of GPUs.",
-                  shapes=bands, xaxis={"title": {"text": "ranks"}, "tickvals": counts}, yaxis={"ticksuffix": " ×"}),
-            chart("efficiency", "Share of the ideal", share, barmode="group", hovermode="closest",
-                  xaxis={"title": {"text": "ranks"}, "type": "category"},
-                  yaxis={"tickformat": ".0%", "range": [0, 1.1]}),
+            chart("speedup", "Speed-up", speed, note="Relative to the fewest ranks.", x=by_ranks, y={"unit": " ×"}),
+            chart("efficiency", "Share of the ideal", share, x=by_ranks, y={"percent": True, "range": [0, 1.1]}),
         ],
         "tables": [{"title": "Measured", "head": head, "rows": rows}], "configs": [],
     }  # fmt: skip

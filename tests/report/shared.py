@@ -50,9 +50,9 @@ def step_row(
 
 def write_run(
     path: Path, *, steps: int = 600, ranks: int = 4, data: float = 0.012, slow_from: int | None = 360,
-    killed_at: int | None = None, ends: bool = True, seed: int = 0, **config: Any,
+    killed_at: int | None = None, ends: bool = True, seed: int = 0, log_steps: int = 2, **config: Any,
 ) -> RunDirectory:  # fmt: skip
-    """A run of `ranks` ranks, logged every 2 steps, saved and evaluated every 100.
+    """A run of `ranks` ranks, logged every `log_steps` steps, saved and evaluated every 100.
 
     Args:
         slow_from: rank 2 is a straggler from this step on.
@@ -76,10 +76,10 @@ def write_run(
     event("start", step=0, **about)
     now, step = now + 9, 0
     while step < steps:
-        step += 2
+        step += log_steps
         slow = 2 if slow_from is not None and step >= slow_from and ranks > 2 else None
         row = step_row(step - 1, now, ranks, data=data, slow=slow, noise=noise)
-        now += 2 * row["step_seconds"]
+        now += log_steps * row["step_seconds"]
         append_line(run.metrics, row)
         if step == slow_from and ranks > 2:
             text = "rank 2 on node1 is slow: its own work takes 1.60 × as long as the other ranks'"

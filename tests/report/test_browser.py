@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import threading
 import warnings
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from lockstep.config import MonitorConfig
 from lockstep.monitor import Monitor
 from lockstep.records import append_line
-from lockstep.report.page import make_server, page_data, plotly_js, render, write
+from lockstep.report.page import make_server, page_data, render, write
 from lockstep.report.read import read_run
 from tests.report.browser import Page, browser
 from tests.report.shared import BEGUN, step_row, write_profile, write_run
@@ -41,6 +42,22 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+# The figures of the open page with other marks than its data have.
+NOT_DRAWN = """
+shown.charts.filter((chart) => {
+  const count = (kind) => document.querySelectorAll(`#chart-${chart.id} .figure .${kind}`).length;
+  const wanted = { line: 0, area: 0, bar: 0, dot: 0 };
+  for (const { kind, x } of chart.marks) {
+    if (kind === "line" || kind === "area") wanted[kind] += 1;
+    if (kind === "bar") wanted.bar += x.length;
+    if (kind === "dots") wanted.dot += x.length;
+  }
+  const cells = chart.marks.some(({ kind }) => kind === "heat");
+  return (count("heat") > 0) !== cells || Object.entries(wanted).some(([kind, number]) => count(kind) !== number);
+}).map((chart) => chart.id)
+"""
+
+
 def only_itself(page: Page, address: str) -> None:
     outside = [asked for asked in page.requests if asked != address and not asked.startswith("data:")]
     assert outside == [], "no request leaves the page"
@@ -62,10 +79,8 @@ def test_pages_draw_without_an_error_or_a_request(pages: dict[str, Path], width:
             address = path.as_uri()
             page.open(address)
             only_itself(page, address)
-            drawn = page.ask("document.querySelectorAll('.plot .main-svg').length > 0")
-            assert drawn or name == "begun", f"{name} has charts"
-            empty = page.ask("[...document.querySelectorAll('.plot')].filter((p) => !p.querySelector('svg')).length")
-            assert empty == 0
+            assert page.ask("shown.charts.length > 3") or name == "begun", f"{name} has charts"
+            assert page.ask(NOT_DRAWN) == [], name
             assert page.ask("document.documentElement.scrollWidth <= innerWidth"), (
                 f"{name} is not wider than the screen"
             )
@@ -76,7 +91,7 @@ def test_pages_draw_without_an_error_or_a_request(pages: dict[str, Path], width:
 def test_the_page_follows_the_theme_while_it_is_open(pages: dict[str, Path]) -> None:
     with Page() as page:
         page.open(pages["rich"].as_uri())
-        colour = "document.querySelector('#chart-throughput .js-line').style.stroke"
+        colour = "getComputedStyle(document.querySelector('#chart-throughput .line')).stroke"
         before = page.ask(colour)
         page._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
         page.settle()
@@ -134,7 +149,7 @@ def test_texts_images_and_histograms_are_shown_and_bounded(tmp_path: Path) -> No
             )
             assert page.ask("document.querySelector('.sample pre').textContent") == "<b>so</b> it goes"
             assert "2 more in run/media/" in page.ask("document.querySelector('.sample').textContent")
-            assert page.ask("document.querySelectorAll('#chart-histogram-0 .scatterlayer .js-line').length") == 4
+            assert page.ask("document.querySelectorAll('#chart-histogram-0 .line').length") == 4
             monitor.on_log(7, {"said": "more"})
             monitor.close()
             page.settle(3.0)
@@ -152,11 +167,63 @@ def test_texts_images_and_histograms_are_shown_and_bounded(tmp_path: Path) -> No
         server.shutdown()
         server.server_close()
     whole = render(page_data([read_run(run.path)]))
-    assert len(whole) - len(plotly_js()) < 10**6
+    assert len(whole) < 10**6
     groups = {group["name"]: group for group in page_data([read_run(run.path)])["samples"]}
-    assert (len(groups["big"]["items"]), groups["big"]["note"]) == (2, "30 more in run/media/")
+    assert (len(groups["big"]["items"]), groups["big"]["note"]) == (4, "28 more in run/media/")
     assert groups["outside"]["items"] == []
     assert groups["long"]["items"][0]["text"].endswith("… (5,000,000 characters)")
+
+
+def test_a_figure_answers_the_pointer_and_prints(pages: dict[str, Path]) -> None:
+    """Values under the pointer, names that hide, a part enlarged, and one figure drawn as wide as paper."""
+    with Page() as page:
+        page.open(pages["rich"].as_uri())
+
+        def mouse(kind: str, chart: str, part: float = 0.5, mark: str = ".figure", **more: object) -> str:
+            """Move or press it over a mark of a figure, `part` of its width from its left; return what is shown."""
+            page.ask(f"document.querySelector('#chart-{chart} {mark}').scrollIntoView({{block: 'center'}})")
+            box = f"JSON.stringify(document.querySelector('#chart-{chart} {mark}').getBoundingClientRect())"
+            place = json.loads(page.ask(box))
+            page._call("Input.dispatchMouseEvent", type=kind, x=place["x"] + part * place["width"],
+                       y=place["y"] + place["height"] / 2, **more)  # fmt: skip
+            return str(page.ask(f"document.querySelector('#chart-{chart} .tip').innerText"))
+
+        shown = mouse("mouseMoved", "loss", 0.51)
+        assert shown.startswith("step 30")
+        assert "training: 1." in shown
+        assert "evaluation: 1." in shown
+        assert "forward and backward: " in mouse("mouseMoved", "phases")
+        assert "checkpoints: 3.6 s" in mouse("mouseMoved", "time", mark=".bar")
+        assert "save, step 100, step-00000100" in mouse("mouseMoved", "timeline", mark="[style*=c3]")
+        assert re.search(r"step \d+\s+rank [12]: 1", mouse("mouseMoved", "ranks"))
+        lines = "document.querySelectorAll('#chart-loss .line').length"
+        assert page.ask(lines) == 3
+        page.ask("document.querySelector('#chart-loss .keys button').click()")
+        assert page.ask(lines) == 1, "each logged step and the mean are hidden together"
+        page.ask("document.querySelector('#chart-loss .keys button').click()")
+        ticks = "[...document.querySelectorAll('#chart-loss text')].map((text) => text.textContent).join()"
+        whole = page.ask(ticks)
+        mouse("mousePressed", "loss", 0.4, button="left", clickCount=1)
+        mouse("mouseMoved", "loss", 0.5, button="left")
+        mouse("mouseReleased", "loss", 0.5, button="left", clickCount=1)
+        assert "250,255,260" in page.ask(ticks)
+        page.ask("document.querySelector('#chart-loss .figure').dispatchEvent(new MouseEvent('dblclick')) && 0")
+        assert page.ask(ticks) == whole
+        for event, widths in (("beforeprint", range(500, 720)), ("afterprint", range(900, 1240))):
+            page.ask(f"dispatchEvent(new Event('{event}')) && 0")
+            assert page.ask("document.querySelector('#chart-loss .figure').clientWidth") in widths
+        assert page.complaints == []
+
+
+def test_ticks_are_few_and_plain_numbers(pages: dict[str, Path]) -> None:
+    with Page() as page:
+        page.open(pages["crashed"].as_uri())
+        assert page.ask("ticksOf(0.5, 50, 5, true)") == [0.5, 1, 2, 5, 10, 20, 50]
+        assert page.ask("ticksOf(1e-4, 1e3, 5, true)") == [1e-4, 1e-3, 0.01, 0.1, 1, 10, 100, 1000]
+        assert page.ask("ticksOf(0, 38, 5, false)") == [0, 10, 20, 30]
+        assert page.ask("ticksOf(0.0029, 0.0031, 5, false).map((tick) => spelled(tick, {}))")[0] == "0.0029"
+        assert page.ask("spelled(0.0237, {percent: true})") == "2.37%"
+        assert page.ask("spelled(1638400, {unit: '/s'})") == "1.638 M/s"
 
 
 def test_a_request_would_be_noticed(tmp_path: Path) -> None:

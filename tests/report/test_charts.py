@@ -1,6 +1,7 @@
-"""Ticks, units, and the memory of a profile."""
+"""What is drawn of own metrics and of a profile, and how much of a long run."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -8,18 +9,10 @@ import torch
 
 from lockstep.monitor.profiling import as_markdown, combine, summarise
 from lockstep.records import RunDirectory
-from lockstep.report.charts import charts, log_ticks, moments
-from lockstep.report.page import page_data
+from lockstep.report.charts import charts
+from lockstep.report.page import page_data, render
 from lockstep.report.read import read_run
 from tests.report.shared import write_run
-
-
-def test_ticks_are_few_and_plain_numbers() -> None:
-    assert log_ticks([0.6, 21.0]) == [0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0]
-    assert log_ticks([1e-4, 1e3, None, 0.0]) == [1e-4, 1e-3, 0.01, 0.1, 1.0, 10.0, 100.0, 1000.0]
-    assert log_ticks([None, 0.0]) == []
-    assert moments(0.2)[1] == " ms"
-    assert moments(38.0)[1] == " s"
 
 
 def test_metrics_of_ones_own_are_drawn_each_and_several_values_of_a_step_are_one_row(tmp_path: Path) -> None:
@@ -33,9 +26,9 @@ def test_metrics_of_ones_own_are_drawn_each_and_several_values_of_a_step_are_one
     run.append_metrics({"step": 3, "time": 2.0, "eval_loss": 0.5, "eval_accuracy": 0.75})
     read = read_run(tmp_path)
     assert [row["step"] for row in read.evaluations] == [2, 3]
-    found = {figure["title"]: figure["data"][0] for figure in charts([read])}
+    found = {figure["title"]: figure["marks"][0] for figure in charts([read])}
     assert (found["eval_accuracy"]["x"], found["eval_accuracy"]["y"]) == ([2, 3], [0.5, 0.75])
-    assert found["mine"]["y"] == [7.0]
+    assert found["mine"]["y"] == [7]
     assert "time" not in found
 
 
@@ -55,4 +48,44 @@ def test_memory_of_a_profile_is_followed_and_drawn(tmp_path: Path) -> None:
     (run.path / "profile").mkdir()
     (run.path / "profile/summary.json").write_text(json.dumps(summary))
     (chart,) = (c for c in page_data([read_run(run.path)])["charts"] if c["id"] == "profile-memory")
-    assert max(chart["data"][0]["y"]) == pytest.approx(8.0, rel=0.01)
+    assert max(chart["marks"][0]["y"]) == pytest.approx(8.0, rel=0.01)
+
+
+def test_a_page_stays_below_a_megabyte_whatever_a_run_recorded(tmp_path: Path) -> None:
+    """100,000 steps with 30 metrics of one's own, 8 ranks, images, texts and histograms; then far too much of each."""
+    run = write_run(tmp_path / "long", steps=100_000, ranks=8, log_steps=10, slow_from=50_000)
+    noise, picture = random.Random(0), random.Random(0).randbytes(60_000)
+    rows = [{"step": step, **{f"metric {n}": noise.gauss(n, 1) for n in range(30)}} for step in range(10, 100_000, 10)]
+    (run.media / "1.png").parent.mkdir(exist_ok=True)
+    for step in range(1000, 100_000, 9000):
+        (run.media / f"{step}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + picture)
+        media = {f"image {n}": {"kind": "image", "file": f"media/{step}.png"} for n in range(12)}
+        media |= {f"text {n}": {"kind": "text", "text": "\u4e2d" * 3000} for n in range(6)}
+        edges = [noise.gauss(0, 1) for _ in range(33)]
+        media |= {f"values {n}": {"kind": "histogram", "counts": [step] * 32, "edges": edges} for n in range(6)}
+        rows.append({"step": step, "media": media})
+    with run.metrics.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    read = read_run(run.path)
+    data = page_data([read])
+    assert 700_000 < len(render(data).encode()) < 1_000_000
+    assert "twice as many" in data["left_out"]
+    points = [len(figure["marks"][0]["x"]) for figure in data["charts"] if figure["title"].startswith("metric")]
+    assert len(points) == 30
+    assert min(points) > 200
+    assert any(group["note"].startswith("10 more") and group["items"] for group in data["samples"])
+    (skew,) = (figure for figure in data["charts"] if figure["id"] == "ranks")
+    assert len(skew["marks"][0]["z"][0]) == 240
+    assert max(skew["marks"][0]["z"][2]) > 1.4 > max(skew["marks"][0]["z"][3]), "a slow rank is not thinned away"
+
+    read.evaluations = [{"step": step, **{f"m {n}": 0.1 * n for n in range(500)}} for step in range(1000)]
+    for row in read.rows[:2000]:
+        row["own_seconds"] = [noise.random() for _ in range(300)]
+        row["gradient_norms"] = {f"layers.{n}": noise.random() for n in range(300)}
+    read.rows, read.config_text = read.rows[:2000], "key: value\n" * 100_000
+    read.events = [event | {"kind": kind, "reason": "because " * 999} for event in read.events for kind in "abcde"]
+    data = page_data([read])
+    assert len(render(data).encode()) < 1_000_000
+    notes = " ".join(figure["note"] for figure in data["charts"])
+    for left_out in ("440 more metrics", "The 64 of 300 ranks", "first 64 of 300 layers", "events are left out"):
+        assert left_out in notes

@@ -46,8 +46,8 @@ def test_each_run_has_a_row_a_line_and_a_link_to_its_report(folder: Path) -> Non
 def test_tokens_and_seconds_are_those_up_to_the_step(tmp_path: Path) -> None:
     write_run(tmp_path / "a", steps=100, ranks=1)  # logged every second step, 16384 tokens each
     run = read_run(tmp_path / "a")
-    steps, tokens, seconds = (figure["data"][0]["x"] for figure in loss_against([run]))
-    assert tokens == [float(f"{16384 * step:.6g}") for step in steps]
+    steps, tokens, seconds = (figure["marks"][0]["x"] for figure in loss_against([run]))
+    assert tokens == [16384 * step for step in steps]
     assert seconds == sorted(seconds)
     assert seconds[-1] == pytest.approx(run.rows[-1]["time"] - run.events[0]["time"], rel=1e-5)
 
@@ -86,13 +86,13 @@ def test_it_draws_in_a_browser_and_shows_values_under_the_pointer(folder: Path) 
     with Page(390) as page:
         address = (folder / "index.html").as_uri()
         page.open(address)
-        assert page.ask("document.querySelectorAll('.plot polyline').length") == 9
+        assert page.ask("document.querySelectorAll('.plot .line').length") == 9
         assert page.ask("document.documentElement.scrollWidth <= innerWidth")
         page.resize(1280)
         page.settle()
         assert page.ask("document.querySelector('.plot svg').clientWidth") > 800, "drawn anew at another width"
         page.ask("document.querySelector('.plot svg').dispatchEvent(new PointerEvent('pointermove')) || 0")
-        assert "steps: a: " in page.ask("document.querySelector('.said').textContent")
+        assert "steps" in page.ask("document.querySelector('.tip').textContent")
         page.open(page.ask("document.querySelector('td a').href"))
         assert page.ask("document.querySelector('h1').textContent") == "a"
         assert [asked for asked in page.requests if not asked.startswith(("file:", "data:"))] == []

@@ -50,7 +50,7 @@ def test_the_picture_draws(tmp_path: Path) -> None:
     with Page() as page:
         page.open(path.as_uri())
         assert page.complaints == []
-        assert page.ask("document.querySelectorAll('.plot .main-svg').length > 1")
+        assert page.ask("document.querySelectorAll('.figure .line').length") == 6
         assert "What to do next" not in page.ask("document.body.textContent.split('{')[0]")
 
 
