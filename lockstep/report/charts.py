@@ -215,11 +215,12 @@ def phases(runs: list[RunData]) -> Figure:
 def whole_time(runs: list[RunData]) -> Figure:
     """Draw where the wall time went: one bar per run."""
     known = [(run.name, phase_totals(run)) for run in runs if run.gathered]
-    parts = [(PHASE_NAMES[phase], _PHASE_COLOURS[phase], [seconds.get(phase, 0.0) for _, seconds in known])
+    factor, sign, unit = moments(max((sum(seconds.values()) for _, seconds in known), default=0.0))
+    parts = [(PHASE_NAMES[phase], _PHASE_COLOURS[phase], [seconds.get(phase, 0.0) * factor for _, seconds in known])
              for phase in (*STEP_PHASES, *PAUSES, "outside")]  # fmt: skip
     names = [name if len(runs) > 1 else "" for name, _ in known]
-    return chart("time", "Where the time went", bars(names, parts), note="Seconds of the whole run.",
-                 x={"unit": " s"}, y={"names": names})  # fmt: skip
+    return chart("time", "Where the time went", bars(names, parts), note=f"{unit} of the whole run.",
+                 x={"unit": sign}, y={"names": names})  # fmt: skip
 
 
 # ---- ranks ----
@@ -247,7 +248,8 @@ def ranks(run: RunData) -> Figure | None:
     cells["high"] = max(1.3, *(value for values in cells["z"] for value in values if value is not None))
     note = f"A rank's own time in a step, without waiting, over that of the median rank.{rows_per_column(groups)}"
     note += f" The {ROWS} of {count} ranks that were slowest." if count > ROWS else ""
-    return chart("ranks", "Skew of the ranks", [cells], note=note, y={"names": [f"rank {rank}" for rank in shown]})
+    return chart("ranks", "Skew of the ranks", [cells], note=note, wide=len(shown) > 8,
+                 y={"names": [f"rank {rank}" for rank in shown]})  # fmt: skip
 
 
 def own_time(run: RunData) -> Figure | None:
@@ -300,7 +302,7 @@ def timeline(runs: list[RunData]) -> Figure:
     several = len(runs) > 1
     begun = {id(run): min((event["time"] for event in run.events), default=0.0) for run in runs}
     longest = max((run.events[-1]["time"] - begun[id(run)] for run in runs if run.events), default=0.0)
-    factor, unit, word = (3600, " h", "Hours") if longest > 36_000 else (60, " min", "Minutes")
+    factor, sign, unit = moments(max(5.0, longest))
     kinds = [*dict.fromkeys(e["kind"] for run in runs for e in run.events if e["kind"] not in _NOT_DRAWN)]
     marks, left_out = [], 0
     for row, kind in enumerate(kinds):
@@ -311,13 +313,13 @@ def timeline(runs: list[RunData]) -> Figure:
         points = points[::every]
         marks.append({
             "kind": "dots", "name": kind if several else "", "colour": colour, "symbol": symbol,
-            "x": [short((event["time"] - begun[id(run)]) / factor) for _, run, event in points],
+            "x": [short((event["time"] - begun[id(run)]) * factor) for _, run, event in points],
             "y": [place if several else row for place, _, _ in points],
             "text": [_about(event) for _, _, event in points],
         })  # fmt: skip
-    note = f"{word} since the first start: checkpoints, faults, restarts."
+    note = f"{unit} since the first start: checkpoints, faults, restarts."
     note += f" {left_out:,} of many events are left out." if left_out else ""
-    return chart("timeline", "Time line", marks, note=note, wide=True, x={"unit": unit},
+    return chart("timeline", "Time line", marks, note=note, wide=True, x={"unit": sign},
                  y={"names": [run.name for run in runs] if several else kinds})  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 "use strict";
 // Draws figures (figures.py has their format) as SVG. Colours are the style's variables, so that the theme and the
-// printer need nothing. What a reader did to a figure, names hidden and a part enlarged, stays with its place.
+// printer need nothing. What a reader did to a figure (hidden names, an enlarged part, the pointer) stays with its place.
 
 const SVG = "http://www.w3.org/2000/svg";
 const STAR = "M0 -7L1.7 -2.3 6.7 -2.2 2.7 .9 4.1 5.7 0 2.8 -4.1 5.7 -2.7 .9 -6.7 -2.2 -1.7 -2.3Z";
@@ -8,6 +8,7 @@ const SYMBOLS = {
   circle: "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0Z", square: "M-4.5 -4.5h9v9h-9Z", diamond: "M0 -6.5L6.5 0 0 6.5 -6.5 0Z",
   triangle: "M0 -6L6 5H-6Z", cross: "M-5 -2l3 -3 2 2 2 -2 3 3 -2 2 2 2 -3 3 -2 -2 -2 2 -3 -3 2 -2Z", star: STAR,
 };
+const DASHES = { dot: "2 4", dash: "7 4" };
 const SHADES = 24; // of a heat map
 const FEW = 30; // points of a line that are marked
 
@@ -52,14 +53,14 @@ function spelled(value, axis) {
 // Plain numbers at most `most` apart; on a logarithmic axis powers of ten, between few of them also their 2 and 5.
 function ticksOf(low, high, most, log) {
   const found = [];
-  if (log && high > 4 * low) {
+  if (log && high > 10 * low) {
     const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
     const every = Math.ceil((last - first) / (most + 2)), factors = high <= 100 * low ? [1, 2, 5] : [1];
     for (let power = first; power <= last; power += every) found.push(...factors.map((factor) => Number(`${factor}e${power}`)));
     return found.filter((tick) => tick >= low && tick <= high);
   }
   const rough = (high - low || 1) / most, unit = 10 ** Math.floor(Math.log10(rough));
-  const step = unit * [1, 2, 5, 10].find((factor) => factor * unit >= rough * 0.999);
+  const step = unit * [1, 2, 2.5, 5, 10].find((factor) => factor * unit >= rough * 0.999);
   for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) found.push(Number((n * step).toPrecision(10)));
   return found;
 }
@@ -109,8 +110,7 @@ const KINDS = {
       }
       gap = missing;
     });
-    const dashes = { dot: "2 4", dash: "7 4" }[mark.dash] || "";
-    return [svg("path", { d: path, class: "line", style, "stroke-dasharray": dashes }), ...dots];
+    return [svg("path", { d: path, class: "line", style, "stroke-dasharray": DASHES[mark.dash] || "" }), ...dots];
   },
   area(mark, { x, y }) {
     const over = mark.x.map((value, i) => `${x.at(value)} ${y.at(mark.top[i])}`);
@@ -160,24 +160,24 @@ function nearest(values, wanted) {
   return values.reduce((best, value, i) => (Math.abs(value - wanted) < Math.abs(values[best] - wanted) ? i : best), 0);
 }
 
-// Returns {at: pixels from the left, head, rows: [colour, text]}, or null where there is nothing.
+// Returns {at: pixels from the left, head, rows: [mark, text]}, or null where there is nothing.
 function reading(marks, { figure, x, y }, across, down) {
   const { kind } = figure.marks[0], row = Math.round(y.back(down)), value = x.back(across);
-  const shown = marks.filter((mark) => mark.label !== "");
+  const shown = marks.filter((mark) => mark.label !== "" && mark.x.length);
   if (!shown.length) return null;
   if (kind === "dots") {
     const all = shown.flatMap((mark) => mark.x.map((when, i) => ({ mark, i, away: Math.hypot(x.at(when) - across, y.at(mark.y[i]) - down) })));
     const { mark, i, away } = all.reduce((best, one) => (one.away < best.away ? one : best));
-    return away < 25 ? { at: x.at(mark.x[i]), head: spelled(mark.x[i], figure.x), rows: [[mark.colour, mark.text[i]]] } : null;
+    return away < 25 ? { at: x.at(mark.x[i]), head: spelled(mark.x[i], figure.x), rows: [[mark, mark.text[i]]] } : null;
   }
   if (kind === "bar") {
-    const rows = shown.map((mark) => [mark.colour, `${mark.name}: ${spelled(mark.x[row], figure.x)}`]);
+    const rows = shown.map((mark) => [mark, `${mark.name}: ${spelled(mark.x[row], figure.x)}`]);
     return { at: null, head: figure.y.names[row] || "", rows };
   }
   const head = (one) => `${figure.x.title || ""} ${spelled(one, figure.x).trim()}`;
   if (kind === "heat") {
     const [mark] = shown, column = Math.max(0, mark.x.findLastIndex((step) => step <= value));
-    const rows = [["s1", `${figure.y.names[row]}: ${mark.z[row] && spelled(mark.z[row][column], mark)}`]];
+    const rows = [[{ colour: "s1" }, `${figure.y.names[row]}: ${mark.z[row] && spelled(mark.z[row][column], mark)}`]];
     return mark.z[row] ? { at: across, head: head(mark.x[column]), rows } : null;
   }
   const found = shown.map((mark) => {
@@ -187,53 +187,72 @@ function reading(marks, { figure, x, y }, across, down) {
   const closest = found.reduce((best, one) => (one.distance < best.distance ? one : best));
   return { at: closest.mark.step ? across : x.at(closest.mark.x[closest.i]), head: head(closest.mark.x[closest.i]),
     rows: found.filter((one) => one.distance <= closest.distance + 12)
-      .map(({ mark, i }) => [mark.colour, `${mark.label || mark.name}: ${spelled(mark.y[i], figure.y)}`]) };
+      .map(({ mark, i }) => [mark, `${mark.label || mark.name}: ${spelled(mark.y[i], figure.y)}`]) };
 }
 
-function watch(picture, marks, frame, place) {
-  const { figure, left, right, top, bottom, x } = frame, middle = (left + right) / 2;
-  const ruler = svg("line", { class: "pointer", y1: top, y2: bottom }), tip = element("div", { class: "tip", hidden: "" });
-  const chosen = svg("rect", { class: "chosen", y: top, height: bottom - top });
-  const inside = (event) => Math.min(right, Math.max(left, event.clientX - picture.getBoundingClientRect().left));
+function watch(picture, tip, marks, frame, place) {
+  const { figure, left, right, top, bottom, x, y } = frame, isFixed = figure.marks[0].kind === "bar";
+  const ruler = svg("line", { class: "pointer", y1: top, y2: bottom }), chosen = svg("rect", { class: "chosen", y: top, height: bottom - top });
+  const within = (value, low, high) => Math.min(high, Math.max(low, value));
+  const placeOf = ({ clientX, clientY }) => {
+    const box = picture.getBoundingClientRect();
+    return [within(clientX - box.left, left, right), clientY - box.top];
+  };
   let from = null;
   picture.append(chosen, ruler);
-  picture.addEventListener("pointermove", (event) => {
-    const across = inside(event), found = reading(marks, frame, across, event.clientY - picture.getBoundingClientRect().top);
+  function point(at) {
+    const found = at && reading(marks, frame, ...at);
+    place.at = at;
     picture.classList.toggle("pointed", Boolean(found));
     tip.hidden = !found;
-    if (from !== null) {
-      chosen.setAttribute("x", Math.min(from, across));
-      chosen.setAttribute("width", Math.abs(across - from));
-    }
     if (!found) return;
     ruler.setAttribute("transform", `translate(${found.at ?? -99} 0)`);
-    tip.replaceChildren(element("b", {}, found.head), ...found.rows.map(([colour, text]) => element("div", {}, key({ colour }), text)));
-    const beside = across < middle ? Math.min(across + 16, place.clientWidth - tip.offsetWidth) : across - 16 - tip.offsetWidth;
-    tip.style.top = `${picture.offsetTop + top}px`;
+    tip.replaceChildren(element("b", {}, found.head), ...found.rows.map(([mark, text]) => element("div", {}, key(mark), text)));
+    const beside = at[0] < (left + right) / 2 ? Math.min(at[0] + 16, place.clientWidth - tip.offsetWidth) : at[0] - 16 - tip.offsetWidth;
+    tip.style.top = `${picture.getBoundingClientRect().top - place.getBoundingClientRect().top + top}px`;
     tip.style.left = `${Math.max(0, beside)}px`;
-  });
-  picture.addEventListener("pointerleave", () => { tip.hidden = true; picture.classList.remove("pointed"); });
-  if (figure.marks[0].kind === "bar") return tip;
-  picture.addEventListener("pointerdown", (event) => {
-    if (event.pointerType === "mouse" && event.button === 0) from = inside(event);
-  });
-  picture.addEventListener("pointerup", (event) => {
-    const ends = [from, inside(event)].sort((a, b) => a - b), large = from !== null && ends[1] - ends[0] > 8;
-    from = null;
-    if (large) enlarge(ends.map(x.back));
-  });
-  picture.addEventListener("dblclick", () => enlarge(null));
+  }
   function enlarge(range) {
+    if (isFixed) return;
     place.enlarged = range;
     draw(figure, place);
   }
-  return tip;
+  picture.addEventListener("pointermove", (event) => {
+    const at = placeOf(event);
+    point(at);
+    chosen.setAttribute("x", Math.min(from ?? at[0], at[0]));
+    chosen.setAttribute("width", isFixed ? 0 : Math.abs(at[0] - (from ?? at[0])));
+  });
+  picture.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") point(null); });
+  picture.addEventListener("blur", () => point(null));
+  picture.addEventListener("pointerdown", (event) => {
+    point(placeOf(event));
+    if (event.pointerType === "mouse" && event.button === 0) [from] = place.at;
+  });
+  picture.addEventListener("pointerup", (event) => {
+    const ends = [from, placeOf(event)[0]].sort((a, b) => a - b), isLarge = from !== null && ends[1] - ends[0] > 8;
+    from = null;
+    if (isLarge) enlarge(ends.map(x.back));
+  });
+  picture.addEventListener("dblclick", () => enlarge(null));
+  picture.addEventListener("keydown", (event) => {
+    const [across, down] = place.at || [(left + right) / 2, (top + bottom) / 2], quarter = (right - left) / 4;
+    const far = event.shiftKey ? 1 : 12, row = figure.y.names ? Math.abs(y.at(1) - y.at(0)) : far;
+    const [dx, dy] = { ArrowLeft: [-far, 0], ArrowRight: [far, 0], ArrowUp: [0, -row], ArrowDown: [0, row] }[event.key] || [0, 0];
+    if (dx || dy) point([within(across + dx, left, right), within(down + dy, top, bottom - 1)]);
+    else if (event.key === "+") enlarge([across - quarter, across + quarter].map((end) => x.back(within(end, left, right))));
+    else if (event.key === "-" || event.key === "Escape") enlarge(null);
+    else return;
+    event.preventDefault();
+  });
+  if (place.at) point(place.at);
 }
 
 function key(mark) {
-  const made = element("span", { class: "key" });
-  made.style.borderTop = `3px ${{ dot: "dotted", dash: "dashed" }[mark.dash] || "solid"} ${paint(mark.colour)}`;
-  return made;
+  const style = `stroke: ${paint(mark.colour)}; fill: ${paint(mark.colour)}`;
+  const sign = { dots: () => svg("path", { d: SYMBOLS[mark.symbol] || STAR, transform: "translate(8 7)", style }),
+    line: () => svg("path", { d: "M0 7H16", "stroke-width": 3, "stroke-dasharray": DASHES[mark.dash] || "", style }) }[mark.kind];
+  return svg("svg", { class: "key", viewBox: "0 0 16 14" }, sign ? sign() : svg("rect", { x: 2, y: 1, width: 12, height: 12, rx: 2, style }));
 }
 
 function legend(figure, place) {
@@ -277,7 +296,7 @@ function draw(figure, place) {
   const width = place.clientWidth || 400, height = heightOf(figure, width < 480);
   const top = 10, bottom = height - (figure.x.title ? 40 : 24), every = names && Math.ceil(names.length * 13 / (bottom - top));
   const labels = names ? names.map((name, row) => [row, fitted(name, width * 0.3)]).filter(([row]) => row % every === 0)
-    : ticksOf(...yRange, width < 480 ? 4 : 5, figure.y.log).map((tick) => [tick, spelled(tick, figure.y)]);
+    : ticksOf(...yRange, width < 480 ? 5 : 6, figure.y.log).map((tick) => [tick, spelled(tick, figure.y)]);
   const left = Math.max(12, ...labels.map(([, text]) => widthOf(text) + 12)), right = width - (heat ? 66 : 16);
   const x = scaleOf(figure.x, xRange, left, right), y = scaleOf(figure.y, yRange, bottom, top);
   const frame = { figure, x, y, left, right, top, bottom }, parts = [];
@@ -285,7 +304,8 @@ function draw(figure, place) {
     if (!names) parts.push(svg("line", { class: "grid", x1: left, x2: right, y1: y.at(value), y2: y.at(value) }));
     parts.push(svg("text", { x: left - 8, y: y.at(value) + 4, "text-anchor": "end" }, text));
   }
-  for (const tick of figure.x.ticks || ticksOf(x.low, x.high, Math.max(4, (right - left) / 90), figure.x.log)) {
+  for (const tick of figure.x.ticks || ticksOf(x.low, x.high, Math.max(4, (right - left) / 58), figure.x.log)) {
+    if (figure.x.title === "step" && !Number.isInteger(tick)) continue;
     const text = spelled(tick, figure.x), at = x.at(tick);
     if (names && !heat) parts.push(svg("line", { class: "grid", x1: at, x2: at, y1: top, y2: bottom }));
     parts.push(svg("text", { x: Math.min(at, width - widthOf(text) / 2), y: bottom + 18, "text-anchor": "middle" }, text));
@@ -299,6 +319,11 @@ function draw(figure, place) {
     svg("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }),
     svg("g", { "clip-path": `url(#clip-${figure.id})` }, ...marks.flatMap((mark) => KINDS[mark.kind](mark, frame)), ...rulers),
     ...(heat ? heatKey(heat, right + 10, top, bottom) : []));
-  const picture = svg("svg", { class: "figure", viewBox: `0 0 ${width} ${height}`, height }, ...parts);
-  place.replaceChildren(...legend(figure, place), picture, watch(picture, marks, frame, place));
+  const picture = svg("svg", { class: "figure", viewBox: `0 0 ${width} ${height}`, height, tabindex: 0, "aria-label": figure.title }, ...parts);
+  const tip = element("div", { class: "tip", role: "status", hidden: "" }), { at } = place;
+  const focused = [...place.querySelectorAll("button, .figure")].indexOf(document.activeElement);
+  place.replaceChildren(...legend(figure, place), picture, tip);
+  place.at = at;
+  watch(picture, tip, marks, frame, place);
+  place.querySelectorAll("button, .figure")[focused]?.focus({ preventScroll: true });
 }

@@ -46,6 +46,8 @@ def short(value: float | None) -> float | None:
 
 def moments(longest: float) -> tuple[float, str, str]:
     """Return the factor, sign and word for times up to `longest` seconds."""
+    if longest >= 600:
+        return (1 / 3600, " h", "Hours") if longest >= 36_000 else (1 / 60, " min", "Minutes")
     return (1.0, " s", "Seconds") if longest >= 5 else (1e3, " ms", "Milliseconds")
 
 
@@ -103,4 +105,4 @@ def heat(groups: list[Sequence[Row]], values: Callable[[Row], Sequence[float | N
 def rows_per_column(groups: list[Sequence[Row]]) -> str:
     """Return what a heat map's note says of its columns."""
     most = max(len(group) for group in groups)
-    return f" Each column is the greatest of {most} logged steps." if most > 1 else ""
+    return f" Each column is the greatest of {most:,} logged steps." if most > 1 else ""

@@ -2,7 +2,7 @@
 // Builds the page from its data. Text goes in as text.
 
 const page = document.getElementById("page");
-const HINT = "A click on a name hides its line. Drag to enlarge a part, double-click to see all again. ";
+const HINT = "A click on a name hides its line. Drag to enlarge a part, double-click to see all again; on the keyboard: Tab, arrows, + and -. ";
 let shown = null;
 
 function element(tag, attributes = {}, ...children) {

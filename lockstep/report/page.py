@@ -167,14 +167,14 @@ def _numbers(run: RunData) -> list[str]:
 
 def differences(runs: list[RunData]) -> Page | None:
     """Return the table of the keys in which configs differ; None if there is nothing to tell."""
-    configs = [flat_config(run.config_text) for run in runs]
+    configs = [flat_config(run.config_text) for run in runs] if len(runs) > 1 else []
     keys = list(dict.fromkeys(key for config in configs for key in config))
     rows = [
         [key, *(str(config.get(key, "–")) for config in configs)]
         for key in keys
         if len({str(config.get(key)) for config in configs}) > 1
     ]
-    if len(runs) < 2 or not rows:
+    if not rows:
         return None
     return {"title": "Where the configs differ", "head": ["key", *(run.name for run in runs)], "rows": rows}
 

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -114,6 +115,7 @@ def read_run(path: Path, now: float | None = None) -> RunData:
     )
 
 
+@lru_cache(maxsize=64)
 def flat_config(text: str) -> dict[str, Any]:
     """Return `section.key` → value; empty if the text is not a YAML mapping."""
     import yaml

@@ -186,7 +186,13 @@ def test_a_figure_answers_the_pointer_and_prints(pages: dict[str, Path]) -> None
             place = json.loads(page.ask(box))
             page._call("Input.dispatchMouseEvent", type=kind, x=place["x"] + part * place["width"],
                        y=place["y"] + place["height"] / 2, **more)  # fmt: skip
-            return str(page.ask(f"document.querySelector('#chart-{chart} .tip').innerText"))
+            tip = f"document.querySelector('#chart-{chart} .tip')"
+            if kind == "mouseMoved":
+                figure = json.loads(page.ask(box.replace(mark, ".figure")))
+                beside = json.loads(page.ask(f"JSON.stringify({tip}.getBoundingClientRect())"))
+                assert figure["y"] < beside["y"] < figure["y"] + 30, "it is at the figure's upper edge"
+                assert figure["x"] <= beside["x"] < beside["right"] <= figure["right"]
+            return str(page.ask(f"{tip}.innerText"))
 
         shown = mouse("mouseMoved", "loss", 0.51)
         assert shown.startswith("step 30")
@@ -215,11 +221,48 @@ def test_a_figure_answers_the_pointer_and_prints(pages: dict[str, Path]) -> None
         assert page.complaints == []
 
 
+def test_a_figure_answers_the_keyboard(pages: dict[str, Path]) -> None:
+    with Page() as page:
+        page.open(pages["rich"].as_uri())
+        focused = "document.activeElement.closest('.plot')"
+        page.ask("document.querySelector('#chart-ranks .figure').focus()")
+
+        def press(key: str) -> str:
+            page._call("Input.dispatchKeyEvent", type="keyDown", key=key)
+            return str(page.ask(f"{focused}.querySelector('.tip').innerText"))
+
+        assert re.search(r"step \d+\s+rank 2: 1", before := press("ArrowRight"))
+        assert re.search(r"step \d+\s+rank 1: 1", press("ArrowUp"))
+        press("ArrowDown")
+        assert press("ArrowLeft") != before
+        steps = f"[...{focused}.querySelectorAll('text')].map((text) => text.textContent).join()"
+        whole = page.ask(steps)
+        press("+")
+        assert page.ask(steps) != whole, "a part is enlarged, and the figure drawn anew has the focus"
+        press("Escape")
+        assert page.ask(steps) == whole
+        assert page.complaints == []
+
+
+def test_the_page_of_a_long_and_wide_run_is_small_and_draws(tmp_path: Path) -> None:
+    """100,000 logged steps of 64 ranks."""
+    run = read_run(write_run(tmp_path / "run", ranks=64).path)
+    run.rows = [{**run.rows[i * len(run.rows) // 100_000], "step": i, "time": BEGUN + i} for i in range(100_000)]
+    write([run], target := tmp_path / "report.html")
+    assert 200_000 < target.stat().st_size < 1_000_000
+    with Page(390) as page:
+        page.open(target.as_uri())
+        only_itself(page, target.as_uri())
+        assert page.ask(NOT_DRAWN) == []
+        assert page.ask("document.documentElement.scrollWidth <= innerWidth")
+
+
 def test_ticks_are_few_and_plain_numbers(pages: dict[str, Path]) -> None:
     with Page() as page:
         page.open(pages["crashed"].as_uri())
         assert page.ask("ticksOf(0.5, 50, 5, true)") == [0.5, 1, 2, 5, 10, 20, 50]
         assert page.ask("ticksOf(1e-4, 1e3, 5, true)") == [1e-4, 1e-3, 0.01, 0.1, 1, 10, 100, 1000]
+        assert page.ask("ticksOf(0.5, 2, 5, true)") == [0.5, 1, 1.5, 2]
         assert page.ask("ticksOf(0, 38, 5, false)") == [0, 10, 20, 30]
         assert page.ask("ticksOf(0.0029, 0.0031, 5, false).map((tick) => spelled(tick, {}))")[0] == "0.0029"
         assert page.ask("spelled(0.0237, {percent: true})") == "2.37%"

@@ -90,8 +90,8 @@ def test_it_draws_in_a_browser_and_shows_values_under_the_pointer(folder: Path) 
         assert page.ask("document.documentElement.scrollWidth <= innerWidth")
         page.resize(1280)
         page.settle()
-        assert page.ask("document.querySelector('.plot svg').clientWidth") > 800, "drawn anew at another width"
-        page.ask("document.querySelector('.plot svg').dispatchEvent(new PointerEvent('pointermove')) || 0")
+        assert page.ask("document.querySelector('.plot .figure').clientWidth") > 800, "drawn anew at another width"
+        page.ask("document.querySelector('.plot .figure').dispatchEvent(new PointerEvent('pointermove')) || 0")
         assert "steps" in page.ask("document.querySelector('.tip').textContent")
         page.open(page.ask("document.querySelector('td a').href"))
         assert page.ask("document.querySelector('h1').textContent") == "a"
