@@ -53,7 +53,7 @@ function spelled(value, axis) {
 // Plain numbers at most `most` apart; on a logarithmic axis powers of ten, between few of them also their 2 and 5.
 function ticksOf(low, high, most, log) {
   const found = [];
-  if (log && high > 10 * low) {
+  if (log && high > 5 * low) {
     const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
     const every = Math.ceil((last - first) / (most + 2)), factors = high <= 100 * low ? [1, 2, 5] : [1];
     for (let power = first; power <= last; power += every) found.push(...factors.map((factor) => Number(`${factor}e${power}`)));
