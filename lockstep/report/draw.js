@@ -305,7 +305,7 @@ function draw(figure, place) {
     parts.push(svg("text", { x: left - 8, y: y.at(value) + 4, "text-anchor": "end" }, text));
   }
   for (const tick of figure.x.ticks || ticksOf(x.low, x.high, Math.max(4, (right - left) / 58), figure.x.log)) {
-    if (figure.x.title === "step" && !Number.isInteger(tick)) continue;
+    if (/^steps?$/.test(figure.x.title) && !Number.isInteger(tick)) continue;
     const text = spelled(tick, figure.x), at = x.at(tick);
     if (names && !heat) parts.push(svg("line", { class: "grid", x1: at, x2: at, y1: top, y2: bottom }));
     parts.push(svg("text", { x: Math.min(at, width - widthOf(text) / 2), y: bottom + 18, "text-anchor": "middle" }, text));
