@@ -81,7 +81,8 @@ class AnomalyDetector:
     """Reads each step's numbers and detects anomalies.
 
     On the CPU and on MPS they are read at once. On other GPUs they are copied asynchronously and read one step later,
-    so that nothing waits; under `action: skip` the host waits for them, since the update depends on them.
+    so that nothing waits; under `action: skip` and `recompute` the host waits for them, since the update depends on
+    them.
 
     Attributes:
         losses: the last good losses, oldest first; part of a run's state, since they define a spike.
@@ -98,6 +99,15 @@ class AnomalyDetector:
         """Return whether a bad step makes no update."""
         return self.config.action == "skip"
 
+    @property
+    def decides_at_once(self) -> bool:
+        """Return whether the step's own update depends on its numbers."""
+        return self.skips or self.config.recompute
+
+    def forget_last(self) -> None:
+        """Take back the bad step that `check` has found last: it is computed again."""
+        self.consecutive -= 1
+
     def check(self, step: int, loss: Number, norm: Number, stop_votes: Number, out_of_step: Number) -> StepCheck:
         """Check the numbers of `step`, after its gradients and before its update; return what is known by now.
 
@@ -110,7 +120,7 @@ class AnomalyDetector:
         """
         given = (loss, norm, stop_votes, out_of_step)
         device = _device_of(given)
-        if device is None or device.type in _READ_AT_ONCE or self.skips:
+        if device is None or device.type in _READ_AT_ONCE or self.decides_at_once:
             return self._evaluate(step, *map(float, given))  # host waits for the device, on a GPU
         numbers = torch.stack([_on_device(value, device) for value in given])
         copy = numbers.to("cpu", non_blocking=True)

@@ -36,6 +36,7 @@ class StepRecord:
     tokens: Any  # valid targets in this step, over all ranks
     epoch: int = 0
     clipped: Any = None  # fraction that clipping changed: 1 or 0 (norm), of elements (value), of units (adaptive)
+    recomputed: str | None = None  # how its numbers were bad at first, where they were good when computed again
     skipped: bool = False  # no update was made: overflow under fp16, or an anomaly
     step_seconds: float = 0.0
     samples_per_second: float = 0.0

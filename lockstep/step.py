@@ -5,21 +5,22 @@
 
 Backward runs on sums divided by a nominal count, a power of two, so that the actual count need not be known before it.
 On a GPU the host waits for the step before, no more, so that it always has queued a step. Exceptions: a run's first
-steps, which check the loss and agree on the nominal count; fp16 and `bad_numbers.action: skip`, where the decision to
-skip needs a number of this step. Each line where the host waits says so: "host waits".
+steps, which check the loss and agree on the nominal count; fp16, `bad_numbers.action: skip` and
+`bad_numbers.recompute`, where the update depends on a number of this step. Each line where the host waits says so:
+"host waits".
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.bad_numbers import Anomaly, AnomalyDetector, BadNumbersError
+from lockstep.bad_numbers import Anomaly, AnomalyDetector, BadNumbersError, StepCheck
 from lockstep.clipping import clip_adaptively, clip_by_value
 from lockstep.collectives import is_main_process
 from lockstep.config import GradientClipConfig
@@ -28,8 +29,9 @@ from lockstep.errors import UsageError, listed
 from lockstep.monitor import PhaseClock
 from lockstep.optim import CallersRate, Schedule, TorchSchedule, unfuse
 from lockstep.parallel.loss_accumulator import LossAccumulator, Number, at_least, at_most, exceeds, inverse, tensor_of
-from lockstep.parallel.parallel_model import ParallelModel, layer_norms
+from lockstep.parallel.parallel_model import ModelUpdate, ParallelModel, layer_norms
 from lockstep.precision import LossScale
+from lockstep.recompute import wrongly_computed
 from lockstep.records import StepRecord
 from lockstep.torch_compat import foreach
 from lockstep.torch_compat.optimizer_step import bare_step, has_pre_hooks
@@ -44,6 +46,16 @@ class Progress:
     skipped: list[int] = field(default_factory=list)
     epoch: int = 0
     samples: int = 0
+
+
+class _FinishedGradients(NamedTuple):
+    """A step before its update."""
+
+    loss: Number
+    targets: Number
+    norm: Number
+    updates: list[ModelUpdate]
+    check: StepCheck
 
 
 @dataclass
@@ -168,7 +180,7 @@ class Step:
             UsageError: requires_grad of parameters was changed after placement.
         """
         self._check_requires_grad()
-        if self.anomaly_detector.skips:
+        if self.anomaly_detector.decides_at_once:
             self._buffers = {name: buffer.clone() for name, buffer in self.placed.buffers.items()}
         accumulator = self.placed.loss_accumulator(micro_batches_per_step)
         accumulator.mark_step(self.progress.step + 1)
@@ -199,13 +211,31 @@ class Step:
         self.progress.epoch = epoch
         if self.nominal is None:
             self.set_nominal(micro_batches[0].batch, micro_batches_per_step)
-        self.clock.enter("forward_backward")
-        accumulator = self.open(micro_batches_per_step)
-        if self.stop_asked:
-            accumulator.vote_to_stop()
-        with self.placed.random_state.running("train", self.progress.step):
-            self.placed.forward_backward(micro_batches, accumulator, self.factor)
-        return self.update(accumulator, samples)
+
+        def compute() -> LossAccumulator:
+            self.clock.enter("forward_backward")
+            accumulator = self.open(micro_batches_per_step)
+            if self.stop_asked:
+                accumulator.vote_to_stop()
+            with self.placed.random_state.running("train", self.progress.step):
+                self.placed.forward_backward(micro_batches, accumulator, self.factor)
+            return accumulator
+
+        accumulator = compute()
+        if not self.anomaly_detector.config.recompute:
+            return self.update(accumulator, samples)
+        finished, recomputed = self._finish_gradients(accumulator), None
+        if (anomaly := finished.check.anomaly) is not None:
+            self._undo()
+            self.placed.finish_update(True)
+            self.anomaly_detector.forget_last()
+            again = compute()
+            finished = self._finish_gradients(again)
+            if finished.check.anomaly is None:
+                own = {micro_batch.index for micro_batch in micro_batches if micro_batch.real}
+                losses = (accumulator.losses(), again.losses())
+                recomputed = wrongly_computed(anomaly, float(finished.loss), losses, own)
+        return self._update(finished, samples, recomputed)
 
     def update(self, accumulator: LossAccumulator, samples: int) -> StepRecord:
         """Finish a step after its last backward pass.
@@ -215,6 +245,10 @@ class Step:
                 say to
                 skip it, or too many in a row were skipped. The step is complete nevertheless.
         """
+        return self._update(self._finish_gradients(accumulator), samples)
+
+    def _finish_gradients(self, accumulator: LossAccumulator) -> _FinishedGradients:
+        """Finish a step's gradients after the last backward pass, and check its numbers."""
         placed = self.placed
         self.clock.enter("optimizer")
         loss_sum, count = accumulator.totals()
@@ -223,19 +257,25 @@ class Step:
         placed.finish_gradients()
         self._drop_frozen()
         updates, norm = placed.model_updates(accumulator, self.factor, count)
+        # Under fp16 the loss scale handles a norm that is not finite.
+        seen = 0.0 if self.loss_scale is not None else norm
+        step = self.progress.step + 1
+        out_of_step = accumulator.step_marks - step * placed.layout.world_size
+        check = self.anomaly_detector.check(step, loss, seen, accumulator.stop_votes, out_of_step)
+        return _FinishedGradients(loss, count, norm, updates, check)
+
+    def _update(self, finished: _FinishedGradients, samples: int, recomputed: str | None = None) -> StepRecord:
+        placed, updates, norm, numbers = self.placed, finished.updates, finished.norm, finished.check
         rate = self._set_learning_rate()
         overflow = self.loss_scale is not None and not math.isfinite(float(norm))  # host waits for the device
         record = StepRecord(
-            step=self.progress.step + 1, loss=loss, grad_norm=norm, lr=rate, samples=samples, tokens=count,
-            epoch=self.progress.epoch, skipped=overflow, loss_scale=self.loss_scale.scale if self.loss_scale else None,
+            step=self.progress.step + 1, loss=finished.loss, grad_norm=norm, lr=rate, samples=samples,
+            tokens=finished.targets, epoch=self.progress.epoch, recomputed=recomputed,
+            loss_scale=self.loss_scale.scale if self.loss_scale else None,
         )  # fmt: skip
         if self.wants_layer_norms(record.step) and updates:
             with updates[0].in_place(self.optimizer):
                 record.gradient_norms = layer_norms(placed, updates[0].to_mean)
-        # Under fp16 the loss scale handles a norm that is not finite.
-        seen = 0.0 if self.loss_scale is not None else norm
-        out_of_step = accumulator.step_marks - record.step * self.placed.layout.world_size
-        numbers = self.anomaly_detector.check(record.step, loss, seen, accumulator.stop_votes, out_of_step)
         self.stopping = numbers.stop or self.stopping
         self.anomaly = numbers.anomaly
         record.skipped = overflow or numbers.anomaly is not None
@@ -249,18 +289,23 @@ class Step:
             self.progress.updates += 1
             self._call_after_update()
         if numbers.anomaly is not None:
-            for name, before in self._buffers.items():
-                self.placed.buffers[name].copy_(before)
-        self.placed.finish_update(record.skipped)
+            self._undo()
+        placed.finish_update(record.skipped)
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
-        self.placed.clear_gradients()
+        placed.clear_gradients()
         self._advance(samples)
         for check in placed.checks:
             check(self.progress.step)
         self.clock.enter("other")
         self._raise_if_bad(numbers.anomaly)
         return record
+
+    def _undo(self) -> None:
+        """Put back what forward passes have changed, and drop the gradients."""
+        for name, before in self._buffers.items():
+            self.placed.buffers[name].copy_(before)
+        self.placed.clear_gradients()
 
     def _check_requires_grad(self) -> None:
         """Reject `requires_grad_` between steps if a strategy depends on its value at placement."""

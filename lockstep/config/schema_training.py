@@ -153,6 +153,12 @@ class BadNumbersConfig(Section):
         description="`stop` ends the run; `skip` makes no update from that step, on any rank (the host waits for the "
         "loss of each step); `rollback` goes back to the newest checkpoint and passes over that step's data.",
     )
+    recompute: bool = Field(
+        default=False,
+        description="A bad step is computed once more, from the same weights and random numbers, before `action`. If "
+        "its numbers are good then, a processor has computed wrongly: the run names the host, and goes on with them. "
+        "The host waits for the loss of each step. Not in loops that call `backward` themselves.",
+    )
     spike_factor: float | None = Field(
         default=None,
         gt=1,

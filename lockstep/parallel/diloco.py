@@ -72,6 +72,12 @@ class DiLoCo(Strategy):
                 f"{diloco.fragments} fragments can't be spread over {diloco.inner_steps} steps, one at a time",
                 f"write fragments: {diloco.inner_steps} or fewer",
             )
+        if training.bad_numbers.recompute:
+            yield Contradiction(
+                ("training.bad_numbers.recompute", "distributed.strategy"),
+                "each worker has made its own update before the numbers of all are known",
+                "leave recompute out, or use ddp or fsdp",
+            )
         micro_batches = (training.global_batch_size or 0) // training.batch_size
         if training.global_batch_size is not None and diloco.workers is not None and micro_batches < diloco.workers:
             yield Contradiction(

@@ -120,6 +120,10 @@ class LossAccumulator:
         sums = self._table[:, :-1].sum(dim=1)
         return sums[0], sums[1]
 
+    def losses(self) -> list[float]:
+        """Return the summed loss of each micro-batch of the step, after `totals`; equal on all ranks."""
+        return self._table[0, :-1].tolist()  # host waits for the device
+
     @property
     def stop_votes(self) -> Number:
         """Number of ranks that voted to stop; known after `totals`, equal on all ranks."""
@@ -167,6 +171,9 @@ class HostLossAccumulator(LossAccumulator):
         if self._shared:
             self._losses, self._counts = self._table.tolist()
         return sum(self._losses[:-1]), sum(self._counts[:-1])
+
+    def losses(self) -> list[float]:
+        return self._losses[:-1]
 
     @property
     def stop_votes(self) -> Number:

@@ -84,6 +84,9 @@ class WholeRun:
                     trainer.lock.check()
                 if record is not None:
                     self._record(record)
+                if record is not None and record.recomputed:
+                    self._monitor.event("recomputed", step=record.step, what=record.recomputed)
+                    self._monitor.say(f"warning: {record.recomputed}")
                 if step.anomaly is not None:
                     self._rollback.report(self._monitor, source, step.anomaly)
                 last = step.progress.step == total or step.stopping

@@ -35,12 +35,14 @@ _FIXES: dict[str, dict[str, str]] = {
         TORCH: "DataLoader(…, sampler=DistributedSampler(data)), and sampler.set_epoch(epoch) each epoch",
         ACCELERATE: "train on the loader that accelerator.prepare(loader) returns",
         FABRIC: "train on the loader that fabric.setup_dataloaders(loader) returns",
+        LIGHTNING: "leave use_distributed_sampler=True in Trainer, or give the loader a DistributedSampler",
         TRANSFORMERS: "return a plain DataLoader from get_train_dataloader, through self.accelerator.prepare",
     },
     "random numbers": {
         TORCH: "torch.manual_seed(seed + rank) after the model is made",
         ACCELERATE: "set_seed(seed, device_specific=True), after the model is made",
         FABRIC: "fabric.seed_everything(seed + fabric.global_rank), after the model is made",
+        LIGHTNING: "seed_everything(seed + self.global_rank) in the LightningModule's on_train_start",
         TRANSFORMERS: "torch.manual_seed(seed + rank) in a callback's on_train_begin",
     },
     "first values": {
@@ -62,6 +64,8 @@ _FIXES: dict[str, dict[str, str]] = {
         "accelerator.num_processes / targets)",
         FABRIC: 'sum the loss; targets = fabric.all_reduce(count, reduce_op="sum"); fabric.backward(loss_sum * '
         "fabric.world_size / targets)",
+        LIGHTNING: "sum the loss in training_step; targets = self.all_gather(count).sum(); return loss_sum * "
+        "self.trainer.world_size / targets",
         TRANSFORMERS: "TrainingArguments(average_tokens_across_devices=True), and a model or compute_loss_func that "
         "divides the summed loss by num_items_in_batch",
     },
@@ -74,6 +78,7 @@ _FIXES: dict[str, dict[str, str]] = {
         "for the last backward pass of a step",
         ACCELERATE: "call the model that accelerator.prepare(model) returns, and accelerator.backward(loss)",
         FABRIC: "call the model that fabric.setup returns, and fabric.backward(loss) outside of no_backward_sync",
+        LIGHTNING: "let training_step return the loss, and Trainer call backward",
     },
     "sum of gradients": {
         TORCH: "divide by the number of ranks once: DistributedDataParallel averages already",
@@ -93,6 +98,7 @@ _FIXES: dict[str, dict[str, str]] = {
         TORCH: "clip once all gradients are there, by their norm over all ranks (FSDP1: model.clip_grad_norm_)",
         ACCELERATE: "accelerator.clip_grad_norm_(model.parameters(), …) where accelerator.sync_gradients",
         FABRIC: "fabric.clip_gradients(model, optimizer, max_norm=…)",
+        LIGHTNING: "Trainer(gradient_clip_val=…)",
     },
 }  # fmt: skip
 
@@ -100,8 +106,7 @@ _FIXES: dict[str, dict[str, str]] = {
 def fix_for(kind: str, framework: str) -> str:
     """Return what to write, in the framework's words where they are others than torch's."""
     fixes = _FIXES.get(kind, {})
-    same = FABRIC if framework == LIGHTNING else framework
-    return fixes.get(same, fixes.get(TORCH, ""))
+    return fixes.get(framework, fixes.get(TORCH, ""))
 
 
 def cause(kind: str, text: str, found_by: str, framework: str, *, is_error: bool = True) -> ScriptCause:
