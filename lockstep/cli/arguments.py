@@ -96,7 +96,13 @@ class Parser(argparse.ArgumentParser):
     def _nearest(self, token: str) -> str:
         from difflib import get_close_matches
 
-        near = get_close_matches(token.partition("=")[0], self._option_string_actions, n=1, cutoff=0.75)
+        from lockstep.config.names import SECTIONS
+
+        option = token.partition("=")[0]
+        if option[2:].partition(".")[0] in SECTIONS and "." in option:
+            return f"write {option[2:]}=VALUE, without dashes"
+        begin = [known for known in self._option_string_actions if known.startswith(option) and len(option) > 3]
+        near = begin or get_close_matches(option, self._option_string_actions, n=1, cutoff=0.75)
         return f"write {near[0]}" if near else f"`{self.prog} --help` lists the arguments"
 
 

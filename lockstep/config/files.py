@@ -6,7 +6,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, listed
 
 SHIPPED = Path(__file__).parent
 ALIASES = {
@@ -118,4 +118,8 @@ def _near_file(path: Path) -> str | None:
     near = difflib.get_close_matches(path.name, beside, n=1)
     if near:
         return f"did you mean {near[0]}?"
+    if beside:
+        return (
+            f"name a file that is there, such as {listed(sorted(beside))}; `lockstep config list` has those that ship"
+        )
     return "`lockstep config list` names those that ship"

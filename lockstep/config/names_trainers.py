@@ -370,6 +370,27 @@ TORCH: Rows = (
     ("save_every", "checkpoint.save_steps"),
 )
 
+DEEPSPEED_VALUES: Rows = (
+    ("zero", STRATEGY, "fsdp"),
+    ("zero1", STRATEGY, "fsdp", "and distributed.fsdp.sharding_strategy: shard_grad_op, which cuts gradients, too"),
+    ("zero2", STRATEGY, "fsdp", "and distributed.fsdp.sharding_strategy: shard_grad_op"),
+    ("zero3", STRATEGY, "fsdp"),
+)
+MEGATRON_VALUES: Rows = (
+    ("tp", STRATEGY, "tensor"),
+    ("pp", STRATEGY, "pipeline"),
+    ("cp", STRATEGY, "context"),
+    ("ep", STRATEGY, "fsdp", "and distributed.expert_size"),
+)
+TORCH_VALUES: Rows = (
+    ("fsdp1", STRATEGY, "fsdp"),
+    ("fsdp2", STRATEGY, "fsdp"),
+    ("distributed", STRATEGY, "ddp"),
+    ("DistributedDataParallel", STRATEGY, "ddp"),
+    ("FullyShardedDataParallel", STRATEGY, "fsdp"),
+    ("DataParallel", STRATEGY, "dp"),
+)
+
 TRAINERS: tuple[tuple[str, Kind, Rows], ...] = (
     ("transformers", "key", TRANSFORMERS),
     ("transformers", "value", TRANSFORMERS_VALUES),
@@ -381,9 +402,12 @@ TRAINERS: tuple[tuple[str, Kind, Rows], ...] = (
     ("accelerate", "flag", ACCELERATE_FLAGS),
     ("accelerate", "python", ACCELERATE_PYTHON),
     ("deepspeed", "key", DEEPSPEED),
+    ("deepspeed", "value", DEEPSPEED_VALUES),
     ("deepspeed", "flag", DEEPSPEED_FLAGS),
     ("torchtitan", "key", TORCHTITAN),
     ("megatron", "key", MEGATRON),
+    ("megatron", "value", MEGATRON_VALUES),
     ("nanogpt", "key", NANOGPT),
     ("torch", "key", TORCH),
+    ("torch", "value", TORCH_VALUES),
 )

@@ -67,7 +67,9 @@ def require_multiple(what: str, value: int, of: str, divisor: int) -> None:
     """Reject sizes that do not divide, with both names and numbers."""
     if divisor < 1 or value % divisor:
         raise UsageError(
-            f"{what}={value} is not a multiple of {of}={divisor}", where="model.args", fix=f"change {what} or {of}"
+            f"{what}={value} is not a multiple of {of}={divisor}",
+            where="model.args",
+            fix=f"change {what.split('·')[-1]} or {of.split('·')[-1]}",
         )
 
 

@@ -90,7 +90,7 @@ def plan(config: Config, options: PlanOptions) -> str:
 def print_first(candidate: Candidate) -> None:
     """Print the memory of the first layout on stderr, while the others are still rehearsed."""
     needs = f"{_gib(candidate.needed)} of {candidate.limit / GIB:.1f} GiB a GPU"
-    print(f"lockstep: first answer: {candidate.name()} needs {needs}", file=sys.stderr, flush=True)
+    print(f"lockstep: first answer, others follow: {candidate.name()} needs {needs}", file=sys.stderr, flush=True)
 
 
 def cluster_for(options: PlanOptions) -> tuple[GpuCluster, list[str]]:

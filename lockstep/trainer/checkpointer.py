@@ -33,6 +33,9 @@ class Checkpointer:
         trainer: the run's trainer; it is only read.
         monitor: records saves, the time that training waited for them, and failures.
 
+    Attributes:
+        saved: step of the last save that was begun.
+
     Raises:
         UsageError: the hosts do not share the run directory and the format needs it.
     """
@@ -43,7 +46,7 @@ class Checkpointer:
         self._folder = None if self._config.save_strategy == "none" else trainer.checkpoints
         self._saver: checkpoint.AsyncSaver | None = None
         self._evaluated: dict[int, float] = {}
-        self._saved: int | None = None  # step of the last save that was begun
+        self.saved: int | None = None
         if self._folder is None:
             return
         # The evaluation at the end of a run comes after its last save, which therefore does not hold the result.
@@ -76,7 +79,7 @@ class Checkpointer:
     def save(self, *, must_succeed: bool) -> None:
         """Save the run now; in the background, unless it must have succeeded when this returns."""
         step = self._trainer.step.progress.step
-        if self._folder is None or self._saved == step:
+        if self._folder is None or self.saved == step:
             self.finish(must_succeed=must_succeed)
             return
         started = time.perf_counter()
@@ -107,13 +110,13 @@ class Checkpointer:
 
     def reset_after_rollback(self) -> None:
         """Prepare for saving later steps again, after a rollback."""
-        self._saved = None
+        self.saved = None
 
     # ---- how ----
 
     def _begin(self, step: int) -> None:
         assert self._folder is not None
-        trainer, self._saved = self._trainer, step
+        trainer, self.saved = self._trainer, step
         snapshot = trainer.snapshot()
         config = trainer.config.to_yaml()
         if self._saver is not None:

@@ -138,7 +138,7 @@ def nothing_left(trainer: "Trainer", total: int | None) -> list[str]:
     if total is not None and step >= total:
         return [
             f"nothing left to do: {step} steps are done, and the run has {total}. For more of them "
-            "raise training.max_steps or num_train_epochs; --resume never starts afresh"
+            "raise training.max_steps or num_train_epochs; with checkpoint.resume=never it starts afresh"
         ]
     return [f"nothing left to do: {following.why_stopped()}"] if following.stopped else []
 
@@ -152,8 +152,8 @@ def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
     return [
         f"strategy {trainer.layout} on {trainer.cluster.facts.world_size} × {trainer.device.type}, {precision}, "
         f"{trainer.placed.num_parameters:,} parameters",
-        f"global batch {total} = {micro_batches} micro-batches × {training.batch_size}, over {ranks} "
-        f"data-parallel rank{'s' * (ranks != 1)}; {trainer.rate_line}",
+        f"global batch {total} = {micro_batches} micro-batch{'es' * (micro_batches != 1)} × {training.batch_size}, "
+        f"over {ranks} data-parallel rank{'s' * (ranks != 1)}; {trainer.rate_line}",
         *_warn_of_idle_ranks(micro_batches, ranks, training.batch_size),
         *_warn_of_long_warmup(training.warmup_steps, last_step),
         *([trainer.layout.notice] if trainer.layout.notice else []),

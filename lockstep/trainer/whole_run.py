@@ -66,6 +66,9 @@ class WholeRun:
                     raise
             reason = "preempted" if trainer.step.stopping else "done"
             monitor.event("stop", step=trainer.step.progress.step, reason=reason)
+            monitor.close()  # the last step's line comes first
+            if record is not None:
+                monitor.say(self._ending(checkpointer.saved))
         finally:
             source.close()
         return record
@@ -106,6 +109,23 @@ class WholeRun:
             self._evaluate(followed=False)  # after the save: a run that is killed now loses this number alone
         return record
 
+    def _ending(self, saved: int | None) -> str:
+        """Return the line that a run ends with: where it is, and what to type next.
+
+        Args:
+            saved: step of the last checkpoint.
+        """
+        trainer, run = self._trainer, self._trainer.run_directory
+        step = trainer.step.progress.step
+        following = trainer.state.following
+        if trainer.step.stopping and not following.stopped:
+            return f"stopped after step {step}, " + (
+                "which is saved: the same command goes on" if saved == step else "which is not saved"
+            )
+        why = f"{following.why_stopped()}; " if following.stopped else ""
+        where = f" in {run.path}; `lockstep report {run.path}` draws it" if run is not None else ""
+        return f"{why}done after step {step}{where}"
+
     def _record(self, record: StepRecord) -> None:
         trainer, monitor = self._trainer, self._monitor
         monitor.counts_tokens = trainer.reads_tokens
@@ -131,4 +151,3 @@ class WholeRun:
         monitor.on_eval({"step": step, **results})
         if followed and following.stopped:
             monitor.event("early_stop", step=step, reason=following.why_stopped())
-            monitor.say(following.why_stopped())

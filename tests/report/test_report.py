@@ -51,6 +51,12 @@ def test_a_port_that_is_none_is_refused(tmp_path: Path) -> None:
         make_server([tmp_path / "run"], 70000)
 
 
+def test_a_loop_of_ones_own_that_logs_has_not_crashed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=50, ends=False)
+    run.events.write_text("")
+    assert read_run(run.path).status == "done"
+
+
 def test_a_crashed_run_says_how_to_go_on(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=150, ends=False)
     with run.metrics.open("a") as file:
