@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.names import SECTIONS, advice_for, advice_to_leave_out
+from lockstep.config.names import SECTIONS, advice_for_keyword, advice_to_leave_out
 from lockstep.errors import UsageError
 from lockstep.registry import STRATEGIES
 
@@ -92,7 +92,7 @@ def _key(name: str, where: str) -> str:
         return keys[0]
     if keys:
         raise UsageError(f"{name} could be {' or '.join(keys)}", where=where, fix="write the dotted key")
-    fix = advice_for(name)
+    fix = advice_for_keyword(name)
     if fix is None:
         known = dict.fromkeys([*BY_NAME, *SECTIONS, *(key.rpartition(".")[2] for key in all_keys())])
         near = difflib.get_close_matches(name, known, n=1)

@@ -79,6 +79,26 @@ def advice_for_object(name: str) -> str | None:
     return "; or ".join(dict.fromkeys(_advice(row, "{ours}: {value}") for row in rows)) or None
 
 
+def advice_for_keyword(name: str) -> str | None:
+    """Return which keyword of `Trainer` to write instead of another trainer's, such as `max_grad_norm`."""
+    texts = []
+    for row in _matches(name):
+        keyword = row.ours.rpartition(".")[2] + "=" + (row.value or "…")
+        texts.append(
+            f"write {keyword}" + (f" ({row.note})" if row.note else "") if row.is_key
+            else f"the launcher decides: lockstep launch {row.ours} N script.py" if row.ours.startswith("--")
+            else _advice(row, "{ours}")
+        )  # fmt: skip
+    return "; or ".join(dict.fromkeys(texts)) or None
+
+
+def advice_for_method(name: str) -> str | None:
+    """Return what to write instead of a method of another trainer, such as `backward` or `prepare`."""
+    found = [row for row in table() if row.kind == "python" and row.theirs.partition("(")[0].endswith(f".{name}")]
+    texts = dict.fromkeys(_advice(row, "{ours}") for row in found)
+    return "; or ".join(texts) or None
+
+
 def foreign_key(name: str) -> str | None:
     """Return the key that has the same values as a foreign name; None unless there is exactly one."""
     rows = [row for row in table() if row.kind == "key" and _normalized(row.theirs) == _normalized(name)]

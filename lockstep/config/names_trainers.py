@@ -107,13 +107,18 @@ FABRIC_PYTHON: Rows = (
     ("fabric.setup(model, optimizer)", "lockstep.Trainer(model, optimizer, strategy=…)"),
     ("fabric.setup_dataloaders(loader)", "lockstep.Trainer(…).steps(loader)"),
     ("fabric.backward(loss)", "trainer.training_step(batch)"),
-    ("fabric.no_backward_sync(model)", ACCUMULATION),
-    ("fabric.clip_gradients(model, optimizer, max_norm)", CLIP),
+    ("fabric.no_backward_sync(model)", "lockstep.Trainer(…, gradient_accumulation_steps=…)"),
+    ("fabric.clip_gradients(model, optimizer, max_norm)", "lockstep.Trainer(…, gradient_clip=…)"),
     ("fabric.all_reduce(tensor)", "lockstep.all_reduce(value)"),
     ("fabric.barrier()", "lockstep.barrier()"),
     ("fabric.save(path, state)", "trainer.save_checkpoint(path)"),
     ("fabric.load(path, state)", "trainer.load_checkpoint(path)"),
-    ("fabric.seed_everything(seed)", "training.seed"),
+    ("fabric.seed_everything(seed)", "lockstep.Trainer(…, seed=…)"),
+    ("fabric.print(text)", "print(text)", "", "under `if lockstep.is_main_process():`"),
+    ("fabric.log(name, value)", "trainer.log(values)"),
+    ("fabric.log_dict(values)", "trainer.log(values)"),
+    ("fabric.all_gather(tensor)", "trainer.predict(data)", "", "or trainer.evaluate(data, metrics)"),
+    ("fabric.autocast()", "lockstep.Trainer(…, precision=…)"),
     ("fabric.is_global_zero", "lockstep.is_main_process()"),
 )
 
@@ -187,10 +192,19 @@ ACCELERATE_PYTHON: Rows = (
     ("Accelerator(…)", "lockstep.Trainer(model, optimizer, strategy=…)"),
     ("accelerator.prepare(model, optimizer, loader)", "lockstep.Trainer(model, optimizer, strategy=…)"),
     ("ParallelismConfig(tp_size=2)", "lockstep.Trainer(model, optimizer, tensor_size=2)"),
-    ("accelerator.accumulate(model)", ACCUMULATION),
+    ("accelerator.accumulate(model)", "lockstep.Trainer(…, gradient_accumulation_steps=…)"),
     ("accelerator.backward(loss)", "trainer.training_step(batch)"),
-    ("accelerator.clip_grad_norm_(parameters, value)", CLIP),
-    ("accelerator.gather(tensor)", "lockstep.all_reduce(value)"),
+    ("accelerator.clip_grad_norm_(parameters, value)", "lockstep.Trainer(…, gradient_clip=…)"),
+    ("accelerator.autocast()", "lockstep.Trainer(…, precision=…)"),
+    ("accelerator.gather(tensor)", "trainer.predict(data)", "", "or lockstep.all_reduce(value) for a mean or a sum"),
+    ("accelerator.gather_for_metrics(tensors)", "trainer.evaluate(data, metrics)", "", "or trainer.predict(data)"),
+    ("accelerator.reduce(tensor)", "lockstep.all_reduce(value)"),
+    ("accelerator.print(text)", "print(text)", "", "under `if lockstep.is_main_process():`"),
+    ("accelerator.log(values)", "trainer.log(values)"),
+    ("accelerator.unwrap_model(model)", "trainer.state_dict()", "", "the model itself stays as it is"),
+    ("accelerator.get_state_dict(model)", "trainer.state_dict()"),
+    ("accelerator.save_model(model, path)", "lockstep checkpoint export PATH"),
+    ("accelerator.skip_first_batches(loader, number)", "trainer.resume()", "", "it goes on after the last sample"),
     ("accelerator.wait_for_everyone()", "lockstep.barrier()"),
     ("accelerator.save_state(path)", "trainer.save_checkpoint(path)"),
     ("accelerator.load_state(path)", "trainer.load_checkpoint(path)"),
@@ -368,6 +382,9 @@ TORCH: Rows = (
     ("use_orig_params", "", "", "leave it out: parameters keep their names and shapes"),
     ("powersgd_rank", "distributed.ddp.compression.rank"),
     ("save_every", "checkpoint.save_steps"),
+    ("grad_accum", ACCUMULATION),
+    ("grad_accum_steps", ACCUMULATION),
+    ("accumulation_steps", ACCUMULATION),
 )
 
 DEEPSPEED_VALUES: Rows = (
@@ -391,11 +408,19 @@ TORCH_VALUES: Rows = (
     ("DataParallel", STRATEGY, "dp"),
 )
 
+LIGHTNING_PYTHON: Rows = (
+    ("trainer.fit(model, loader)", "trainer.train(data, val_data)", "", "model and optimizer go to Trainer"),
+    ("trainer.validate(model, loader)", "trainer.evaluate(data, metrics)"),
+    ("trainer.test(model, loader)", "trainer.evaluate(data, metrics)"),
+    ("trainer.save_checkpoint(path)", "trainer.save_checkpoint(path)"),
+)
+
 TRAINERS: tuple[tuple[str, Kind, Rows], ...] = (
     ("transformers", "key", TRANSFORMERS),
     ("transformers", "value", TRANSFORMERS_VALUES),
     ("lightning", "key", LIGHTNING),
     ("lightning", "value", LIGHTNING_VALUES),
+    ("lightning", "python", LIGHTNING_PYTHON),
     ("fabric", "python", FABRIC_PYTHON),
     ("accelerate", "key", ACCELERATE),
     ("accelerate", "value", ACCELERATE_VALUES),

@@ -444,6 +444,13 @@ def _count_for(loss_fn: Callable[..., Tensor]) -> Callable[[Any], int | Tensor] 
 
     def count(batch: Any) -> int | Tensor:
         targets = targets_of(batch)
+        if not isinstance(targets, Tensor):
+            raise UsageError(
+                f"no targets for {type(loss_fn).__name__} in a batch of the type {type(batch).__name__}"
+                + (f" with {len(batch)} member{'s' * (len(batch) != 1)}" if isinstance(batch, tuple | list) else ""),
+                where="the samples that the trainer was given",
+                fix="let a sample be (inputs, targets), or a dict with `inputs` and `targets`",
+            )
         if targets.is_floating_point():  # class probabilities: every sample counts
             return num_samples(batch)
         valid: Tensor = targets != ignored

@@ -6,6 +6,7 @@ These are the settings, the loss, the optimizer, its learning rate and schedule,
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -57,6 +58,12 @@ def make_optimizer(
         )  # fmt: skip
     elif isinstance(given, Optimizer):
         rebind(optimizer := given, before, placed.parameters)
+    elif isinstance(given, nn.Module):
+        raise UsageError(
+            f"Trainer's second argument is the optimizer, and {type(given).__name__} is a module",
+            where="Trainer",
+            fix="write Trainer(model, optimizer, loss_fn), or loss_fn=…; without an optimizer it is AdamW",
+        )
     else:
         optimizer = given(list(placed.parameters.values()))
     check_no_closure(optimizer)

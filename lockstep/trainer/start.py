@@ -154,7 +154,7 @@ def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
         f"{trainer.placed.num_parameters:,} parameters",
         f"global batch {total} = {micro_batches} micro-batch{'es' * (micro_batches != 1)} × {training.batch_size}, "
         f"over {ranks} data-parallel rank{'s' * (ranks != 1)}; {trainer.rate_line}",
-        *_warn_of_idle_ranks(micro_batches, ranks, training.batch_size),
+        *(f"warning: {line}" for line in idle_ranks(trainer)),
         *_warn_of_long_warmup(training.warmup_steps, last_step),
         *([trainer.layout.notice] if trainer.layout.notice else []),
         *trainer.placed.log_lines,
@@ -168,13 +168,15 @@ def _warn_of_long_warmup(warmup: int, last_step: int | None) -> list[str]:
     return [f"warning: the run ends after {last_step} steps, in the warm-up of {warmup}: training.warmup_steps"]
 
 
-def _warn_of_idle_ranks(micro_batches: int, ranks: int, batch_size: int) -> list[str]:
-    """Warn if a step has fewer micro-batches than ranks."""
+def idle_ranks(trainer: "Trainer") -> list[str]:
+    """Return a line if a step has fewer micro-batches than ranks."""
+    ranks, batch_size = trainer.layout.data_parallel_size, trainer.config.training.batch_size
+    micro_batches = trainer.global_batch_size // batch_size
     idle = ranks - micro_batches
     if idle <= 0:
         return []
     return [
-        f"warning: a step has {micro_batches} micro-batch{'es' * (micro_batches != 1)} for {ranks} data-parallel "
+        f"a step has {micro_batches} micro-batch{'es' * (micro_batches != 1)} for {ranks} data-parallel "
         f"ranks: {idle} of them compute{'s' * (idle == 1)} nothing that counts. Use {micro_batches} "
         f"rank{'s' * (micro_batches != 1)}, a smaller batch_size, or global_batch_size={ranks * batch_size}"
     ]

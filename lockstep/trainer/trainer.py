@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,6 +19,7 @@ from lockstep import checkpoint, cluster
 from lockstep.bad_numbers import AnomalyDetector
 from lockstep.checkpoint import Snapshot
 from lockstep.config import Config
+from lockstep.config.names import advice_for_method
 from lockstep.data import StepBatches, StepSource, holds_token_ids
 from lockstep.errors import UsageError
 from lockstep.heartbeat import called_by_all_ranks, own_heartbeat, write_limits
@@ -196,6 +197,13 @@ class Trainer:
             self.state.load(best)
         return record
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Say what to write instead of another trainer's method."""
+            advice = None if name.startswith("_") or hasattr(type(self), name) else advice_for_method(name)
+            raise AttributeError(f"Trainer has no {name!r}" + (f": {advice}" if advice else ""), name=name, obj=self)
+
     def _run_in_train(self, source: StepSource) -> TakenSteps:
         return self._run(source, "train")
 
@@ -213,9 +221,12 @@ class Trainer:
         if total is not None and self.step.progress.step >= total:
             warnings.warn(
                 f"no step is left to take: {self.step.progress.step} are done, and the run has {total}. Epochs and "
-                "max_steps are counted from the start of the run: ask for more of them",
+                "max_steps are counted from the start of the run: ask for more of them, such as epochs=epoch + 1 in a "
+                "loop over epochs",
                 stacklevel=2,
             )
+        for line in start.idle_ranks(self) if self.is_main_process else ():
+            warnings.warn(line, stacklevel=2)
         try:
             with start.explain_worker_deaths(source), start.shown(self, total, progress) as show:
                 for record, _ in self._run(source, "steps"):

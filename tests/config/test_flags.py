@@ -73,7 +73,9 @@ def test_from_python() -> None:
     ("name", "words"),
     [
         ("precison", ("unknown setting precison", "write precision")),
-        ("accumulation_steps", ("training.gradient_accumulation_steps",)),
+        ("accumulation_steps", ("write gradient_accumulation_steps=…",)),
+        ("max_grad_norm", ("write gradient_clip=…",)),
+        ("devices", ("lockstep launch --nproc-per-node N",)),
         ("warmup_step", ("write warmup_steps",)),
         ("qqq", ("the short names are strategy",)),
         ("name", ("model.name or data.name", "dotted")),

@@ -68,6 +68,19 @@ def test_a_learning_rate_that_the_callers_loop_sets_is_kept() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
+def test_names_and_arguments_of_other_trainers_say_what_to_write() -> None:
+    model, loss_fn = nn.Linear(4, 2), nn.CrossEntropyLoss()
+    trainer = Trainer(model, None, loss_fn, batch_size=4)
+    with pytest.raises(AttributeError, match=r"Trainer has no 'fit': write trainer.train\(data"):
+        trainer.fit(...)  # type: ignore[attr-defined]
+    assert not hasattr(trainer, "nothing")
+    with pytest.raises(UsageError, match="second argument is the optimizer"):
+        Trainer(model, loss_fn)
+    for data in (TensorDataset(torch.randn(8, 4)), list(range(8))):
+        with pytest.raises(UsageError, match="no targets for CrossEntropyLoss in a batch of the type"):
+            next(iter(trainer.steps(data)))
+
+
 def test_a_second_loop_over_the_same_epoch_says_that_nothing_is_left() -> None:
     trainer = Trainer(linear(), None, nn.MSELoss(), batch_size=10)
     assert len(list(trainer.steps(regression(), epochs=1))) == 5
