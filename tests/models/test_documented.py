@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.config import config_from
+from lockstep.verify import Subject, verify
+
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/models.md").read_text(), re.DOTALL)
-KINDS = ("outputs and a loss function", "its own loss", "an auxiliary loss")
+KINDS = ("outputs and a loss function", "its own loss", "an auxiliary loss", "cut")
 
 
 def losses(place: int, batch: int) -> list[float]:
@@ -28,3 +31,16 @@ def test_each_kind_of_model_has_one_loss_however_the_batch_is_cut(place: int) ->
     for batch in (1, 2, 4):
         assert losses(place, batch) == pytest.approx(whole, rel=1e-5)
     assert len(BLOCKS) == len(KINDS)
+
+
+def test_the_model_that_says_how_it_is_cut_is_the_same_when_it_is() -> None:
+    settings = config_from({"training.batch_size": 2, "training.global_batch_size": 8})
+    assert verify(cut_model, ["pipeline:2", "tensor:2", "fsdp:2"], config=settings, steps=2).passed
+
+
+def cut_model() -> Subject:
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    for block in (BLOCKS[0], BLOCKS[-1]):
+        exec(block.rpartition("trainer = ")[0], names)
+    return Subject(names["Deep"](), names["data"], loss_fn=torch.nn.CrossEntropyLoss())
