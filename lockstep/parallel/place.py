@@ -114,7 +114,9 @@ def prepared(
         join_uses_of_inputs(units_of(model, config.distributed.fsdp, blocks))
         log_lines += switch_on(device) + extra_traffic(config, layout)
     if first is None and dry_run is None and shared and not broadcast_values(model):
-        log_lines.append("the model's values differed between ranks: all took rank 0's")
+        log_lines.append(
+            "the model's values differed between ranks: all took rank 0's (seed ranks alike before the model is made)"
+        )
     if shared:
         refuse_synchronised(model)
     training, batch_norm = config.training, None

@@ -239,7 +239,7 @@ def _check_divides(name: str, size: int, unit: int, cut: Cut) -> None:
     raise UsageError(
         f"{name} has {parts}, which {cut.ranks} ranks can't share",
         where="distributed.tensor_size",
-        fix=f"write a divisor of {size // unit}",
+        fix=f"write a divisor of {size // unit}, or give the model a multiple of {cut.ranks}",
     )
 
 
