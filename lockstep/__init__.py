@@ -66,7 +66,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+        advice = import_module("lockstep.config.names").advice_for_object(f"{name}(…)")
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}" + (f": {advice}" if advice else ""))
     return getattr(import_module(_HOME[name]), name)
 
 

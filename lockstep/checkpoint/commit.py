@@ -214,7 +214,7 @@ def _free_name(target: Location, step: int) -> None:
     if step_of(target.name) is None or not verify(target):
         raise UsageError(
             f"{target} exists already, and a checkpoint is never overwritten",
-            fix="resume from it, or move it away",
+            fix="begin with it (in Python: trainer.load_checkpoint), move it away, or name another folder for this run",
         )
     target.storage.move(target.name, aside_name(step))
 

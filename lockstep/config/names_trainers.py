@@ -103,6 +103,7 @@ LIGHTNING_VALUES: Rows = (
     ("gpu", "distributed.device", "cuda"),
 )
 FABRIC_PYTHON: Rows = (
+    ("Fabric(…)", "lockstep.Trainer(model, optimizer, strategy=…)"),
     ("fabric.launch()", "lockstep.setup()"),
     ("fabric.setup(model, optimizer)", "lockstep.Trainer(model, optimizer, strategy=…)"),
     ("fabric.setup_dataloaders(loader)", "lockstep.Trainer(…).steps(loader)"),

@@ -108,7 +108,7 @@ def read_run(path: Path, now: float | None = None) -> RunData:
         evaluations=evaluations,
         events=events,
         config_text=run.config.read_text(errors="replace") if run.config.exists() else "",
-        status=status_of(rows, events, time.time() if now is None else now),
+        status=status_of(rows, events, time.time() if now is None else now, is_run=run.config.exists()),
         profile=_profile(path / "profile" / "summary.json"),
         not_numbers=bad,
         media=_media(everything),
@@ -160,17 +160,21 @@ def _media(rows: list[Row]) -> dict[str, list[Row]]:
     return {name: [one for _, one in sorted(by_step.items())] for name, by_step in found.items()}
 
 
-def status_of(rows: list[Row], events: list[Row], now: float) -> str:
-    """Return `done`, `preempted`, `running` or `crashed`; of the rows the last ones are enough."""
+def status_of(rows: list[Row], events: list[Row], now: float, *, is_run: bool) -> str:
+    """Return `done`, `preempted`, `running` or `crashed`; of the rows the last ones are enough.
+
+    Args:
+        is_run: it is one of `train`; else a loop of one's own that logs, whose end nobody writes down.
+    """
     newest = events[-1] if events else {}
-    if rows and all(event["kind"] != "start" for event in events):
-        return "done"  # a loop of one's own that logs: nobody writes down when it ends
     if newest.get("kind") == "stop":
         return "preempted" if newest.get("reason") == "preempted" else "done"
     last_sign = max([event["time"] for event in events] + [row.get("time") or 0.0 for row in rows], default=0.0)
     usual = max([row.get("step_seconds") or 0.0 for row in rows[-_QUIET_STEPS:]], default=0.0)
     gap = rows[-1]["step"] - rows[-2]["step"] if len(rows) > 1 else 1
-    return "running" if now - last_sign < max(_QUIET_SECONDS, _QUIET_STEPS * usual * gap) else "crashed"
+    if now - last_sign < max(_QUIET_SECONDS, _QUIET_STEPS * usual * gap):
+        return "running"
+    return "crashed" if is_run or events else "done"
 
 
 def _profile(path: Path) -> Row | None:

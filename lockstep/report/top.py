@@ -45,8 +45,9 @@ def state_of(path: Path) -> State:
     start: State = next((event for event in reversed(events) if event.get("kind") == "start"), {})
     row = rows[-1] if rows else {}
     signs = [event["time"] for event in events[-1:]] + [row["time"] for row in rows[-1:] if row.get("time")]
+    status = status_of(rows, events, now, is_run=run.config.exists())
     return {
-        "name": path.resolve().name, "status": status_of(rows, events, now), "layout": start.get("layout", ""),
+        "name": path.resolve().name, "status": status, "layout": start.get("layout", ""),
         "total": start.get("total_steps"), "seconds_ago": max(0.0, now - max(signs, default=now)),
         "row": {name: row[name] for name in row if not isinstance(row[name], dict | list)},
         "ranks": start.get("ranks") or [], "table": run.read_ranks(),

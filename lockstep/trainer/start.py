@@ -138,7 +138,8 @@ def nothing_left(trainer: "Trainer", total: int | None) -> list[str]:
     if total is not None and step >= total:
         return [
             f"nothing left to do: {step} steps are done, and the run has {total}. For more of them "
-            "raise training.max_steps or num_train_epochs; with checkpoint.resume=never it starts afresh"
+            "raise training.max_steps or num_train_epochs; with checkpoint.resume=never it starts afresh "
+            "(in Python: epochs=…, max_steps=…, resume='never')"
         ]
     return [f"nothing left to do: {following.why_stopped()}"] if following.stopped else []
 

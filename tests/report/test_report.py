@@ -53,7 +53,9 @@ def test_a_port_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_a_loop_of_ones_own_that_logs_has_not_crashed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=50, ends=False)
-    run.events.write_text("")
+    run.events.unlink()
+    run.config.unlink()
+    run.metrics.write_text('{"step": 50, "accuracy": 0.5, "time": 1.0}\n')
     assert read_run(run.path).status == "done"
 
 
