@@ -4,7 +4,18 @@
 one rank, that is rank 1; the process that is the reference is rank 0 of 1.
 """
 
-from benchmarks.silent_bugs.faults import axes, data, forward, gradients, memory, sound, sound_kinds, update
+from benchmarks.silent_bugs.faults import (
+    axes,
+    data,
+    forward,
+    gradients,
+    memory,
+    second_round,
+    second_round_sound,
+    sound,
+    sound_kinds,
+    update,
+)
 from benchmarks.silent_bugs.faults.registry import FAULTS, SOUND, Fault
 
 __all__ = [
@@ -16,6 +27,8 @@ __all__ = [
     "forward",
     "gradients",
     "memory",
+    "second_round",
+    "second_round_sound",
     "sound",
     "sound_kinds",
     "update",
