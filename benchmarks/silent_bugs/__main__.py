@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.page import machine, page, table, tell
 from benchmarks.silent_bugs.faults import FAULTS, SOUND, Fault, hugging_face
-from benchmarks.silent_bugs.faults.first_try import FIRST_TRY, MISSED, PASSED, RIGHT, WRONG
+from benchmarks.silent_bugs.faults.first_try import FIRST_TRY, MISSED, PASSED, RIGHT, ROUNDS, UNKNOWN, WRONG
 from lockstep.config import config_from
 from lockstep.errors import LockstepError
 from lockstep.launch.spawn import spawn_again
@@ -93,17 +93,20 @@ def row(judged: Judged, *, sound: bool) -> str:
 
 
 def _first_tries(faults: list[str], sound: list[str]) -> list[str]:
-    """Return lines on what verify made of those that it had not seen."""
-    first = [FIRST_TRY[name] for name in faults if name in FIRST_TRY]
-    models = [FIRST_TRY[name] for name in sound if name in FIRST_TRY]
-    if not first or not models:
-        return []
-    found = [each for each in first if each != MISSED]
-    return [
-        f"At the first try it found {len(found)} of {len(first)} faults that it had not seen, named "
-        f"{first.count(RIGHT)} causes rightly and {first.count(WRONG)} wrongly or in part, and passed "
-        f"{models.count(PASSED)} of {len(models)} sound models."
-    ]
+    """Return lines on what verify made of those that it had not seen, for each round of them."""
+    lines = []
+    for name, tries in ROUNDS.items():
+        first = [tries[each] for each in faults if each in tries]
+        models = [tries[each] for each in sound if each in tries]
+        if first and models:
+            lines += [
+                f"At the first try of the {name} round it found {len(first) - first.count(MISSED)} of {len(first)} "
+                f"faults that it had not seen, named {first.count(RIGHT)} causes rightly, {first.count(WRONG)} wrongly "
+                f"or in part and {first.count(UNKNOWN)} not, and passed {models.count(PASSED)} of {len(models)} sound "
+                "models.",
+                "",
+            ]
+    return lines
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from benchmarks.silent_bugs.faults import (
     second_round_sound,
     sound,
     sound_kinds,
+    third_round,
     update,
 )
 from benchmarks.silent_bugs.faults.registry import FAULTS, SOUND, Fault
@@ -31,5 +32,6 @@ __all__ = [
     "second_round_sound",
     "sound",
     "sound_kinds",
+    "third_round",
     "update",
 ]
