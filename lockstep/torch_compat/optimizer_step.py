@@ -43,6 +43,6 @@ def run_first(optimizer: Optimizer, handle: RemovableHandle) -> RemovableHandle:
     return handle
 
 
-def remove_step_hooks(optimizer: Optimizer, *, before: bool) -> None:
-    """Take off what `register_step_pre_hook` registered, or `register_step_post_hook`."""
-    (optimizer._optimizer_step_pre_hooks if before else optimizer._optimizer_step_post_hooks).clear()
+def remove_step_pre_hooks(optimizer: Optimizer) -> None:
+    """Take off what `register_step_pre_hook` registered."""
+    optimizer._optimizer_step_pre_hooks.clear()

@@ -12,7 +12,7 @@ from lockstep.strategy import parse_topology
 from lockstep.verify.comparisons import TOO_FAR
 from lockstep.verify.differences import Difference, name_ranks
 from lockstep.verify.direct_causes import buffers, data, nondeterminism, start
-from lockstep.verify.evidence import Cause, Evidence, located, ranks_of
+from lockstep.verify.evidence import UNKNOWN, Cause, Evidence, first_seen, located, ranks_of
 from lockstep.verify.experiments import (
     ALONE,
     CHAIN,
@@ -20,7 +20,6 @@ from lockstep.verify.experiments import (
     COMPILE,
     COMPRESSION,
     DOUBLE,
-    DRAWS,
     FLOAT32,
     FORCED,
     HOOKS,
@@ -30,14 +29,18 @@ from lockstep.verify.experiments import (
     PERTURB,
     PRECISE,
     RECOMPUTATION,
+    SAME_DRAWS,
+    SAMPLES,
     SEEDS,
     SETTINGS,
+    START,
     WHOLE,
     switched_off,
 )
-from lockstep.verify.recorded_flow import BACKWARD, FORWARD, ITSELF, LOSS, REDUCTION
+from lockstep.verify.recorded_flow import BACKWARD, COUNTS, FORWARD, ITSELF, LOSS, REDUCTION
 from lockstep.verify.update_causes import (
     after,
+    before,
     frozen,
     left_over,
     optimizer_hook,
@@ -50,33 +53,40 @@ from lockstep.verify.update_causes import (
 )
 
 LOW_ROUNDING = 8 * 2.0**-8  # largest relative rounding of a gradient by bfloat16 when the same terms are summed
-UNKNOWN = "cause not known"
 
 
 def is_clear(e: Evidence) -> bool:
     """Return whether a cause can be named without further experiments."""
+    if e.found.has("samples", "start"):
+        return any(rule(e) is not None for rule in DIRECT)
     if update_experiments(e):
         return False
-    only_reduced = e.deviations and all(d.stage == REDUCTION for d in e.deviations)
-    if update(e) is not None or any(d.relation and not d.relation.startswith("differs") for d in _alone(e)):
+    if update(e) is not None or any(rule(e) is not None for rule in DIRECT):
         return True
-    return any(rule(e) is not None for rule in DIRECT) or bool(only_reduced and not e.all_reduce_missing)
+    if buffers(e) is not None:
+        return not any(flow.settings for flow in e.flows)
+    return bool(e.deviations and all(d.stage == REDUCTION for d in e.deviations) and not e.not_reduced)
 
 
 def wanted_experiments(e: Evidence, topology: str) -> list[str]:
     """Return the experiments that may undo the difference, from what was seen."""
     values, ranks = parse_topology(topology)
     found, undoes = e.deviations, update_experiments(e)
+    if e.found.has("samples", "start"):
+        return [SAMPLES if e.found.has("samples") else START]
     if undoes and not e.found.has("gradient"):
         return undoes
+    if RECOMPUTATION in (off := switched_off(e.config)) and not e.found.has("loss"):
+        undoes += [RECOMPUTATION, SAME_DRAWS]  # part by part, nothing is recomputed
     if e.flows and not found:
-        return [*undoes, PERTURB, DOUBLE, SEEDS, DRAWS, MEMORY, ONE_EACH, *switched_off(e.config)]
-    wanted = [*undoes, ONE_EACH] if found and e.all_reduce_missing else undoes
+        settings = [SETTINGS] if any(flow.settings for flow in e.flows) else []
+        return [*undoes, *settings, PERTURB, DOUBLE, SEEDS, SAME_DRAWS, MEMORY, ONE_EACH, *off]
+    wanted = [*undoes, ONE_EACH] if e.not_reduced else undoes
     if e.flows and all(d.stage == REDUCTION for d in found):
         return wanted
     stages, notes = {d.stage for d in found}, " ".join(f"{d.note} {d.relation}" for d in found)
     if any(flow.draws for flow in e.flows) or not e.flows:
-        wanted += [SEEDS, DRAWS]
+        wanted += [SEEDS, SAME_DRAWS]
     if any(flow.moved for flow in e.flows) or not e.flows:
         wanted.append(MEMORY)
     if any(flow.settings for flow in e.flows):
@@ -84,10 +94,10 @@ def wanted_experiments(e: Evidence, topology: str) -> list[str]:
     if "autocast" in notes or "parameters" in notes or "rounded to" in notes or not e.flows:
         wanted.append(PRECISE)
     wanted += [ALONE] if ranks > 1 else []
-    wanted += [HOOKS] if BACKWARD in stages and not stages & {FORWARD, LOSS} else []
+    wanted += [HOOKS] if not e.flows or (BACKWARD in stages and not stages & {FORWARD, LOSS}) else []
     wanted += [MODES] if "mode instead" in notes else []
     wanted += [CHAIN] if values.get("pipeline_size") else [WHOLE] if values.get("context_size") else []
-    return wanted if e.flows else [*wanted, PERTURB, DOUBLE, *switched_off(e.config)]
+    return wanted if e.flows else [*wanted, PERTURB, DOUBLE, *off]
 
 
 Rule = Callable[[Evidence], Cause | None]
@@ -99,10 +109,15 @@ def cause_of(evidence: Evidence) -> Cause:
         cause = rule(evidence)
         if cause is not None:
             return cause
-    text = "none of the experiments makes the difference go away"
-    for name, why in evidence.left_out.items():
+    return Cause(UNKNOWN, _facts(evidence), list(evidence.tried))
+
+
+def _facts(e: Evidence) -> str:
+    """Return what is known where no cause is."""
+    text = f"{first_seen(e)}{located(e)}; no experiment makes the difference go away"
+    for name, why in e.left_out.items():
         text += f"; {name}: not possible ({why})"
-    return Cause(UNKNOWN, text, list(evidence.tried))
+    return text
 
 
 def _record_only(e: Evidence) -> Cause | None:
@@ -120,7 +135,7 @@ def _rounds(e: Evidence) -> Cause | None:
 
     What the reference rounds is measured against float64, or by changed last bits.
     """
-    if e.deviations or (e.found.has("samples", "start", "loss") and not e.found.has("gradient")):
+    if e.all_deviations or (e.found.has("samples", "start", "loss") and not e.found.has("gradient")):
         return None
     texts = {
         DOUBLE: "about as near to a float64 reference ({:.1e}) as one process in float32",
@@ -136,7 +151,7 @@ def _rounds(e: Evidence) -> Cause | None:
 def _chaos(e: Evidence) -> Cause | None:
     """Judge part by part a network in which last bits move the gradient by more than a bound can be."""
     why = e.left_out.get(PERTURB, "")
-    if not why.startswith(TOO_FAR) or e.deviations:
+    if not why.startswith(TOO_FAR) or e.all_deviations:
         return None
     unjudged = [name for flow in e.flows for name in flow.unjudged]
     if not e.flows or unjudged:
@@ -152,34 +167,24 @@ def _chaos(e: Evidence) -> Cause | None:
 
 
 def _not_synchronized(e: Evidence) -> Cause | None:
+    """Return a cause if a rank's own sums are seen where reduced gradients should be."""
     # Where the norm differs, clipping makes all gradients differ; part by part, nothing is clipped.
-    seen = e.tried.get(FORCED, e.tried.get(CLIP, e.found))
+    seen, own = e.tried.get(FORCED, e.found), e.not_reduced
     unsynchronized = seen.unsynchronized
-    earlier = [d for d in e.deviations if d.stage != REDUCTION]
-    if not unsynchronized or (earlier and not e.all_reduce_missing):
+    if not own or not unsynchronized:
         return None
+    first = next(d for d in e.deviations if d.stage == REDUCTION and d.module in own)
+    how, compared = f" ({first.module} {first.relation} on rank {first.rank})", "gradients compared between ranks"
     everything = len(unsynchronized) == len(seen.fingerprints)
-    first = next((d for d in e.deviations if d.stage == REDUCTION), None)
-    how = f" ({first.module} {first.relation} on rank {first.rank})" if first is not None else ""
-    if not everything and e.all_reduce_missing:
-        return Cause(
-            "unsynchronised parameter",
-            f"replicas keep their own gradients of {listed(unsynchronized)}: they are not reduced{how}",
-            ["gradients compared between ranks"],
-        )
-    if not everything:
+    if everything and e.agrees(ONE_EACH):
+        text = "gradients of some micro-batches are not reduced: the reducing backward pass is not the last of the step"
+        return Cause("synchronisation", text + how, [compared, ONE_EACH])
+    if not set(unsynchronized) <= own:
         return None
-    if e.agrees(ONE_EACH):
-        return Cause(
-            "synchronisation",
-            "gradients of some micro-batches are not reduced: the reducing backward pass is not the last of the step"
-            + how,
-            ["gradients compared between ranks", ONE_EACH],
-        )
-    if not e.all_reduce_missing:
-        return None
-    text = f"no gradient is reduced over the replicas{how}"
-    return Cause("synchronisation", text, ["gradients compared between ranks"])
+    if everything:
+        return Cause("synchronisation", f"no gradient is reduced over the replicas{how}", [compared])
+    text = f"replicas keep their own gradients of {listed(unsynchronized)}: they are not reduced{how}"
+    return Cause("unsynchronised parameter", text, [compared])
 
 
 def _when(name: str, kind: str, text: str) -> Rule:
@@ -192,11 +197,11 @@ def _when(name: str, kind: str, text: str) -> Rule:
 def _recomputation(e: Evidence) -> Cause | None:
     if not e.agrees(RECOMPUTATION):
         return None
-    if e.agrees(DRAWS):
+    if e.agrees(SAME_DRAWS):
         return Cause(
             "random numbers in recomputation",
             "activation checkpointing draws other numbers when it recomputes than in the forward pass",
-            [RECOMPUTATION, DRAWS],
+            [RECOMPUTATION, SAME_DRAWS],
         )
     return Cause("recomputation", "activation checkpointing recomputes something else", [RECOMPUTATION])
 
@@ -213,7 +218,10 @@ def _memory(e: Evidence) -> Cause | None:
     if not e.agrees(MEMORY):
         return None
     moved = list(dict.fromkeys(name for flow in e.flows for name in flow.moved))
-    text = f"a forward pass changes {listed(moved)}, which a later micro-batch reads: each rank sees its own ones only"
+    which = "which" if len(moved) == 1 else "at least one of which"
+    text = (
+        f"a forward pass changes {listed(moved)}, {which} a later micro-batch reads: each rank sees its own ones only"
+    )
     return Cause("memory", text + located(e), [MEMORY])
 
 
@@ -225,9 +233,9 @@ def _random(e: Evidence) -> Cause | None:
             f"{name_ranks(odd)} {'has' if len(odd) == 1 else 'have'} another seed" if odd else "keys of random numbers"
         )
         return Cause("random numbers", f"{who}: dropout or noise is not the reference's{located(e)}", [SEEDS])
-    if e.agrees(DRAWS):
+    if e.agrees(SAME_DRAWS):
         text = "ranks draw numbers that do not depend on (seed, step, micro-batch, block) alone"
-        return Cause("random numbers", text + located(e), [DRAWS])
+        return Cause("random numbers", text + located(e), [SAME_DRAWS])
     return None
 
 
@@ -243,7 +251,12 @@ def _other_ranks(e: Evidence) -> Cause | None:
 def _positions(e: Evidence) -> Cause | None:
     if not e.agrees(WHOLE):
         return None
-    where = e.tried[WHOLE].module or "the model"
+    where = e.tried[WHOLE].module
+    if not where:
+        text = (
+            "the step agrees where each rank computes whole sequences: what differs is between the parts of a sequence"
+        )
+        return Cause("context", text, [WHOLE])
     if e.tried[WHOLE].numbers:
         text = f"{where} gives the positions of a rank's part of a sequence other numbers than those of the whole have"
         return Cause("positions", text, [WHOLE])
@@ -254,9 +267,11 @@ def _positions(e: Evidence) -> Cause | None:
 def _clip(e: Evidence) -> Cause | None:
     if e.deviations or not e.agrees(CLIP):
         return None
-    norms = [d.name for d in e.found.differences if d.aspect == "norm"]
-    seen = f": {norms[0]}" if norms else ""
-    return Cause("clip norm", f"gradients are right until they are clipped, by another norm{seen}", [CLIP])
+    norms = [d for d in e.found.differences if d.aspect == "norm"]
+    how = f"by another norm: {norms[0].name} on {name_ranks(norms[0].ranks)}" if norms else "from the same norm"
+    ranks = sorted({rank for d in e.found.differences if d.aspect == "gradient" for rank in d.ranks})
+    where = f"; clipped, they differ on {name_ranks(ranks)}" if ranks else ""
+    return Cause("clip norm", f"gradients are right until they are clipped, {how}{where}", [CLIP])
 
 
 def _low_precision(e: Evidence) -> Cause | None:
@@ -274,8 +289,9 @@ def _low_precision(e: Evidence) -> Cause | None:
 
 def _normalisation(e: Evidence) -> Cause | None:
     """Return a cause if losses differ by their weight alone: the number of targets that a micro-batch counts."""
-    losses = [d for d in e.deviations if d.stage == LOSS and "targets instead of" in d.relation]
-    if not losses or any(d.stage == FORWARD for d in e.deviations):
+    losses = [d for d in e.deviations if d.stage == LOSS]  # gradients of another weight follow from it
+    earlier = any(d.stage == FORWARD for d in e.deviations)
+    if not losses or earlier or not all(d.relation.startswith(COUNTS) for d in losses):
         return None
     first = losses[0]
     text = f"micro-batches do not weigh by their valid targets: micro-batch {first.micro_batch} {first.relation}"
@@ -315,14 +331,15 @@ def _by_themselves(e: Evidence) -> Cause | None:
     first, *others = wrong
     text = f"the gradient of {first.name} {first.relation or f'is another one on {name_ranks(first.ranks)}'}"
     also = f"; also {listed([d.name for d in others])}" if others else ""
-    return Cause("reduction", f"{text}, and those of most other parameters agree{also}", ["gradients of each rank"])
+    return Cause("gradient", f"{text}, and those of most other parameters agree{also}", ["gradients of each rank"])
 
 
-DIRECT: Sequence[Rule] = (data, tied, start, nondeterminism, left_over, frozen, buffers, without_update)
+DIRECT: Sequence[Rule] = (data, tied, start, nondeterminism, left_over, frozen, without_update)
 RULES: Sequence[Rule] = (
     options,
     state,
     optimizer_hook,
+    before,
     after,
     update,
     _rounds,
@@ -336,6 +353,7 @@ RULES: Sequence[Rule] = (
     _when(CHAIN, "segments", "segments() computes something else than forward()"),
     _settings,
     _memory,
+    buffers,
     _positions,
     _random,
     _other_ranks,

@@ -1,27 +1,33 @@
 """Names causes that are seen in a step itself: other samples, other first values, results that vary, buffers."""
 
+from lockstep.errors import listed
 from lockstep.verify.differences import name_ranks
-from lockstep.verify.evidence import Cause, Evidence
-from lockstep.verify.experiments import AGAIN, AGAIN_TOO
+from lockstep.verify.evidence import UNKNOWN, Cause, Evidence, located
+from lockstep.verify.experiments import AGAIN, AGAIN_TOO, SAMPLES, START
 
 
 def data(e: Evidence) -> Cause | None:
-    """Return a cause if ranks train on other samples."""
-    seen = [d for d in e.found.differences if d.aspect == "samples"]
-    if not seen:
-        return None
-    return Cause("data order", f"ranks train on other data: {seen[0].name}", ["hashes of each micro-batch"])
+    """Return a cause if ranks train on other samples; with the reference's, the step agrees."""
+    seen = [d.name for d in e.found.differences if d.aspect == "samples"]
+    return _undone(e, SAMPLES, "data order", f"ranks train on other data: {seen[0]}") if seen else None
 
 
 def start(e: Evidence) -> Cause | None:
-    """Return a cause if ranks start from other values."""
+    """Return a cause if ranks start from other values; with the reference's, the step agrees."""
     first = [d for d in e.found.differences if d.aspect == "start"]
     if not first:
         return None
-    names = ", ".join(d.name for d in first[:3]) + (" …" if len(first) > 3 else "")
-    return Cause(
-        "first values", f"{name_ranks(first[0].ranks)} started from other values of {names}", ["values before step 1"]
-    )
+    text = f"{name_ranks(first[0].ranks)} started from other values of {listed([d.name for d in first])}"
+    return _undone(e, START, "first values", text)
+
+
+def _undone(e: Evidence, name: str, kind: str, text: str) -> Cause | None:
+    """Return the cause if its experiment undoes it, or if nothing follows from it; None before it is tried."""
+    if e.agrees(name) or not e.found.has("gradient", "value", "loss"):
+        return Cause(kind, text, [name])
+    if name in e.left_out:
+        return Cause(UNKNOWN, f"{text}; {name}: not possible ({e.left_out[name]})")
+    return Cause(UNKNOWN, f"{text}; {name} the step differs still{located(e)}", [name]) if name in e.tried else None
 
 
 def nondeterminism(e: Evidence) -> Cause | None:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from lockstep.config import Config
 from lockstep.errors import listed
-from lockstep.verify.differences import StepResult, name_ranks
+from lockstep.verify.differences import ASPECTS, SCALAR_TOLERANCE, StepResult, name_ranks
 from lockstep.verify.experiments import FORCED
 from lockstep.verify.recorded_flow import BACKWARD, FORWARD, LOSS, NOT_REDUCED, REDUCTION, STAGES, Deviation, RankFlow
 from lockstep.verify.trace import StepFacts, Trace
 
+UNKNOWN = "cause not known"
 GONE = 1e-2  # an experiment that leaves less than this fraction of a difference has removed it
 
 
@@ -52,16 +53,20 @@ class Evidence:
     config: Config
 
     def agrees(self, name: str) -> bool:
-        """Return whether the experiment was made and removed the difference of gradients and values.
+        """Return whether the experiment was made and removed the difference: of all that differs, nothing is left.
 
-        Rounding counts: a difference that is not larger than the experiment's rounding is not explained by it.
+        Rounding counts: a difference that is not larger than the experiment's rounding is not explained by it. The norm
+        does not: it follows from the gradients, and an experiment may be without clipping.
         """
         result = self.tried.get(name)
         if result is None or result.has("start"):
             return False
-        if self.found.has("gradient") and result.rounding > GONE * self.found.distance("gradient"):
+        if self.found.has("gradient") and result.rounding > GONE * min(1.0, self.found.distance("gradient")):
             return False
-        return all(result.distance(a) <= GONE * self.found.distance(a) for a in ("gradient", "value"))
+        was = {aspect: self.found.distance(aspect) for aspect in ("loss", "gradient", "value", "buffer")}
+        left = {aspect: result.distance(aspect) for aspect in was}
+        least = {"loss": 4 * SCALAR_TOLERANCE}
+        return any(was.values()) and all(left[a] <= max(GONE * min(1.0, was[a]), least.get(a, 0.0)) for a in was)
 
     def facts(self, name: str) -> StepFacts | None:
         """Return the reference's facts of an experiment; None if it was not made."""
@@ -78,16 +83,32 @@ class Evidence:
         return self.tried[FORCED].flows if FORCED in self.tried else []
 
     @property
-    def deviations(self) -> list[Deviation]:
+    def all_deviations(self) -> list[Deviation]:
         """The parts that deviate by themselves on any rank, in the order of a step."""
         every = [deviation for flow in self.flows for deviation in flow.deviations]
         return sorted(every, key=lambda deviation: (STAGES.index(deviation.stage), deviation.micro_batch))
 
     @property
-    def all_reduce_missing(self) -> bool:
-        """Return whether a rank's own sum stands where the reduced gradient should, as far as it is known."""
-        reductions = [d for d in self.deviations if d.stage == REDUCTION]
-        return not self.flows or any(NOT_REDUCED in d.relation for d in reductions)
+    def deviations(self) -> list[Deviation]:
+        """Those that can be the cause: what deviates in a forward pass, or in a loss, makes another loss."""
+        if self.found.has("loss"):
+            return self.all_deviations
+        return [d for d in self.all_deviations if d.stage not in (FORWARD, LOSS)]
+
+    @property
+    def not_reduced(self) -> set[str]:
+        """The parameters for which a rank's own sum is seen to stand where the reduced gradient should."""
+        return {d.module for d in self.deviations if d.stage == REDUCTION and NOT_REDUCED in d.relation}
+
+
+def first_seen(e: Evidence) -> str:
+    """Return a clause on what differs first in the step, and on which ranks."""
+    first = e.found.first
+    assert first is not None
+    others = [a for a in ASPECTS if a != first.aspect and e.found.has(a)]
+    how = f" {first.relation}" if first.relation else f" on {name_ranks(first.ranks)}"
+    text = f"the first that differs is the {first.aspect} ({first.name}){how}"
+    return text + (f", and so do {listed(others)}" if others else "")
 
 
 def located(e: Evidence) -> str:

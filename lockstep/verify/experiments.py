@@ -4,28 +4,27 @@ An experiment is a `Case` (see `lockstep.verify.subject`) that changes settings,
 """
 
 import ast
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lockstep.accelerator import default_generator
 from lockstep.config import Config
 from lockstep.models.protocol import pipeline_segments_of
+from lockstep.parallel.parallel_model import local
 from lockstep.strategy import parse_topology
-from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 from lockstep.torch_compat.gradient_hooks import remove_hooks
 from lockstep.torch_compat.module_hooks import remove_backward_hooks
-from lockstep.torch_compat.optimizer_step import remove_step_hooks
+from lockstep.torch_compat.optimizer_step import remove_step_pre_hooks, run_first
 from lockstep.verify.memory import ModelMemory
+from lockstep.verify.modes import FullPrecision, MeanDraws, SameDraws, alone
 from lockstep.verify.subject import Case, Spec
 
 if TYPE_CHECKING:
@@ -39,7 +38,8 @@ COMPRESSION, RECOMPUTATION, CLIP, COMPILE = (
 FLOAT32, ONE_EACH = "in float32", "one micro-batch a rank"
 # Experiments that change the running trainer; a case names them in `switches`, too.
 SEEDS = "with one seed"  # every segment uses the same seed
-DRAWS = "without random numbers"  # each draw gives the mean of what it draws from
+DRAWS = "without random numbers"  # each draw gives the mean of what it draws from; of the reference's checks
+SAME_DRAWS = "with one seed for each draw"
 DOUBLE = "in float64"  # the reference computes in float64
 PERTURB = "with other last bits"  # the last bits of the reference's parameters are changed at the start
 FORCED = "each module given the reference's inputs and gradients"
@@ -52,10 +52,13 @@ HOOKS = "without hooks on gradients"
 WHOLE = "with whole sequences on each rank"  # which keeps its part of what the model returns
 CHAIN = "with the segments in place of the forward pass"  # in the reference, too
 SETTINGS = "with the reference's settings of modules"  # such as a rate of dropout
+SAMPLES = "with the reference's samples"
+START = "with the reference's first values"
 OPTIONS = "with the reference's options of the optimizer"
 STATE = "with the optimizer's state of the start of the step"
 OPTIMIZER_HOOKS = "without hooks before the optimizer's update"
-AFTER = "without what changes values after the optimizer's update"
+BEFORE = "with the values of the start of the step at the optimizer's update"
+AFTER = "with the values that the optimizer's update leaves"
 
 
 def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) -> None:
@@ -76,6 +79,8 @@ def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) 
         placed.random_state.enter = enter  # type: ignore[assignment, method-assign]
     if DRAWS in switches:
         _around_step(trainer, MeanDraws)
+    if SAME_DRAWS in switches:
+        _around_step(trainer, partial(SameDraws, default_generator(trainer.device)))
     if PRECISE in switches:
         _around_step(trainer, FullPrecision)
     if HOOKS in switches:
@@ -91,12 +96,13 @@ def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) 
         memory = ModelMemory(placed.parts)
         _before_each(trainer, memory.restore_first)
     if OPTIMIZER_HOOKS in switches:
-        remove_step_hooks(trainer.optimizer, before=True)
+        remove_step_pre_hooks(trainer.optimizer)
     if AFTER in switches:
-        remove_step_hooks(trainer.optimizer, before=False)
-        trainer.step.after_update.clear()
+        _keep_update(trainer)
     if STATE in switches:
         _keep_state(trainer)
+    if BEFORE in switches:
+        _keep_values(trainer)
     if ALONE in switches and placed.layout.world_size > 1:
         _around_each_forward(trainer, alone)
     if CHAIN in switches and placed.layout.pipeline == 1 and (segments := pipeline_segments_of(model)) is not None:
@@ -132,6 +138,41 @@ def _keep_state(trainer: "Trainer") -> None:
     optimizer.register_step_pre_hook(restore)
 
 
+def _keep_values(trainer: "Trainer") -> None:
+    """Give the parameters, before the update, the values that they had at the start of the step."""
+    run, kept = trainer.placed.forward_backward, dict[str, Tensor]()
+
+    def observed(micro_batches: Any, accumulator: Any, factor: float) -> None:
+        kept.update(_values(trainer))
+        run(micro_batches, accumulator, factor)
+
+    trainer.placed.forward_backward = observed
+    trainer.optimizer.register_step_pre_hook(lambda *_: _set_values(trainer, kept))
+
+
+def _keep_update(trainer: "Trainer") -> None:
+    """Give the parameters, at the end of a step, the values that the optimizer's update left."""
+    clear, kept = trainer.placed.clear_gradients, dict[str, Tensor]()
+    optimizer = trainer.optimizer
+    run_first(optimizer, optimizer.register_step_post_hook(lambda *_: kept.update(_values(trainer))))
+
+    def cleared() -> None:
+        _set_values(trainer, kept)
+        clear()
+
+    trainer.placed.clear_gradients = cleared  # type: ignore[method-assign]
+
+
+def _values(trainer: "Trainer") -> dict[str, Tensor]:
+    return {name: local(p.detach()).clone() for name, p in trainer.placed.parameters.items()}
+
+
+@torch.no_grad()
+def _set_values(trainer: "Trainer", values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        local(trainer.placed.parameters[name].detach()).copy_(value)
+
+
 def use_options(trainer: "Trainer", right: Mapping[str, Mapping[str, str]]) -> None:
     """Set the options of the optimizer to the reference's before each update.
 
@@ -151,17 +192,25 @@ def use_options(trainer: "Trainer", right: Mapping[str, Mapping[str, str]]) -> N
 
 
 def use_settings(trainer: "Trainer", names: Mapping[int, str], right: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set numbers, texts and switches that are attributes of modules to the reference's."""
+    """Set plain attributes of modules to the reference's."""
     for part in trainer.placed.parts:
         for module in part.modules():
+            mine = settings_of_module(module)
             for key, value in right.get(names.get(id(module), "?"), {}).items():
-                setattr(module, key, value)
+                if key in mine:
+                    setattr(module, key, value)
 
 
 def settings_of_module(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the numbers, texts and switches that are attributes of a module."""
+    """Return the attributes of a module that are numbers, texts, switches, None, or tuples of them."""
     own = {key: value for key, value in vars(module).items() if not key.startswith("_") and key != "training"}
-    return {key: value for key, value in own.items() if isinstance(value, bool | int | float | str)}
+    return {key: value for key, value in own.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _around_step(trainer: "Trainer", mode: Callable[[], Any]) -> None:
@@ -210,89 +259,6 @@ def _around_each_forward(trainer: "Trainer", around: Callable[[], Any]) -> None:
 
     random_state.at = observed_at  # type: ignore[method-assign]
     trainer.placed.forward_backward = observed_run
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Let code in the block believe that there are no other ranks; its collectives do nothing."""
-
-    def gathered(outputs: Any, tensor: Tensor, *_args: Any, **_kwargs: Any) -> None:
-        for output in outputs if isinstance(outputs, list) else outputs.view(-1, *tensor.shape):
-            output.copy_(tensor)
-
-    def nothing(*_args: Any, **_kwargs: Any) -> None:
-        return None
-
-    replaced: dict[str, Any] = {
-        "is_initialized": lambda: False, "get_world_size": lambda *_: 1, "get_rank": lambda *_: 0,
-        "all_gather": gathered, "all_gather_into_tensor": gathered, "all_reduce": nothing, "broadcast": nothing,
-        "barrier": nothing,
-    }  # fmt: skip
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    with ExitStack() as stack:
-        for name, function in replaced.items():
-            stack.enter_context(patch.object(dist, name, function))
-        for name, value in variables.items():
-            if name in os.environ:
-                stack.enter_context(patch.dict(os.environ, {name: value}))
-        yield
-
-
-class MeanDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces each random number by the mean of its distribution; training mode and all else stay."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if name == "native_dropout":
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if name == "bernoulli" and len(args) == 1:
-            return args[0].clone()
-        if name == "multinomial":
-            return args[0].topk(args[1], dim=-1).indices
-        drawn = func(*args, **kwargs)
-        if name in _MEANS and isinstance(drawn, Tensor):
-            mean = _MEANS[name](args, kwargs)
-            drawn.copy_(mean) if isinstance(mean, Tensor) else drawn.fill_(mean)
-        elif name == "randperm":
-            drawn.copy_(torch.arange(drawn.numel()))
-        return drawn
-
-
-def _argument(place: int, key: str, default: float) -> Callable[[Any, Any], Any]:
-    return lambda args, kwargs: args[place] if len(args) > place else kwargs.get(key, default)
-
-
-def _middle(args: Any, _kwargs: Any) -> int:
-    low, high = (args[0], args[1]) if isinstance(args[1], int) else (0, args[0])
-    return int(low + high) // 2
-
-
-_MEANS: dict[str, Callable[[Any, Any], Any]] = {
-    "rand": lambda *_: 0.5,
-    "rand_like": lambda *_: 0.5,
-    "randn": lambda *_: 0.0,
-    "randn_like": lambda *_: 0.0,
-    "randint": _middle,
-    "normal": lambda args, _: args[0],
-    "normal_": _argument(1, "mean", 0.0),
-    "uniform_": lambda args, kw: (_argument(1, "from", 0.0)(args, kw) + _argument(2, "to", 1.0)(args, kw)) / 2,
-    "exponential_": lambda args, kw: 1 / _argument(1, "lambd", 1.0)(args, kw),
-    "bernoulli": _argument(1, "p", 0.5),
-    "bernoulli_": _argument(1, "p", 0.5),
-}
-
-
-class FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Leaves values in float32 where they would be converted to 16 bits: under autocast, and by `.half()`."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") in (torch.bfloat16, torch.float16):
-            kwargs["dtype"] = torch.float32
-        return func(*args, **kwargs)
 
 
 @torch.no_grad()
@@ -372,8 +338,8 @@ def further_experiments(spec: Spec, topology: str, at: int, wanted: Sequence[str
             settings = {key: value for each in off.values() for key, value in each.items()}
             settings["distributed.reproducible"] = False  # where layers sum chunks of their own
             cases.append(Case(name, settings, start=at, switches=frozenset({name})))
-        elif name == ONE_EACH and ranks > 1:
-            cases.append(Case(name, one_each))
+        elif name == ONE_EACH and ranks > 1:  # other micro-batches: comparable from the first step alone
+            cases += [Case(name, one_each)] if at == 0 else []
         elif name != ONE_EACH and (name != DOUBLE or (is_indexed(data) and FLOAT32 not in off)):
             cases.append(Case(name, start=at, switches=frozenset({name})))
     return cases

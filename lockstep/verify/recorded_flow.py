@@ -18,6 +18,7 @@ FORWARD, LOSS, BACKWARD, REDUCTION = "forward", "loss", "backward", "reduction"
 STAGES = (FORWARD, LOSS, BACKWARD, REDUCTION)
 NOT_REDUCED = "not reduced"
 ITSELF = "the reference itself"
+COUNTS = "counts"  # a micro-batch's loss is the reference's, but another number of targets
 SLACK = 4.0  # a part may deviate by this many times what changed last bits do
 LEAST = 1e-5  # relative; a smaller deviation of a part is rounding in any case
 CEILING = 1e-2  # where changed last bits do more than this, a part can't be judged

@@ -28,7 +28,8 @@ from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
 from lockstep.trainer.loss_check import fix_for_count
 from lockstep.verify import worker
-from lockstep.verify.experiments import DRAWS, PERTURB, MeanDraws, is_indexed, switched_off
+from lockstep.verify.experiments import DRAWS, PERTURB, is_indexed, switched_off
+from lockstep.verify.modes import MeanDraws
 from lockstep.verify.recorded_flow import CEILING, SLACK
 from lockstep.verify.relations import distance
 from lockstep.verify.subject import MAIN, Case, Spec
@@ -196,9 +197,9 @@ class _Parts:
         with draws, self._trainer.placed.random_state.running("train", 0):
             self._trainer.placed.random_state.at(0)
             loss = objective.loss(model(*args, **kwargs), batch)
-        if not objective.is_mean:
-            loss = loss / float(objective.count(batch))
-        loss.backward()  # type: ignore[no-untyped-call]
+            if not objective.is_mean:
+                loss = loss / float(objective.count(batch))
+            loss.backward()  # type: ignore[no-untyped-call]  # a model may recompute in it, and draw
         row = self.row({name: p.grad for name, p in self._parameters.items() if p.grad is not None})
         for parameter in self._parameters.values():
             parameter.grad = None

@@ -175,7 +175,7 @@ class StepObserver:
         rate = max((float(group["lr"]) for group in self._trainer.optimizer.param_groups), default=0.0)
         return StepFacts(
             dict(self._samples), float(plain(done.loss)), float(plain(done.grad_norm)), rate, self._scale(done),
-            bool(done.skipped), outputs=list(self._outputs), update=self._update.facts,
+            bool(done.skipped), outputs=list(self._outputs), update=self._update.end(),
         )  # fmt: skip
 
     def bounds(self, done: StepRecord) -> dict[str, Tensor]:

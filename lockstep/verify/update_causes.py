@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from lockstep.errors import listed
 from lockstep.verify.differences import name_ranks
-from lockstep.verify.evidence import Cause, Evidence, located
-from lockstep.verify.experiments import AFTER, AGAIN, OPTIMIZER_HOOKS, OPTIONS, STATE
+from lockstep.verify.evidence import Cause, Evidence, first_seen, located
+from lockstep.verify.experiments import AFTER, AGAIN, BEFORE, FORCED, OPTIMIZER_HOOKS, OPTIONS, STATE
 from lockstep.verify.updates import UpdateFacts, not_alike, ranks_where
 
 
@@ -19,6 +19,7 @@ def update_experiments(e: Evidence) -> list[str]:
     wanted += [OPTIMIZER_HOOKS] if e.found.has("gradient") and any(update.by_hooks for update in updates) else []
     if e.found.has("value"):
         wanted += [STATE] if _differ(e, lambda update: update.state_changed) else []
+        wanted += [BEFORE] if _differ(e, lambda update: update.before) else []
         wanted += [AFTER] if any(update.after for update in updates) else []
     return wanted
 
@@ -40,7 +41,8 @@ def left_over(e: Evidence) -> Cause | None:
         text = f"{name_ranks(ranks)} adds to the gradients of the step before: nothing sets {listed(stale)} to zero"
         return Cause("gradients not zeroed", text, ["gradients at the start of the step", AGAIN])
     text = "the step agrees where a new process takes it from the same state: an earlier step of the same process "
-    return Cause("earlier steps", text + "leaves something behind that no checkpoint holds", [AGAIN])
+    text += f"leaves something behind that no checkpoint holds; {first_seen(e)}"
+    return Cause("earlier steps", text, [AGAIN])
 
 
 def tied(e: Evidence) -> Cause | None:
@@ -58,7 +60,9 @@ def frozen(e: Evidence) -> Cause | None:
     """Return a cause if the gradients that are missing are those of parameters that want none on one side."""
     names = _differ(e, lambda update: update.frozen)
     missing = {d.name for d in e.found.differences if d.aspect == "gradient" and d.missing}
-    if not missing or not missing <= set(names):
+    seen = e.tried.get(FORCED, e.found)  # where a gradient is missing, another norm clips the others
+    others = e.deviations or any(d.aspect == "gradient" and not d.missing for d in seen.differences)
+    if not missing or not missing <= set(names) or others:
         return None
     ranks = ranks_where(e.found.updates, lambda update: set(update.frozen) & set(names))
     who = f"on {name_ranks(ranks)}, and are trained in the reference" if ranks else "in the reference, not on ranks"
@@ -70,6 +74,10 @@ def without_update(e: Evidence) -> Cause | None:
     ranks = ranks_where(e.found.updates, lambda update: not update.called)
     if not ranks or not e.found.right_update.called or not e.found.has("value") or e.found.has("gradient"):
         return None
+    names = {d.name for d in e.found.differences if d.aspect == "value"}
+    if not all(names <= set(e.found.updates[rank].unmoved) for rank in ranks):
+        text = f"the optimizer's step is replaced on {name_ranks(ranks)}: it is not called, and makes other values"
+        return Cause("optimizer", f"{text} of {listed(sorted(names))}", ["calls of the optimizer", "values"])
     text = f"the update is skipped on {name_ranks(ranks)}: the optimizer's step is not called, and the values stay"
     return Cause("optimizer", text, ["calls of the optimizer", "gradients and values"])
 
@@ -79,9 +87,12 @@ def update(e: Evidence) -> Cause | None:
     if e.found.has("gradient", "samples", "start") or not e.found.has("value"):
         return None
     wrong = [d for d in e.found.differences if d.aspect == "value"]
-    names = [d.name for d in wrong]
+    names, ranks = [d.name for d in wrong], sorted({rank for d in wrong for rank in d.ranks})
+    changed = {*_differ(e, lambda update: update.before), *_differ(e, lambda update: update.after)}
+    if changed & set(names):  # by something else than the optimizer, and undoing that is not enough
+        return None
     text = "the optimizer gets the same gradients, and makes other values of them"
-    where = f": on {name_ranks(wrong[0].ranks)}, {listed(names)}"
+    where = f": on {name_ranks(ranks)}, {listed(names)}"
     updates = [e.found.updates[rank] for rank in wrong[0].ranks]
     right = e.found.right_update
     if all(name in update.unmoved and name not in right.unmoved for name in names for update in updates):
@@ -122,18 +133,29 @@ def optimizer_hook(e: Evidence) -> Cause | None:
     return Cause("optimizer hook", text + located(e), [OPTIMIZER_HOOKS])
 
 
+def before(e: Evidence) -> Cause | None:
+    """Return a cause if something changes values before the optimizer does; with those of the start, all agrees."""
+    return _beside(e, BEFORE, "before the update", "before the optimizer's update", lambda update: update.before)
+
+
 def after(e: Evidence) -> Cause | None:
     """Return a cause if something else than the optimizer changes values; without it, they agree."""
-    if not e.agrees(AFTER):
+    return _beside(e, AFTER, "after the update", "after the optimizer's update", lambda update: update.after)
+
+
+def _beside(
+    e: Evidence, name: str, kind: str, when: str, what: Callable[[UpdateFacts], list[str]]
+) -> Cause | None:  # fmt: skip
+    if not e.agrees(name):
         return None
-    names = _differ(e, lambda update: update.after) or [d.name for d in e.found.differences if d.aspect == "value"]
-    changes = ranks_where(e.found.updates, lambda update: set(update.after) & set(names))
+    names = _differ(e, what) or [d.name for d in e.found.differences if d.aspect == "value"]
+    changes = ranks_where(e.found.updates, lambda update: set(what(update)) & set(names))
     others = [rank for rank in range(len(e.found.updates)) if rank not in changes]
-    in_reference = bool(set(e.found.right_update.after) & set(names))
+    in_reference = bool(set(what(e.found.right_update)) & set(names))
     if in_reference and others:
-        text = f"{listed(names)} change after the optimizer's update in the reference, not on {name_ranks(others)}"
+        text = f"the values of {listed(names)} change {when} in the reference, not on {name_ranks(others)}"
     elif not in_reference:
-        text = f"{listed(names)} change after the optimizer's update on {name_ranks(changes)}, not in the reference"
+        text = f"the values of {listed(names)} change {when} on {name_ranks(changes)}, not in the reference"
     else:
-        text = f"what changes {listed(names)} after the optimizer's update changes them otherwise on ranks"
-    return Cause("after the update", text, [AFTER])
+        text = f"what changes the values of {listed(names)} {when} changes them otherwise on ranks"
+    return Cause(kind, text, [name])

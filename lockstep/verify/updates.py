@@ -35,7 +35,7 @@ class UpdateFacts:
         state_changed: whose state in the optimizer changed between the start of the step and the update.
         by_hooks: whose gradients hooks of the optimizer changed.
         unmoved: whose values are those of before the step.
-        after: whose values changed after the optimizer's update.
+        before, after: whose values changed before the optimizer's update, or after it.
         called: whether the optimizer was called.
     """
 
@@ -46,6 +46,7 @@ class UpdateFacts:
     state_changed: list[str] = field(default_factory=list)
     by_hooks: list[str] = field(default_factory=list)
     unmoved: list[str] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     called: bool = False
 
@@ -99,6 +100,7 @@ class UpdateObserver:
     def _before_update(self) -> None:
         found, facts = self._found(), self.facts
         facts.called = True
+        facts.before = _changed(self._values, _prints(self._placed.parameters))
         facts.by_hooks = [name for name, value in _prints(found).items() if value != self._given.get(name)]
         states = self._states()
         facts.state_changed = [n for n in self._placed.parameters if states.get(n) != self._state.get(n)]
@@ -113,13 +115,16 @@ class UpdateObserver:
         self._updated = _prints(self._placed.parameters)
 
     def _finished(self, skipped: bool) -> None:
-        values, facts = _prints(self._placed.parameters), self.facts
-        if facts.called:
-            facts.after = [name for name, value in values.items() if value != self._updated.get(name)]
-        elif not skipped:  # somebody has replaced `step`
+        if not self.facts.called and not skipped:  # somebody has replaced `step`
             self._keep(self._found())
-        facts.unmoved = [name for name, value in values.items() if value == self._values.get(name)]
         self._finish(skipped)
+
+    def end(self) -> UpdateFacts:
+        """Return what was seen of the step that has ended."""
+        values, facts = _prints(self._placed.parameters), self.facts
+        facts.after = _changed(self._updated, values) if facts.called else []
+        facts.unmoved = [name for name, value in values.items() if value == self._values.get(name)]
+        return facts
 
     def _found(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._placed.parameters.items() if p.grad is not None}
@@ -134,6 +139,10 @@ class UpdateObserver:
             for name, p in self._placed.parameters.items()
             if (held := states.get(p)) is not None
         }
+
+
+def _changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+    return [name for name, value in now.items() if value != before.get(name)]
 
 
 def _prints(tensors: Mapping[str, Tensor]) -> dict[str, int]:

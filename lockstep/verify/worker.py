@@ -3,8 +3,9 @@
 import copy
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from lockstep import cluster, collectives
+from lockstep.data.batches import MicroBatch
 from lockstep.errors import LockstepError, RunError
 from lockstep.layout import AXES
 from lockstep.models.protocol import offered
+from lockstep.parallel.parallel_model import local
 from lockstep.step import Progress
 from lockstep.strategy import SINGLE, parse_topology, strategy_named
 from lockstep.trainer import Trainer
@@ -36,7 +39,9 @@ from lockstep.verify.experiments import (
     NUDGED,
     OPTIONS,
     PERTURB,
+    SAMPLES,
     SETTINGS,
+    START,
     WHOLE,
     apply,
     float64_by_default,
@@ -53,6 +58,7 @@ from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, StepObserver, 
 
 _SIZES = tuple(f"distributed.{axis}_size" for axis in AXES)
 _FLOW = "flow.pt"  # file with what flowed through the reference
+_SAMPLES = "samples.pt"  # file with its micro-batches
 # The check for divergence would stop the steps to compare.
 _NO_DIVERGENCE_CHECK: dict[str, Any] = {"distributed.divergence_check_steps": None}
 
@@ -89,6 +95,8 @@ def _record(
     nudges = NUDGED in case.switches
     stored = load(folder / FORCED / _FLOW) if nudges else None
     recorder = FlowRecorder(trainer, names, stored, nudge=nudges) if FORCED in case.switches else None
+    if SAMPLES in case.switches:
+        _write_samples(trainer, folder / case.name / _SAMPLES)
     observer = StepObserver(trainer, bounds=not exact, outputs=AGAIN in case.switches)
     if case.name == MAIN:
         trainer.save_checkpoint(trace.states)
@@ -151,6 +159,8 @@ def _compare(
     parts = FORCED in case.switches
     recorder = FlowRecorder(trainer, names, load(trace.folder / _FLOW)) if parts else None
     whole = WholeSequences(trainer, names) if WHOLE in case.switches else None
+    if SAMPLES in case.switches:
+        _use_samples(trainer, trace.folder / _SAMPLES)
     if OPTIONS in case.switches:
         use_options(trainer, trace.facts(case.start).update.options)
     if SETTINGS in case.switches:
@@ -159,6 +169,8 @@ def _compare(
     at_start: dict[str, TensorDifference] = {}
     if case.start == 0 and not case.switches & {DOUBLE, PERTURB}:
         with trace.tensors(None) as stored:
+            if START in case.switches:
+                _start_from(trainer, stored)
             compared = compare_with_reference(trainer, stored)
             at_start = compared[VALUE] | compared[BUFFER]
     for step, done in enumerate(islice(trainer.steps(data), case.steps), start=case.start):
@@ -275,6 +287,38 @@ def trainer_of(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[
         if case.switches & {PERTURB, NUDGED} and topology == SINGLE:
             perturb(trainer)
         yield trainer, _InFloat64(subject.data) if double else subject.data, names
+
+
+def _write_samples(trainer: Trainer, path: Path) -> None:
+    run = trainer.placed.forward_backward
+
+    def observed(micro_batches: Sequence[MicroBatch], accumulator: Any, factor: float) -> None:
+        torch.save({micro_batch.index: micro_batch.batch for micro_batch in micro_batches}, path)
+        run(micro_batches, accumulator, factor)
+
+    trainer.placed.forward_backward = observed
+
+
+def _use_samples(trainer: Trainer, path: Path) -> None:
+    """Give a rank the reference's samples of its micro-batches."""
+    run, right = trainer.placed.forward_backward, torch.load(path, weights_only=False, map_location=trainer.device)
+
+    def given(micro_batches: Sequence[MicroBatch], accumulator: Any, factor: float) -> None:
+        known = [m for m in micro_batches if m.batch is not None and m.index in right]
+        by_index = {m.index: replace(m, batch=right[m.index]) for m in known}
+        run([by_index.get(m.index, m) for m in micro_batches], accumulator, factor)
+
+    trainer.placed.forward_backward = given
+
+
+@torch.no_grad()
+def _start_from(trainer: Trainer, stored: Stored) -> None:
+    """Give a rank its part of the reference's values."""
+    for kind, tensors in ((VALUE, trainer.placed.parameters), (BUFFER, trainer.placed.buffers)):
+        for name, tensor in tensors.items():
+            value = stored.get(kind, name)
+            if value is not None:
+                local(tensor.detach()).copy_(shard_like(value, tensor))
 
 
 @torch.no_grad()

@@ -55,6 +55,26 @@ def clamps_values(trainer: Trainer) -> None:
     trainer.optimizer.register_step_post_hook(lambda *_: bias.clamp_(0, 0))
 
 
+def changes_values_first(trainer: Trainer) -> None:
+    finish = trainer.placed.finish_gradients
+
+    def changed() -> None:
+        finish()
+        trainer.placed.parameters["head.bias"].data.add_(1.0)
+
+    trainer.placed.finish_gradients = changed
+
+
+def changes_values_at_the_end(trainer: Trainer) -> None:
+    finish = trainer.placed.finish_update
+
+    def changed(skipped: bool) -> None:
+        finish(skipped)
+        trainer.placed.parameters["head.bias"].data.add_(1.0)
+
+    trainer.placed.finish_update = changed
+
+
 def takes_no_step(trainer: Trainer) -> None:
     trainer.optimizer.step = lambda: None  # type: ignore[method-assign,assignment]
 
@@ -78,6 +98,8 @@ def facts_of(subject: Subject, folder: Path) -> UpdateFacts:
         (loses_state, {"state_changed": ["head.bias"]}),
         (doubles_gradients, {"by_hooks": ["head.bias"]}),
         (clamps_values, {"after": ["head.bias"], "unmoved": ["head.bias"]}),
+        (changes_values_first, {"before": ["head.bias"]}),
+        (changes_values_at_the_end, {"after": ["head.bias"]}),
         (takes_no_step, {"unmoved": ["head.bias"], "called": False, "options": {}}),
     ],
 )
@@ -85,7 +107,7 @@ def test_what_happens_around_an_update_is_seen(
     prepare: Callable[[Trainer], None], seen: dict[str, Any], tmp_path: Path
 ) -> None:
     found = vars(facts_of(Subject(Net(), Tokens(), prepare=prepare), tmp_path))
-    for what in ("stale", "state_changed", "by_hooks", "after", "unmoved"):
+    for what in ("stale", "state_changed", "by_hooks", "before", "after", "unmoved"):
         assert ("head.bias" in found[what]) is (what in seen), what
     assert found["called"] is seen.get("called", True)
     assert bool(found["options"]) is seen.get("called", True)
@@ -128,6 +150,36 @@ def test_a_step_that_agrees_in_a_new_process_is_blamed_on_earlier_ones(tmp_path:
     assert cause_of(evidence(found, tmp_path, again=StepResult(1))).kind == "gradients not zeroed"
     found.updates = [found.right_update] * 2
     assert cause_of(evidence(found, tmp_path, again=StepResult(1))).kind == "earlier steps"
+
+
+@pytest.mark.parametrize(
+    ("was", "left", "agrees"),
+    [
+        ([("gradient", 0.5, False)], [], True),
+        ([("gradient", 0.5, False)], [("gradient", 0.1, False)], False),
+        ([("gradient", 0.5, True)], [("gradient", 0.5, True)], False),  # a gradient that is missing stays missing
+        ([("gradient", 40.0, False)], [("gradient", 0.2, False)], False),
+        ([("gradient", 0.5, False), ("loss", 0.1, False)], [("loss", 0.1, False)], False),
+        ([("norm", 0.5, False)], [], False),
+    ],
+)
+def test_an_experiment_undoes_a_difference_if_nothing_of_it_is_left(
+    was: list[Any], left: list[Any], agrees: bool, tmp_path: Path
+) -> None:
+    found, tried = (
+        StepResult(0, [Difference(aspect, "a", relative, missing=missing) for aspect, relative, missing in each])
+        for each in (was, left)
+    )
+    assert evidence(found, tmp_path, again=tried).agrees(AGAIN) is agrees
+
+
+def test_a_step_that_is_replaced_is_not_called_skipped(tmp_path: Path) -> None:
+    right = UpdateFacts(options={"a": {}}, called=True)
+    found = StepResult(0, [Difference("value", "a", 0.5, ranks=[1])], right_update=right)
+    found.updates = [right, UpdateFacts(unmoved=["a"])]
+    assert "skipped on rank 1" in cause_of(evidence(found, tmp_path)).text
+    found.updates = [right, UpdateFacts()]
+    assert "replaced on rank 1" in cause_of(evidence(found, tmp_path)).text
 
 
 def test_a_gradient_that_is_no_sum_in_the_reference_itself_is_not_blamed_on_ranks() -> None:

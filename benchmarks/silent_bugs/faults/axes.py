@@ -113,7 +113,7 @@ def rotary_positions_that_begin_anew_on_each_rank() -> Subject:
     return net(transformer(), prepare)
 
 
-@fault("reduction", "unsynchronised parameter", names="norm rank|ranks", topology="tensor:2")
+@fault("reduction", "unsynchronised parameter", "gradient", names="norm rank|ranks", topology="tensor:2")
 def norm_s_gradient_of_a_part_of_the_sequence() -> Subject:
     """Each rank normalises its part of a sequence, and keeps the gradient of that part."""
 
@@ -125,7 +125,7 @@ def norm_s_gradient_of_a_part_of_the_sequence() -> Subject:
     return net(transformer(), after_reduction(change))
 
 
-@fault("reduction", "tensor", names="down.weight rank_1", topology="tensor:2")
+@fault("reduction", "tensor", "gradient", names="down.weight rank_1", topology="tensor:2")
 def part_of_a_layer_scaled_by_the_number_of_ranks() -> Subject:
     def change(trainer: Trainer) -> None:
         if on_rank_1():

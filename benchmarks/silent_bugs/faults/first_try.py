@@ -103,5 +103,22 @@ SECOND_ROUND: dict[str, str] = {
     "average_of_weights_in_the_optimizer_s_hook": PASSED,
 }
 
-ROUNDS = {"first": FIRST_ROUND, "second": SECOND_ROUND}
-FIRST_TRY = FIRST_ROUND | SECOND_ROUND
+THIRD_ROUND: dict[str, str] = {
+    "number_drawn_for_a_log_on_rank_1": RIGHT,
+    "first_micro_batch_in_evaluation_mode_on_rank_1": RIGHT,
+    "layer_without_gradients_for_a_micro_batch_of_rank_1": WRONG,  # the reduction, in which the micro-batch weighs 0
+    "branch_detached_on_rank_1": RIGHT,
+    "embedding_scaled_on_replicas_of_shards": RIGHT,
+    "classes_weighed_on_rank_1": RIGHT,
+    "targets_of_a_part_shifted_on_rank_1": UNKNOWN,
+    "gradient_doubled_on_rank_1_beside_a_number_in_the_samples": UNKNOWN,
+    "gradients_halved_around_the_optimizer_s_step_of_rank_1": RIGHT,
+    "gradient_clamped_in_a_shard_of_rank_1": RIGHT,
+    "gradients_doubled_from_the_second_step_of_a_process": RIGHT,
+    "bias_that_the_last_stage_does_not_update": RIGHT,
+    "teacher_on_replicas_of_shards": PASSED,
+    "group_norm_and_dropout_recomputed": PASSED,
+}
+
+ROUNDS = {"first": FIRST_ROUND, "second": SECOND_ROUND, "third": THIRD_ROUND}
+FIRST_TRY = FIRST_ROUND | SECOND_ROUND | THIRD_ROUND

@@ -189,10 +189,13 @@ def bias_that_the_last_stage_does_not_update() -> Subject:
 @fault("first values", names="1.running_var rank_1")
 def statistics_of_another_run_loaded_on_rank_1() -> Subject:
     torch.manual_seed(0)
-    norm = nn.BatchNorm1d(32)
-    if on_rank_1():
-        norm.running_var.mul_(3)  # type: ignore[union-attr]
-    return vectors(nn.Sequential(nn.Linear(WIDTH, 32), norm.eval(), nn.ReLU(), nn.Linear(32, WIDTH)))
+
+    def prepare(trainer: Trainer) -> None:
+        if on_rank_1():
+            trainer.placed.buffers["1.running_var"].mul_(3)
+
+    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, WIDTH))
+    return vectors(model, prepare=prepare)
 
 
 @sound(topology="hybrid:2x2", settings={"training.gradient_clip": 0.1})

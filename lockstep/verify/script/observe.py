@@ -31,7 +31,8 @@ from lockstep.launch.failures import read_all, short_path
 from lockstep.launch.script import run_script
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
-from lockstep.verify.experiments import FullPrecision, MeanDraws, with_other_last_bits
+from lockstep.verify.experiments import with_other_last_bits
+from lockstep.verify.modes import FullPrecision, MeanDraws
 from lockstep.verify.script.framework import calling_framework
 from lockstep.verify.script.loaders import ObservedLoaders
 from lockstep.verify.script.record import Pieces, RandomDraw, RecordedStep, ScriptRecord, TensorPiece, record_file
