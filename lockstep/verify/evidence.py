@@ -56,14 +56,15 @@ class Evidence:
         """Return whether the experiment was made and removed the difference: of all that differs, nothing is left.
 
         Rounding counts: a difference that is not larger than the experiment's rounding is not explained by it. The norm
-        does not: it follows from the gradients, and an experiment may be without clipping.
+        does if it differs alone: else it follows from the gradients, and an experiment may be without clipping.
         """
         result = self.tried.get(name)
         if result is None or result.has("start"):
             return False
         if self.found.has("gradient") and result.rounding > GONE * min(1.0, self.found.distance("gradient")):
             return False
-        was = {aspect: self.found.distance(aspect) for aspect in ("loss", "gradient", "value", "buffer")}
+        aspects = ("loss", "gradient", "value", "buffer")
+        was = {a: self.found.distance(a) for a in (aspects if self.found.has(*aspects) else ("norm",))}
         left = {aspect: result.distance(aspect) for aspect in was}
         least = {"loss": 4 * SCALAR_TOLERANCE}
         return any(was.values()) and all(left[a] <= max(GONE * min(1.0, was[a]), least.get(a, 0.0)) for a in was)

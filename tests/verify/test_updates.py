@@ -160,7 +160,9 @@ def test_a_step_that_agrees_in_a_new_process_is_blamed_on_earlier_ones(tmp_path:
         ([("gradient", 0.5, True)], [("gradient", 0.5, True)], False),  # a gradient that is missing stays missing
         ([("gradient", 40.0, False)], [("gradient", 0.2, False)], False),
         ([("gradient", 0.5, False), ("loss", 0.1, False)], [("loss", 0.1, False)], False),
-        ([("norm", 0.5, False)], [], False),
+        ([("norm", 0.5, False)], [], True),
+        ([("norm", 0.5, False)], [("norm", 0.5, False)], False),
+        ([("samples", 0.0, False)], [], False),
     ],
 )
 def test_an_experiment_undoes_a_difference_if_nothing_of_it_is_left(
