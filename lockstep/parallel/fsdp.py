@@ -37,6 +37,7 @@ from lockstep.parallel.reproducible.gradient_trees import ShardTree
 from lockstep.parallel.reproducible.tree import Partials, assign_hybrid, assign_in_groups, clear_zero_signs
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy, given_sizes
+from lockstep.torch_compat.views import return_no_views
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -258,6 +259,7 @@ def apply_fsdp(
     }
     log_lines = _cast_buffers(model, config)
     units = units_of(model, config, blocks)
+    return_no_views(model)
     for unit in (*(unit for _, unit in units), model):  # inner ones first: parameters in none belong to the outer one
         own = own_parameters(unit)
         _refuse_mixture(unit, own)

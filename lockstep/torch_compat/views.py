@@ -1,0 +1,46 @@
+"""Tensors that are views of others, returned as the same memory without a base.
+
+Public torch: nothing says whether a tensor is a view.
+Seen to work: torch 2.11.0 to 2.13.0.
+When gone: AttributeError at the first forward pass under FSDP, and `tests/torch_compat` says so.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _is_view(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad and leaf._base is not None
+
+
+def _same(leaf: Tensor) -> Any:
+    return _Same.apply(leaf) if _is_view(leaf) else leaf  # type: ignore[no-untyped-call]
+
+
+def return_no_views(root: nn.Module) -> None:
+    """Let a module return no views: FSDP2's hook on one would be lost if somebody changed it in place.
+
+    Args:
+        root: not yet wrapped, so that this comes before FSDP2's own hook.
+    """
+
+    def replaced(_module: nn.Module, _args: Any, outputs: Any) -> Any:
+        if any(map(_is_view, tree_leaves(outputs))):
+            return tree_map_only(Tensor, _same, outputs)
+        return None
+
+    root.register_forward_hook(replaced)
