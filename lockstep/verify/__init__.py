@@ -283,7 +283,10 @@ def _results(job: VerifyJob, name: str) -> list[StepResult] | str:
     error = why_not_ended(job.end_of(case), job.ranks, _limit(job.folder))
     if error is not None:
         return str(error)
-    found: list[StepResult] | str = pickle.loads(job.results_of(case).read_bytes())
+    path = job.results_of(case)
+    if not path.exists():
+        return f"{name}: a process of it ended without a word"
+    found: list[StepResult] | str = pickle.loads(path.read_bytes())
     return found
 
 

@@ -196,7 +196,10 @@ class FlowRecorder:
         value = right.to(device=tensor.device, dtype=tensor.dtype)
         if self._generator is not None and value.is_floating_point():
             value = with_other_last_bits(value, self._generator)
+        gradient = (*key[:3], f"gradient of {key[3]}")
         if not differentiable:
+            if gradient in self._reference.tensors:
+                self._deviates(STAGES.index(BACKWARD), gradient, 1.0, "is not computed")
             return value.clone()
         forced: Tensor = _Forced.apply(tensor, value, self, key)  # type: ignore[no-untyped-call]
         return forced
