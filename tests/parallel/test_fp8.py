@@ -153,6 +153,7 @@ def test_it_is_said_at_start_and_checkpoints_know_nothing_of_it() -> None:
     assert with_it == without
 
 
+@pytest.mark.full
 @needs_torchao
 def test_compiled_blocks_multiply_in_float8() -> None:
     """Without dropout: compiled code draws other random numbers."""
