@@ -215,9 +215,9 @@ def _settings(e: Evidence) -> Cause | None:
 
 
 def _memory(e: Evidence) -> Cause | None:
-    if not e.agrees(MEMORY):
-        return None
     moved = list(dict.fromkeys(name for flow in e.flows for name in flow.moved))
+    if not e.agrees(MEMORY, left_out=[name.removeprefix("the buffer ") for name in moved]):
+        return None
     which = "which" if len(moved) == 1 else "at least one of which"
     text = (
         f"a forward pass changes {listed(moved)}, {which} a later micro-batch reads: each rank sees its own ones only"

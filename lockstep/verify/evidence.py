@@ -1,7 +1,7 @@
 """Holds what is known about a difference, and says in words where a step deviates first."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.config import Config
@@ -52,8 +52,11 @@ class Evidence:
     folder: Path
     config: Config
 
-    def agrees(self, name: str) -> bool:
+    def agrees(self, name: str, left_out: Collection[str] = ()) -> bool:
         """Return whether the experiment was made and removed the difference: of all that differs, nothing is left.
+
+        Args:
+            left_out: buffers that the experiment itself writes.
 
         Rounding counts: a difference that is not larger than the experiment's rounding is not explained by it. The norm
         does if it differs alone: else it follows from the gradients, and an experiment may be without clipping.
@@ -65,6 +68,8 @@ class Evidence:
             return False
         aspects = ("loss", "gradient", "value", "buffer")
         was = {a: self.found.distance(a) for a in (aspects if self.found.has(*aspects) else ("norm",))}
+        written = [d for d in result.differences if d.aspect == "buffer" and d.name in left_out]
+        result = replace(result, differences=[d for d in result.differences if d not in written])
         left = {aspect: result.distance(aspect) for aspect in was}
         least = {"loss": 4 * SCALAR_TOLERANCE}
         return any(was.values()) and all(left[a] <= max(GONE * min(1.0, was[a]), least.get(a, 0.0)) for a in was)
