@@ -205,7 +205,12 @@ ACCELERATE_PYTHON: Rows = (
     ("accelerator.unwrap_model(model)", "trainer.state_dict()", "", "the model itself stays as it is"),
     ("accelerator.get_state_dict(model)", "trainer.state_dict()"),
     ("accelerator.save_model(model, path)", "lockstep checkpoint export PATH"),
-    ("accelerator.skip_first_batches(loader, number)", "trainer.resume()", "", "it goes on after the last sample"),
+    (
+        "accelerator.skip_first_batches(loader, number)",
+        "trainer.resume('auto')",
+        "",
+        "it goes on after the last sample",
+    ),
     ("accelerator.wait_for_everyone()", "lockstep.barrier()"),
     ("accelerator.save_state(path)", "trainer.save_checkpoint(path)"),
     ("accelerator.load_state(path)", "trainer.load_checkpoint(path)"),

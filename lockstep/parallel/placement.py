@@ -142,7 +142,8 @@ class PlacementContext:
     def compress(self) -> Compression:
         """Return the compression of gradients that the config asks for; the model is whole, and on its device."""
         assert self.mesh is not None
-        undoable = self.precision.mode == "fp16"
+        bad = self.config.training.bad_numbers
+        undoable = self.precision.mode == "fp16" or bad.action == "skip" or bad.recompute
         compression = compress(self.model, self.mesh["replicate"], self.config, undoable=undoable)
         self.log_lines += compression.log_lines
         return compression

@@ -1,7 +1,7 @@
 """Tensors that are views of others, returned as the same memory without a base.
 
 Public torch: nothing says whether a tensor is a view.
-Seen to work: torch 2.11.0 to 2.13.0.
+Seen to work: torch 2.13.0.
 When gone: AttributeError at the first forward pass under FSDP, and `tests/torch_compat` says so.
 """
 

@@ -18,6 +18,7 @@ from tests.ranks import run_ranks
 STEP, RANK = 4, 1
 RECOMPUTED = {"training.bad_numbers.recompute": True, "training.max_steps": 6}
 SKIPPED = {**RECOMPUTED, "training.bad_numbers.action": "skip"}
+POWERSGD = (STEP - 1, STEP + 1)  # its first step: before the wrong one, and after it
 TOPOLOGIES = ("ddp:2", "fsdp:2", "pipeline:2")
 
 
@@ -61,6 +62,12 @@ def on_ranks() -> dict[str, Any]:
             run(topology, settings, times, backward=backward)
             for settings, times, backward in ((RECOMPUTED, 0, False), (RECOMPUTED, 1, False), (RECOMPUTED, 1, True))
         ]
+    for start in POWERSGD:
+        compressed = {
+            **RECOMPUTED, "distributed.reproducible": False,
+            "distributed.ddp.compression": {"kind": "powersgd", "start_step": start},
+        }  # fmt: skip
+        found[f"powersgd {start}"] = run("ddp:2", compressed, 0), run("ddp:2", compressed, 1)
     found["bad data"] = run("ddp:2", RECOMPUTED, 10**6), run("ddp:2", SKIPPED, 10**6)
     return found
 
@@ -91,6 +98,14 @@ def test_the_run_ends_in_the_bits_of_one_that_never_failed(ranks: list[dict[str,
         ((_, what, _),) = said_backward
         assert f"the gradient norm of step {STEP} is " in what
         assert "in a backward pass" in what
+
+
+@pytest.mark.parametrize("start", POWERSGD)
+def test_what_powersgd_remembers_and_counts_is_that_of_one_computation(ranks: list[dict[str, Any]], start: int) -> None:
+    for found in ranks:
+        (right, _, _), (again, said, _) = found[f"powersgd {start}"]
+        assert right == again
+        assert [step for step, *_ in said] == [STEP]
 
 
 def test_bad_data_are_bad_again(ranks: list[dict[str, Any]]) -> None:

@@ -126,7 +126,7 @@ def compress(model: nn.Module, replicas: DeviceMesh, config: StepConfig, *, undo
     Args:
         model: before it is wrapped, on its device.
         replicas: the ranks that hold it.
-        undoable: steps may be skipped once their gradients are reduced (fp16).
+        undoable: steps may be skipped, or computed again, once their gradients are reduced.
     """
     asked = config.distributed.ddp.compression
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -69,7 +69,8 @@ class PowerSGD(AroundMicroBatch):
         warm_start: keep Q from step to step.
         error_feedback: remember what is lost.
         seed: of the first Q.
-        undoable: steps may be skipped after the hook has run (fp16); costs another memory of the model's size.
+        undoable: steps may be skipped after the hook has run, or be computed again; costs another memory of the
+            model's size.
 
     Attributes:
         state: what a checkpoint keeps; the tensors are live.
@@ -111,7 +112,7 @@ class PowerSGD(AroundMicroBatch):
 
     @property
     def steps(self) -> int:
-        """Number of times that gradients were reduced; the counter is in host memory."""
+        """Number of times that gradients were reduced for an update; the counter is in host memory."""
         return int(self._steps.item())
 
     def hook(self, _state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -131,8 +132,9 @@ class PowerSGD(AroundMicroBatch):
         return waiting.done
 
     def finish_update(self, skipped: bool) -> None:
-        """Restore the memory if the step was skipped."""
+        """Restore the memory and the count if the step was skipped, or will be computed again."""
         if skipped:
+            self._steps -= 1
             for name, (error, q) in self._undo.items():
                 self._qs[name].copy_(q)
                 if error is not None:
