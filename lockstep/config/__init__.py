@@ -44,44 +44,6 @@ if TYPE_CHECKING:
         TrainingConfig,
     )
 
-_HOMES = {
-    "checks": ("check", "require_equation", "require_runnable"),
-    "flags": ("FLAGS", "apply_flags", "as_overrides"),
-    "loading": ("config_from", "load_config"),
-    "objects": ("build_object",),
-    "schema": (
-        "CheckpointConfig",
-        "Config",
-        "MemoryConfig",
-        "MonitorConfig",
-        "ProfileConfig",
-        "PrometheusConfig",
-        "StepConfig",
-        "StragglerConfig",
-    ),
-    "schema_distributed": (
-        "AccelerateConfig",
-        "CompressionConfig",
-        "DDPConfig",
-        "DiLoCoConfig",
-        "DistributedConfig",
-        "FSDPConfig",
-        "PipelineConfig",
-    ),
-    "schema_training": (
-        "DataConfig",
-        "EarlyStoppingConfig",
-        "BadNumbersConfig",
-        "GradientClipConfig",
-        "LossScaleConfig",
-        "ModelConfig",
-        "ObjectSpec",
-        "PrecisionConfig",
-        "TrainingConfig",
-    ),
-}
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-
 __all__ = [
     "FLAGS",
     "AccelerateConfig",
@@ -119,7 +81,12 @@ __all__ = [
 ]
 
 
+_HOMES = ("flags", "schema_training", "schema_distributed", "schema", "checks", "loading", "objects")
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    for home in _HOMES if name in __all__ else ():
+        module = import_module(f"{__name__}.{home}")
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,6 +21,8 @@ from lockstep.config.schema_training import (
     PrecisionConfig,
     Section,
     TrainingConfig,
+    key,
+    section,
 )
 from lockstep.registry import LOSSES, SINKS
 
@@ -30,109 +32,90 @@ SinkName = Annotated[str, Named(SINKS)]
 class CheckpointConfig(Section):
     """Times of saves, checkpoints to keep, and the checkpoint to resume from."""
 
-    save_strategy: Literal["steps", "epoch", "none"] = Field(
-        default="steps", description="Save every `save_steps` steps, at the end of each epoch, or never."
+    save_strategy: Literal["steps", "epoch", "none"] = key(
+        "steps", "Save every `save_steps` steps, at the end of each epoch, or never."
     )
-    save_steps: int = Field(default=100, ge=1, description="Steps between checkpoints.")
-    save_total_limit: int | None = Field(
-        default=3,
+    save_steps: int = key(100, "Steps between checkpoints.", ge=1)
+    save_total_limit: int | None = key(
+        3,
+        "The number of newest checkpoints to keep; null: all. One is deleted only when a newer one is verified.",
         ge=1,
-        description="The number of newest checkpoints to keep; null: all. One is deleted only when a newer one is "
-        "verified.",
     )
-    keep_best: str | None = Field(
-        default=None,
+    keep_best: str | None = key(
+        None,
+        "Also keep the best by this metric: `eval_loss`, `loss`, `grad_norm`, or one of the evaluation, `eval_NAME`; "
+        "each evaluation that is better than all before is saved.",
         min_length=1,
-        description="Also keep the best by this metric: `eval_loss`, `loss`, `grad_norm`, or one of the evaluation, "
-        "`eval_NAME`; each evaluation that is better than all before is saved.",
     )
-    keep_best_mode: Literal["min", "max"] = Field(
-        default="min", description="Whether the least or the most `keep_best` is the best."
+    keep_best_mode: Literal["min", "max"] = key("min", "Whether the least or the most `keep_best` is the best.")
+    load_best: bool = key(False, "Load the best checkpoint when the training is done. Needs `keep_best`.")
+    format: Literal["sharded", "full", "local"] = key(
+        "sharded",
+        "`sharded`: every rank writes its part, any number of ranks can load it; `full`: one file of whole tensors; "
+        "`local`: every rank's part as it is, for the same topology only.",
     )
-    load_best: bool = Field(
-        default=False, description="Load the best checkpoint when the training is done. Needs `keep_best`."
+    storage: ObjectSpec | None = key(
+        None,
+        "`package.module:Name`, or with `args`: a `lockstep.checkpoint.Storage` of your own; unset: the folder "
+        "`checkpoints/` of the run directory.",
     )
-    format: Literal["sharded", "full", "local"] = Field(
-        default="sharded",
-        description="`sharded`: every rank writes its part, any number of ranks can load it; `full`: one file of whole "
-        "tensors; `local`: every rank's part as it is, for the same topology only.",
+    async_: bool = key(True, "Write while training goes on; a save waits for the previous one.", alias="async")
+    retries: int = key(3, "Further tries of a save that the storage refuses, after 0.5 s, 1 s, 2 s …", ge=0)
+    on_failure: Literal["continue", "stop"] = key(
+        "continue",
+        "After the last try: `continue` logs the failure, trains on and keeps the last good checkpoint; `stop` ends "
+        "the run. The save at the end of a run must succeed.",
     )
-    storage: ObjectSpec | None = Field(
-        default=None,
-        description="`package.module:Name`, or with `args`: a `lockstep.checkpoint.Storage` of your own; unset: the "
-        "folder `checkpoints/` of the run directory.",
+    resume: str = key(
+        "auto", "`auto`: from the newest whole checkpoint, if there is one; `never`; or a path.", min_length=1
     )
-    async_: bool = Field(
-        default=True, alias="async", description="Write while training goes on; a save waits for the previous one."
-    )
-    retries: int = Field(
-        default=3, ge=0, description="Further tries of a save that the storage refuses, after 0.5 s, 1 s, 2 s …"
-    )
-    on_failure: Literal["continue", "stop"] = Field(
-        default="continue",
-        description="After the last try: `continue` logs the failure, trains on and keeps the last good checkpoint; "
-        "`stop` ends the run. The save at the end of a run must succeed.",
-    )
-    resume: str = Field(
-        default="auto",
-        min_length=1,
-        description="`auto`: from the newest whole checkpoint, if there is one; `never`; or a path.",
-    )
-    allow_changes: bool = Field(
-        default=False,
-        description="Resume though the model, the data, the seed or the global batch changed since the checkpoint; "
-        "otherwise a resume refuses such changes and lists them.",
+    allow_changes: bool = key(
+        False,
+        "Resume though the model, the data, the seed or the global batch changed since the checkpoint; otherwise a "
+        "resume refuses such changes and lists them.",
     )
 
 
 class ProfileConfig(Section):
     """torch's profiler over a few steps."""
 
-    wait: int = Field(default=1, ge=0, description="Steps skipped at first.")
-    warmup: int = Field(default=1, ge=0, description="Steps traced and discarded.")
-    active: int = Field(default=3, ge=1, description="Steps traced and kept.")
-    record_shapes: bool = Field(default=True, description="Keep the shapes of operators' inputs.")
-    profile_memory: bool = Field(default=True, description="Keep allocations.")
-    with_stack: bool = Field(default=False, description="Keep source lines. Slows the steps.")
+    wait: int = key(1, "Steps skipped at first.", ge=0)
+    warmup: int = key(1, "Steps traced and discarded.", ge=0)
+    active: int = key(3, "Steps traced and kept.", ge=1)
+    record_shapes: bool = key(True, "Keep the shapes of operators' inputs.")
+    profile_memory: bool = key(True, "Keep allocations.")
+    with_stack: bool = key(False, "Keep source lines. Slows the steps.")
     ranks: list[int] = Field(default_factory=lambda: [0], description="The ranks that are traced.")
-    dir: str | None = Field(default=None, description="Where traces go; unset: `profile/` in the run directory.")
+    dir: str | None = key(None, "Where traces go; unset: `profile/` in the run directory.")
 
 
 class MemoryConfig(Section):
     """Warnings about memory."""
 
-    threshold: float = Field(
-        default=0.9, gt=0, le=1, description="Warn when this share of a device's memory is in use."
-    )
-    alert_on_imbalance: bool = Field(
-        default=True, description="Warn when the memory in use differs much between ranks."
-    )
+    threshold: float = key(0.9, "Warn when this share of a device's memory is in use.", gt=0, le=1)
+    alert_on_imbalance: bool = key(True, "Warn when the memory in use differs much between ranks.")
 
 
 class StragglerConfig(Section):
     """Warnings about slow ranks."""
 
-    threshold: float = Field(
-        default=1.3,
-        gt=1,
-        description="A rank's own time in a step, without waiting, as a multiple of the median of the other ranks.",
+    threshold: float = key(
+        1.3, "A rank's own time in a step, without waiting, as a multiple of the median of the other ranks.", gt=1
     )
-    patience: int = Field(
-        default=3, ge=1, description="The number of times in a row before a warning; checked about once a second."
-    )
+    patience: int = key(3, "The number of times in a row before a warning; checked about once a second.", ge=1)
 
 
 class PrometheusConfig(Section):
     """A page `/metrics` for Prometheus to read, served by rank 0."""
 
-    port: int = Field(default=9400, ge=0, le=65535, description="0: any free one, which is logged.")
-    host: str = Field(default="127.0.0.1", min_length=1, description="`0.0.0.0` opens it to the network.")
+    port: int = key(9400, "0: any free one, which is logged.", ge=0, le=65535)
+    host: str = key("127.0.0.1", "`0.0.0.0` opens it to the network.", min_length=1)
 
 
 class MonitorConfig(Section):
     """Logging, profiles and warnings."""
 
-    log_steps: int = Field(default=10, ge=1, description="Steps between records.")
+    log_steps: int = key(10, "Steps between records.", ge=1)
     sinks: list[SinkName] = Field(
         default_factory=lambda: ["console", "jsonl", "tensorboard"],
         description="Where records go; `package.module:Name`: a sink of your own.",
@@ -140,18 +123,14 @@ class MonitorConfig(Section):
     callbacks: list[ObjectSpec] = Field(
         default_factory=list, description="Objects of your own, `package.module:Name`, called with every record."
     )
-    profile: ProfileConfig | None = Field(default=None, description="Trace a few steps; unset: off; `{}`: defaults.")
-    memory: MemoryConfig = Field(default_factory=MemoryConfig, description="Warnings about memory.")
-    straggler: StragglerConfig = Field(default_factory=StragglerConfig, description="Warnings about a slow rank.")
-    prometheus: PrometheusConfig | None = Field(
-        default=None, description="Serve `/metrics` on rank 0; unset: off; `{}`: defaults."
+    profile: ProfileConfig | None = key(None, "Trace a few steps; unset: off; `{}`: defaults.")
+    memory: MemoryConfig = section(MemoryConfig, "Warnings about memory.")
+    straggler: StragglerConfig = section(StragglerConfig, "Warnings about a slow rank.")
+    prometheus: PrometheusConfig | None = key(None, "Serve `/metrics` on rank 0; unset: off; `{}`: defaults.")
+    gradient_norms: bool = key(
+        False, "Record the norm of each layer's gradient on logged steps. Waits for other ranks."
     )
-    gradient_norms: bool = Field(
-        default=False, description="Record the norm of each layer's gradient on logged steps. Waits for other ranks."
-    )
-    experiment: str | None = Field(
-        default=None, min_length=1, description="The project (W&B) or experiment (MLflow); unset: `lockstep`."
-    )
+    experiment: str | None = key(None, "The project (W&B) or experiment (MLflow); unset: `lockstep`.", min_length=1)
 
 
 @dataclass(frozen=True)
@@ -172,18 +151,18 @@ class StepConfig:
 class Config(Section):
     """The config of a run."""
 
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
-    loss_fn: ObjectSpec | None = Field(
-        default=None,
-        description="`cross_entropy`, `mse`, `l1`, `bce_with_logits`, `package.module:Name`, or one with `args`; "
-        "unset: the model's own loss.",
+    model: ModelConfig = section(ModelConfig, "The model.")
+    loss_fn: ObjectSpec | None = key(
+        None,
+        "`cross_entropy`, `mse`, `l1`, `bce_with_logits`, `package.module:Name`, or one with `args`; unset: the "
+        "model's own loss.",
     )
-    data: DataConfig = Field(default_factory=DataConfig, description="The data.")
-    training: TrainingConfig = Field(default_factory=TrainingConfig, description="The step and the optimizer.")
-    precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="Numbers.")
-    distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="Ranks.")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and resuming.")
-    monitor: MonitorConfig = Field(default_factory=MonitorConfig, description="Logging and warnings.")
+    data: DataConfig = section(DataConfig, "The data.")
+    training: TrainingConfig = section(TrainingConfig, "The step and the optimizer.")
+    precision: PrecisionConfig = section(PrecisionConfig, "Numbers.")
+    distributed: DistributedConfig = section(DistributedConfig, "Ranks.")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "Saving and resuming.")
+    monitor: MonitorConfig = section(MonitorConfig, "Logging and warnings.")
 
     @field_validator("loss_fn", mode="before")
     @classmethod

@@ -9,48 +9,11 @@ from collections.abc import Callable, Sequence
 
 from lockstep.errors import listed
 from lockstep.strategy import parse_topology
+from lockstep.verify import direct_causes, experiments
 from lockstep.verify.comparisons import TOO_FAR
 from lockstep.verify.differences import Difference, name_ranks
-from lockstep.verify.direct_causes import buffers, data, nondeterminism, start
 from lockstep.verify.evidence import UNKNOWN, Cause, Evidence, first_seen, located, ranks_of
-from lockstep.verify.experiments import (
-    ALONE,
-    CHAIN,
-    CLIP,
-    COMPILE,
-    COMPRESSION,
-    DOUBLE,
-    FLOAT32,
-    FORCED,
-    HOOKS,
-    MEMORY,
-    MODES,
-    ONE_EACH,
-    PERTURB,
-    PRECISE,
-    RECOMPUTATION,
-    SAME_DRAWS,
-    SAMPLES,
-    SEEDS,
-    SETTINGS,
-    START,
-    WHOLE,
-    switched_off,
-)
 from lockstep.verify.recorded_flow import BACKWARD, COUNTS, FORWARD, ITSELF, LOSS, REDUCTION
-from lockstep.verify.update_causes import (
-    after,
-    before,
-    frozen,
-    left_over,
-    optimizer_hook,
-    options,
-    state,
-    tied,
-    update,
-    update_experiments,
-    without_update,
-)
 
 LOW_ROUNDING = 8 * 2.0**-8  # largest relative rounding of a gradient by bfloat16 when the same terms are summed
 
@@ -59,11 +22,11 @@ def is_clear(e: Evidence) -> bool:
     """Return whether a cause can be named without further experiments."""
     if e.found.has("samples", "start"):
         return any(rule(e) is not None for rule in DIRECT)
-    if update_experiments(e):
+    if direct_causes.update_experiments(e):
         return False
-    if update(e) is not None or any(rule(e) is not None for rule in DIRECT):
+    if direct_causes.update(e) is not None or any(rule(e) is not None for rule in DIRECT):
         return True
-    if buffers(e) is not None:
+    if direct_causes.buffers(e) is not None:
         return not any(flow.settings for flow in e.flows)
     return bool(e.deviations and all(d.stage == REDUCTION for d in e.deviations) and not e.not_reduced)
 
@@ -71,33 +34,49 @@ def is_clear(e: Evidence) -> bool:
 def wanted_experiments(e: Evidence, topology: str) -> list[str]:
     """Return the experiments that may undo the difference, from what was seen."""
     values, ranks = parse_topology(topology)
-    found, undoes = e.deviations, update_experiments(e)
+    found, undoes = e.deviations, direct_causes.update_experiments(e)
     if e.found.has("samples", "start"):
-        return [SAMPLES if e.found.has("samples") else START]
+        return [experiments.SAMPLES if e.found.has("samples") else experiments.START]
     if undoes and not e.found.has("gradient"):
         return undoes
-    if RECOMPUTATION in (off := switched_off(e.config)) and not e.found.has("loss"):
-        undoes += [RECOMPUTATION, SAME_DRAWS]  # part by part, nothing is recomputed
+    if experiments.RECOMPUTATION in (off := experiments.switched_off(e.config)) and not e.found.has("loss"):
+        undoes += [experiments.RECOMPUTATION, experiments.SAME_DRAWS]  # part by part, nothing is recomputed
     if e.flows and not found:
-        settings = [SETTINGS] if any(flow.settings for flow in e.flows) else []
-        return [*undoes, *settings, PERTURB, DOUBLE, SEEDS, SAME_DRAWS, MEMORY, ONE_EACH, *off]
-    wanted = [*undoes, ONE_EACH] if e.not_reduced else undoes
+        settings = [experiments.SETTINGS] if any(flow.settings for flow in e.flows) else []
+        return [
+            *undoes,
+            *settings,
+            experiments.PERTURB,
+            experiments.DOUBLE,
+            experiments.SEEDS,
+            experiments.SAME_DRAWS,
+            experiments.MEMORY,
+            experiments.ONE_EACH,
+            *off,
+        ]
+    wanted = [*undoes, experiments.ONE_EACH] if e.not_reduced else undoes
     if e.flows and all(d.stage == REDUCTION for d in found):
         return wanted
     stages, notes = {d.stage for d in found}, " ".join(f"{d.note} {d.relation}" for d in found)
     if any(flow.draws for flow in e.flows) or not e.flows:
-        wanted += [SEEDS, SAME_DRAWS]
+        wanted += [experiments.SEEDS, experiments.SAME_DRAWS]
     if any(flow.moved for flow in e.flows) or not e.flows:
-        wanted.append(MEMORY)
+        wanted.append(experiments.MEMORY)
     if any(flow.settings for flow in e.flows):
-        wanted.append(SETTINGS)
+        wanted.append(experiments.SETTINGS)
     if "autocast" in notes or "parameters" in notes or "rounded to" in notes or not e.flows:
-        wanted.append(PRECISE)
-    wanted += [ALONE] if ranks > 1 else []
-    wanted += [HOOKS] if not e.flows or (BACKWARD in stages and not stages & {FORWARD, LOSS}) else []
-    wanted += [MODES] if "mode instead" in notes else []
-    wanted += [CHAIN] if values.get("pipeline_size") else [WHOLE] if values.get("context_size") else []
-    return wanted if e.flows else [*wanted, PERTURB, DOUBLE, *off]
+        wanted.append(experiments.PRECISE)
+    wanted += [experiments.ALONE] if ranks > 1 else []
+    wanted += [experiments.HOOKS] if not e.flows or (BACKWARD in stages and not stages & {FORWARD, LOSS}) else []
+    wanted += [experiments.MODES] if "mode instead" in notes else []
+    wanted += (
+        [experiments.CHAIN]
+        if values.get("pipeline_size")
+        else [experiments.WHOLE]
+        if values.get("context_size")
+        else []
+    )
+    return wanted if e.flows else [*wanted, experiments.PERTURB, experiments.DOUBLE, *off]
 
 
 Rule = Callable[[Evidence], Cause | None]
@@ -138,8 +117,8 @@ def _rounds(e: Evidence) -> Cause | None:
     if e.all_deviations or (e.found.has("samples", "start", "loss") and not e.found.has("gradient")):
         return None
     texts = {
-        DOUBLE: "about as near to a float64 reference ({:.1e}) as one process in float32",
-        PERTURB: "about as far ({:.1e}) as the last bits of parameters move the reference",
+        experiments.DOUBLE: "about as near to a float64 reference ({:.1e}) as one process in float32",
+        experiments.PERTURB: "about as far ({:.1e}) as the last bits of parameters move the reference",
     }
     for name, text in texts.items():
         result = e.tried.get(name)
@@ -150,17 +129,17 @@ def _rounds(e: Evidence) -> Cause | None:
 
 def _chaos(e: Evidence) -> Cause | None:
     """Judge part by part a network in which last bits move the gradient by more than a bound can be."""
-    why = e.left_out.get(PERTURB, "")
+    why = e.left_out.get(experiments.PERTURB, "")
     if not why.startswith(TOO_FAR) or e.all_deviations:
         return None
     unjudged = [name for flow in e.flows for name in flow.unjudged]
     if not e.flows or unjudged:
         parts = f" ({listed(sorted(set(unjudged)))})" if unjudged else ""
         text = f"{why}: a difference of that size can't be told from rounding, part by part neither{parts}"
-        return Cause("cannot judge", text, [PERTURB], is_judged=False)
+        return Cause("cannot judge", text, [experiments.PERTURB], is_judged=False)
     number = sum(flow.parts for flow in e.flows)
     text = f"{why}; but each module, gradient and sum agrees when it is given the same inputs ({number} compared)"
-    return Cause("rounding", text, [PERTURB, FORCED], False)
+    return Cause("rounding", text, [experiments.PERTURB, experiments.FORCED], False)
 
 
 # ---- what undoing it shows ----
@@ -169,16 +148,16 @@ def _chaos(e: Evidence) -> Cause | None:
 def _not_synchronized(e: Evidence) -> Cause | None:
     """Return a cause if a rank's own sums are seen where reduced gradients should be."""
     # Where the norm differs, clipping makes all gradients differ; part by part, nothing is clipped.
-    seen, own = e.tried.get(FORCED, e.found), e.not_reduced
+    seen, own = e.tried.get(experiments.FORCED, e.found), e.not_reduced
     unsynchronized = seen.unsynchronized
     if not own or not unsynchronized:
         return None
     first = next(d for d in e.deviations if d.stage == REDUCTION and d.module in own)
     how, compared = f" ({first.module} {first.relation} on rank {first.rank})", "gradients compared between ranks"
     everything = len(unsynchronized) == len(seen.fingerprints)
-    if everything and e.agrees(ONE_EACH):
+    if everything and e.agrees(experiments.ONE_EACH):
         text = "gradients of some micro-batches are not reduced: the reducing backward pass is not the last of the step"
-        return Cause("synchronisation", text + how, [compared, ONE_EACH])
+        return Cause("synchronisation", text + how, [compared, experiments.ONE_EACH])
     if not set(unsynchronized) <= own:
         return None
     if everything:
@@ -195,95 +174,99 @@ def _when(name: str, kind: str, text: str) -> Rule:
 
 
 def _recomputation(e: Evidence) -> Cause | None:
-    if not e.agrees(RECOMPUTATION):
+    if not e.agrees(experiments.RECOMPUTATION):
         return None
-    if e.agrees(SAME_DRAWS):
+    if e.agrees(experiments.SAME_DRAWS):
         return Cause(
             "random numbers in recomputation",
             "activation checkpointing draws other numbers when it recomputes than in the forward pass",
-            [RECOMPUTATION, SAME_DRAWS],
+            [experiments.RECOMPUTATION, experiments.SAME_DRAWS],
         )
-    return Cause("recomputation", "activation checkpointing recomputes something else", [RECOMPUTATION])
+    return Cause("recomputation", "activation checkpointing recomputes something else", [experiments.RECOMPUTATION])
 
 
 def _settings(e: Evidence) -> Cause | None:
-    if not e.agrees(SETTINGS):
+    if not e.agrees(experiments.SETTINGS):
         return None
     ranks = [rank for rank, flow in enumerate(e.flows) if flow.settings]
     names = list(dict.fromkeys(name for flow in e.flows for name in flow.settings))
-    return Cause("module settings", f"on {name_ranks(ranks)}, {listed(names)}{located(e)}", [SETTINGS])
+    return Cause("module settings", f"on {name_ranks(ranks)}, {listed(names)}{located(e)}", [experiments.SETTINGS])
 
 
 def _memory(e: Evidence) -> Cause | None:
     moved = list(dict.fromkeys(name for flow in e.flows for name in flow.moved))
-    if not e.agrees(MEMORY, left_out=[name.removeprefix("the buffer ") for name in moved]):
+    if not e.agrees(experiments.MEMORY, left_out=[name.removeprefix("the buffer ") for name in moved]):
         return None
     which = "which" if len(moved) == 1 else "at least one of which"
     text = (
         f"a forward pass changes {listed(moved)}, {which} a later micro-batch reads: each rank sees its own ones only"
     )
-    return Cause("memory", text + located(e), [MEMORY])
+    return Cause("memory", text + located(e), [experiments.MEMORY])
 
 
 def _random(e: Evidence) -> Cause | None:
     seeds = e.found.seeds
     odd = sorted(rank for rank, seed in seeds.items() if seed != e.config.training.seed)
-    if e.agrees(SEEDS):
+    if e.agrees(experiments.SEEDS):
         who = (
             f"{name_ranks(odd)} {'has' if len(odd) == 1 else 'have'} another seed" if odd else "keys of random numbers"
         )
-        return Cause("random numbers", f"{who}: dropout or noise is not the reference's{located(e)}", [SEEDS])
-    if e.agrees(SAME_DRAWS):
+        return Cause(
+            "random numbers", f"{who}: dropout or noise is not the reference's{located(e)}", [experiments.SEEDS]
+        )
+    if e.agrees(experiments.SAME_DRAWS):
         text = "ranks draw numbers that do not depend on (seed, step, micro-batch, block) alone"
-        return Cause("random numbers", text + located(e), [SAME_DRAWS])
+        return Cause("random numbers", text + located(e), [experiments.SAME_DRAWS])
     return None
 
 
 def _other_ranks(e: Evidence) -> Cause | None:
-    if not e.agrees(ALONE):
+    if not e.agrees(experiments.ALONE):
         return None
     calls = list(dict.fromkeys(name for flow in e.flows for name in flow.collectives))
     called = f" (it calls {', '.join(calls)})" if calls else ""
     text = f"the forward pass or the loss depends on the rank, or on what other ranks compute{called}"
-    return Cause("other ranks", text + located(e), [ALONE])
+    return Cause("other ranks", text + located(e), [experiments.ALONE])
 
 
 def _positions(e: Evidence) -> Cause | None:
-    if not e.agrees(WHOLE):
+    if not e.agrees(experiments.WHOLE):
         return None
-    where = e.tried[WHOLE].module
+    where = e.tried[experiments.WHOLE].module
     if not where:
         text = (
             "the step agrees where each rank computes whole sequences: what differs is between the parts of a sequence"
         )
-        return Cause("context", text, [WHOLE])
-    if e.tried[WHOLE].numbers:
+        return Cause("context", text, [experiments.WHOLE])
+    if e.tried[experiments.WHOLE].numbers:
         text = f"{where} gives the positions of a rank's part of a sequence other numbers than those of the whole have"
-        return Cause("positions", text, [WHOLE])
+        return Cause("positions", text, [experiments.WHOLE])
     text = f"{where} lets positions of a sequence meet outside of an Attend: each rank sees its own part of them only"
-    return Cause("context", text, [WHOLE])
+    return Cause("context", text, [experiments.WHOLE])
 
 
 def _clip(e: Evidence) -> Cause | None:
-    if e.deviations or not e.agrees(CLIP):
+    if e.deviations or not e.agrees(experiments.CLIP):
         return None
     norms = [d for d in e.found.differences if d.aspect == "norm"]
     how = f"by another norm: {norms[0].name} on {name_ranks(norms[0].ranks)}" if norms else "from the same norm"
     ranks = sorted({rank for d in e.found.differences if d.aspect == "gradient" for rank in d.ranks})
     where = f"; clipped, they differ on {name_ranks(ranks)}" if ranks else ""
-    return Cause("clip norm", f"gradients are right until they are clipped, {how}{where}", [CLIP])
+    return Cause("clip norm", f"gradients are right until they are clipped, {how}{where}", [experiments.CLIP])
 
 
 def _low_precision(e: Evidence) -> Cause | None:
     if e.deviations:
         return None
-    if e.agrees(FLOAT32):
+    if e.agrees(experiments.FLOAT32):
         if e.found.distance("gradient") <= LOW_ROUNDING:
             text = "low precision rounds differently here; in float32 the steps agree"
-            return Cause("rounding", text, [FLOAT32], False)
-        return Cause("low precision", "more than rounding goes wrong in low precision, and not in float32", [FLOAT32])
-    if e.agrees(COMPILE):
-        return Cause("compilation", "compiled code computes something else than on one rank", [COMPILE])
+            return Cause("rounding", text, [experiments.FLOAT32], False)
+        return Cause(
+            "low precision", "more than rounding goes wrong in low precision, and not in float32", [experiments.FLOAT32]
+        )
+    if e.agrees(experiments.COMPILE):
+        return Cause("compilation", "compiled code computes something else than on one rank", [experiments.COMPILE])
     return None
 
 
@@ -295,7 +278,7 @@ def _normalisation(e: Evidence) -> Cause | None:
         return None
     first = losses[0]
     text = f"micro-batches do not weigh by their valid targets: micro-batch {first.micro_batch} {first.relation}"
-    return Cause("loss normalisation", text + f" on {name_ranks(ranks_of(losses))}", [FORCED])
+    return Cause("loss normalisation", text + f" on {name_ranks(ranks_of(losses))}", [experiments.FORCED])
 
 
 def _place(e: Evidence) -> Cause | None:
@@ -306,9 +289,9 @@ def _place(e: Evidence) -> Cause | None:
     first = found[0]
     if first.stage == REDUCTION and ITSELF in first.relation:
         text = f"the gradient of {first.module} is not the sum over a step's micro-batches: {first.relation}"
-        return Cause("accumulation", text, [FORCED])
+        return Cause("accumulation", text, [experiments.FORCED])
     kinds = {FORWARD: "forward", LOSS: "loss", BACKWARD: "backward", REDUCTION: "reduction"}
-    return Cause(kinds[first.stage], located(e).removeprefix(f"; {first.stage}: "), [FORCED])
+    return Cause(kinds[first.stage], located(e).removeprefix(f"; {first.stage}: "), [experiments.FORCED])
 
 
 def _alone(e: Evidence) -> list[Difference]:
@@ -316,7 +299,7 @@ def _alone(e: Evidence) -> list[Difference]:
 
     The first are those of which it is known how they relate to the reference's.
     """
-    seen = e.tried.get(CLIP, e.found)
+    seen = e.tried.get(experiments.CLIP, e.found)
     wrong = [d for d in seen.differences if d.aspect == "gradient"]
     few = 2 * len(wrong) <= len(seen.fingerprints)
     if e.flows or not few or seen.has("start", "samples", "loss"):
@@ -334,36 +317,44 @@ def _by_themselves(e: Evidence) -> Cause | None:
     return Cause("gradient", f"{text}, and those of most other parameters agree{also}", ["gradients of each rank"])
 
 
-DIRECT: Sequence[Rule] = (data, tied, start, nondeterminism, left_over, frozen, without_update)
+DIRECT: Sequence[Rule] = (
+    direct_causes.data,
+    direct_causes.tied,
+    direct_causes.start,
+    direct_causes.nondeterminism,
+    direct_causes.left_over,
+    direct_causes.frozen,
+    direct_causes.without_update,
+)
 RULES: Sequence[Rule] = (
-    options,
-    state,
-    optimizer_hook,
-    before,
-    after,
-    update,
+    direct_causes.options,
+    direct_causes.state,
+    direct_causes.optimizer_hook,
+    direct_causes.before,
+    direct_causes.after,
+    direct_causes.update,
     _rounds,
     _normalisation,
-    _when(COMPRESSION, "compression", "what is sent in place of gradients does not add up to them"),
+    _when(experiments.COMPRESSION, "compression", "what is sent in place of gradients does not add up to them"),
     _record_only,
     _not_synchronized,
     _recomputation,
-    _when(MODES, "training mode", "modules are not in training mode on a rank"),
-    _when(PRECISE, "low precision", "a rank computes in 16 bits what the reference does in 32"),
-    _when(CHAIN, "segments", "segments() computes something else than forward()"),
+    _when(experiments.MODES, "training mode", "modules are not in training mode on a rank"),
+    _when(experiments.PRECISE, "low precision", "a rank computes in 16 bits what the reference does in 32"),
+    _when(experiments.CHAIN, "segments", "segments() computes something else than forward()"),
     _settings,
     _memory,
-    buffers,
+    direct_causes.buffers,
     _positions,
     _random,
     _other_ranks,
-    _when(HOOKS, "gradient hook", "a hook changes gradients in the backward pass"),
+    _when(experiments.HOOKS, "gradient hook", "a hook changes gradients in the backward pass"),
     _clip,
     _low_precision,
     _place,
     _by_themselves,
     _chaos,
     _when(
-        ONE_EACH, "accumulation", "accumulating over micro-batches gives another sum than one micro-batch a rank"
+        experiments.ONE_EACH, "accumulation", "accumulating over micro-batches gives another sum than one micro-batch a rank"
     ),
 )  # fmt: skip

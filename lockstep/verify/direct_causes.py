@@ -1,15 +1,22 @@
-"""Names causes that are seen in a step itself: other samples, other first values, results that vary, buffers."""
+"""Names causes that are seen in a step itself, or beside its gradients.
+
+Other samples, other first values, results that vary, buffers; options and state of the optimizer, hooks around it, what
+is frozen or left. The latter are read off both sides, and, where they can be, undone on both: the values agree then.
+"""
+
+from collections.abc import Callable
 
 from lockstep.errors import listed
+from lockstep.verify import experiments
 from lockstep.verify.differences import name_ranks
-from lockstep.verify.evidence import UNKNOWN, Cause, Evidence, located
-from lockstep.verify.experiments import AGAIN, AGAIN_TOO, SAMPLES, START
+from lockstep.verify.evidence import UNKNOWN, Cause, Evidence, first_seen, located
+from lockstep.verify.updates import UpdateFacts, not_alike, ranks_where
 
 
 def data(e: Evidence) -> Cause | None:
     """Return a cause if ranks train on other samples; with the reference's, the step agrees."""
     seen = [d.name for d in e.found.differences if d.aspect == "samples"]
-    return _undone(e, SAMPLES, "data order", f"ranks train on other data: {seen[0]}") if seen else None
+    return _undone(e, experiments.SAMPLES, "data order", f"ranks train on other data: {seen[0]}") if seen else None
 
 
 def start(e: Evidence) -> Cause | None:
@@ -18,7 +25,7 @@ def start(e: Evidence) -> Cause | None:
     if not first:
         return None
     text = f"{name_ranks(first[0].ranks)} started from other values of {listed([d.name for d in first])}"
-    return _undone(e, START, "first values", text)
+    return _undone(e, experiments.START, "first values", text)
 
 
 def _undone(e: Evidence, name: str, kind: str, text: str) -> Cause | None:
@@ -32,7 +39,7 @@ def _undone(e: Evidence, name: str, kind: str, text: str) -> Cause | None:
 
 def nondeterminism(e: Evidence) -> Cause | None:
     """Return a cause if a step that is taken twice differs from itself."""
-    once, twice = e.facts(AGAIN), e.facts(AGAIN_TOO)
+    once, twice = e.facts(experiments.AGAIN), e.facts(experiments.AGAIN_TOO)
     if once is not None and twice is not None and once.outputs != twice.outputs:
         pairs = zip(once.outputs, twice.outputs, strict=False)
         module = next((a[0] for a, b in pairs if a != b), "the model")
@@ -41,7 +48,7 @@ def nondeterminism(e: Evidence) -> Cause | None:
             "non-deterministic operation", text + "random numbers from outside torch's generator",
             ["the same step twice in one process"],
         )  # fmt: skip
-    first, second = e.tried.get(AGAIN), e.tried.get(AGAIN_TOO)
+    first, second = e.tried.get(experiments.AGAIN), e.tried.get(experiments.AGAIN_TOO)
     if first is None or second is None:
         return None
     for rank, (one, other) in enumerate(zip(first.outputs, second.outputs, strict=False)):
@@ -68,3 +75,165 @@ def buffers(e: Evidence) -> Cause | None:
     if not names or e.found.has("gradient", "value", "loss"):
         return None
     return Cause("buffer", f"the buffer {names[0]} drifts; its gradients do not", ["values of buffers"])
+
+
+# ---- around the update ----
+
+
+def update_experiments(e: Evidence) -> list[str]:
+    """Return the experiments that may undo what is seen to differ around the update."""
+    updates = [*e.found.updates, e.found.right_update]
+    wanted = [experiments.OPTIONS] if e.found.has("optimizer") and e.found.has("gradient", "value") else []
+    wanted += (
+        [experiments.OPTIMIZER_HOOKS] if e.found.has("gradient") and any(update.by_hooks for update in updates) else []
+    )
+    if e.found.has("value"):
+        wanted += [experiments.STATE] if _differ(e, lambda update: update.state_changed) else []
+        wanted += [experiments.BEFORE] if _differ(e, lambda update: update.before) else []
+        wanted += [experiments.AFTER] if any(update.after for update in updates) else []
+    return wanted
+
+
+def _differ(e: Evidence, what: Callable[[UpdateFacts], list[str]]) -> list[str]:
+    return not_alike(e.found.updates, e.found.right_update, what)
+
+
+# ---- what is seen directly ----
+
+
+def left_over(e: Evidence) -> Cause | None:
+    """Return a cause if the step agrees in a new process that starts from the same state."""
+    if not e.found.step or not e.agrees(experiments.AGAIN):
+        return None
+    stale = _differ(e, lambda update: update.stale)
+    if stale:
+        ranks = ranks_where(e.found.updates, lambda update: update.stale)
+        text = f"{name_ranks(ranks)} adds to the gradients of the step before: nothing sets {listed(stale)} to zero"
+        return Cause("gradients not zeroed", text, ["gradients at the start of the step", experiments.AGAIN])
+    text = "the step agrees where a new process takes it from the same state: an earlier step of the same process "
+    text += f"leaves something behind that no checkpoint holds; {first_seen(e)}"
+    return Cause("earlier steps", text, [experiments.AGAIN])
+
+
+def tied(e: Evidence) -> Cause | None:
+    """Return a cause if parameters are one on one side and two on the other."""
+    shared = e.found.right_update.tied
+    missing = [d for d in e.found.differences if d.aspect == "start" and d.missing and d.name in shared]
+    if not missing:
+        return None
+    names = ", ".join(f"{d.name}, which the reference shares with {shared[d.name]}" for d in missing)
+    text = f"{name_ranks(missing[0].ranks)} trains apart {names}"
+    return Cause("tied weights", text, ["names of parameters"])
+
+
+def frozen(e: Evidence) -> Cause | None:
+    """Return a cause if the gradients that are missing are those of parameters that want none on one side."""
+    names = _differ(e, lambda update: update.frozen)
+    missing = {d.name for d in e.found.differences if d.aspect == "gradient" and d.missing}
+    seen = e.tried.get(experiments.FORCED, e.found)  # where a gradient is missing, another norm clips the others
+    others = e.deviations or any(d.aspect == "gradient" and not d.missing for d in seen.differences)
+    if not missing or not missing <= set(names) or others:
+        return None
+    ranks = ranks_where(e.found.updates, lambda update: set(update.frozen) & set(names))
+    who = f"on {name_ranks(ranks)}, and are trained in the reference" if ranks else "in the reference, not on ranks"
+    return Cause("frozen parameter", f"{listed(names)} require no gradient {who}", ["requires_grad", "gradients"])
+
+
+def without_update(e: Evidence) -> Cause | None:
+    """Return a cause if a rank leaves out the update that the reference makes."""
+    ranks = ranks_where(e.found.updates, lambda update: not update.called)
+    if not ranks or not e.found.right_update.called or not e.found.has("value") or e.found.has("gradient"):
+        return None
+    names = {d.name for d in e.found.differences if d.aspect == "value"}
+    if not all(names <= set(e.found.updates[rank].unmoved) for rank in ranks):
+        text = f"the optimizer's step is replaced on {name_ranks(ranks)}: it is not called, and makes other values"
+        return Cause("optimizer", f"{text} of {listed(sorted(names))}", ["calls of the optimizer", "values"])
+    text = f"the update is skipped on {name_ranks(ranks)}: the optimizer's step is not called, and the values stay"
+    return Cause("optimizer", text, ["calls of the optimizer", "gradients and values"])
+
+
+def update(e: Evidence) -> Cause | None:
+    """Return a cause if values differ, and gradients and all that can be undone do not."""
+    if e.found.has("gradient", "samples", "start") or not e.found.has("value"):
+        return None
+    wrong = [d for d in e.found.differences if d.aspect == "value"]
+    names, ranks = [d.name for d in wrong], sorted({rank for d in wrong for rank in d.ranks})
+    changed = {*_differ(e, lambda update: update.before), *_differ(e, lambda update: update.after)}
+    if changed & set(names):  # by something else than the optimizer, and undoing that is not enough
+        return None
+    text = "the optimizer gets the same gradients, and makes other values of them"
+    where = f": on {name_ranks(ranks)}, {listed(names)}"
+    updates = [e.found.updates[rank] for rank in wrong[0].ranks]
+    right = e.found.right_update
+    if all(name in update.unmoved and name not in right.unmoved for name in names for update in updates):
+        lacks = all(not update.options.get(name) and right.options.get(name) for name in names for update in updates)
+        where += ", which the optimizer does not hold" if lacks else ", which keep the values of before the step"
+    return Cause("optimizer", text + where, ["gradients and values"])
+
+
+# ---- what undoing it shows ----
+
+
+def options(e: Evidence) -> Cause | None:
+    """Return a cause if options of the optimizer differ; with the reference's, the values agree."""
+    seen = [d for d in e.found.differences if d.aspect == "optimizer"]
+    if not seen or (e.found.has("gradient", "value") and not e.agrees(experiments.OPTIONS)):
+        return None
+    text = "; ".join(f"the optimizer of {name_ranks(d.ranks)} has {d.name}" for d in seen)
+    return Cause(
+        "optimizer",
+        text,
+        [experiments.OPTIONS if e.agrees(experiments.OPTIONS) else "options of the optimizer on both sides"],
+    )
+
+
+def state(e: Evidence) -> Cause | None:
+    """Return a cause if the optimizer's state is changed before the update; with that of the start, values agree."""
+    names = _differ(e, lambda update: update.state_changed)
+    if not names or not e.agrees(experiments.STATE):
+        return None
+    ranks = ranks_where(e.found.updates, lambda update: set(update.state_changed) & set(names))
+    text = f"the optimizer's state is lost or changed between a step's start and its update on {name_ranks(ranks)}"
+    return Cause("optimizer", f"{text}: of {listed(names)}", [experiments.STATE])
+
+
+def optimizer_hook(e: Evidence) -> Cause | None:
+    """Return a cause if hooks of the optimizer change gradients; without them, all agrees."""
+    if not e.agrees(experiments.OPTIMIZER_HOOKS):
+        return None
+    ranks = ranks_where(e.found.updates, lambda update: update.by_hooks)
+    also = "" if e.found.right_update.by_hooks else ", and not in the reference"
+    text = f"a hook of the optimizer changes gradients before its update on {name_ranks(ranks)}{also}"
+    return Cause("optimizer hook", text + located(e), [experiments.OPTIMIZER_HOOKS])
+
+
+def before(e: Evidence) -> Cause | None:
+    """Return a cause if something changes values before the optimizer does; with those of the start, all agrees."""
+    return _beside(
+        e, experiments.BEFORE, "before the update", "before the optimizer's update", lambda update: update.before
+    )
+
+
+def after(e: Evidence) -> Cause | None:
+    """Return a cause if something else than the optimizer changes values; without it, they agree."""
+    return _beside(
+        e, experiments.AFTER, "after the update", "after the optimizer's update", lambda update: update.after
+    )
+
+
+def _beside(
+    e: Evidence, name: str, kind: str, when: str, what: Callable[[UpdateFacts], list[str]]
+) -> Cause | None:  # fmt: skip
+    if not e.agrees(name):
+        return None
+    names = _differ(e, what) or [d.name for d in e.found.differences if d.aspect == "value"]
+    changes = ranks_where(e.found.updates, lambda update: set(what(update)) & set(names))
+    others = [rank for rank in range(len(e.found.updates)) if rank not in changes]
+    in_reference = bool(set(what(e.found.right_update)) & set(names))
+    if in_reference and others:
+        text = f"the values of {listed(names)} change {when} in the reference, not on {name_ranks(others)}"
+    elif not in_reference:
+        text = f"the values of {listed(names)} change {when} on {name_ranks(changes)}, not in the reference"
+    else:
+        text = f"what changes the values of {listed(names)} {when} changes them otherwise on ranks"
+    return Cause(kind, text, [name])

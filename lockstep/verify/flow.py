@@ -25,7 +25,6 @@ from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
 from lockstep.verify.experiments import settings_of_module, with_other_last_bits
 from lockstep.verify.memory import ModelMemory
-from lockstep.verify.operations import ObservedOperations, first_line
 from lockstep.verify.recorded_flow import (
     BACKWARD,
     CEILING,
@@ -38,11 +37,12 @@ from lockstep.verify.recorded_flow import (
     STAGES,
     Deviation,
     Key,
+    ObservedOperations,
     RankFlow,
     RecordedFlow,
+    first_line,
 )
-from lockstep.verify.reductions import reduced_relation
-from lockstep.verify.relations import distance, in_words, multiple, relation
+from lockstep.verify.relations import distance, in_words, multiple, reduced_relation, relation
 
 _LARGEST = 4 << 30  # bytes that the reference stores of one step
 

@@ -23,33 +23,8 @@ from lockstep.parallel.parallel_model import local
 from lockstep.step import Progress
 from lockstep.strategy import SINGLE, parse_topology, strategy_named
 from lockstep.trainer import Trainer
-from lockstep.verify.comparisons import (
-    compare_with_float64,
-    compare_with_perturbed,
-    compare_with_reference,
-    limit_of_norm,
-    message_rounding,
-    shard_like,
-)
+from lockstep.verify import comparisons, experiments
 from lockstep.verify.differences import Expected, RankReport, StepResult, TensorDifference, combine_reports
-from lockstep.verify.experiments import (
-    AGAIN,
-    DOUBLE,
-    FORCED,
-    NUDGED,
-    OPTIONS,
-    PERTURB,
-    SAMPLES,
-    SETTINGS,
-    START,
-    WHOLE,
-    apply,
-    float64_by_default,
-    in_float64,
-    perturb,
-    use_options,
-    use_settings,
-)
 from lockstep.verify.flow import FlowRecorder
 from lockstep.verify.positions import WholeSequences
 from lockstep.verify.recorded_flow import RankFlow, load, save, save_bounds
@@ -92,12 +67,12 @@ def _record(
 ) -> None:  # fmt: skip
     trace, placed = Trace(folder / case.name), trainer.placed
     trace.write_start(_named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers))
-    nudges = NUDGED in case.switches
-    stored = load(folder / FORCED / _FLOW) if nudges else None
-    recorder = FlowRecorder(trainer, names, stored, nudge=nudges) if FORCED in case.switches else None
-    if SAMPLES in case.switches:
+    nudges = experiments.NUDGED in case.switches
+    stored = load(folder / experiments.FORCED / _FLOW) if nudges else None
+    recorder = FlowRecorder(trainer, names, stored, nudge=nudges) if experiments.FORCED in case.switches else None
+    if experiments.SAMPLES in case.switches:
         _write_samples(trainer, folder / case.name / _SAMPLES)
-    observer = StepObserver(trainer, bounds=not exact, outputs=AGAIN in case.switches)
+    observer = StepObserver(trainer, bounds=not exact, outputs=experiments.AGAIN in case.switches)
     if case.name == MAIN:
         trainer.save_checkpoint(trace.states)
     step = case.start - 1
@@ -116,9 +91,9 @@ def _record(
         flow = recorder.finish()
         if stored is None:
             recorder.stored.flow = flow
-            save(recorder.stored, folder / FORCED / _FLOW)
+            save(recorder.stored, folder / experiments.FORCED / _FLOW)
         else:  # what changed last bits do is how far a part may deviate
-            save_bounds(recorder.stored, folder / FORCED / _FLOW)
+            save_bounds(recorder.stored, folder / experiments.FORCED / _FLOW)
     if step + 1 < case.start + case.steps:
         raise RunError(
             f"the reference ended after {step + 1} of {case.steps} steps",
@@ -154,37 +129,41 @@ def _compare(
     trainer: Trainer, data: Any, names: dict[int, str], case: Case, folder: Path, exact: bool
 ) -> Iterator[StepResult]:
     trace, states = Trace(folder / case.name), Trace(folder / MAIN)
-    double, names_here = DOUBLE in case.switches, list(trainer.placed.parameters)
-    rounding = message_rounding(trainer)
-    parts = FORCED in case.switches
+    double, names_here = experiments.DOUBLE in case.switches, list(trainer.placed.parameters)
+    rounding = comparisons.message_rounding(trainer)
+    parts = experiments.FORCED in case.switches
     recorder = FlowRecorder(trainer, names, load(trace.folder / _FLOW)) if parts else None
-    whole = WholeSequences(trainer, names) if WHOLE in case.switches else None
-    if SAMPLES in case.switches:
+    whole = WholeSequences(trainer, names) if experiments.WHOLE in case.switches else None
+    if experiments.SAMPLES in case.switches:
         _use_samples(trainer, trace.folder / _SAMPLES)
-    if OPTIONS in case.switches:
-        use_options(trainer, trace.facts(case.start).update.options)
-    if SETTINGS in case.switches:
-        use_settings(trainer, names, load(folder / FORCED / _FLOW).settings)
-    observer = StepObserver(trainer, outputs=AGAIN in case.switches)
+    if experiments.OPTIONS in case.switches:
+        experiments.use_options(trainer, trace.facts(case.start).update.options)
+    if experiments.SETTINGS in case.switches:
+        experiments.use_settings(trainer, names, load(folder / experiments.FORCED / _FLOW).settings)
+    observer = StepObserver(trainer, outputs=experiments.AGAIN in case.switches)
     at_start: dict[str, TensorDifference] = {}
-    if case.start == 0 and not case.switches & {DOUBLE, PERTURB}:
+    if case.start == 0 and not case.switches & {experiments.DOUBLE, experiments.PERTURB}:
         with trace.tensors(None) as stored:
-            if START in case.switches:
+            if experiments.START in case.switches:
                 _start_from(trainer, stored)
-            compared = compare_with_reference(trainer, stored)
+            compared = comparisons.compare_with_reference(trainer, stored)
             at_start = compared[VALUE] | compared[BUFFER]
     for step, done in enumerate(islice(trainer.steps(data), case.steps), start=case.start):
         facts, reference = observer.facts(done), trace.facts(step)
         not_comparable = ""
         with trace.tensors(step) as stored, states.tensors(step) as in_float32:
             if double:
-                pieces, not_comparable = compare_with_float64(names_here, observer.gradients, stored, in_float32)
+                pieces, not_comparable = comparisons.compare_with_float64(
+                    names_here, observer.gradients, stored, in_float32
+                )
                 found = {GRADIENT: pieces}
-            elif PERTURB in case.switches:
-                pieces, not_comparable = compare_with_perturbed(names_here, observer.gradients, stored, in_float32)
+            elif experiments.PERTURB in case.switches:
+                pieces, not_comparable = comparisons.compare_with_perturbed(
+                    names_here, observer.gradients, stored, in_float32
+                )
                 found = {GRADIENT: pieces}
             else:
-                found = compare_with_reference(
+                found = comparisons.compare_with_reference(
                     trainer, stored, observer,
                     rate=None if exact else max(facts.learning_rate, reference.learning_rate), exact=exact,
                     factor=rounding.factor, floor=rounding.floor * facts.scale,
@@ -197,7 +176,7 @@ def _compare(
         )  # fmt: skip
         expected = Expected(
             reference.samples, reference.loss, reference.norm, reference.skipped, reference.norms,
-            list(reference.norms), limit_of_norm(reference, rounding), reference.update,
+            list(reference.norms), comparisons.limit_of_norm(reference, rounding), reference.update,
         )  # fmt: skip
         result = combine_reports(step, _from_all(report), expected, exact=exact)
         if whole is not None:
@@ -220,7 +199,7 @@ def _flow(recorder: FlowRecorder, observer: StepObserver, reference: Stored, sca
 
     def right(name: str, gradient: torch.Tensor) -> torch.Tensor | None:
         whole = reference.get(GRADIENT, name)
-        return None if whole is None else shard_like(whole, gradient)
+        return None if whole is None else comparisons.shard_like(whole, gradient)
 
     recorder.see_reduced(observer.gradients, right, scale)
     return recorder.finish()
@@ -261,10 +240,10 @@ def _threads(number: int) -> Iterator[None]:
 @contextmanager
 def trainer_of(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tuple[Trainer, Any, dict[int, str]]]:
     """Build a trainer at the case's first step, its data, and the names of its modules, by their ids."""
-    double = DOUBLE in case.switches and topology == SINGLE
+    double = experiments.DOUBLE in case.switches and topology == SINGLE
     with ExitStack() as stack:
         if double:
-            stack.enter_context(float64_by_default())
+            stack.enter_context(experiments.float64_by_default())
         config, subject = spec.build({**settings_of(topology), **case.settings})
         stack.callback(subject.close)
         # A copy: the user's function may return the same model each time, and later cases need it in float32.
@@ -279,13 +258,13 @@ def trainer_of(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[
         if topology != SINGLE or case.name != MAIN:  # the reference logs its result once
             trainer.loss_check.skip()
         subject.prepare(trainer)
-        apply(trainer, case.switches, model)
+        experiments.apply(trainer, case.switches, model)
         if double:
             _load_values(trainer, Trace(folder / MAIN), case.start)
         elif case.start:
             trainer.load_checkpoint(Trace(folder / MAIN).state(case.start))
-        if case.switches & {PERTURB, NUDGED} and topology == SINGLE:
-            perturb(trainer)
+        if case.switches & {experiments.PERTURB, experiments.NUDGED} and topology == SINGLE:
+            experiments.perturb(trainer)
         yield trainer, _InFloat64(subject.data) if double else subject.data, names
 
 
@@ -318,7 +297,7 @@ def _start_from(trainer: Trainer, stored: Stored) -> None:
         for name, tensor in tensors.items():
             value = stored.get(kind, name)
             if value is not None:
-                local(tensor.detach()).copy_(shard_like(value, tensor))
+                local(tensor.detach()).copy_(comparisons.shard_like(value, tensor))
 
 
 @torch.no_grad()
@@ -340,4 +319,4 @@ class _InFloat64(Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return in_float64(self._dataset[index])
+        return experiments.in_float64(self._dataset[index])

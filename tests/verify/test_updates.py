@@ -19,7 +19,7 @@ from lockstep.verify.comparisons import compare_with_perturbed
 from lockstep.verify.differences import Difference, StepResult
 from lockstep.verify.evidence import Evidence
 from lockstep.verify.experiments import AGAIN
-from lockstep.verify.reductions import reduced_relation
+from lockstep.verify.relations import reduced_relation
 from lockstep.verify.subject import Case
 from lockstep.verify.trace import StepObserver, Trace
 from lockstep.verify.updates import UpdateFacts, differing_options

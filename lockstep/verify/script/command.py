@@ -12,9 +12,8 @@ from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from lockstep.scratch import temporary
 from lockstep.verify.page import DrawnOutcome, PartDifference, write_page
 from lockstep.verify.script.comparison import ROUNDING
-from lockstep.verify.script.fixes import ScriptCause
 from lockstep.verify.script.judge import judge_script
-from lockstep.verify.script.outcome import COLUMNS, ScriptOutcome
+from lockstep.verify.script.outcome import COLUMNS, ScriptCause, ScriptOutcome
 from lockstep.verify.script.runs import CommandRuns, ScriptRuns
 
 DEFAULT_STEPS = 3

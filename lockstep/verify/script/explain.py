@@ -3,7 +3,6 @@
 from typing import Any
 
 from lockstep.verify.script.comparison import CEILING, MOST_PARTS, NUDGES, ROUNDING, ScriptComparison
-from lockstep.verify.script.fixes import UNKNOWN, ScriptCause, cause
 from lockstep.verify.script.gradients import (
     GradientEvidence,
     accumulation_cause,
@@ -15,7 +14,7 @@ from lockstep.verify.script.gradients import (
     vector,
     weighing_cause,
 )
-from lockstep.verify.script.outcome import ScriptDifference
+from lockstep.verify.script.outcome import UNKNOWN, ScriptCause, ScriptDifference, cause
 from lockstep.verify.script.ranks import is_cut_by_script, replicas_cause
 from lockstep.verify.script.record import ScriptRecord, World
 from lockstep.verify.script.runs import step_batches, united

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.errors import listed
-from lockstep.verify.script.fixes import NORMALISATION, ScriptCause, cause
+from lockstep.verify.script.outcome import NORMALISATION, ScriptCause, cause
 from lockstep.verify.script.record import ScriptRecord, Tensors
 
 Vector = NDArray[np.float64]

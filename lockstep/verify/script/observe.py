@@ -33,20 +33,19 @@ from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.experiments import with_other_last_bits
 from lockstep.verify.modes import FullPrecision, MeanDraws
-from lockstep.verify.script.framework import calling_framework
+from lockstep.verify.script import values
 from lockstep.verify.script.loaders import ObservedLoaders
-from lockstep.verify.script.record import Pieces, RandomDraw, RecordedStep, ScriptRecord, TensorPiece, record_file
-from lockstep.verify.script.task import TASK, ScriptTask, for_ranks
-from lockstep.verify.script.values import (
-    elements,
-    fingerprint,
-    generator_states,
-    give,
-    local,
-    piece_of,
-    rows,
-    settings_of,
-    two_numbers,
+from lockstep.verify.script.record import (
+    TASK,
+    Pieces,
+    RandomDraw,
+    RecordedStep,
+    ScriptRecord,
+    ScriptTask,
+    TensorPiece,
+    calling_framework,
+    for_ranks,
+    record_file,
 )
 from lockstep.verify.script.watchdog import mark_hang, watch
 from lockstep.verify.training_checks import TrainingChecks, plain_name
@@ -202,7 +201,7 @@ class ScriptObserver:
 
     def _begin_pass(self) -> dict[str, Any]:
         """Enter the task's modes, and return the generators' states."""
-        states = generator_states()
+        states = values.generator_states()
         if self.task.mean_draws:
             random.seed(0)
             np.random.seed(0)
@@ -221,10 +220,10 @@ class ScriptObserver:
             return
         name = self._modules.get(id(module))
         if name is not None:
-            self._step.flow.append((name, *two_numbers(output)))
+            self._step.flow.append((name, *values.two_numbers(output)))
         if self._depth == 0 and any(module is known for known in self._models):
-            self._step.inputs.append(rows((args, kwargs)))
-            self._step.elements = (self._step.elements + elements((args, kwargs))) % 2**64
+            self._step.inputs.append(values.rows((args, kwargs)))
+            self._step.elements = (self._step.elements + values.elements((args, kwargs))) % 2**64
 
     def _begin_with(self, model: nn.Module) -> None:
         """Name the parameters of a model, and record or replace their first values."""
@@ -248,7 +247,7 @@ class ScriptObserver:
             self.record.first[plain] = self._piece(parameter)
             with torch.no_grad():
                 if plain in self.task.first:
-                    joined = give(parameter, self.task.first[plain])
+                    joined = values.give(parameter, self.task.first[plain])
                     if joined is not None:
                         self.record.joined[plain] = joined
                 if self.task.nudged and parameter.is_floating_point() and not isinstance(parameter, DTensor):
@@ -261,7 +260,7 @@ class ScriptObserver:
             return call()
         if not self._in_schedule:
             losses = [first] if isinstance(first, Tensor) else list(first)
-            self._step.losses.append(sum(float(local(loss).detach().double().sum()) for loss in losses))
+            self._step.losses.append(sum(float(values.local(loss).detach().double().sum()) for loss in losses))
             self._record_draws()
             self._checks.backward(first)
         self._in_backward = True
@@ -288,8 +287,8 @@ class ScriptObserver:
 
     def _record_draws(self) -> None:
         if self._states is not None:
-            before = {name: fingerprint(state) for name, state in self._states.items()}
-            now = {name: fingerprint(state) for name, state in generator_states().items()}
+            before = {name: values.fingerprint(state) for name, state in self._states.items()}
+            now = {name: values.fingerprint(state) for name, state in values.generator_states().items()}
             self._step.draws.append(RandomDraw(before, now))
 
     def _end_pass(self) -> None:
@@ -301,7 +300,7 @@ class ScriptObserver:
         self._states = None
 
     def _own_gradient(self, name: str, gradient: Tensor) -> None:
-        piece = piece_of(gradient)
+        piece = values.piece_of(gradient)
         known = self._step.own.setdefault(name, piece)
         if known is not piece:
             known.local += piece.local
@@ -345,8 +344,8 @@ class ScriptObserver:
             self.record.framework = calling_framework()
         self._step.gradients = self._gradients(parameters)
         self._step.dtypes |= {str(parameter.dtype) for parameter in parameters}
-        self._step.before = {self._names[id(p)]: fingerprint(local(p)) for p in parameters}
-        self._step.settings = [settings_of(group) for group in optimizer.param_groups]
+        self._step.before = {self._names[id(p)]: values.fingerprint(values.local(p)) for p in parameters}
+        self._step.settings = [values.settings_of(group) for group in optimizer.param_groups]
         # There is no list of schedules; they hold the optimizer, and not the other way round.
         found = (item for item in gc.get_objects() if isinstance(item, LRScheduler))
         self._step.schedules = [schedule.last_epoch for schedule in found]
@@ -356,7 +355,7 @@ class ScriptObserver:
             for parameter in parameters:
                 name = self._names[id(parameter)]
                 if name in given and parameter.grad is not None and not parameter.grad.is_sparse:
-                    give(parameter.grad, given[name])
+                    values.give(parameter.grad, given[name])
         self._own.append([])
         if number < len(self.task.settings):
             for group, given in zip(optimizer.param_groups, self.task.settings[number], strict=False):
@@ -385,4 +384,4 @@ class ScriptObserver:
         }
 
     def _piece(self, tensor: Tensor, of: Tensor | None = None) -> TensorPiece:
-        return piece_of(tensor, flat=self.world > 1 and id(tensor if of is None else of) in self._flat)
+        return values.piece_of(tensor, flat=self.world > 1 and id(tensor if of is None else of) in self._flat)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from lockstep.errors import listed
-from lockstep.verify.script.fixes import ScriptCause, cause, fix_for
 from lockstep.verify.script.gradients import unequal_names
+from lockstep.verify.script.outcome import ScriptCause, cause, fix_for
 from lockstep.verify.script.record import RecordedStep, ScriptRecord, World
 
 _BY_SAMPLES = "fingerprints of the samples of each rank"

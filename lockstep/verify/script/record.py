@@ -1,5 +1,7 @@
-"""What a process of a script writes down of its steps, and how pieces of ranks become whole tensors."""
+"""One run of a script: its task, what a process writes down of its steps, how pieces of ranks become whole tensors."""
 
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,63 @@ Tensors = dict[str, Tensor]
 TORCH, ACCELERATE, FABRIC, LIGHTNING, TRANSFORMERS, DEEPSPEED, LOCKSTEP = (
     "PyTorch", "Accelerate", "Fabric", "Lightning", "transformers", "DeepSpeed", "Lockstep",
 )  # fmt: skip
+
+# Whose code calls the optimizer, by the names of modules; the first that calls it, if several do.
+_FRAMEWORKS = {
+    "transformers.trainer": TRANSFORMERS, "lightning.pytorch": LIGHTNING, "pytorch_lightning": LIGHTNING,
+    "lightning.fabric": FABRIC, "lightning_fabric": FABRIC, "deepspeed": DEEPSPEED, "accelerate.optimizer": ACCELERATE,
+    "lockstep.trainer": LOCKSTEP,
+}  # fmt: skip
+TASK = "task.pickle"
+
+
+@dataclass(frozen=True)
+class ScriptTask:
+    """A run of a script in one world.
+
+    Attributes:
+        folder: receives the records.
+        feed: (loader, batch) → the recorded batches (rank, index) whose samples it gets together.
+        samples: the folder of the records that `feed` names.
+        sizes: loader → batch size with which it is made.
+        first: parameters with which the script starts; several: what each rank has, which one process joins.
+        gradients: of each step, what the optimizer gets in place of those that were computed, as `first`.
+        settings: of each step, of each parameter group, with which the optimizer steps.
+        mean_draws: random numbers in forward and backward passes are the mean of their distribution.
+        fixed_statistics: batch normalisation uses its running statistics.
+        full_precision: nothing is converted to 16 bits.
+        nudged: the last bits of the first parameters are changed.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    steps: int
+    folder: Path
+    feed: Mapping[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
+    samples: Path | None = None
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    first: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    gradients: Sequence[Mapping[str, Sequence[Tensor]]] = ()
+    settings: tuple[list[dict[str, Any]], ...] = ()
+    mean_draws: bool = False
+    fixed_statistics: bool = False
+    full_precision: bool = False
+    nudged: bool = False
+
+
+def for_ranks(argument: str, ranks: int) -> str:
+    """Replace `{n}` by the number of ranks, and `{16/n}` by a rank's share of 16."""
+    return re.sub(r"\{(?:(\d+)/)?n\}", lambda found: str(int(found[1]) // ranks if found[1] else ranks), argument)
+
+
+def calling_framework() -> str:
+    """Return whose code calls the optimizer."""
+    frame, found = sys._getframe(), set()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        module = frame.f_globals.get("__name__", "")
+        found |= {name for start, name in _FRAMEWORKS.items() if module == start or module.startswith(start + ".")}
+    return next((name for name in _FRAMEWORKS.values() if name in found), TORCH)
 
 
 @dataclass

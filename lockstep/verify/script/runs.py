@@ -16,8 +16,16 @@ from lockstep.launch.worker import die_with_this_process
 from lockstep.verify.injection import injected
 from lockstep.verify.isolated import run_isolated, why_not_ended
 from lockstep.verify.script.observe import observe
-from lockstep.verify.script.record import ScriptRecord, World, batch_file, load_record, record_file
-from lockstep.verify.script.task import TASK, ScriptTask, for_ranks
+from lockstep.verify.script.record import (
+    TASK,
+    ScriptRecord,
+    ScriptTask,
+    World,
+    batch_file,
+    for_ranks,
+    load_record,
+    record_file,
+)
 from lockstep.verify.script.watchdog import places
 
 _SECONDS = 600.0  # limit for a run of the script; ranks that wait for each other end sooner
