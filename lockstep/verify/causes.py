@@ -318,43 +318,20 @@ def _by_themselves(e: Evidence) -> Cause | None:
 
 
 DIRECT: Sequence[Rule] = (
-    direct_causes.data,
-    direct_causes.tied,
-    direct_causes.start,
-    direct_causes.nondeterminism,
-    direct_causes.left_over,
-    direct_causes.frozen,
-    direct_causes.without_update,
-)
+    direct_causes.data, direct_causes.tied, direct_causes.start, direct_causes.nondeterminism, direct_causes.left_over,
+    direct_causes.frozen, direct_causes.without_update,
+)  # fmt: skip
 RULES: Sequence[Rule] = (
-    direct_causes.options,
-    direct_causes.state,
-    direct_causes.optimizer_hook,
-    direct_causes.before,
-    direct_causes.after,
-    direct_causes.update,
-    _rounds,
-    _normalisation,
+    direct_causes.options, direct_causes.state, direct_causes.optimizer_hook, direct_causes.before, direct_causes.after,
+    direct_causes.update, _rounds, _normalisation,
     _when(experiments.COMPRESSION, "compression", "what is sent in place of gradients does not add up to them"),
-    _record_only,
-    _not_synchronized,
-    _recomputation,
+    _record_only, _not_synchronized, _recomputation,
     _when(experiments.MODES, "training mode", "modules are not in training mode on a rank"),
     _when(experiments.PRECISE, "low precision", "a rank computes in 16 bits what the reference does in 32"),
     _when(experiments.CHAIN, "segments", "segments() computes something else than forward()"),
-    _settings,
-    _memory,
-    direct_causes.buffers,
-    _positions,
-    _random,
-    _other_ranks,
+    _settings, _memory, direct_causes.buffers, _positions, _random, _other_ranks,
     _when(experiments.HOOKS, "gradient hook", "a hook changes gradients in the backward pass"),
-    _clip,
-    _low_precision,
-    _place,
-    _by_themselves,
-    _chaos,
-    _when(
-        experiments.ONE_EACH, "accumulation", "accumulating over micro-batches gives another sum than one micro-batch a rank"
-    ),
+    _clip, _low_precision, _place, _by_themselves, _chaos,
+    _when(experiments.ONE_EACH, "accumulation",
+          "accumulating over micro-batches gives another sum than one micro-batch a rank"),
 )  # fmt: skip

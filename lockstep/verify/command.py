@@ -169,7 +169,6 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
             "relative": _finite(difference.relative),
             "ranks": difference.ranks,
         }
-    cause = outcome.cause
     return {
         "topology": outcome.topology,
         "passed": outcome.passed,
@@ -177,15 +176,7 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
         "largest_rounding": max((result.rounding for result in outcome.steps), default=0.0),
         "failed": outcome.failed,
         "first_difference": first,
-        "cause": None
-        if cause is None
-        else {
-            "kind": cause.kind,
-            "text": cause.text,
-            "found_by": cause.found_by,
-            "is_error": cause.is_error,
-            "is_judged": cause.is_judged,
-        },
+        "cause": None if outcome.cause is None else vars(outcome.cause),
     }
 
 

@@ -146,22 +146,16 @@ def compare_with_float64(
     Returns:
         the differences; and if one process in float32 is far from the reference too, the reason, else "".
     """
-    found = {name: TensorDifference(missing=True) for name in names if _is_missing(name, gradients, in_float32)}
+    found = _missing(names, gradients, in_float32)
     for name, mine in gradients.items():
         true, single = stored.get(GRADIENT, name), in_float32.get(GRADIENT, name)
         if true is None or single is None:
             return {}, f"the float64 reference has no gradient of {name}"
-        own, size = float((single.double() - true).norm()), float(true.norm())
-        if own > CEILING * size:
+        own = float((single.double() - true).norm())
+        if own > CEILING * float(true.norm()):
             return {}, f"the float64 reference computes another gradient of {name}"
-        piece = compare_tensor(mine, true, 0.0)
-        piece.excess = math.sqrt(piece.square) / max(4 * own + 8 * unit_roundoff(torch.float32) * size, 1e-300)
-        found[name] = piece
+        found[name] = _compared_as_far(mine, true, own)
     return found, ""
-
-
-def _is_missing(name: str, gradients: Mapping[str, Tensor], reference: Stored) -> bool:
-    return name not in gradients and reference.get(GRADIENT, name) is not None
 
 
 def compare_with_perturbed(
@@ -169,33 +163,36 @@ def compare_with_perturbed(
 ) -> tuple[dict[str, TensorDifference], str]:
     """Compare gradients with the reference: up to four times the effect of changed last bits of parameters.
 
-    Args:
-        names: of this rank's parameters.
-
     Returns:
-        the differences; and if last bits move the reference so far that they would excuse anything, why, else "".
+        as `compare_with_float64`; the reason if last bits move the reference so far that they would excuse anything.
     """
     pairs = {name: (perturbed.get(GRADIENT, name), reference.get(GRADIENT, name)) for name in gradients}
-    moved = {
-        name: float((a.double() - b.double()).norm())
-        for name, (a, b) in pairs.items()
-        if a is not None and b is not None
-    }
+    known = {name: (a, b) for name, (a, b) in pairs.items() if a is not None and b is not None}
+    moved = {name: float((a.double() - b.double()).norm()) for name, (a, b) in known.items()}
     whole = math.sqrt(sum(float(b.double().square().sum()) for _, b in pairs.values() if b is not None))
     uncertain = math.sqrt(sum(own * own for own in moved.values())) / max(whole, 1e-300)
     if not uncertain <= CEILING:
         return {}, f"{TOO_FAR} {uncertain:.0%}"
-    found = {name: TensorDifference(missing=True) for name in names if _is_missing(name, gradients, reference)}
+    found = _missing(names, gradients, reference)
     for name, mine in gradients.items():
-        single = pairs[name][1]
-        if single is None or name not in moved:
+        if name in known:
+            found[name] = _compared_as_far(mine, known[name][1], moved[name])
+        else:
             found[name] = TensorDifference(missing=True)
-            continue
-        own, size = moved[name], float(single.double().norm())
-        piece = compare_tensor(mine, single, 0.0)
-        piece.excess = math.sqrt(piece.square) / max(4 * own + 8 * unit_roundoff(torch.float32) * size, 1e-300)
-        found[name] = piece
     return found, ""
+
+
+def _missing(names: Iterable[str], gradients: Mapping[str, Tensor], reference: Stored) -> dict[str, TensorDifference]:
+    missing = [name for name in names if name not in gradients and reference.get(GRADIENT, name) is not None]
+    return {name: TensorDifference(missing=True) for name in missing}
+
+
+def _compared_as_far(mine: Tensor, right: Tensor, own: float) -> TensorDifference:
+    """Compare a gradient that may be four times as far from the right one as `own`, in norm."""
+    piece = compare_tensor(mine, right, 0.0)
+    allowed = 4 * own + 8 * unit_roundoff(torch.float32) * float(right.double().norm())
+    piece.excess = math.sqrt(piece.square) / max(allowed, 1e-300)
+    return piece
 
 
 def _bound_of_value(value: Tensor, gradient: Tensor, bound: Tensor, rate: float) -> Tensor:

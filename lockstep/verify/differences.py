@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.verify.recorded_flow import RankFlow
+from lockstep.verify.trace import StepFacts
 from lockstep.verify.updates import UpdateFacts, differing_options
 
 # Compared aspects, in the order in which a step computes them: an earlier difference causes the later ones.
@@ -35,27 +36,21 @@ class RankReport:
 
     Attributes:
         replica: ranks with the same number hold replicas of the same tensors.
-        samples: micro-batch → hash, of those that this rank ran.
+        facts: of its step; samples are those that this rank ran.
         fingerprints: parameter → fingerprint of this rank's gradient.
         seed: of this rank's random numbers.
         not_comparable: the reason if the comparison is not meaningful, else "".
         flow: what it found part by part, if that was compared.
-        outputs, update: as in `StepFacts`.
     """
 
     rank: int
     replica: tuple[int, ...]
-    samples: dict[int, str] = field(default_factory=dict)
-    loss: float = 0.0
-    norm: float = 0.0
-    skipped: bool = False
-    pieces: dict[str, dict[str, TensorDifference]] = field(default_factory=dict)  # kind → name → difference
-    fingerprints: dict[str, int] = field(default_factory=dict)
-    seed: int = 0
-    not_comparable: str = ""
-    flow: RankFlow | None = None
-    outputs: list[tuple[str, int]] = field(default_factory=list)
-    update: UpdateFacts = field(default_factory=UpdateFacts)
+    facts: StepFacts
+    pieces: dict[str, dict[str, TensorDifference]]  # kind → name → difference
+    fingerprints: dict[str, int]
+    seed: int
+    not_comparable: str
+    flow: RankFlow | None
 
 
 @dataclass
@@ -126,25 +121,26 @@ class StepResult:
 
 
 def combine_reports(
-    step: int, reports: Sequence[RankReport], reference: "Expected", *, exact: bool
-) -> StepResult:  # fmt: skip
+    step: int, reports: Sequence[RankReport], reference: StepFacts, norm_limit: float, *, exact: bool
+) -> StepResult:
     """Combine all ranks' reports of one step.
 
     Args:
+        norm_limit: by how much the norm may differ, relatively.
         exact: whether every bit counts; else differences within the bounds are rounding.
     """
     result = StepResult(step, seeds={report.rank: report.seed for report in reports})
     result.flows = [report.flow for report in reports if report.flow is not None]
-    result.outputs = [report.outputs for report in reports]
-    result.updates, result.right_update = [report.update for report in reports], reference.update
+    result.outputs = [report.facts.outputs for report in reports]
+    result.updates, result.right_update = [report.facts.update for report in reports], reference.update
     result.differences += _samples(reports, reference.samples)
-    for aspect, limit in (("loss", SCALAR_TOLERANCE), ("norm", reference.norm_limit)):
+    for aspect, limit in (("loss", SCALAR_TOLERANCE), ("norm", norm_limit)):
         result.differences += _scalar(aspect, reports, getattr(reference, aspect), 0.0 if exact else limit)
-    skipped = [report.rank for report in reports if report.skipped != reference.skipped]
+    skipped = [report.rank for report in reports if report.facts.skipped != reference.skipped]
     if skipped:
         result.differences.append(Difference("norm", "the update was skipped", math.inf, ranks=skipped))
     for kind in ("start", "gradient", "value", "buffer"):
-        for name in _backward_order(reports, kind, reference.order):
+        for name in _backward_order(reports, kind, list(reference.norms)):
             pieces = {r.rank: r.pieces[kind][name] for r in reports if name in r.pieces.get(kind, {})}
             relative = math.sqrt(max(p.square for p in pieces.values())) / max(reference.norms.get(name, 1.0), 1e-300)
             worst = max(p.excess for p in pieces.values())
@@ -156,7 +152,7 @@ def combine_reports(
                 result.differences.append(Difference(kind, name, relative, worst, ranks, missing, how))
             elif kind == "gradient":
                 result.rounding = max(result.rounding, relative)
-    for text, ranks in differing_options({report.rank: report.update for report in reports}, reference.update):
+    for text, ranks in differing_options(result.updates, reference.update):
         result.differences.append(Difference("optimizer", text, math.inf, ranks=ranks))
     result.same_bits &= not result.differences
     result.unsynchronized = _differing_between_replicas(reports)
@@ -164,20 +160,6 @@ def combine_reports(
         for name, value in report.fingerprints.items():
             result.fingerprints[name] = result.fingerprints.get(name, 0) + value
     return result
-
-
-@dataclass
-class Expected:
-    """The reference's step without its tensors; the norm may differ by `norm_limit`, relatively."""
-
-    samples: Mapping[int, str]
-    loss: float
-    norm: float
-    skipped: bool
-    norms: Mapping[str, float]
-    order: Sequence[str]  # parameters in the model's order
-    norm_limit: float = SCALAR_TOLERANCE
-    update: UpdateFacts = field(default_factory=UpdateFacts)
 
 
 def _relations(by_rank: Mapping[int, str]) -> str:
@@ -198,7 +180,7 @@ def _samples(reports: Sequence[RankReport], expected: Mapping[int, str]) -> list
     seen: dict[int, str] = {}
     doubled = []
     for report in reports:
-        for index, text in report.samples.items():
+        for index, text in report.facts.samples.items():
             if seen.setdefault(index, text) != text:
                 doubled.append(index)
     wrong = [index for index in expected if index in seen and seen[index] != expected[index]]
@@ -212,12 +194,12 @@ def _samples(reports: Sequence[RankReport], expected: Mapping[int, str]) -> list
         what = f"ranks do not agree on micro-batch {doubled[0]}"
     else:
         what = f"{len(wrong)} of {len(expected)} micro-batches hold other samples, the first of them is {wrong[0]}"
-    ranks = sorted({r.rank for r in reports for i, text in r.samples.items() if expected.get(i) != text})
+    ranks = sorted({r.rank for r in reports for i, text in r.facts.samples.items() if expected.get(i) != text})
     return [Difference("samples", what, math.inf, ranks=ranks)]
 
 
 def _scalar(aspect: str, reports: Sequence[RankReport], expected: float, limit: float) -> list[Difference]:
-    found = {report.rank: getattr(report, aspect) for report in reports}
+    found = {report.rank: getattr(report.facts, aspect) for report in reports}
     off = {
         rank: abs(value - expected) / max(abs(expected), 1e-300)
         for rank, value in found.items()

@@ -17,12 +17,14 @@ from torch.utils.data import IterableDataset
 
 from lockstep.accelerator import default_generator
 from lockstep.config import Config
+from lockstep.data.batches import MicroBatch
 from lockstep.models.protocol import pipeline_segments_of
 from lockstep.parallel.parallel_model import local
 from lockstep.strategy import parse_topology
 from lockstep.torch_compat.gradient_hooks import remove_hooks
 from lockstep.torch_compat.module_hooks import remove_backward_hooks
 from lockstep.torch_compat.optimizer_step import remove_step_pre_hooks, run_first
+from lockstep.torch_compat.pytree import tree_map_only
 from lockstep.verify.memory import ModelMemory
 from lockstep.verify.modes import FullPrecision, MeanDraws, SameDraws, alone
 from lockstep.verify.subject import Case, Spec
@@ -121,32 +123,25 @@ def _chain(segments: Sequence[tuple[str, torch.nn.Module]]) -> Callable[..., Any
 
 def _keep_state(trainer: "Trainer") -> None:
     """Give the optimizer the state that it had at the start of the step."""
-    run, optimizer = trainer.placed.forward_backward, trainer.optimizer
-    kept: dict[Any, Any] = {}
+    optimizer, kept = trainer.optimizer, dict[Any, Any]()
 
-    def observed(micro_batches: Any, accumulator: Any, factor: float) -> None:
+    def keep(_micro_batches: Sequence[MicroBatch]) -> None:
         kept.clear()
         for parameter, state in optimizer.state.items():
             kept[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-        run(micro_batches, accumulator, factor)
 
     def restore(*_: Any) -> None:
         optimizer.state.clear()
         optimizer.state.update(kept)
 
-    trainer.placed.forward_backward = observed
+    before_step(trainer, keep)
     optimizer.register_step_pre_hook(restore)
 
 
 def _keep_values(trainer: "Trainer") -> None:
     """Give the parameters, before the update, the values that they had at the start of the step."""
-    run, kept = trainer.placed.forward_backward, dict[str, Tensor]()
-
-    def observed(micro_batches: Any, accumulator: Any, factor: float) -> None:
-        kept.update(_values(trainer))
-        run(micro_batches, accumulator, factor)
-
-    trainer.placed.forward_backward = observed
+    kept = dict[str, Tensor]()
+    before_step(trainer, lambda _micro_batches: kept.update(_values(trainer)))
     trainer.optimizer.register_step_pre_hook(lambda *_: _set_values(trainer, kept))
 
 
@@ -224,6 +219,16 @@ def _around_step(trainer: "Trainer", mode: Callable[[], Any]) -> None:
     trainer.placed.forward_backward = observed
 
 
+def before_step(trainer: "Trainer", call: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch] | None]) -> None:
+    """Call a function with a step's micro-batches before its first forward pass; it may return others."""
+    run = trainer.placed.forward_backward
+
+    def observed(micro_batches: Sequence[MicroBatch], accumulator: Any, factor: float) -> None:
+        run(call(micro_batches) or micro_batches, accumulator, factor)
+
+    trainer.placed.forward_backward = observed
+
+
 def _before_each(trainer: "Trainer", call: Callable[[], None]) -> None:
     """Call a function before the forward pass of each micro-batch."""
     random_state = trainer.placed.random_state
@@ -284,13 +289,7 @@ def is_indexed(data: Any) -> bool:
 
 def in_float64(tree: Any) -> Any:
     """Convert floating-point tensors in a batch to float64."""
-    if isinstance(tree, Tensor):
-        return tree.double() if tree.is_floating_point() else tree
-    if isinstance(tree, dict):
-        return {key: in_float64(value) for key, value in tree.items()}
-    if isinstance(tree, tuple | list):
-        return type(tree)(map(in_float64, tree))
-    return tree
+    return tree_map_only(Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, tree)
 
 
 @contextmanager

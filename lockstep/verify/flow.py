@@ -182,8 +182,7 @@ class FlowRecorder:
             self._store(key, tensor)
             if not differentiable:
                 return tensor
-            recorded: Tensor = _Recorded.apply(tensor, self, key)  # type: ignore[no-untyped-call]
-            return recorded
+            return self._watched_gradient(tensor, tensor, key)
         right = self._reference.tensors.get(key)
         order = STAGES.index(FORWARD)
         if right is None:
@@ -201,8 +200,11 @@ class FlowRecorder:
             if gradient in self._reference.tensors:
                 self._deviates(STAGES.index(BACKWARD), gradient, 1.0, "is not computed")
             return value.clone()
-        forced: Tensor = _Forced.apply(tensor, value, self, key)  # type: ignore[no-untyped-call]
-        return forced
+        return self._watched_gradient(tensor, value, key)
+
+    def _watched_gradient(self, tensor: Tensor, value: Tensor, key: Key) -> Tensor:
+        seen: Tensor = _Seen.apply(tensor, value.detach(), self, key)  # type: ignore[no-untyped-call]
+        return seen
 
     def see_gradient(self, key: Key, gradient: Tensor) -> Tensor:
         """Record a gradient that enters or leaves a module; return what takes its place."""
@@ -378,24 +380,11 @@ class FlowRecorder:
         return self.flow
 
 
-class _Recorded(torch.autograd.Function):
-    """Passes a tensor on, and shows its gradient to the recorder."""
+class _Seen(torch.autograd.Function):
+    """Puts a value in place of a tensor, and what the recorder returns in place of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, recorder: FlowRecorder, key: Key) -> Tensor:
-        ctx.recorder, ctx.key = recorder, key
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.recorder.see_gradient(ctx.key, gradients[0]), None, None
-
-
-class _Forced(torch.autograd.Function):
-    """Puts a value in place of a tensor, and the reference's gradient in place of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, value: Tensor, recorder: FlowRecorder, key: Key) -> Tensor:
+    def forward(ctx: Any, _tensor: Tensor, value: Tensor, recorder: FlowRecorder, key: Key) -> Tensor:
         ctx.recorder, ctx.key = recorder, key
         return value.clone()
 

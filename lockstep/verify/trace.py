@@ -28,6 +28,7 @@ from lockstep.parallel.divergence import fingerprint
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import local
 from lockstep.records import StepRecord, plain
+from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.trainer import Trainer
 from lockstep.verify.updates import UpdateFacts, UpdateObserver
 
@@ -248,8 +249,8 @@ def outputs_of(parts: list[nn.Module], into: list[tuple[str, int]]) -> Iterator[
 
     def hook_of(name: str) -> Any:
         def after(_module: nn.Module, _args: object, output: object) -> None:
-            for tensor in _tensors(output):
-                into.append((name, int(fingerprint(tensor.detach()))))
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            into.extend((name, int(fingerprint(tensor.detach()))) for tensor in tensors)
 
         return after
 
@@ -259,14 +260,3 @@ def outputs_of(parts: list[nn.Module], into: list[tuple[str, int]]) -> Iterator[
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _tensors(output: object) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
-            yield from _tensors(value)

@@ -157,10 +157,10 @@ def _text(value: Any) -> str:
     return repr(float(value)) if number or (isinstance(value, Tensor) and value.numel() == 1) else repr(value)
 
 
-def differing_options(updates: Mapping[int, UpdateFacts], right: UpdateFacts) -> list[tuple[str, list[int]]]:
+def differing_options(updates: Sequence[UpdateFacts], right: UpdateFacts) -> list[tuple[str, list[int]]]:
     """Return (text, ranks) of each option of the optimizer that is another one than the reference's."""
     found: dict[tuple[str, str, str], tuple[dict[str, None], list[int]]] = {}
-    for rank, update in updates.items():
+    for rank, update in enumerate(updates):
         for name, mine in update.options.items() if update.called and right.called else ():
             theirs = right.options.get(name, {})
             for key in dict.fromkeys((*theirs, *mine)) if theirs and mine else ():

@@ -24,7 +24,7 @@ from lockstep.step import Progress
 from lockstep.strategy import SINGLE, parse_topology, strategy_named
 from lockstep.trainer import Trainer
 from lockstep.verify import comparisons, experiments
-from lockstep.verify.differences import Expected, RankReport, StepResult, TensorDifference, combine_reports
+from lockstep.verify.differences import RankReport, StepResult, TensorDifference, combine_reports
 from lockstep.verify.flow import FlowRecorder
 from lockstep.verify.positions import WholeSequences
 from lockstep.verify.recorded_flow import RankFlow, load, save, save_bounds
@@ -170,15 +170,11 @@ def _compare(
                 )  # fmt: skip
             flow = None if recorder is None else _flow(recorder, observer, stored, facts.scale)
         report = RankReport(
-            collectives.rank(), _replica(trainer), facts.samples, facts.loss, facts.norm, facts.skipped,
-            {**found, "start": at_start}, observer.fingerprints, trainer.placed.random_state.seed, not_comparable,
-            flow, facts.outputs, facts.update,
+            collectives.rank(), _replica(trainer), facts, {**found, "start": at_start}, observer.fingerprints,
+            trainer.placed.random_state.seed, not_comparable, flow,
         )  # fmt: skip
-        expected = Expected(
-            reference.samples, reference.loss, reference.norm, reference.skipped, reference.norms,
-            list(reference.norms), comparisons.limit_of_norm(reference, rounding), reference.update,
-        )  # fmt: skip
-        result = combine_reports(step, _from_all(report), expected, exact=exact)
+        limit = comparisons.limit_of_norm(reference, rounding)
+        result = combine_reports(step, _from_all(report), reference, limit, exact=exact)
         if whole is not None:
             result.module, result.numbers = whole.module, whole.numbers
         yield result
@@ -269,25 +265,22 @@ def trainer_of(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[
 
 
 def _write_samples(trainer: Trainer, path: Path) -> None:
-    run = trainer.placed.forward_backward
-
-    def observed(micro_batches: Sequence[MicroBatch], accumulator: Any, factor: float) -> None:
+    def write(micro_batches: Sequence[MicroBatch]) -> None:
         torch.save({micro_batch.index: micro_batch.batch for micro_batch in micro_batches}, path)
-        run(micro_batches, accumulator, factor)
 
-    trainer.placed.forward_backward = observed
+    experiments.before_step(trainer, write)
 
 
 def _use_samples(trainer: Trainer, path: Path) -> None:
     """Give a rank the reference's samples of its micro-batches."""
-    run, right = trainer.placed.forward_backward, torch.load(path, weights_only=False, map_location=trainer.device)
+    right = torch.load(path, weights_only=False, map_location=trainer.device)
 
-    def given(micro_batches: Sequence[MicroBatch], accumulator: Any, factor: float) -> None:
+    def given(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         known = [m for m in micro_batches if m.batch is not None and m.index in right]
         by_index = {m.index: replace(m, batch=right[m.index]) for m in known}
-        run([by_index.get(m.index, m) for m in micro_batches], accumulator, factor)
+        return [by_index.get(m.index, m) for m in micro_batches]
 
-    trainer.placed.forward_backward = given
+    experiments.before_step(trainer, given)
 
 
 @torch.no_grad()

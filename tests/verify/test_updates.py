@@ -121,7 +121,7 @@ def test_what_follows_an_update_and_what_is_frozen_is_seen(tmp_path: Path) -> No
 def test_options_that_differ_are_named_with_their_parameters() -> None:
     right = UpdateFacts(options={"a": {"lr": "0.1", "betas": "(0.9, 0.99)"}, "b": {"lr": "0.1"}}, called=True)
     mine = UpdateFacts(options={"a": {"lr": "0.2", "betas": "(0.9, 0.99)"}, "b": {"lr": "0.1"}}, called=True)
-    assert differing_options({0: right, 1: mine}, right) == [("the learning rate (lr) 0.2 instead of 0.1 for a", [1])]
+    assert differing_options([right, mine], right) == [("the learning rate (lr) 0.2 instead of 0.1 for a", [1])]
 
 
 def evidence(found: StepResult, folder: Path, **tried: StepResult) -> Evidence:

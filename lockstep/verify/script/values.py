@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from lockstep.torch_compat.pytree import tree_leaves
+from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
 from lockstep.verify.comparisons import shard_like
 from lockstep.verify.script.record import TensorPiece
 
@@ -91,13 +91,7 @@ def generator_states() -> dict[str, Any]:
 
 def copied(tree: Any) -> Any:
     """Copy the tensors in a sample: a view would be stored with all that it is a view of."""
-    if isinstance(tree, Tensor):
-        return tree.detach().clone()
-    if isinstance(tree, dict):
-        return {key: copied(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(map(copied, tree))
-    return tree
+    return tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), tree)
 
 
 # ---- fingerprints ----
