@@ -30,19 +30,14 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class ForeignName:
-    """A name of another trainer, and what to write instead.
-
-    Attributes:
-        theirs: the other trainer's name; with `kind="value"`, a value of the key `ours`.
-        ours: a dotted key, an option (`--nnodes`), a Python name or a command; empty if nothing needs to be written.
-        value: the value to write, unless it is the same as theirs.
-    """
+    """A name of another trainer, and what to write instead."""
 
     source: str
     kind: Kind
-    theirs: str
+    theirs: str  # the other trainer's name; with `kind="value"`, a value of the key `ours`
+    # a dotted key, an option (`--nnodes`), a Python name or a command; empty if nothing needs to be written
     ours: str = ""
-    value: str = ""
+    value: str = ""  # the value to write, unless it is the same as theirs
     note: str = ""
 
     @property

@@ -135,17 +135,11 @@ class MonitorConfig(Section):
 
 @dataclass(frozen=True)
 class StepConfig:
-    """The sections of a config on which a step and the placement of its model depend.
+    """The sections of a config on which a step and the placement of its model depend."""
 
-    Attributes:
-        training: the step and the optimizer.
-        precision: numbers.
-        distributed: ranks.
-    """
-
-    training: TrainingConfig
-    precision: PrecisionConfig
-    distributed: DistributedConfig
+    training: TrainingConfig  # the step and the optimizer
+    precision: PrecisionConfig  # numbers
+    distributed: DistributedConfig  # ranks
 
 
 class Config(Section):

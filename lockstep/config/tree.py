@@ -83,13 +83,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Calc:
-    """An arithmetic expression to be evaluated.
-
-    Attributes:
-        variables: the variables that the template sets (`-- set NAME = VALUE`).
-    """
+    """An arithmetic expression to be evaluated."""
 
     expression: str
+    # the variables that the template sets (`-- set NAME = VALUE`)
     variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 

@@ -19,19 +19,12 @@ from lockstep.errors import UsageError
 
 
 class Cost(NamedTuple):
-    """Work of an operation.
+    """Work of an operation."""
 
-    Attributes:
-        low: floating-point operations in bf16 or fp16, by the formulas of torch.utils.flop_counter.
-        full: the same in fp32.
-        moved: bytes read and written by operations without a formula: they are bound by memory bandwidth.
-        tensor, context, expert: bytes that a rank sends to those along the axis, and waits for.
-    """
-
-    low: int = 0
-    full: int = 0
-    moved: int = 0
-    tensor: int = 0
+    low: int = 0  # floating-point operations in bf16 or fp16, by the formulas of torch.utils.flop_counter
+    full: int = 0  # the same in fp32
+    moved: int = 0  # bytes read and written by operations without a formula: they are bound by memory bandwidth
+    tensor: int = 0  # tensor, context, expert: bytes that a rank sends to those along the axis, and waits for
     context: int = 0
     expert: int = 0
 
@@ -51,40 +44,27 @@ RESERVED = 0.08  # fraction of a GPU's memory for CUDA's context, kernels' works
 
 @dataclass(frozen=True)
 class Link:
-    """A link between GPUs.
-
-    Attributes:
-        bandwidth: GB/s per GPU and direction.
-        latency: seconds for an empty message, including software: an estimate, not from a data sheet.
-    """
+    """A link between GPUs."""
 
     name: str
-    bandwidth: float
-    latency: float
+    bandwidth: float  # GB/s per GPU and direction
+    latency: float  # seconds for an empty message, including software: an estimate, not from a data sheet
     source: str
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU model.
-
-    Attributes:
-        memory: GiB.
-        half, single: TFLOP/s of matrix products in bf16 or fp16, and in fp32 without TF32.
-        bandwidth: GB/s of its memory.
-        inside: name of the link between GPUs of a node.
-        has_bf16: whether it computes in bf16; else `half` is for fp16 alone.
-        products: fraction of `half` and `single` that training reaches in matrix products, between communication.
-    """
+    """A GPU model."""
 
     name: str
-    memory: float
-    half: float
+    memory: float  # GiB
+    half: float  # half, single: TFLOP/s of matrix products in bf16 or fp16, and in fp32 without TF32
     single: float
-    bandwidth: float
-    inside: str
+    bandwidth: float  # GB/s of its memory
+    inside: str  # name of the link between GPUs of a node
     source: str
-    has_bf16: bool = True
+    has_bf16: bool = True  # whether it computes in bf16; else `half` is for fp16 alone
+    # fraction of `half` and `single` that training reaches in matrix products, between communication
     products: float = 0.6
 
 
@@ -138,31 +118,22 @@ class Efficiency:
     """Fractions of the makers' figures that are reached, apart from `Gpu.products`.
 
     Calibrated on torchtitan's published runs (`benchmarks.published_figures`), not measured here.
-
-    Attributes:
-        memory: of the memory's bandwidth, in operations bound by it.
-        fused: of the bytes that such operations move one by one, those that fused kernels move.
-        links: of the links' bandwidth.
     """
 
-    memory: float = 0.80
-    fused: float = 0.45
-    links: float = 0.70
+    memory: float = 0.80  # of the memory's bandwidth, in operations bound by it
+    fused: float = 0.45  # of the bytes that such operations move one by one, those that fused kernels move
+    links: float = 0.70  # of the links' bandwidth
 
 
 @dataclass(frozen=True)
 class GpuCluster:
-    """Nodes of equal GPUs.
-
-    Attributes:
-        between: the link between nodes; every GPU has its own.
-    """
+    """Nodes of equal GPUs."""
 
     gpu: Gpu
     num_gpus: int
     per_node: int
     inside: Link
-    between: Link
+    between: Link  # the link between nodes; every GPU has its own
     efficiency: Efficiency = Efficiency()
 
     @property
@@ -240,16 +211,11 @@ def _find(name: str, table: dict[str, T], what: str) -> T:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, on a cluster.
-
-    Attributes:
-        size: number of ranks.
-        local: number of them in one node.
-    """
+    """Ranks that communicate, on a cluster."""
 
     cluster: GpuCluster
-    size: int
-    local: int
+    size: int  # number of ranks
+    local: int  # number of them in one node
 
     @property
     def nodes(self) -> int:

@@ -119,46 +119,30 @@ def _goes_to(step: ScheduledPass, last: int) -> int | None:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a model that do not depend on its layout.
+    """Sizes of a model that do not depend on its layout."""
 
-    Attributes:
-        parameters: number of parameters.
-        blocks, segments: number of each; 0 if the model names none.
-        units, unit_parameters: number of units that FSDP gathers one by one, and the average parameters of one.
-        optimizer_bytes: optimizer state per parameter, at least.
-        low_rank_bytes: size of the gradients under PowerSGD, at the config's rank.
-        expert_parameters: of the parameters, those of the experts in mixture layers, which are among the units.
-    """
-
-    parameters: int
-    blocks: int
+    parameters: int  # number of parameters
+    blocks: int  # blocks, segments: number of each; 0 if the model names none
     segments: int
+    # units, unit_parameters: number of units that FSDP gathers one by one, and the average parameters of one
     units: int
     unit_parameters: float
-    optimizer_bytes: float
-    low_rank_bytes: float
-    expert_parameters: int = 0
+    optimizer_bytes: float  # optimizer state per parameter, at least
+    low_rank_bytes: float  # size of the gradients under PowerSGD, at the config's rank
+    expert_parameters: int = 0  # of the parameters, those of the experts in mixture layers, which are among the units
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """A model's step as equal units and a rest.
+    """A model's step as equal units and a rest."""
 
-    Attributes:
-        units: number of units that are gathered or reduced one by one.
-        unit_bytes, rest_bytes: fp32 bytes of the parameters of one unit, and of the rest.
-        forward, backward: seconds of one micro-batch, over all units and the rest.
-        update: seconds of the optimizer, for this rank's share.
-        low_rank_bytes: size of the gradients under PowerSGD, if it is used.
-    """
-
-    units: int
-    unit_bytes: float
+    units: int  # number of units that are gathered or reduced one by one
+    unit_bytes: float  # unit_bytes, rest_bytes: fp32 bytes of the parameters of one unit, and of the rest
     rest_bytes: float
-    forward: float
+    forward: float  # forward, backward: seconds of one micro-batch, over all units and the rest
     backward: float
-    update: float = 0.0
-    low_rank_bytes: float = 0.0
+    update: float = 0.0  # seconds of the optimizer, for this rank's share
+    low_rank_bytes: float = 0.0  # size of the gradients under PowerSGD, if it is used
 
     @property
     def parameter_bytes(self) -> float:
@@ -168,20 +152,13 @@ class Pieces:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Time of a step, in seconds, and its traffic.
-
-    Attributes:
-        compute: time in which this rank computes.
-        exposed: time in which it waits for communication.
-        bubble: time in which it waits for other pipeline ranks.
-        inside, between: bytes that this rank sends over links inside of its node, and between nodes.
-    """
+    """Time of a step, in seconds, and its traffic."""
 
     seconds: float
-    compute: float
-    exposed: float
-    bubble: float = 0.0
-    inside: float = 0.0
+    compute: float  # time in which this rank computes
+    exposed: float  # time in which it waits for communication
+    bubble: float = 0.0  # time in which it waits for other pipeline ranks
+    inside: float = 0.0  # inside, between: bytes that this rank sends over links inside of its node, and between nodes
     between: float = 0.0
 
 

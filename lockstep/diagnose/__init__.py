@@ -40,19 +40,12 @@ class KnownError:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        status: ✓, ⚠ or ✗.
-        name: what was checked.
-        found: the result.
-        do: what to do about it, if anything.
-    """
-
-    status: str
-    name: str
-    found: str
-    do: str = ""
+    status: str  # ✓, ⚠ or ✗
+    name: str  # what was checked
+    found: str  # the result
+    do: str = ""  # what to do about it, if anything
 
     def __str__(self) -> str:
         text = f"{self.status} {self.name:<16} {self.found}"

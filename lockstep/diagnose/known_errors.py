@@ -63,19 +63,12 @@ need what is named, and are recognised by their text.
 
 @dataclass(frozen=True)
 class Symptom:
-    """A problem that raises no error, and where its cause can be seen.
+    """A problem that raises no error, and where its cause can be seen."""
 
-    Attributes:
-        seen: what the user notices.
-        where: the line of `lockstep report`, of metrics.jsonl, or of `lockstep doctor`.
-        cause: the usual causes.
-        fix: what to do.
-    """
-
-    seen: str
-    where: str
-    cause: str
-    fix: str
+    seen: str  # what the user notices
+    where: str  # the line of `lockstep report`, of metrics.jsonl, or of `lockstep doctor`
+    cause: str  # the usual causes
+    fix: str  # what to do
 
 
 SYMPTOMS = (

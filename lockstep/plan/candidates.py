@@ -63,30 +63,19 @@ def compression_advice(
 
 @dataclass
 class Candidate:
-    """One layout.
-
-    Attributes:
-        changes: the dotted keys of the config that define it.
-        memory: peak bytes on the fullest rank, by kind; None if the model's state alone is too large.
-        least: lower bound of the bytes that it needs.
-        step: None if it is far too large.
-        samples: per step, over all ranks.
-        model_flops: per step, over all ranks, without recomputation.
-        refused: the reason if it is impossible.
-        limit: usable bytes of a GPU.
-        notes: lines about it.
-    """
+    """One layout."""
 
     layout: Layout
-    changes: dict[str, Any]
+    changes: dict[str, Any]  # the dotted keys of the config that define it
+    # peak bytes on the fullest rank, by kind; None if the model's state alone is too large
     memory: dict[str, int] | None = None
-    least: float = 0.0
-    step: StepTime | None = None
-    samples: int = 0
-    model_flops: float = 0.0
-    refused: str = ""
-    limit: float = 0.0
-    notes: list[str] = field(default_factory=list)
+    least: float = 0.0  # lower bound of the bytes that it needs
+    step: StepTime | None = None  # None if it is far too large
+    samples: int = 0  # per step, over all ranks
+    model_flops: float = 0.0  # per step, over all ranks, without recomputation
+    refused: str = ""  # the reason if it is impossible
+    limit: float = 0.0  # usable bytes of a GPU
+    notes: list[str] = field(default_factory=list)  # lines about it
 
     @property
     def needed(self) -> float:

@@ -56,21 +56,13 @@ _KIND = {kind: index for index, kind in enumerate(KINDS)}
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Memory and work of one rank.
+    """Memory and work of one rank."""
 
-    Attributes:
-        peak: largest number of live bytes in a step.
-        persistent: bytes by kind between two steps.
-        work: its computations.
-        stages: pipeline stage → its computations.
-        sent: bytes that each stage of the pipeline sends per micro-batch.
-    """
-
-    peak: Peak
-    persistent: dict[str, int]
-    work: "Work"
-    stages: dict[int, "Work"] = field(default_factory=dict)
-    sent: list[int] = field(default_factory=list)
+    peak: Peak  # largest number of live bytes in a step
+    persistent: dict[str, int]  # bytes by kind between two steps
+    work: "Work"  # its computations
+    stages: dict[int, "Work"] = field(default_factory=dict)  # pipeline stage → its computations
+    sent: list[int] = field(default_factory=list)  # bytes that each stage of the pipeline sends per micro-batch
 
 
 @dataclass(frozen=True)

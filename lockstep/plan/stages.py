@@ -112,17 +112,12 @@ def rehearse_rank(
 
 @dataclass(frozen=True)
 class _Shortened:
-    """A model on meta with the stages of the whole one, in which stages have fewer of its equal blocks.
-
-    Attributes:
-        repeated: stage → index, among the copy's blocks, of the one that is repeated for those left out.
-        left_out: stage → number of blocks left out.
-    """
+    """A model on meta with the stages of the whole one, in which stages have fewer of its equal blocks."""
 
     model: nn.Module
     plan: PipelinePlan
-    repeated: dict[int, int]
-    left_out: dict[int, int]
+    repeated: dict[int, int]  # stage → index, among the copy's blocks, of the one that is repeated for those left out
+    left_out: dict[int, int]  # stage → number of blocks left out
 
 
 def _shortened(work: Workload, config: Config, layout: Layout, rank: int, most: int) -> _Shortened:

@@ -52,14 +52,10 @@ class Region(NamedTuple):
 
 @dataclass
 class Record:
-    """Changes, costs and marks of a step, in order; regions between marks can be repeated.
-
-    Attributes:
-        start: live bytes by kind before the first change.
-    """
+    """Changes, costs and marks of a step, in order; regions between marks can be repeated."""
 
     items: list[MemoryChange | Cost | Mark]
-    start: tuple[int, ...] = (0,) * len(KINDS)
+    start: tuple[int, ...] = (0,) * len(KINDS)  # live bytes by kind before the first change
 
     def regions(self) -> list[Region]:
         """Split the record at its marks."""
@@ -76,16 +72,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest number of live bytes.
-
-    Attributes:
-        parts: bytes by kind at that moment.
-        at: label of its region.
-    """
+    """The largest number of live bytes."""
 
     total: int
-    parts: dict[str, int]
-    at: str = ""
+    parts: dict[str, int]  # bytes by kind at that moment
+    at: str = ""  # label of its region
 
 
 def peak_over(start: Sequence[int], regions: Iterable[Region]) -> Peak:

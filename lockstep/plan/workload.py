@@ -52,17 +52,11 @@ class SkipInit(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its data, as descriptions.
+    """A model and its data, as descriptions."""
 
-    Attributes:
-        make: builds the model on the active default device.
-        sample: one sample of the data, a tree of tensors; only shapes and dtypes matter.
-        loss_fn: None: the model's own.
-    """
-
-    make: Callable[[], nn.Module]
-    sample: Any
-    loss_fn: Any = None
+    make: Callable[[], nn.Module]  # builds the model on the active default device
+    sample: Any  # one sample of the data, a tree of tensors; only shapes and dtypes matter
+    loss_fn: Any = None  # None: the model's own
 
     def model(self) -> nn.Module:
         """Build a new model on meta, without values."""
@@ -190,18 +184,13 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class Measured:
-    """One segment, for one micro-batch.
-
-    Attributes:
-        forward, backward: seconds, medians.
-        kept: bytes that it keeps from forward for backward, besides parameters.
-    """
+    """One segment, for one micro-batch."""
 
     name: str
     parameters: int
-    forward: float
+    forward: float  # forward, backward: seconds, medians
     backward: float
-    kept: int
+    kept: int  # bytes that it keeps from forward for backward, besides parameters
 
     @property
     def seconds(self) -> float:

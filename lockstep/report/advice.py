@@ -21,19 +21,12 @@ _FIRST = {"bad": 0, "warn": 1, "info": 2}
 
 @dataclass(frozen=True)
 class Advice:
-    """One piece of advice.
+    """One piece of advice."""
 
-    Attributes:
-        level: `bad` (the run failed or is failing), `warn` (time or memory is lost), `info`.
-        found: what the numbers show.
-        do: what to change.
-        evidence: the numbers, and where they come from.
-    """
-
-    level: str
-    found: str
-    do: str
-    evidence: str
+    level: str  # `bad` (the run failed or is failing), `warn` (time or memory is lost), `info`
+    found: str  # what the numbers show
+    do: str  # what to change
+    evidence: str  # the numbers, and where they come from
 
 
 def advise(run: RunData) -> list[Advice]:

@@ -23,30 +23,18 @@ _QUIET_STEPS = 20
 
 @dataclass
 class RunData:
-    """The contents of a run directory.
+    """The contents of a run directory."""
 
-    Attributes:
-        path: the directory.
-        name: its name.
-        rows: logged steps, by step; nan and inf are None here.
-        evaluations: by step.
-        events: in the order of the file.
-        config_text: the resolved config.
-        status: `done`, `preempted`, `running`, or `crashed` (there is no last event).
-        profile: the newest profile's summary.
-        not_numbers: steps whose loss was nan or infinite.
-        media: name of a logged text, image or histogram → its rows, by step.
-    """
-
-    path: Path
-    name: str
-    rows: list[Row]
-    evaluations: list[Row]
-    events: list[Row]
-    config_text: str
-    status: str
-    profile: Row | None = None
-    not_numbers: list[int] = field(default_factory=list)
+    path: Path  # the directory
+    name: str  # its name
+    rows: list[Row]  # logged steps, by step; nan and inf are None here
+    evaluations: list[Row]  # by step
+    events: list[Row]  # in the order of the file
+    config_text: str  # the resolved config
+    status: str  # `done`, `preempted`, `running`, or `crashed` (there is no last event)
+    profile: Row | None = None  # the newest profile's summary
+    not_numbers: list[int] = field(default_factory=list)  # steps whose loss was nan or infinite
+    # name of a logged text, image or histogram → its rows, by step
     media: dict[str, list[Row]] = field(default_factory=dict)
 
     @property

@@ -41,21 +41,13 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Point:
-    """The result of one run.
+    """The result of one run."""
 
-    Attributes:
-        kind: `weak`, `strong`, or `sleeping` (weak, with a model that sleeps).
-        ranks: number of ranks.
-        rate: samples per second.
-        step_seconds: median time of a step.
-        speedup: `rate` over that of the fewest ranks, times their number.
-    """
-
-    kind: str
-    ranks: int
-    rate: float
-    step_seconds: float
-    speedup: float
+    kind: str  # `weak`, `strong`, or `sleeping` (weak, with a model that sleeps)
+    ranks: int  # number of ranks
+    rate: float  # samples per second
+    step_seconds: float  # median time of a step
+    speedup: float  # `rate` over that of the fewest ranks, times their number
 
     @property
     def efficiency(self) -> float:

@@ -19,29 +19,17 @@ from lockstep.errors import RunError, UsageError
 
 @dataclass(frozen=True)
 class Submission:
-    """A run, and the machines that it needs.
+    """A run, and the machines that it needs."""
 
-    Attributes:
-        config: the config file.
-        overrides: KEY=VALUE, as on the command line.
-        output_dir: the run directory; one folder that all machines share, unless `checkpoint.format` is `full`.
-        nodes: number of machines.
-        processes: ranks per machine.
-        gpus: GPUs per machine; 0: the CPU.
-        environment: variables for every rank (`distributed.env`).
-        python: the command that runs Python there.
-        max_restarts: as for `lockstep train`.
-    """
-
-    config: Path
-    output_dir: Path
-    overrides: tuple[str, ...] = ()
-    nodes: int = 1
-    processes: int = 1
-    gpus: int = 0
-    environment: dict[str, str] = field(default_factory=dict)
-    python: str = "python"
-    max_restarts: int = 0
+    config: Path  # the config file
+    output_dir: Path  # the run directory; one folder that all machines share, unless `checkpoint.format` is `full`
+    overrides: tuple[str, ...] = ()  # KEY=VALUE, as on the command line
+    nodes: int = 1  # number of machines
+    processes: int = 1  # ranks per machine
+    gpus: int = 0  # GPUs per machine; 0: the CPU
+    environment: dict[str, str] = field(default_factory=dict)  # variables for every rank (`distributed.env`)
+    python: str = "python"  # the command that runs Python there
+    max_restarts: int = 0  # as for `lockstep train`
 
     @property
     def name(self) -> str:

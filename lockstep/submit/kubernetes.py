@@ -18,29 +18,17 @@ _CONFIG_FOLDER = "/etc/lockstep"
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Options that only Kubernetes has.
+    """Options that only Kubernetes has."""
 
-    Attributes:
-        image: an image with Python, torch and Lockstep in it.
-        namespace: unset: kubectl's current one.
-        claim: a PersistentVolumeClaim that all pods mount (ReadWriteMany); the run directory is on it.
-        mount: where the claim is mounted.
-        trainjob: make a Kubeflow TrainJob instead of a Job.
-        runtime: the TrainJob's runtime.
-        requests: resources besides GPUs: cpu, memory.
-        grace_seconds: how long ranks may take to save when the pod is terminated.
-        retries: retries of the job; preemptions are not counted.
-    """
-
-    image: str
-    namespace: str | None = None
-    claim: str | None = None
-    mount: str = "/data"
-    trainjob: bool = False
-    runtime: str = "torch-distributed"
-    requests: dict[str, str] = field(default_factory=dict)
-    grace_seconds: int = 120
-    retries: int = 3
+    image: str  # an image with Python, torch and Lockstep in it
+    namespace: str | None = None  # unset: kubectl's current one
+    claim: str | None = None  # a PersistentVolumeClaim that all pods mount (ReadWriteMany); the run directory is on it
+    mount: str = "/data"  # where the claim is mounted
+    trainjob: bool = False  # make a Kubeflow TrainJob instead of a Job
+    runtime: str = "torch-distributed"  # the TrainJob's runtime
+    requests: dict[str, str] = field(default_factory=dict)  # resources besides GPUs: cpu, memory
+    grace_seconds: int = 120  # how long ranks may take to save when the pod is terminated
+    retries: int = 3  # retries of the job; preemptions are not counted
 
 
 def manifests(job: Submission, where: KubernetesOptions, config_text: str) -> list[dict[str, Any]]:

@@ -15,23 +15,16 @@ from lockstep.submit import Submission, run_scheduler
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Options that only Slurm has.
+    """Options that only Slurm has."""
 
-    Attributes:
-        options: options of sbatch by name: partition, account, time, mem, cpus-per-task, …
-        extra: further `#SBATCH` lines, without that word.
-        setup: shell lines before the start: `module load …`, `source …/activate`.
-        container: an image, started by pyxis (srun --container-image), or by apptainer if it ends in .sif.
-        mounts: HOST:CONTAINER folders for the container; the working folder is always mounted.
-        signal_seconds: how long before the time limit ranks get the signal to save.
-    """
-
+    # options of sbatch by name: partition, account, time, mem, cpus-per-task, …
     options: dict[str, str] = field(default_factory=dict)
-    extra: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()  # further `#SBATCH` lines, without that word
+    setup: tuple[str, ...] = ()  # shell lines before the start: `module load …`, `source …/activate`
+    # an image, started by pyxis (srun --container-image), or by apptainer if it ends in .sif
     container: str | None = None
-    mounts: tuple[str, ...] = ()
-    signal_seconds: int = 120
+    mounts: tuple[str, ...] = ()  # HOST:CONTAINER folders for the container; the working folder is always mounted
+    signal_seconds: int = 120  # how long before the time limit ranks get the signal to save
 
 
 def script(job: Submission, slurm: SlurmOptions) -> str:

@@ -15,94 +15,60 @@ SCALAR_TOLERANCE = 1e-6  # relative, of a loss or a norm in plain mode
 
 @dataclass
 class TensorDifference:
-    """One tensor on one rank, compared with the reference's.
+    """One tensor on one rank, compared with the reference's."""
 
-    Attributes:
-        excess: largest ratio of an element's difference to its bound; above 1 is too much.
-        square: sum of the squared differences.
-        missing: the tensor exists on one side only.
-        relation: clause on how a wrong gradient relates to the reference's; "" if it was not looked for.
-    """
-
-    excess: float = 0.0
-    square: float = 0.0
-    missing: bool = False
-    relation: str = ""
+    excess: float = 0.0  # largest ratio of an element's difference to its bound; above 1 is too much
+    square: float = 0.0  # sum of the squared differences
+    missing: bool = False  # the tensor exists on one side only
+    relation: str = ""  # clause on how a wrong gradient relates to the reference's; "" if it was not looked for
 
 
 @dataclass
 class RankReport:
-    """Results of one rank in one step.
-
-    Attributes:
-        replica: ranks with the same number hold replicas of the same tensors.
-        facts: of its step; samples are those that this rank ran.
-        fingerprints: parameter → fingerprint of this rank's gradient.
-        seed: of this rank's random numbers.
-        not_comparable: the reason if the comparison is not meaningful, else "".
-        flow: what it found part by part, if that was compared.
-    """
+    """Results of one rank in one step."""
 
     rank: int
-    replica: tuple[int, ...]
-    facts: StepFacts
+    replica: tuple[int, ...]  # ranks with the same number hold replicas of the same tensors
+    facts: StepFacts  # of its step; samples are those that this rank ran
     pieces: dict[str, dict[str, TensorDifference]]  # kind → name → difference
-    fingerprints: dict[str, int]
-    seed: int
-    not_comparable: str
-    flow: RankFlow | None
+    fingerprints: dict[str, int]  # parameter → fingerprint of this rank's gradient
+    seed: int  # of this rank's random numbers
+    not_comparable: str  # the reason if the comparison is not meaningful, else ""
+    flow: RankFlow | None  # what it found part by part, if that was compared
 
 
 @dataclass
 class Difference:
-    """One difference in one step.
+    """One difference in one step."""
 
-    Attributes:
-        aspect: one of `ASPECTS`.
-        name: of the parameter or buffer; for a loss, norm, samples or an option of the optimizer: a description.
-        relative: norm of the difference over the norm of the reference.
-        excess: largest ratio to the bound; inf if every bit must be equal.
-        ranks: ranks with the difference.
-        relation: clause on how it relates to the reference on which of them.
-    """
-
-    aspect: str
-    name: str
-    relative: float
-    excess: float = math.inf
-    ranks: list[int] = field(default_factory=list)
+    aspect: str  # one of `ASPECTS`
+    name: str  # of the parameter or buffer; for a loss, norm, samples or an option of the optimizer: a description
+    relative: float  # norm of the difference over the norm of the reference
+    excess: float = math.inf  # largest ratio to the bound; inf if every bit must be equal
+    ranks: list[int] = field(default_factory=list)  # ranks with the difference
     missing: bool = False
-    relation: str = ""
+    relation: str = ""  # clause on how it relates to the reference on which of them
 
 
 @dataclass
 class StepResult:
-    """One step of one topology.
-
-    Attributes:
-        differences: larger than rounding; by aspect, parameters in the order of the backward pass.
-        unsynchronized: parameters whose gradients differ between replicas.
-        seeds: rank → seed of its random numbers.
-        rounding: largest relative difference of a gradient within its bound.
-        same_bits: whether nothing differs at all.
-        flows: what each rank found part by part, if that was compared.
-        outputs: of each rank, as in `StepFacts`.
-        module, numbers: where positions of a cut sequence meet outside of attention, or are numbered wrongly
-            (`lockstep.verify.positions`).
-        updates, right_update: of each rank, and of the reference, as in `StepFacts`.
-    """
+    """One step of one topology."""
 
     step: int
+    # larger than rounding; by aspect, parameters in the order of the backward pass
     differences: list[Difference] = field(default_factory=list)
-    unsynchronized: list[str] = field(default_factory=list)
-    seeds: dict[int, int] = field(default_factory=dict)
-    rounding: float = 0.0
-    same_bits: bool = True
+    unsynchronized: list[str] = field(default_factory=list)  # parameters whose gradients differ between replicas
+    seeds: dict[int, int] = field(default_factory=dict)  # rank → seed of its random numbers
+    rounding: float = 0.0  # largest relative difference of a gradient within its bound
+    same_bits: bool = True  # whether nothing differs at all
     fingerprints: dict[str, int] = field(default_factory=dict)
-    flows: list[RankFlow] = field(default_factory=list)
-    outputs: list[list[tuple[str, int]]] = field(default_factory=list)
+    flows: list[RankFlow] = field(default_factory=list)  # what each rank found part by part, if that was compared
+    outputs: list[list[tuple[str, int]]] = field(default_factory=list)  # of each rank, as in `StepFacts`
+    # module, numbers: where positions of a cut sequence meet outside of attention, or are numbered wrongly
+    # (`lockstep.verify.positions`)
     module: str = ""
     numbers: bool = False
+    # updates, right_update: of each rank, and of the reference, as in `StepFacts`
     updates: list[UpdateFacts] = field(default_factory=list)
     right_update: UpdateFacts = field(default_factory=UpdateFacts)
 

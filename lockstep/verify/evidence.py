@@ -36,21 +36,13 @@ class Cause:
 
 @dataclass
 class Evidence:
-    """All that is known about one topology's difference.
+    """All that is known about one topology's difference."""
 
-    Attributes:
-        found: the first step that differs, in the main run.
-        tried: experiment → the topology's result.
-        left_out: experiment that could not be made → reason.
-        folder: of the reference's traces.
-        config: of the run.
-    """
-
-    found: StepResult
-    tried: dict[str, StepResult]
-    left_out: dict[str, str]
-    folder: Path
-    config: Config
+    found: StepResult  # the first step that differs, in the main run
+    tried: dict[str, StepResult]  # experiment → the topology's result
+    left_out: dict[str, str]  # experiment that could not be made → reason
+    folder: Path  # of the reference's traces
+    config: Config  # of the run
 
     def agrees(self, name: str, left_out: Collection[str] = ()) -> bool:
         """Return whether the experiment was made and removed the difference: of all that differs, nothing is left.

@@ -27,17 +27,11 @@ _LARGEST = 1 << 26  # bytes of a value that is still looked at
 
 @dataclass(frozen=True)
 class Slot:
-    """One place that can hold something from one micro-batch to the next.
+    """One place that can hold something from one micro-batch to the next."""
 
-    Attributes:
-        name: for people.
-        read: returns what is there.
-        write: puts something there.
-    """
-
-    name: str
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
+    name: str  # for people
+    read: Callable[[], Any]  # returns what is there
+    write: Callable[[Any], None]  # puts something there
 
 
 class ModelMemory:

@@ -30,34 +30,22 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 
 @dataclass
 class PartDifference:
-    """A module or a parameter that differs.
+    """A module or a parameter that differs."""
 
-    Attributes:
-        name: in the model; "" is the model itself.
-        text: what differs there.
-        relative: size of the difference; inf where there is nothing to compare.
-    """
-
-    name: str
-    text: str
-    relative: float
+    name: str  # in the model; "" is the model itself
+    text: str  # what differs there
+    relative: float  # size of the difference; inf where there is nothing to compare
 
 
 @dataclass
 class DrawnOutcome:
-    """Holds what the page shows of one number of ranks, or of one topology.
-
-    Attributes:
-        lines: of the terminal, without the heading.
-        parameters: names of all, in the model's order.
-        differences: in the order of a step; the first is marked.
-    """
+    """Holds what the page shows of one number of ranks, or of one topology."""
 
     title: str
     passed: bool
-    lines: Sequence[str]
-    parameters: Sequence[str] = ()
-    differences: Sequence[PartDifference] = ()
+    lines: Sequence[str]  # of the terminal, without the heading
+    parameters: Sequence[str] = ()  # names of all, in the model's order
+    differences: Sequence[PartDifference] = ()  # in the order of a step; the first is marked
 
 
 @dataclass

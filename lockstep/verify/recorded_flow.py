@@ -34,75 +34,50 @@ CEILING = 1e-2  # where changed last bits do more than this, a part can't be jud
 
 @dataclass(frozen=True)
 class Deviation:
-    """One part of a step that differs on a rank, although it was given what the reference had.
+    """One part of a step that differs on a rank, although it was given what the reference had."""
 
-    Attributes:
-        stage: one of `STAGES`.
-        rank, micro_batch: where.
-        module: its name, and its class; of a parameter its name, and "".
-        what: input, output or gradient.
-        relative: size of the difference.
-        relation: a clause: "is 2 × the reference".
-        note: what else is different there: autocast, evaluation mode, the line of the first operation that differs.
-    """
-
-    stage: str
-    rank: int
+    stage: str  # one of `STAGES`
+    rank: int  # rank, micro_batch: where
     micro_batch: int
-    module: str
-    what: str
-    relative: float
-    relation: str
+    module: str  # its name, and its class; of a parameter its name, and ""
+    what: str  # input, output or gradient
+    relative: float  # size of the difference
+    relation: str  # a clause: "is 2 × the reference"
+    # what else is different there: autocast, evaluation mode, the line of the first operation that differs
     note: str = ""
     kind: str = ""
 
 
 @dataclass
 class RankFlow:
-    """The findings of one rank, part by part.
+    """The findings of one rank, part by part."""
 
-    Attributes:
-        deviations: in the order of the step.
-        unjudged: parts that differ, and where last bits do too much to judge them.
-        draws: modules that draw random numbers.
-        collectives: that the forward pass calls.
-        moved: attributes, globals and own generators that the forward pass changes.
-        settings: of modules that are others than the reference's: "blocks.0.dropout.p 0.4 instead of 0.1".
-        parts: number of parts that were compared.
-    """
-
-    deviations: list[Deviation] = field(default_factory=list)
+    deviations: list[Deviation] = field(default_factory=list)  # in the order of the step
+    # parts that differ, and where last bits do too much to judge them
     unjudged: list[str] = field(default_factory=list)
-    draws: list[str] = field(default_factory=list)
-    collectives: list[str] = field(default_factory=list)
+    draws: list[str] = field(default_factory=list)  # modules that draw random numbers
+    collectives: list[str] = field(default_factory=list)  # that the forward pass calls
+    # attributes, globals and own generators that the forward pass changes
     moved: list[str] = field(default_factory=list)
+    # of modules that are others than the reference's: "blocks.0.dropout.p 0.4 instead of 0.1"
     settings: list[str] = field(default_factory=list)
-    parts: int = 0
+    parts: int = 0  # number of parts that were compared
 
 
 @dataclass
 class RecordedFlow:
-    """A recording of the reference.
+    """A recording of the reference."""
 
-    Attributes:
-        tensors: of each part.
-        state: (micro-batch, module, call) → what the module was like: training flag, autocast, dtypes.
-        settings: module → its attributes that are numbers, texts or switches.
-        operations: of each module's own code.
-        losses: micro-batch → (loss, number of targets).
-        units: micro-batch → gradient with which its backward pass began.
-        bounds: how far each part may deviate.
-        flow: draws, and what the model remembers.
-    """
-
-    tensors: dict[Key, Tensor] = field(default_factory=dict)
+    tensors: dict[Key, Tensor] = field(default_factory=dict)  # of each part
+    # (micro-batch, module, call) → what the module was like: training flag, autocast, dtypes
     state: dict[tuple[int, str, int], str] = field(default_factory=dict)
+    # module → its attributes that are numbers, texts or switches
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    operations: Operations = field(default_factory=dict)
-    losses: dict[int, tuple[float, float]] = field(default_factory=dict)
-    units: dict[int, float] = field(default_factory=dict)
-    bounds: dict[Key, float] = field(default_factory=dict)
-    flow: RankFlow = field(default_factory=RankFlow)
+    operations: Operations = field(default_factory=dict)  # of each module's own code
+    losses: dict[int, tuple[float, float]] = field(default_factory=dict)  # micro-batch → (loss, number of targets)
+    units: dict[int, float] = field(default_factory=dict)  # micro-batch → gradient with which its backward pass began
+    bounds: dict[Key, float] = field(default_factory=dict)  # how far each part may deviate
+    flow: RankFlow = field(default_factory=RankFlow)  # draws, and what the model remembers
 
     def terms(self, name: str, micro_batches: Sequence[int], whole: Tensor) -> dict[int, Tensor]:
         """Return what each micro-batch adds to a gradient; empty if that is not known, as of a shard."""

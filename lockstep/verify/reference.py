@@ -71,19 +71,12 @@ class Check:
 
 @dataclass
 class CutStep:
-    """The gradient of a step, and of each of its micro-batches.
+    """The gradient of a step, and of each of its micro-batches."""
 
-    Attributes:
-        gradient: of the step's mean loss, all parameters in a row.
-        counts: valid targets of each micro-batch.
-        means: gradient of each micro-batch's mean loss.
-        batch: the first micro-batch.
-    """
-
-    gradient: Tensor
-    counts: list[float]
-    means: list[Tensor]
-    batch: Any = None
+    gradient: Tensor  # of the step's mean loss, all parameters in a row
+    counts: list[float]  # valid targets of each micro-batch
+    means: list[Tensor]  # gradient of each micro-batch's mean loss
+    batch: Any = None  # the first micro-batch
 
 
 def checks_of(spec: Spec) -> list[str]:

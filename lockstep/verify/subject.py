@@ -96,15 +96,11 @@ class Case:
 
 @dataclass(frozen=True)
 class VerifyJob:
-    """Cases that one topology has to take.
-
-    Attributes:
-        folder: holds the reference's traces of these cases.
-    """
+    """Cases that one topology has to take."""
 
     spec: Spec
     topology: str
-    folder: Path
+    folder: Path  # holds the reference's traces of these cases
     cases: tuple[Case, ...]
 
     @property

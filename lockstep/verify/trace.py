@@ -37,31 +37,20 @@ GRADIENT, BOUND, VALUE, BUFFER = "gradient", "bound", "value", "buffer"
 
 @dataclass
 class StepFacts:
-    """One step, without its tensors.
+    """One step, without its tensors."""
 
-    Attributes:
-        samples: micro-batch → hash of its contents.
-        loss, norm: as in the record.
-        learning_rate: largest of the optimizer's groups.
-        scale: factor by which the sum of the micro-batches' gradients was multiplied.
-        skipped: whether the update was left out.
-        norms: parameter → 2-norm of its gradient.
-        bound, elements: 2-norm of the bounds of all gradients, and their number of elements.
-        outputs: (module, fingerprint of its output) in the order in which forward passes ended, if they are recorded.
-        update: what was seen of the update.
-    """
-
-    samples: dict[int, str] = field(default_factory=dict)
-    loss: float = 0.0
+    samples: dict[int, str] = field(default_factory=dict)  # micro-batch → hash of its contents
+    loss: float = 0.0  # loss, norm: as in the record
     norm: float = 0.0
-    learning_rate: float = 0.0
-    scale: float = 1.0
-    skipped: bool = False
-    norms: dict[str, float] = field(default_factory=dict)
-    bound: float = 0.0
+    learning_rate: float = 0.0  # largest of the optimizer's groups
+    scale: float = 1.0  # factor by which the sum of the micro-batches' gradients was multiplied
+    skipped: bool = False  # whether the update was left out
+    norms: dict[str, float] = field(default_factory=dict)  # parameter → 2-norm of its gradient
+    bound: float = 0.0  # bound, elements: 2-norm of the bounds of all gradients, and their number of elements
     elements: int = 0
+    # (module, fingerprint of its output) in the order in which forward passes ended, if they are recorded
     outputs: list[tuple[str, int]] = field(default_factory=list)
-    update: UpdateFacts = field(default_factory=UpdateFacts)
+    update: UpdateFacts = field(default_factory=UpdateFacts)  # what was seen of the update
 
 
 class Trace:

@@ -25,30 +25,21 @@ _NOT_COMPARED = {"params", "fused", "foreach", "capturable", "differentiable", "
 
 @dataclass
 class UpdateFacts:
-    """Holds what one rank saw of an update; names are those of parameters.
+    """Holds what one rank saw of an update; names are those of parameters."""
 
-    Attributes:
-        options: parameter → option of its group at the update → its value as text; {} if the optimizer lacks it.
-        tied: further name of a parameter → the name by which it is listed.
-        frozen: that want no gradient.
-        stale: that had a gradient other than zero before the first forward pass.
-        state_changed: whose state in the optimizer changed between the start of the step and the update.
-        by_hooks: whose gradients hooks of the optimizer changed.
-        unmoved: whose values are those of before the step.
-        before, after: whose values changed before the optimizer's update, or after it.
-        called: whether the optimizer was called.
-    """
-
+    # parameter → option of its group at the update → its value as text; {} if the optimizer lacks it
     options: dict[str, dict[str, str]] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    frozen: list[str] = field(default_factory=list)
-    stale: list[str] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)  # further name of a parameter → the name by which it is listed
+    frozen: list[str] = field(default_factory=list)  # that want no gradient
+    stale: list[str] = field(default_factory=list)  # that had a gradient other than zero before the first forward pass
+    # whose state in the optimizer changed between the start of the step and the update
     state_changed: list[str] = field(default_factory=list)
-    by_hooks: list[str] = field(default_factory=list)
-    unmoved: list[str] = field(default_factory=list)
+    by_hooks: list[str] = field(default_factory=list)  # whose gradients hooks of the optimizer changed
+    unmoved: list[str] = field(default_factory=list)  # whose values are those of before the step
+    # before, after: whose values changed before the optimizer's update, or after it
     before: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
-    called: bool = False
+    called: bool = False  # whether the optimizer was called
 
 
 class UpdateObserver:

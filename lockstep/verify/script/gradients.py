@@ -56,21 +56,13 @@ def vector(tensors: Tensors, sizes: dict[str, int]) -> Vector:
 
 @dataclass
 class GradientEvidence:
-    """Gradients of one step, as vectors.
+    """Gradients of one step, as vectors."""
 
-    Attributes:
-        sizes: name → number of elements, in the vectors' order.
-        ranks: of each unit of ranks, as its optimizer steps with it.
-        reference: of one process with all samples.
-        own: of each unit's samples alone, before ranks are reduced; empty if they could not be seen.
-        framework: whose loop it is.
-    """
-
-    sizes: dict[str, int]
-    ranks: list[Vector]
-    reference: Vector
-    own: list[Vector]
-    framework: str
+    sizes: dict[str, int]  # name → number of elements, in the vectors' order
+    ranks: list[Vector]  # of each unit of ranks, as its optimizer steps with it
+    reference: Vector  # of one process with all samples
+    own: list[Vector]  # of each unit's samples alone, before ranks are reduced; empty if they could not be seen
+    framework: str  # whose loop it is
 
     @cached_property
     def slices(self) -> dict[str, slice]:

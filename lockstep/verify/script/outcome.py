@@ -10,25 +10,15 @@ STEP_COLUMNS = ("gradients", "weights")  # in the order in which a step computes
 
 @dataclass
 class ScriptCause:
-    """Why ranks train otherwise than one process.
+    """Why ranks train otherwise than one process."""
 
-    Attributes:
-        kind: short name.
-        text: what is known.
-        found_by: what shows it.
-        fix: what to write.
-        is_error: whether the training is wrong; else it is another by nature.
-        column: of the table.
-        module: in whose forward pass it begins, if it does in one.
-    """
-
-    kind: str
-    text: str
-    found_by: str
-    fix: str = ""
-    is_error: bool = True
-    column: str = "gradients"
-    module: str = ""
+    kind: str  # short name
+    text: str  # what is known
+    found_by: str  # what shows it
+    fix: str = ""  # what to write
+    is_error: bool = True  # whether the training is wrong; else it is another by nature
+    column: str = "gradients"  # of the table
+    module: str = ""  # in whose forward pass it begins, if it does in one
 
 
 UNKNOWN = "cause not known"
@@ -131,30 +121,20 @@ class ScriptDifference:
 
 @dataclass
 class ScriptOutcome:
-    """Steps of a script on a number of ranks, compared with one process.
-
-    Attributes:
-        steps: number of steps that were compared.
-        framework: whose loop it is.
-        first: the first difference that is left when random numbers, first values and settings are equal.
-        parts: of a first difference of gradients: parameter → size of its own.
-        rounding: the largest difference of a gradient that is none.
-        causes: of this and of other differences.
-        notices: what the comparison takes for granted.
-        failed: the error, if the script could not be run.
-        not_judged: why gradients and weights can't be compared; empty: they were.
-    """
+    """Steps of a script on a number of ranks, compared with one process."""
 
     ranks: int
-    steps: int = 0
-    framework: str = TORCH
+    steps: int = 0  # number of steps that were compared
+    framework: str = TORCH  # whose loop it is
+    # the first difference that is left when random numbers, first values and settings are equal
     first: ScriptDifference | None = None
+    # of a first difference of gradients: parameter → size of its own
     parts: dict[str, float] = field(default_factory=dict)
-    rounding: float = 0.0
-    causes: list[ScriptCause] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-    failed: str = ""
-    not_judged: str = ""
+    rounding: float = 0.0  # the largest difference of a gradient that is none
+    causes: list[ScriptCause] = field(default_factory=list)  # of this and of other differences
+    notices: list[str] = field(default_factory=list)  # what the comparison takes for granted
+    failed: str = ""  # the error, if the script could not be run
+    not_judged: str = ""  # why gradients and weights can't be compared; empty: they were
 
     @property
     def passed(self) -> bool:

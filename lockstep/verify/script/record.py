@@ -26,36 +26,26 @@ TASK = "task.pickle"
 
 @dataclass(frozen=True)
 class ScriptTask:
-    """A run of a script in one world.
-
-    Attributes:
-        folder: receives the records.
-        feed: (loader, batch) → the recorded batches (rank, index) whose samples it gets together.
-        samples: the folder of the records that `feed` names.
-        sizes: loader → batch size with which it is made.
-        first: parameters with which the script starts; several: what each rank has, which one process joins.
-        gradients: of each step, what the optimizer gets in place of those that were computed, as `first`.
-        settings: of each step, of each parameter group, with which the optimizer steps.
-        mean_draws: random numbers in forward and backward passes are the mean of their distribution.
-        fixed_statistics: batch normalisation uses its running statistics.
-        full_precision: nothing is converted to 16 bits.
-        nudged: the last bits of the first parameters are changed.
-    """
+    """A run of a script in one world."""
 
     script: str
     arguments: tuple[str, ...]
     steps: int
-    folder: Path
+    folder: Path  # receives the records
+    # (loader, batch) → the recorded batches (rank, index) whose samples it gets together
     feed: Mapping[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
-    samples: Path | None = None
-    sizes: Mapping[int, int] = field(default_factory=dict)
+    samples: Path | None = None  # the folder of the records that `feed` names
+    sizes: Mapping[int, int] = field(default_factory=dict)  # loader → batch size with which it is made
+    # parameters with which the script starts; several: what each rank has, which one process joins
     first: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    # of each step, what the optimizer gets in place of those that were computed, as `first`
     gradients: Sequence[Mapping[str, Sequence[Tensor]]] = ()
+    # of each step, of each parameter group, with which the optimizer steps
     settings: tuple[list[dict[str, Any]], ...] = ()
-    mean_draws: bool = False
-    fixed_statistics: bool = False
-    full_precision: bool = False
-    nudged: bool = False
+    mean_draws: bool = False  # random numbers in forward and backward passes are the mean of their distribution
+    fixed_statistics: bool = False  # batch normalisation uses its running statistics
+    full_precision: bool = False  # nothing is converted to 16 bits
+    nudged: bool = False  # the last bits of the first parameters are changed
 
 
 def for_ranks(argument: str, ranks: int) -> str:
@@ -75,19 +65,13 @@ def calling_framework() -> str:
 
 @dataclass
 class TensorPiece:
-    """One rank's part of a tensor.
+    """One rank's part of a tensor."""
 
-    Attributes:
-        local: a copy on the CPU.
-        shape: of the whole tensor.
-        cuts: for each cut, in order: dim, number of parts, this rank's part. Empty: the rank holds all of it.
-        flat: the rank holds a piece of a flattened tensor (FSDP1).
-    """
-
-    local: Tensor
-    shape: tuple[int, ...]
+    local: Tensor  # a copy on the CPU
+    shape: tuple[int, ...]  # of the whole tensor
+    # for each cut, in order: dim, number of parts, this rank's part. Empty: the rank holds all of it.
     cuts: tuple[tuple[int, int, int], ...] = ()
-    flat: bool = False
+    flat: bool = False  # the rank holds a piece of a flattened tensor (FSDP1)
 
 
 Pieces = dict[str, TensorPiece]
@@ -112,72 +96,53 @@ class RandomDraw:
 
 @dataclass
 class RecordedStep:
-    """One call of `optimizer.step()`.
+    """One call of `optimizer.step()`."""
 
-    Attributes:
-        flow: of each call of a module in a forward pass, by name, in order: its output as two numbers.
-        own: gradients of this rank's samples alone, before ranks are reduced; empty where they can't be seen.
-        losses: what each backward pass started from.
-        inputs: of each forward pass of a whole model, fingerprints of its rows.
-        elements: what tells the elements of these inputs from others, in whatever order: it adds up over ranks.
-        draws: of each micro-batch.
-        dtypes: of the parameters, and those of autocast.
-        before: fingerprints of the parameters before the update.
-        unclipped: gradients when clipping began; empty without clipping.
-        gradients: as the optimizer used them.
-        settings: of each parameter group: learning rate, weight decay …
-        schedules: how often each learning rate schedule was stepped.
-        values: parameters after the step.
-    """
-
+    # of each call of a module in a forward pass, by name, in order: its output as two numbers
     flow: list[tuple[str, float, float]] = field(default_factory=list)
+    # gradients of this rank's samples alone, before ranks are reduced; empty where they can't be seen
     own: Pieces = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # what each backward pass started from
+    # of each forward pass of a whole model, fingerprints of its rows
     inputs: list[list[str]] = field(default_factory=list)
-    elements: int = 0
-    draws: list[RandomDraw] = field(default_factory=list)
-    dtypes: set[str] = field(default_factory=set)
-    before: dict[str, str] = field(default_factory=dict)
-    unclipped: Pieces = field(default_factory=dict)
-    gradients: Pieces = field(default_factory=dict)
+    elements: int = 0  # what tells the elements of these inputs from others, in whatever order: it adds up over ranks
+    draws: list[RandomDraw] = field(default_factory=list)  # of each micro-batch
+    dtypes: set[str] = field(default_factory=set)  # of the parameters, and those of autocast
+    before: dict[str, str] = field(default_factory=dict)  # fingerprints of the parameters before the update
+    unclipped: Pieces = field(default_factory=dict)  # gradients when clipping began; empty without clipping
+    gradients: Pieces = field(default_factory=dict)  # as the optimizer used them
+    # of each parameter group: learning rate, weight decay …
     settings: list[dict[str, Any]] = field(default_factory=list)
-    schedules: list[int] = field(default_factory=list)
-    values: Pieces = field(default_factory=dict)
+    schedules: list[int] = field(default_factory=list)  # how often each learning rate schedule was stepped
+    values: Pieces = field(default_factory=dict)  # parameters after the step
 
 
 @dataclass
 class ScriptRecord:
-    """Steps of one process of a script.
+    """Steps of one process of a script."""
 
-    Attributes:
-        steps: in order.
-        first: parameters before the first step, or before they were given other first values.
-        batches: of each loader, by the order of their making: fingerprints of each batch's samples.
-        asked: batch size of each loader as the script wrote it.
-        lengths: of each loader: number of samples that it reads an epoch, and of those that its data hold.
-        framework: whose loop it is: PyTorch, Accelerate, Fabric, Lightning, transformers, DeepSpeed, Lockstep.
-        wrappers: class names of the modules that were called from outside, and of those inside that wrap others.
-        normalises: whether a module normalises by the statistics of its batch.
-        together: ranks that compute the same samples with this one: over them the script cuts its model.
-        joined: name → dim along which one process has joined the parameters of all ranks.
-        collectives: name, size and place of each collective that the script calls itself.
-        findings: mistakes of the loop that each rank sees by itself: kind, text, fix.
-        notices: what could not be recorded.
-    """
-
-    steps: list[RecordedStep] = field(default_factory=list)
+    steps: list[RecordedStep] = field(default_factory=list)  # in order
+    # parameters before the first step, or before they were given other first values
     first: Pieces = field(default_factory=dict)
+    # of each loader, by the order of their making: fingerprints of each batch's samples
     batches: dict[int, list[list[str]]] = field(default_factory=dict)
-    asked: dict[int, int] = field(default_factory=dict)
+    asked: dict[int, int] = field(default_factory=dict)  # batch size of each loader as the script wrote it
+    # of each loader: number of samples that it reads an epoch, and of those that its data hold
     lengths: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # whose loop it is: PyTorch, Accelerate, Fabric, Lightning, transformers, DeepSpeed, Lockstep
     framework: str = TORCH
+    # class names of the modules that were called from outside, and of those inside that wrap others
     wrappers: set[str] = field(default_factory=set)
-    normalises: bool = False
+    normalises: bool = False  # whether a module normalises by the statistics of its batch
+    # ranks that compute the same samples with this one: over them the script cuts its model
     together: set[int] = field(default_factory=set)
+    # name → dim along which one process has joined the parameters of all ranks
     joined: dict[str, int] = field(default_factory=dict)
+    # name, size and place of each collective that the script calls itself
     collectives: list[tuple[str, int, str]] = field(default_factory=list)
+    # mistakes of the loop that each rank sees by itself: kind, text, fix
     findings: list[dict[str, str]] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)  # what could not be recorded
 
     @property
     def passes(self) -> list[int]:
