@@ -25,11 +25,7 @@ _LEGACY = ("--local-rank",)  # torch.distributed.launch adds it; the environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Returns:
-        the exit code: 0 done; 1 the run failed; 2 the command or config is wrong; 75 preempted and saved.
-    """
+    """Run one command, and return its exit code."""
     arguments = without_legacy(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # for the user's own `package.module:Name`, as under `python -m lockstep`

@@ -25,11 +25,7 @@ Subverbs = Mapping[str, tuple[str, tuple[str, ...]]]  # name → what it does, t
 class Parser(argparse.ArgumentParser):
     """Parses arguments in any order, and raises one message instead of printing the usage.
 
-    Args:
-        verb: its name.
-        description: what it does.
-        examples: command lines, each with a comment or without.
-        subverbs: what `lockstep VERB SUBVERB` does; its `--help` lists its own arguments alone.
+    `subverbs` is what `lockstep VERB SUBVERB` does; its `--help` lists its own arguments alone.
     """
 
     def __init__(

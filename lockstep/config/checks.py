@@ -41,11 +41,7 @@ def require_runnable(config: Config) -> None:
 def contradictions(
     config: Config, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
-    """Yield all contradictions, between sections and in the step.
-
-    Args:
-        layout, device_type: those of the run; None while a config is loaded.
-    """
+    """Yield all contradictions, between sections and in the step; without a layout those seen on loading."""
     for part in (_sizes, _schedule, _loader, _saving):
         yield from part(config)
     yield from step_contradictions(config.step, layout, device_type)
@@ -54,11 +50,7 @@ def contradictions(
 def step_contradictions(
     config: StepConfig, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
-    """Yield the contradictions in the step: general ones, and those of the config's strategy.
-
-    Args:
-        layout, device_type: those of the run; None while a config is loaded.
-    """
+    """Yield the contradictions in the step: general ones, and those of the config's strategy."""
     for part in (_precision, _compression, _reproducible, _accelerate, _backend):
         yield from part(config)
     device_type = device_type or config.distributed.device

@@ -26,13 +26,9 @@ from lockstep.registry import OPTIMIZERS, SCHEDULES, Registry
 
 
 class Named:
-    """The type of a key whose value is a name from a registry or `package.module:Name`.
+    """The type of a key whose value is a name from a registry, a word of `also`, or `package.module:Name`.
 
     It annotates a `str`: `Annotated[str, Named(STRATEGIES)]`.
-
-    Args:
-        registry: the names that ship.
-        also: further accepted words, such as `auto`.
     """
 
     def __init__(self, registry: Registry, *also: str) -> None:

@@ -95,13 +95,7 @@ def rendezvous_host() -> str | None:
 
 
 def ports(exchange: RankExchange, address: str | None, facts: Sequence[dict[str, Any]]) -> list[Finding]:
-    """Check that every machine reaches every other at a port that the system picks.
-
-    Args:
-        exchange: connects the ranks.
-        address: this machine's, on the route to rank 0.
-        facts: of all ranks.
-    """
+    """Check that every machine reaches every other at a port that the system picks; `address` is this machine's."""
     first = _first_ranks(facts)
     if len(first) == 1:
         return [Finding(GOOD, "ports", "one machine: ranks meet over the loopback")]
@@ -311,16 +305,9 @@ def examine(
     device: str = "auto",
     backend: str = "auto",
 ) -> bool:
-    """Run all checks; every rank calls it.
+    """Run all checks on every rank, where the run will write; return on each whether none failed.
 
-    Args:
-        run_directory: where the run will write.
-        show: receives each finding at once; called on rank 0 only.
-        config: a `Config`, to be compared between ranks; or None.
-        device, backend: as in the config's `distributed`.
-
-    Returns:
-        on every rank, whether no check failed.
+    `show` receives each finding at once, on rank 0 only; a `config` is compared between ranks.
     """
     from lockstep import cluster
     from lockstep.config import DistributedConfig

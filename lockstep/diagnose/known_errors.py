@@ -24,12 +24,7 @@ _TAIL_BYTES = 16_384
 
 
 def recognise(text: str, log: Path | None = None) -> KnownError | None:
-    """Return the known error in `text`, if any.
-
-    Args:
-        text: an error's text.
-        log: searched too if the text is recognised, but vague.
-    """
+    """Return the known error in `text`, if any; the log is searched too if it is recognised, but vague."""
     found = [error for error in TABLE if error.regex.search(text)]
     known = min(found, key=lambda error: error.name in _VAGUE, default=None)
     if known is not None and known.name == "a data worker was killed" and log is not None:

@@ -119,7 +119,6 @@ def candidates(
 
     Args:
         low: whether to include bf16 weights, which change results.
-        pipelines: whether to include pipelines.
         shows: whether to show the progress, if it takes long.
         first: called with the first layout whose memory is known, long before all are; maybe in another process.
         processes: how many layouts to evaluate at a time, each in a fork of this process.

@@ -56,12 +56,7 @@ def modes(facts: ModelSize, config: Config) -> list[str]:
 def layouts(
     work: Workload, facts: ModelSize, config: Config, cluster: GpuCluster, *, low: bool, pipelines: bool
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yield the layouts to plan, as keys of the config.
-
-    Args:
-        low: whether to include bf16 weights.
-        pipelines: whether to include pipelines.
-    """
+    """Yield the layouts to plan, as keys of the config; `low` includes bf16 weights."""
     low &= cluster.gpu.has_bf16 and config.precision.mode == "bf16" and not config.distributed.reproducible
     narrow = {"precision.param_dtype": "bf16"}
     # Autocast keeps copies of fp32 weights; for large models only weights gathered in bf16 are useful.

@@ -80,13 +80,7 @@ class Work:
 def rehearse(
     work: Workload, config: Config, layout: Layout, *, micro_batches: int = 1, device_type: str = "cuda"
 ) -> Rehearsal:
-    """Rehearse a step of a rank under a data-parallel strategy (single, ddp, fsdp).
-
-    Args:
-        config: batch size, precision, checkpointing and the strategy's own options.
-        micro_batches: per step of the rank.
-        device_type: the run's, `cuda` or `cpu`; the rehearsal itself needs neither.
-    """
+    """Rehearse a step of a rank under a data-parallel strategy (single, ddp, fsdp), on any device."""
     strategy = strategy_named(layout.strategy)
     assert not strategy.splits_model
     layout = with_few_replicas(layout)

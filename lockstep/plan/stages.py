@@ -70,13 +70,7 @@ Changes = dict[tuple[str, int, bool], Region]
 def rehearse_rank(
     work: Workload, config: Config, layout: Layout, rank: int, *, micro_batches: int, device_type: str = "cuda"
 ) -> Rehearsal:
-    """Rehearse a step of one pipeline rank.
-
-    Args:
-        rank: along the pipeline.
-        micro_batches: per step of a data-parallel rank.
-        device_type: the run's, `cuda` or `cpu`.
-    """
+    """Rehearse a step of one pipeline rank, with `micro_batches` of a data-parallel rank."""
     layout = with_few_replicas(layout)
     cut = _shortened(work, config, layout, rank, kept_blocks(device_type))
     model, plan = cut.model, cut.plan

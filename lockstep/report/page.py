@@ -35,12 +35,7 @@ _CONFIG_CHARACTERS = 60_000  # of all runs of a page
 
 
 def render(data: Page, *, live: bool = False) -> str:
-    """Return the whole page.
-
-    Args:
-        data: from `page_data`.
-        live: the page fetches `data.json` from its server every two seconds.
-    """
+    """Return the whole page of `page_data`; `live`: it fetches `data.json` from its server every two seconds."""
     template = _read("page.html")
     parts = {
         "TITLE": escape(data["title"]),
@@ -247,12 +242,7 @@ class Live:
 
 
 def serve(paths: Sequence[Path], port: int = 0, started: Callable[[str], object] = print) -> None:
-    """Serve until interrupted.
-
-    Args:
-        paths: run directories.
-        port: 0: any free port.
-        started: called with a line that has the address.
+    """Serve run directories until interrupted; `started` is called with a line that has the address.
 
     Raises:
         UsageError: the port is taken, or a path is not a run directory.
@@ -317,14 +307,7 @@ def _state(path: Path) -> tuple[int, int]:
 
 
 def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) -> int:
-    """Write the page or serve it, and print a summary.
-
-    Args:
-        paths: run directories.
-        output: the file; unset: `RUN/report.html` of the first run.
-        live: serve the page instead.
-        port: for `live`.
-    """
+    """Write the page of runs, to `RUN/report.html` of the first or `output`, or serve it; print a summary."""
     if live:
         if output is not None:
             raise UsageError("--live serves the page; it writes no file", fix="leave out -o, or --live")

@@ -70,10 +70,6 @@ def is_run(path: Path) -> bool:
 def read_run(path: Path, now: float | None = None) -> RunData:
     """Read a run directory.
 
-    Args:
-        path: the directory.
-        now: seconds since the Unix epoch; set by tests.
-
     Raises:
         UsageError: it is not a run directory.
     """

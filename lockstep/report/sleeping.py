@@ -16,12 +16,7 @@ from torch.utils.data import Dataset
 
 
 class Sleeper(nn.Module):
-    """Two square layers around a sleep.
-
-    Args:
-        milliseconds: duration of a sample's forward and backward.
-        n_embd: width of the layers, which have n_embd² × 2 parameters.
-    """
+    """Two square layers around a sleep: `milliseconds` for a sample's forward and backward."""
 
     def __init__(self, milliseconds: float = 5.0, n_embd: int = 64) -> None:
         super().__init__()

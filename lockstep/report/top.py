@@ -96,12 +96,7 @@ def _columns(rows: list[list[str]]) -> list[str]:
 
 
 def run(sources: Sequence[str], *, once: bool) -> int:
-    """Show runs until they have ended or Ctrl+C, or once.
-
-    Args:
-        sources: run directories, or addresses of live reports.
-        once: print the tables and return; without a terminal that is all that is done, too.
-    """
+    """Show runs, directories or addresses of live reports, until they have ended or Ctrl+C; once without a terminal."""
     try:
         while True:
             states = [state for source in sources for state in _states(source)]

@@ -19,14 +19,7 @@ def run(
     path: str | Path, overrides: Sequence[str], *, against: str | None, steps: int | None, in_json: bool,
     page: Path | None = None,
 ) -> int:  # fmt: skip
-    """Verify what a config trains.
-
-    Args:
-        page: file for the verdict as a page; None: none is written.
-
-    Returns:
-        0 if all topologies take the same steps, else 1.
-    """
+    """Verify what a config trains; return 0 if all topologies take the same steps, else 1."""
     config = load_config(path, overrides)
     require_runnable(config)
     topologies = None if against is None else [part.strip() for part in against.split(",") if part.strip()]

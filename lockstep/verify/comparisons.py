@@ -102,8 +102,6 @@ def compare_with_reference(
     """Compare this rank's tensors with the reference's.
 
     Args:
-        stored: the reference's tensors.
-        observer: this rank's gradients.
         rate: the learning rate; unset: updated values must be equal.
         exact: whether every bit must be equal.
         factor, floor: bounds of gradients become factor × bound + floor.

@@ -64,11 +64,7 @@ AFTER = "with the values that the optimizer's update leaves"
 
 
 def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) -> None:
-    """Change a trainer before its first step.
-
-    Args:
-        model: as its author made it; its modules are those of the trainer.
-    """
+    """Change a trainer before its first step; `model`: as its author made it; its modules are those of the trainer."""
     placed = trainer.placed
     if SEEDS in switches:
         generator = default_generator(trainer.device)

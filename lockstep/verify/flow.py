@@ -52,7 +52,6 @@ class FlowRecorder:
 
     Args:
         names: id of a module → its name in the model as its author made it.
-        reference: what to compare with; None: record.
         nudge: change the last bits of what modules are given.
     """
 

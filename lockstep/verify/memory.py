@@ -35,11 +35,7 @@ class Slot:
 
 
 class ModelMemory:
-    """The slots of a model, as they are when this is made.
-
-    Args:
-        parts: the modules of this rank.
-    """
+    """The slots of a model's modules on this rank, as they are when this is made."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         found: dict[str, Slot] = {}

@@ -43,9 +43,6 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws all random numbers from one seed: each depends on its operation and that operation's arguments alone.
 
     A draw of another rate, shape or distribution stays another one; only where numbers come from is undone.
-
-    Args:
-        generator: the default one of the device.
     """
 
     def __init__(self, generator: torch.Generator) -> None:

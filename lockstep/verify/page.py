@@ -69,10 +69,6 @@ def write_page(
 ) -> None:
     """Write the page.
 
-    Args:
-        headings: of the table.
-        rows: of the table.
-
     Raises:
         UsageError: the file can't be written.
     """

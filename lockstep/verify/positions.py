@@ -25,9 +25,6 @@ _FAR = 2e-2  # relative difference of an output that is more than rounding, also
 class WholeSequences:
     """Lets a model that runs on parts of sequences run on whole ones.
 
-    Args:
-        names: id of a module → its name.
-
     Attributes:
         module: name of the first module whose outputs are others than on whole sequences; "": none was found.
         numbers: whether it is an `Attend` that numbers the positions of a part otherwise than those of the whole.

@@ -109,10 +109,7 @@ def load(path: Path) -> RecordedFlow:
 class ObservedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees each operation of a forward pass: draws, collectives, and the results with the line of the user's code.
 
-    Args:
-        where: returns the micro-batch and the module whose own code runs; None outside of a forward pass.
-        flow: receives what draws and collectives there are.
-        operations: receives the results.
+    `where` returns the micro-batch and the module whose own code runs; None outside of a forward pass.
     """
 
     def __init__(self, where: Callable[[], tuple[int, str] | None], flow: RankFlow, operations: Operations) -> None:

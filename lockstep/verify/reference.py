@@ -103,12 +103,7 @@ def take(spec: Spec, what: str, folder: Path) -> None:
 
 
 def judge(taken: Sequence[str], folder: Path, missing: dict[str, str]) -> list[Check]:
-    """Return the verdicts on the checks that were taken, and a line on those that could not be.
-
-    Args:
-        taken: as `checks_of` returned them.
-        missing: check that failed → reason.
-    """
+    """Return the verdicts on the checks taken; `missing` has those that failed, with the reason."""
     found = {
         what: pickle.loads((folder / f"check-{what}.pickle").read_bytes()) for what in taken if what not in missing
     }

@@ -123,9 +123,8 @@ class StepObserver:
     """Records each step of a trainer without changing it.
 
     Args:
-        bounds: whether to add up the absolute values of micro-batches' gradients; for a process that holds all
-            parameters.
-        outputs: whether to record the output of each module.
+        bounds: add up the absolute values of micro-batches' gradients; the process holds all parameters.
+        outputs: record the output of each module.
     """
 
     def __init__(self, trainer: Trainer, *, bounds: bool = False, outputs: bool = False) -> None:

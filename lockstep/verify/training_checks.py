@@ -43,13 +43,7 @@ def plain_name(name: str) -> str:
 
 
 class TrainingChecks:
-    """Checks what one rank sees of a training loop.
-
-    Args:
-        first: number of steps in which everything is looked at.
-        every: number of steps after which parameters are looked at again.
-        report: is given each finding once, when it is made.
-    """
+    """Checks what one rank sees of a training loop: in the `first` steps, and then `every` so many."""
 
     def __init__(
         self, first: int = 3, every: int = 100, report: Callable[[LoopFinding], None] = lambda _finding: None

@@ -24,15 +24,9 @@ def run(
     script: str, arguments: Sequence[str], *, ranks: str | None, steps: int | None, in_json: bool,
     page: Path | None = None,
 ) -> int:  # fmt: skip
-    """Verify a training script.
+    """Verify a training script; return 0 if the ranks train what one process trains, else 1.
 
-    Args:
-        arguments: of the script; `{n}` in them stands for the number of ranks.
-        ranks: numbers of ranks, as `2,4`; 1 is what they are compared with.
-        page: file for the verdict as a page; None: none is written.
-
-    Returns:
-        0 if the ranks train what one process trains, else 1.
+    `arguments` are those of the script, in which `{n}` stands for the number of ranks; `ranks` is written as `2,4`.
     """
     outcomes = verify_script(script, arguments, _numbers(ranks), steps=DEFAULT_STEPS if steps is None else steps)
     print(json.dumps(as_json(script, outcomes), indent=2) if in_json else text(script, outcomes))

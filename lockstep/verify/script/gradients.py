@@ -222,11 +222,7 @@ def computation_cause(
 ) -> ScriptCause | None:  # fmt: skip
     """Return the cause if a rank computes another gradient from its samples than one process does.
 
-    Args:
-        alone: the gradient of one process on each unit's samples.
-        ranks: the first rank of each unit.
-        processes: that took `alone`.
-        number: of the step.
+    `alone` has the gradients of one process on each unit's samples, `processes` its records, `ranks` each unit's first.
     """
     for place, (mine, right) in enumerate(zip(evidence.own, alone, strict=True)):
         names = evidence.differing(mine, right)

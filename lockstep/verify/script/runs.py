@@ -48,12 +48,7 @@ class HangError(LockstepError):
 
 
 class ScriptRuns:
-    """Runs one script again and again, each time in new processes.
-
-    Args:
-        folder: receives a folder for each run.
-        report: called with a line before each run.
-    """
+    """Runs one script again and again, each time in new processes and a folder of its own."""
 
     def __init__(
         self, script: str, arguments: Sequence[str], steps: int, folder: Path, report: Callable[[str], None]

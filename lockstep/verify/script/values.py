@@ -23,13 +23,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def give(parameter: Tensor, ranks: Sequence[Tensor]) -> int | None:
-    """Write a value into a parameter, which may be cut or flattened.
+    """Write a value into a parameter, which may be cut or flattened; return the dim along which parts were joined.
 
-    Args:
-        ranks: the whole value; or each rank's part of it, where a script cuts its parameters itself.
-
-    Returns:
-        the dim along which parts were joined, or None.
+    `ranks` has the whole value; or each rank's part of it, where a script cuts its parameters itself.
     """
     mine, value, joined = local(parameter.detach()), ranks[0], None
     if len(ranks) > 1 and value.shape != parameter.shape and value.ndim == parameter.ndim:
@@ -46,11 +42,7 @@ def give(parameter: Tensor, ranks: Sequence[Tensor]) -> int | None:
 
 
 def piece_of(tensor: Tensor, *, flat: bool = False) -> TensorPiece:
-    """Return a copy of this rank's part of a tensor.
-
-    Args:
-        flat: it is a piece of a tensor that FSDP1 has flattened.
-    """
+    """Return a copy of this rank's part of a tensor; `flat`: it is a piece of a tensor that FSDP1 has flattened."""
     value = local(tensor).detach().cpu().clone()
     if value.is_floating_point() and value.dtype != torch.float64:
         value = value.float()

@@ -24,12 +24,7 @@ _NOT_OWN = re.compile(r"<frozen |/lib/python\d|/site-packages/|/lockstep/(verify
 
 
 def watch(folder: Path, rank: int, world: int, write: Callable[[], None]) -> None:
-    """Watch this process from a thread.
-
-    Args:
-        folder: which the ranks share.
-        write: writes what is recorded.
-    """
+    """Watch this process from a thread; `folder` is that of all ranks, and `write` writes what is recorded."""
     main = threading.get_ident()
     threading.Thread(target=_watch, args=(folder, rank, world, write, main), daemon=True).start()
 
