@@ -184,16 +184,13 @@ def _words(annotation: Any, field: FieldInfo) -> str:
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(annotation))
     if origin is list:
-        return f"a list of {_plural(_words(get_args(annotation)[0], field))}"
+        words = _words(get_args(annotation)[0], field)
+        return f"a list of {({'text': 'texts', 'a whole number': 'whole numbers'}).get(words, words)}"
     if annotation is ObjectSpec:
         return "package.module:Name, or {name: package.module:Name, args: {…}}"
     if annotation is GradientClipConfig:
         return "a number (0: off), or {strategy: …, value: …}"
     return "a mapping"
-
-
-def _plural(words: str) -> str:
-    return {"text": "texts", "a whole number": "whole numbers"}.get(words, words)
 
 
 # ---- messages about mistakes ----

@@ -209,14 +209,12 @@ class _Builder:
             )
         self.open.add(id(node))
         try:
-            return self._build(node, origin)
+            content = self._content(node, origin)
+            if node.tag is None or node.tag.startswith(_TAG):
+                return content
+            return build_tagged(node.tag, content, origin)
         finally:
             self.open.discard(id(node))
-
-    def _build(self, node: yaml.Node, origin: Origin) -> Node:
-        if node.tag is not None and not node.tag.startswith(_TAG):
-            return build_tagged(node.tag, self._content(node, origin), origin)
-        return self._content(node, origin)
 
     def _content(self, node: yaml.Node, origin: Origin) -> Node:
         if isinstance(node, yaml.MappingNode):

@@ -323,7 +323,8 @@ def examine(
             if exchange.rank == 0:
                 show(finding)
 
-    own = own_facts(*_config_facts(config)) | machine_facts(run_directory)
+    own = own_facts() if config is None else own_facts(config.to_yaml(), names_in(config))
+    own |= machine_facts(run_directory)
     own |= disk(run_directory, exchange, facts.local_rank == 0)
     everybody = exchange.all(own)
     report(line for verdict in ALL for line in verdict(everybody))
@@ -381,10 +382,6 @@ def names_in(config: Any) -> list[str]:
 
     walk(config.model_dump(mode="json"))
     return [name for name in found if not name.startswith("hf:")]
-
-
-def _config_facts(config: Any) -> tuple[str | None, list[str]]:
-    return (None, []) if config is None else (config.to_yaml(), names_in(config))
 
 
 def _store(settings: Any) -> Any:

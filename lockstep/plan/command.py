@@ -413,16 +413,9 @@ def choose(config: Config, world_size: int, local_world_size: int, cluster: GpuC
         )
     # The user's mode of checkpointing stays, if a layout fits with it.
     best = next((c for c in found if c.checkpointing == asked["training.gradient_checkpointing"]), found[0])
-    return Choice(config.replaced(_named(best)), f"{best.name()}: {_why(best, replicas)}")
-
-
-def _named(best: Candidate) -> dict[str, Any]:
-    return {key: value for key, value in best.changes.items() if value is not None}
-
-
-def _why(best: Candidate, replicas: Candidate) -> str:
     lacking = "" if replicas.fits else f"ddp needs {_size(replicas)} of {replicas.limit / GIB:.1f} GiB; "
-    return f"{lacking}{_size(best)} a rank, the fastest that fits"
+    changes = {key: value for key, value in best.changes.items() if value is not None}
+    return Choice(config.replaced(changes), f"{best.name()}: {lacking}{_size(best)} a rank, the fastest that fits")
 
 
 def _size(candidate: Candidate) -> str:

@@ -7,7 +7,7 @@ The device is always the CPU; on a GPU the same tensors are created, apart from 
 kernels' own workspaces.
 """
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -95,7 +95,7 @@ def rehearse(
         optimizer = optimizer_of(config, list(placed.parameters.values()))
         batch = work.batch(config.training.batch_size)
         fill_state(optimizer)
-        _tag_persistent(tracker, model, optimizer)
+        tag_persistent(tracker, [*model.parameters(), *model.buffers()], optimizer)
         tracker.restart()
         _step(tracker, placed, optimizer, batch, min(micro_batches, 2), layout)
         regions = repeated(tracker.record.regions(), (f"F{REPEATED}", f"B{REPEATED}"), left_out)
@@ -250,6 +250,13 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+def tag_persistent(tracker: Tracker, held: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Count parameters and buffers, and the optimizer's state, as such."""
+    tracker.tag(held, "parameters")
+    states = optimizer.state.values()
+    tracker.tag([t for state in states for t in state.values() if isinstance(t, Tensor)], "optimizer")
+
+
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the optimizer's state, as its first step does."""
     for group in optimizer.param_groups:
@@ -267,12 +274,6 @@ def optimizer_of(config: Config, parameters: list[nn.Parameter]) -> torch.optim.
         training.optimizer, parameters, learning_rate=1e-3, weight_decay=training.weight_decay,
         args=training.optimizer_args, device=CPU, reproducible=config.distributed.reproducible,
     )  # fmt: skip
-
-
-def _tag_persistent(tracker: Tracker, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    tracker.tag([*model.parameters(), *model.buffers()], "parameters")
-    states = optimizer.state.values()
-    tracker.tag([t for state in states for t in state.values() if isinstance(t, Tensor)], "optimizer")
 
 
 def with_blocks_left_out(

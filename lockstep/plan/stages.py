@@ -43,6 +43,7 @@ from lockstep.plan.rehearsal import (
     optimizer_of,
     planned,
     precision_of,
+    tag_persistent,
     update,
     with_blocks_left_out,
     with_few_replicas,
@@ -237,9 +238,7 @@ class _Rank:
         """Run two micro-batches through each stage, forward in order, backward in reverse; return the changes."""
         tracker, changes = self.tracker, Changes()
         fill_state(self.optimizer)
-        tracker.tag([*self.parameters, *self.held.named_buffers().values()], "parameters")
-        states = self.optimizer.state.values()
-        tracker.tag([t for state in states for t in state.values() if isinstance(t, Tensor)], "optimizer")
+        tag_persistent(tracker, [*self.parameters, *self.held.named_buffers().values()], self.optimizer)
         tracker.restart()
 
         def cut(kind: str, stage: int, first: bool) -> None:

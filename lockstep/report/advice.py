@@ -148,10 +148,10 @@ def _oversubscribed(run: RunData) -> Iterator[Advice]:
 
 def _straggler(run: RunData) -> Iterator[Advice]:
     for event in {event.get("rank"): event for event in run.of_kind("straggler")}.values():
-        host = event.get("host") or "its machine"
+        host, phase = event.get("host") or "its machine", str(event.get("phase"))
         yield Advice(
             "warn",
-            f"Rank {event.get('rank')} on {host} keeps the others waiting, with {_phase(event)}.",
+            f"Rank {event.get('rank')} on {host} keeps the others waiting, with {PHASE_NAMES.get(phase, phase)}.",
             f"Look at {host}: other processes, heat, a slow disk; `lockstep doctor` compares it with the others.",
             f"step {event.get('step')}: {event.get('text')}.",
         )
@@ -288,10 +288,6 @@ def _of_a_step(run: RunData, share: float) -> str:
         f"{units.seconds(share * step)} of a step of {units.seconds(step)}, the median over ranks and "
         f"{len(after_warmup(run.gathered))} measurements"
     )
-
-
-def _phase(event: dict[str, Any]) -> str:
-    return PHASE_NAMES.get(str(event.get("phase")), str(event.get("phase")))
 
 
 _RULES: tuple[Callable[[RunData], Iterator[Advice]], ...] = (

@@ -74,7 +74,7 @@ def index_data(folder: Path, runs: list[RunData], beside: Path) -> Page:
     shortened(figures)
     return {
         "title": f"{len(runs)} run{'s' if len(runs) > 1 else ''} in {folder.resolve().name}",
-        "made": units.moment(_newest(runs)),
+        "made": units.moment(max((event["time"] for run in runs for event in run.events), default=0.0)),
         "runs": [],
         "advice": None,
         "charts": figures,
@@ -82,10 +82,6 @@ def index_data(folder: Path, runs: list[RunData], beside: Path) -> Page:
         "configs": [],
         "plain": True,
     }
-
-
-def _newest(runs: list[RunData]) -> float:
-    return max((event["time"] for run in runs for event in run.events), default=0.0)
 
 
 def _is_stale(path: Path) -> bool:

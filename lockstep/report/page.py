@@ -313,7 +313,7 @@ def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) ->
             raise UsageError("--live serves the page; it writes no file", fix="leave out -o, or --live")
         serve(paths, port, started=lambda text: print(text, flush=True))
         return 0
-    runs = [read_run(path) for path in _distinct(paths)]
+    runs = [read_run(path) for path in {path.resolve(): path for path in paths}.values()]  # each once
     target = output or paths[0] / "report.html"
     write(runs, target)
     for one in runs:
@@ -329,8 +329,3 @@ def summary(run: RunData) -> list[str]:
     about += [f"loss {loss:.4f}"] if loss is not None else []
     about += [f"{units.seconds(typical_step(run))} per step"] if typical_step(run) else []
     return [", ".join(about), *(f"  {advice.found} {advice.do}" for advice in advise(run))]
-
-
-def _distinct(paths: Sequence[Path]) -> list[Path]:
-    """Return each run once, even if it is named several times."""
-    return list({path.resolve(): path for path in paths}.values())

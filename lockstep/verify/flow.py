@@ -68,7 +68,7 @@ class FlowRecorder:
         self._found: list[tuple[int, int, Deviation]] = []
         self._seen: set[Key] = set()  # that deviate
         self._memory = ModelMemory(trainer.placed.parts)
-        self._watched = ObservedOperations(self._at_code, self.flow, self.stored.operations)
+        self._watched = ObservedOperations(lambda: (self.micro_batch, self.where), self.flow, self.stored.operations)
         self._opened = ExitStack()
         placed = trainer.placed
         self._run, self._at = placed.forward_backward, placed.random_state.at
@@ -120,10 +120,6 @@ class FlowRecorder:
     def micro_batch(self) -> int:
         """The micro-batch whose forward pass runs."""
         return self._trainer.placed.random_state.micro_batch
-
-    def _at_code(self) -> tuple[int, str] | None:
-        where = self.where
-        return None if where is None else (self.micro_batch, where)
 
     @property
     def where(self) -> str | None:

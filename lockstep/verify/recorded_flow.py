@@ -109,20 +109,20 @@ def load(path: Path) -> RecordedFlow:
 class ObservedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees each operation of a forward pass: draws, collectives, and the results with the line of the user's code.
 
-    `where` returns the micro-batch and the module whose own code runs; None outside of a forward pass.
+    `where` returns the micro-batch and the module whose own code runs, which is None outside of a forward pass.
     """
 
-    def __init__(self, where: Callable[[], tuple[int, str] | None], flow: RankFlow, operations: Operations) -> None:
+    def __init__(self, where: Callable[[], tuple[int, str | None]], flow: RankFlow, operations: Operations) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._where, self._flow, self._operations = where, flow, operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        where = self._where()
-        if where is None:
+        micro_batch, module = self._where()
+        if module is None:
             return result
-        if torch.Tag.nondeterministic_seeded in func.tags and where[1] not in self._flow.draws:
-            self._flow.draws.append(where[1])
+        if torch.Tag.nondeterministic_seeded in func.tags and module not in self._flow.draws:
+            self._flow.draws.append(module)
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional"):
             if name not in self._flow.collectives:
@@ -132,7 +132,7 @@ class ObservedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if line:
                 bits = int(fingerprint(result.detach()))
                 norm = float(result.detach().double().abs().sum()) if result.numel() else 0.0
-                self._operations.setdefault(where, []).append((name, bits, norm, line))
+                self._operations.setdefault((micro_batch, module), []).append((name, bits, norm, line))
         return result
 
 

@@ -296,7 +296,8 @@ class TrainingChecks:
         for model in self.models:
             trained = {plain_name(n): p for n, p in model.named_parameters() if p.requires_grad}
             missing = [name for name, p in trained.items() if id(p) not in held and p.is_leaf]
-            if missing and len(missing) < len(trained) and not _is_flattened(model):
+            flattened = any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules())
+            if missing and len(missing) < len(trained) and not flattened:
                 self.find(
                     "parameters without an optimizer",
                     f"{listed(missing, 5)} require gradients, and no optimizer has them",
@@ -369,7 +370,3 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _has_gradient(parameter: Tensor) -> bool:
     return parameter.grad is not None and bool(_local(parameter.grad).any())
-
-
-def _is_flattened(model: nn.Module) -> bool:
-    return any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules())

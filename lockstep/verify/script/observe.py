@@ -131,13 +131,10 @@ class ScriptObserver:
         script_patches.patch_samplers(self._checks.sampler_begun)
         script_patches.patch_loading(self._checks.loaded)
         script_patches.patch_model_parallel(self.record.together.update, self._around_schedule)
-        verify_part(self._begin_part, self.finish)
+        verify_part(partial(setattr, self, "active", True), self.finish)
         # A command's script is not known; it is observed whole until a part begins.
         with suppress(OSError):
             self.active = "lockstep.observe(" not in Path(self.task.script).read_text(errors="replace")
-
-    def _begin_part(self) -> None:
-        self.active = True
 
     def watch(self) -> None:
         """End this process when all ranks wait for each other."""

@@ -172,11 +172,6 @@ def load_record(folder: Path, rank: int) -> ScriptRecord:
     return record
 
 
-def is_cut(pieces: Sequence[TensorPiece]) -> bool:
-    """Return whether ranks hold different parts of a tensor."""
-    return any(piece.cuts or piece.flat for piece in pieces)
-
-
 def whole(pieces: Sequence[TensorPiece], dim: int | None = None) -> Tensor:
     """Return the whole tensor; of equal copies, the last.
 
@@ -230,7 +225,8 @@ class World:
         found: list[Tensors] = [{} for _ in ranks]
         for name in dict.fromkeys(name for rank in ranks for name in rank):
             held = [rank for rank, pieces in enumerate(ranks) if name in pieces]
-            in_parts = is_cut([ranks[rank][name] for rank in held]) or name in self.joined
+            pieces = [ranks[rank][name] for rank in held]
+            in_parts = name in self.joined or any(piece.cuts or piece.flat for piece in pieces)
             if not in_parts and all(name in names or not names for names in self._held):
                 for rank in held:
                     found[rank][name] = ranks[rank][name].local
