@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from lockstep.config.schema import (
         CheckpointConfig,
         Config,
-        MemoryConfig,
         MonitorConfig,
         ProfileConfig,
         PrometheusConfig,
@@ -24,21 +23,16 @@ if TYPE_CHECKING:
         StragglerConfig,
     )
     from lockstep.config.schema_distributed import (
-        AccelerateConfig,
-        CompressionConfig,
         DDPConfig,
         DiLoCoConfig,
         DistributedConfig,
         FSDPConfig,
-        PipelineConfig,
     )
     from lockstep.config.schema_training import (
         BadNumbersConfig,
         DataConfig,
         EarlyStoppingConfig,
         GradientClipConfig,
-        LossScaleConfig,
-        ModelConfig,
         ObjectSpec,
         PrecisionConfig,
         TrainingConfig,
@@ -46,10 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FLAGS",
-    "AccelerateConfig",
     "BadNumbersConfig",
     "CheckpointConfig",
-    "CompressionConfig",
     "Config",
     "DDPConfig",
     "DataConfig",
@@ -58,12 +50,8 @@ __all__ = [
     "EarlyStoppingConfig",
     "FSDPConfig",
     "GradientClipConfig",
-    "LossScaleConfig",
-    "MemoryConfig",
-    "ModelConfig",
     "MonitorConfig",
     "ObjectSpec",
-    "PipelineConfig",
     "PrecisionConfig",
     "ProfileConfig",
     "PrometheusConfig",
