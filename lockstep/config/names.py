@@ -1,14 +1,16 @@
 """Translate names of other trainers: one table, used by error messages and by the pages "Coming from …".
 
-The rows come from `names_guides` (five training guides) and `names_trainers` (trainers in wide use). Nothing here
-imports pydantic, so that the command line can look up an option quickly.
+The rows, of five training guides and of trainers in wide use, are in `names.csv`. Nothing here imports pydantic, so that
+the command line can look up an option quickly.
 """
 
+import csv
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import Literal
 
-from lockstep.config.names_guides import GUIDES, Kind
-from lockstep.config.names_trainers import TRAINERS
+Kind = Literal["key", "flag", "value", "python", "command", "env"]
 
 SOURCES = {
     "bdh": "BDH's training script",
@@ -52,7 +54,8 @@ SECTIONS = ("model", "loss_fn", "data", "training", "precision", "distributed", 
 @cache
 def table() -> tuple[ForeignName, ...]:
     """Return all rows, in the order of `SOURCES`."""
-    return tuple(ForeignName(source, kind, *row) for source, kind, rows in (*GUIDES, *TRAINERS) for row in rows)
+    with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
+        return tuple(ForeignName(**row) for row in csv.DictReader(file))  # type: ignore[arg-type]  # the kind
 
 
 def advice_for(dotted: str) -> str | None:
