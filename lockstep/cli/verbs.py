@@ -117,7 +117,7 @@ def launch(argv: list[str]) -> int:
         raise UsageError("a module is run by Python", where="-m and --no-python", fix="leave one of them out")
     output = given.output_dir or Path("runs", Path(given.script).stem)
     if given.watch_training is not None:
-        from lockstep.verify.injection import inject
+        from lockstep.verify.watch import inject
 
         if given.watch_training < 1:
             raise UsageError(

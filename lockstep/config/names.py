@@ -1,7 +1,7 @@
 """Translate names of other trainers: one table, used by error messages and by the pages "Coming from …".
 
-The rows, of five training guides and of trainers in wide use, are in `names.csv`. Nothing here imports pydantic, so that
-the command line can look up an option quickly.
+The rows, of five training guides and of trainers in wide use, are in `names.csv`. Nothing here imports pydantic, so
+that the command line can look up an option quickly.
 """
 
 import csv

@@ -67,7 +67,7 @@ def lines_of(state: State) -> list[str]:
     if state["status"] == "running" and row.get("step_seconds") and state["total"]:
         parts.append(f"{units.seconds((state['total'] - row['step']) * row['step_seconds'])} left")
     parts.append(f"last sign {units.seconds(state['seconds_ago'])} ago")
-    return ["  ".join(part for part in parts if part), "", *_columns(_table(state["ranks"], table))]
+    return ["  ".join(part for part in parts if part), "", *units.columns(_table(state["ranks"], table))]
 
 
 def _table(ranks: Sequence[State], table: State) -> list[list[str]]:
@@ -88,11 +88,6 @@ def _table(ranks: Sequence[State], table: State) -> list[list[str]]:
             "–" if busy is None else f"{busy:.0%}",
         ])  # fmt: skip
     return rows
-
-
-def _columns(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def run(sources: Sequence[str], *, once: bool) -> int:

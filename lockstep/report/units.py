@@ -1,5 +1,6 @@
-"""Formats numbers for people."""
+"""Formats numbers and tables for people."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 
@@ -38,3 +39,9 @@ def _digits(value: float) -> str:
 def moment(epoch: float) -> str:
     """Format a time: `2026-01-31 12:00:00 UTC`."""
     return datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table whose columns are as wide as their widest cells."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

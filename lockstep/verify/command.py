@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.config import load_config, require_runnable
 from lockstep.errors import EXIT_DONE, EXIT_FAILED
 from lockstep.launch.spawn import spawn_again
+from lockstep.report.units import columns
 from lockstep.strategy import SINGLE
 from lockstep.verify import DEFAULT_STEPS, Outcome, Verdict, verify
 from lockstep.verify.page import DrawnOutcome, PartDifference, write_page
@@ -48,9 +49,7 @@ def text(verdict: Verdict) -> str:
     how = "every bit" if verdict.exact else "up to the order of summation"
     lines = [f"{verdict.steps} steps of {verdict.micro_batches} micro-batches, compared with one process, {how}"]
     lines += verdict.notices
-    rows = [_HEADINGS, *(_row(outcome) for outcome in verdict.outcomes)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
-    lines += ["", *("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
+    lines += ["", *columns([_HEADINGS, *(_row(outcome) for outcome in verdict.outcomes)])]
     for outcome in verdict.outcomes:
         lines += _explanation(outcome)
     if verdict.checks:

@@ -203,18 +203,24 @@ class FlowRecorder:
 
     def see_gradient(self, key: Key, gradient: Tensor) -> Tensor:
         """Record a gradient that enters or leaves a module; return what takes its place."""
-        key = (*key[:3], f"gradient of {key[3]}")
+        right = self._compare_gradient((*key[:3], f"gradient of {key[3]}"), gradient)
+        if right is None or right.shape != gradient.shape:
+            return gradient
+        if self._generator is not None and right.is_floating_point():
+            return with_other_last_bits(right, self._generator)
+        return right
+
+    def _compare_gradient(self, key: Key, gradient: Tensor) -> Tensor | None:
+        """Record a gradient; return the reference's, if there is one."""
         if self._reference is None:
             self._store(key, gradient)
-            return gradient
+            return None
         right = self._reference.tensors.get(key)
         if right is None:
-            return gradient
+            return None
         right = (right * self._unit(key[0])).to(gradient)
         self._compare(STAGES.index(BACKWARD), key, gradient, right)
-        if self._generator is not None and right.is_floating_point():
-            right = with_other_last_bits(right, self._generator)
-        return right if right.shape == gradient.shape else gradient
+        return right
 
     def _gradient_of(self, name: str) -> Callable[[Tensor], Tensor | None]:
         def hook(gradient: Tensor) -> Tensor | None:
@@ -222,16 +228,9 @@ class FlowRecorder:
             if micro_batch in self._unreal:
                 return None
             key = (micro_batch, name, 0, "gradient")
-            if self._reference is None:
-                self._store(key, gradient)
-                return None
-            right = self._reference.tensors.get(key)
-            if right is None:
+            if self._reference is not None and key not in self._reference.tensors:
                 self._deviates(STAGES.index(BACKWARD), key, float("inf"), "is there on this rank alone")
-                return None
-            right = (right * self._unit(micro_batch)).to(gradient)
-            self._compare(STAGES.index(BACKWARD), key, gradient, right)
-            return right
+            return self._compare_gradient(key, gradient)
 
         return hook
 

@@ -15,11 +15,13 @@ disturbed. Within `lockstep verify SCRIPT`, the block is the part of the script 
 import logging
 import os
 import pickle
+import runpy
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
@@ -41,6 +43,7 @@ from lockstep.verify.training_checks import LoopFinding, TrainingChecks
 _PREFIX = "lockstep-watch"
 _CONNECT_SECONDS = 20.0
 _WAIT_SECONDS = 600.0  # for what another rank says of a step
+_FOLDER = Path(__file__).parent / "injected"  # its `sitecustomize.py` is put on the path of other processes
 _log = logging.getLogger("lockstep.watch")
 
 
@@ -276,3 +279,15 @@ def install() -> None:
             print(f"watch-training: {seen.steps} steps, {found or 'nothing'} found", flush=True)
 
     atexit.register(end)
+
+
+def injected(**variables: str) -> dict[str, str]:
+    """Return the environment of a process that observes itself, as variables tell `sitecustomize.py`."""
+    path = [str(_FOLDER), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **variables}
+
+
+def inject(**variables: str) -> None:
+    """Have this process and those that it starts observe themselves."""
+    os.environ.update(injected(**variables))
+    runpy.run_path(str(_FOLDER / "sitecustomize.py"))

@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
+from lockstep.report.units import columns
 from lockstep.scratch import temporary
 from lockstep.verify.page import DrawnOutcome, PartDifference, write_page
 from lockstep.verify.script.comparison import ROUNDING
@@ -86,9 +87,7 @@ def text(script: str, outcomes: Sequence[ScriptOutcome]) -> str:
         f"{steps} step{'s' * (steps != 1)} of {script}, compared with one process that is given the same samples",
         "",
     ]
-    rows = [_HEADINGS, *(_row(outcome) for outcome in outcomes)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += columns([_HEADINGS, *(_row(outcome) for outcome in outcomes)])
     for outcome in outcomes:
         lines += _explanation(outcome)
     return "\n".join(lines)
