@@ -193,9 +193,6 @@ def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "Launc
     return options
 
 
-# ---- torchrun's further options of `lockstep launch` ----
-
-
 _NO_EVENTS = "the launcher writes its events into DIR/events.jsonl, and calls no handlers"
 _LOGS = "every rank's output is in DIR/logs/rank-N.log, whole"
 # Option → values that equal what happens anyway, why no other is supported, what to do.

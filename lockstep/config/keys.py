@@ -193,9 +193,6 @@ def _words(annotation: Any, field: FieldInfo) -> str:
     return "a mapping"
 
 
-# ---- messages about mistakes ----
-
-
 @dataclass(frozen=True)
 class Mistake:
     """One mistake in a config: the place, the problem, and what to write instead."""

@@ -198,9 +198,6 @@ def _with_place(tree: Node, key: str) -> str:
     return f"{key} ({tree.find(path).origin})" if tree.has(path) else f"{key} (unset)"
 
 
-# ---- writing ----
-
-
 class _CoreDumper(yaml.SafeDumper):
     """Writes YAML 1.2, with quotes around text that looks like another type."""
 

@@ -285,9 +285,6 @@ def _callbacks(node: Node) -> Node:
     return Node({"monitor": Node({"callbacks": node}, node.origin)}, node.origin)
 
 
-# ---- limits ----
-
-
 def within_limits(work: Callable[[], T], what: str) -> T:
     """Return the result of `work()`, computed in a child process; result and errors must pickle.
 

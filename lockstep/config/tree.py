@@ -291,8 +291,6 @@ def _scalar(tag: str, text: str, origin: Origin) -> Any:
     )
 
 
-# ---- tags ----
-
 _SINGLETON = re.compile(r"^!singleton:(?P<name>[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)(?:@[\w.-]*)?$")
 _LIST = re.compile(r"^!list:?(?:@[\w.-]*)?$")
 _CALC = re.compile(r"^!calc(?::@[\w.-]*)?$")

@@ -24,10 +24,6 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.network import address_towards, interface_of
 from lockstep.report import units
 
-# ---- what has to be tried out ----
-
-# Ports are checked before there is a process group, through the store alone: a group needs the ports, and would wait.
-
 _TRY_SECONDS = 5.0
 _DISK_BYTES = 32 * 2**20
 _SIZES = (4096, 65_536, 2**20, 2**24, 2**26)  # bytes of an all-reduce
@@ -289,9 +285,6 @@ def _timed(value: Any, device: Any) -> float:
     dist.all_reduce(value)
     accelerator.synchronize(device)
     return time.monotonic() - began
-
-
-# ---- the checks ----
 
 
 _SECONDS = 60.0  # how long ranks wait for one another

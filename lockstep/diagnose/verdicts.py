@@ -24,9 +24,6 @@ from lockstep.diagnose import BAD, GOOD, WARN, Finding
 from lockstep.environment import machine_id, rank_facts
 from lockstep.report import units
 
-# ---- the facts of one rank and its machine ----
-
-
 VARIABLES = re.compile(r"^(NCCL|TORCH|GLOO|CUDA|OMP|MKL|PYTORCH|UCX|FI)_")
 _MAX_FILES = 5000
 _PROGRAM_SECONDS = 20.0  # limit for nvidia-smi, which hangs if a driver or a GPU does
@@ -173,9 +170,6 @@ def _output(*command: str) -> str:
     except subprocess.TimeoutExpired:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-# ---- the verdicts ----
 
 
 Facts = Sequence[dict[str, Any]]  # by rank

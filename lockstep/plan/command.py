@@ -356,11 +356,6 @@ def as_svg(found: Sequence[Candidate]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-# ---- strategy: auto ----
-
-# Each rank chooses before it joins the others, from what is the same for all of them: the config, their number, and the
-# memory of a device like its own. Choices that change results (bf16 weights) are left to the user.
-
 _COMFORTABLE = 0.6  # fraction of a device's memory: replicas that need less are fastest
 _LOOPBACK = Link("loopback", 1.0, 1.5e-3, "this machine's own network")
 

@@ -176,9 +176,6 @@ def block_description(block: nn.Module) -> str:
     return f"{block!r} {plain} {[(n, tuple(p.shape), p.dtype) for n, p in block.named_parameters()]}"
 
 
-# ---- segments, measured ----
-
-
 ROUNDS = 7
 
 

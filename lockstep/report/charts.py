@@ -37,9 +37,6 @@ from lockstep.report.read import (
     typical_step,
 )
 
-# ---- the figures ----
-
-
 _PHASE_COLOURS = {
     "forward_backward": "c1", "data": "c2", "communication": "c4", "optimizer": "c3", "evaluation": "c5",
     "checkpoint": "c6", "other": "c7", "outside": "c8",

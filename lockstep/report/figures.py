@@ -57,9 +57,6 @@ def is_wide_range(values: Iterable[float | None]) -> bool:
     return bool(known) and min(known) > 0 and max(known) > 20 * min(known)
 
 
-# ---- what a page can hold ----
-
-
 POINTS = 24_000  # of all lines of a page, about 360 kB
 CELLS = 6_000  # of a heat map
 ROWS = 64

@@ -135,9 +135,6 @@ def _rate(run: RunData) -> tuple[float | None, str]:
     return (tokens, "tokens") if tokens else (run.last("samples_per_second"), "samples")
 
 
-# ---- tables: {title, head, rows} ----
-
-
 def compared(runs: list[RunData]) -> Page:
     """Return the table of the runs' figures."""
     rows = [[run.name, run.status, str(run.start.get("layout", "")), *_numbers(run)] for run in runs]
@@ -221,9 +218,6 @@ def _read(name: str) -> str:
     return (resources.files("lockstep.report") / name).read_text(encoding="utf-8")
 
 
-# ---- served live ----
-
-
 class Live:
     """Reads the run directories again when their files have changed."""
 
@@ -301,9 +295,6 @@ def _state(path: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return status.st_mtime_ns, status.st_size
-
-
-# ---- `lockstep report` ----
 
 
 def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) -> int:

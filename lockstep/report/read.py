@@ -169,9 +169,6 @@ def _profile(path: Path) -> Row | None:
     return loaded if isinstance(loaded, dict) else None
 
 
-# ---- where the time of a run goes ----
-
-
 STEP_PHASES = ("data", "forward_backward", "communication", "optimizer", "other")
 PAUSES = ("evaluation", "checkpoint")
 PHASE_NAMES = {
@@ -233,9 +230,6 @@ def phase_totals(run: RunData) -> dict[str, float]:
         return {}
     sums["outside"] = max(0.0, wall_seconds(run) - sum(sums.values()))
     return sums
-
-
-# ---- long series ----
 
 
 LIMIT = 1500  # points of a line

@@ -119,9 +119,6 @@ def _measure(config: Path, overrides: Sequence[str], ranks: int, steps: int, fol
     return median(row["samples"] for row in rows) / seconds, seconds
 
 
-# ---- output ----
-
-
 def as_markdown(points: list[Point], command: str, about: str) -> str:
     """Return the table, with the usual speed-ups."""
     lines = [f"# Scaling\n\n`{command}`\n\n{about}\n"]
@@ -166,9 +163,6 @@ def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
         ],
         "tables": [{"title": "Measured", "head": head, "rows": rows}], "configs": [],
     }  # fmt: skip
-
-
-# ---- `lockstep bench scaling` ----
 
 
 def bench(

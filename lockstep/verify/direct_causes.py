@@ -77,9 +77,6 @@ def buffers(e: Evidence) -> Cause | None:
     return Cause("buffer", f"the buffer {names[0]} drifts; its gradients do not", ["values of buffers"])
 
 
-# ---- around the update ----
-
-
 def update_experiments(e: Evidence) -> list[str]:
     """Return the experiments that may undo what is seen to differ around the update."""
     updates = [*e.found.updates, e.found.right_update]

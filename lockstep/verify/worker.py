@@ -51,9 +51,6 @@ def settings_of(topology: str) -> dict[str, Any]:
     return settings
 
 
-# ---- the reference ----
-
-
 def record(spec: Spec, case: Case, folder: Path) -> None:
     """Take the steps of a case in this process alone, and store them."""
     began = time.monotonic()
@@ -104,9 +101,6 @@ def _record(
 
 def _named(kind: str, tensors: Any) -> dict[str, Any]:
     return {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
-
-
-# ---- a topology ----
 
 
 def compare(job: VerifyJob, case: Case) -> None:
@@ -217,9 +211,6 @@ def _from_all(report: RankReport) -> list[RankReport]:
     if not_comparable:
         raise RunError(not_comparable)
     return everyone
-
-
-# ---- both ----
 
 
 @contextmanager

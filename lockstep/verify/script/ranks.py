@@ -166,9 +166,6 @@ def replicas_cause(world: World, number: int) -> ScriptCause | None:
     return None
 
 
-# ---- ranks that hang ----
-
-
 def uneven_steps(records: Sequence[ScriptRecord | None], framework: str) -> ScriptCause | None:
     """Return the cause if some ranks took fewer steps than others."""
     taken = {rank: len(record.steps) for rank, record in enumerate(records) if record is not None}
@@ -198,9 +195,6 @@ def hang_cause(records: Sequence[ScriptRecord | None], places: dict[int, str], f
         text = f"rank {ended[0]} has ended after {steps} step{'s' * (steps != 1)}, and others wait for it: {at}"
         return cause("uneven steps", text, "the stacks of the ranks", framework)
     return cause("hang", f"all ranks wait for each other: {at}", "the stacks of the ranks", framework)
-
-
-# ---- settings of the optimizer ----
 
 
 def settings_cause(records: Sequence[ScriptRecord], reference: ScriptRecord) -> ScriptCause | None:

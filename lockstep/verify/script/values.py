@@ -86,9 +86,6 @@ def copied(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), tree)
 
 
-# ---- fingerprints ----
-
-
 def _digest(data: bytes) -> str:
     return hashlib.sha1(data, usedforsecurity=False).hexdigest()[:16]
 
