@@ -194,9 +194,9 @@ class TrainingChecks:
                 "optimizer.zero_grad() after each optimizer.step()",
             )
         if self.looks:
-            self._look_at(optimizer, own)
+            self._look_at(own)
 
-    def _look_at(self, optimizer: Optimizer, own: list[Tensor]) -> None:
+    def _look_at(self, own: list[Tensor]) -> None:
         trained = [p for p in own if p.requires_grad]
         if trained and not any(p.grad is not None for p in trained):
             self.find(

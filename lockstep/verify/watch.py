@@ -71,7 +71,6 @@ class observe:  # noqa: N801 — called as a function
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
         self._ranks: _Ranks | None = None
-        self._models_known = False
 
     @property
     def findings(self) -> dict[str, LoopFinding]:

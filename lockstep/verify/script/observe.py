@@ -227,9 +227,7 @@ class ScriptObserver:
         self.watch()
         number = f"{len(self._models)}:" if self._models else ""
         self._models.append(model)
-        kinds = {type(inner).__name__ for inner in (model, *model.modules())}
-        kinds |= {kind.__name__ for inner in model.modules() for kind in type(inner).__mro__}
-        self.record.wrappers |= kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+        kinds = {kind.__name__ for inner in model.modules() for kind in type(inner).__mro__}
         self.record.normalises |= any(isinstance(inner, _STATISTICS) for inner in model.modules())
         generator = torch.Generator().manual_seed(0)
         for name, module in model.named_modules():

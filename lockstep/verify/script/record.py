@@ -131,8 +131,6 @@ class ScriptRecord:
     lengths: dict[int, tuple[int, int]] = field(default_factory=dict)
     # whose loop it is: PyTorch, Accelerate, Fabric, Lightning, transformers, DeepSpeed, Lockstep
     framework: str = TORCH
-    # class names of the modules that were called from outside, and of those inside that wrap others
-    wrappers: set[str] = field(default_factory=set)
     normalises: bool = False  # whether a module normalises by the statistics of its batch
     # ranks that compute the same samples with this one: over them the script cuts its model
     together: set[int] = field(default_factory=set)
@@ -142,7 +140,6 @@ class ScriptRecord:
     collectives: list[tuple[str, int, str]] = field(default_factory=list)
     # mistakes of the loop that each rank sees by itself: kind, text, fix
     findings: list[dict[str, str]] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)  # what could not be recorded
 
     @property
     def passes(self) -> list[int]:
