@@ -52,21 +52,13 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Check:
-    """One check of the reference.
+    """One check of the reference."""
 
-    Attributes:
-        name: one of `TITLES`.
-        passed: False: the reference is wrong.
-        kind: of the cause, as in `Cause`.
-        text: what was found, or why nothing could be judged.
-        relative: size of the difference.
-    """
-
-    name: str
-    passed: bool
-    kind: str = ""
-    text: str = ""
-    relative: float = 0.0
+    name: str  # one of `TITLES`
+    passed: bool  # False: the reference is wrong
+    kind: str = ""  # of the cause, as in `Cause`
+    text: str = ""  # what was found, or why nothing could be judged
+    relative: float = 0.0  # size of the difference
 
 
 @dataclass

@@ -43,19 +43,12 @@ Make = Callable[[], "Subject | tuple[nn.Module, Any]"]
 
 @dataclass(frozen=True)
 class Spec:
-    """The knowledge that every process needs.
+    """The knowledge that every process needs."""
 
-    Attributes:
-        config: of the run.
-        make: None: model and data are the config's.
-        steps: number of steps to compare.
-        threads: of each process on the CPU.
-    """
-
-    config: Config
-    make: Make | None
-    steps: int
-    threads: int = 1
+    config: Config  # of the run
+    make: Make | None  # None: model and data are the config's
+    steps: int  # number of steps to compare
+    threads: int = 1  # of each process on the CPU
 
     @property
     def exact(self) -> bool:
@@ -77,21 +70,13 @@ class Spec:
 
 @dataclass(frozen=True)
 class Case:
-    """Consecutive steps that the reference and a topology both take.
+    """Consecutive steps that the reference and a topology both take."""
 
-    Attributes:
-        name: name of the folder with the reference's trace.
-        settings: dotted keys that differ from the spec's config.
-        start: first step, counted from 0; the state before it is the reference's in the case `main`.
-        steps: number of steps.
-        switches: changes to the running trainer (see `lockstep.verify.experiments`).
-    """
-
-    name: str = MAIN
-    settings: dict[str, Any] = field(default_factory=dict)
-    start: int = 0
-    steps: int = 1
-    switches: frozenset[str] = frozenset()
+    name: str = MAIN  # name of the folder with the reference's trace
+    settings: dict[str, Any] = field(default_factory=dict)  # dotted keys that differ from the spec's config
+    start: int = 0  # first step, counted from 0; the state before it is the reference's in the case `main`
+    steps: int = 1  # number of steps
+    switches: frozenset[str] = frozenset()  # changes to the running trainer (see `lockstep.verify.experiments`)
 
 
 @dataclass(frozen=True)
