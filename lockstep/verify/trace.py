@@ -12,12 +12,14 @@ of M terms differ by at most 2·(M−1)·u·Σ|term|, element by element, with u
 
 import hashlib
 import json
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -192,7 +194,7 @@ class StepObserver:
 
     def _observed(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float) -> None:
         self._samples = {
-            micro_batch.index: _hash(micro_batch.batch)
+            micro_batch.index: hashlib.blake2b(bytes_of(micro_batch.batch), digest_size=12).hexdigest()
             for micro_batch in micro_batches
             if micro_batch.real and micro_batch.batch is not None
         }
@@ -210,25 +212,22 @@ class StepObserver:
         return hook
 
 
-def _hash(batch: Any) -> str:
-    found = hashlib.blake2b(digest_size=12)
-
-    def add(value: Any) -> None:
-        if isinstance(value, Tensor):
-            found.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, dict):
-            for key, member in value.items():
-                found.update(repr(key).encode())
-                add(member)
-        elif isinstance(value, tuple | list):
-            for member in value:
-                add(member)
-        else:
-            found.update(repr(value).encode())
-
-    add(batch)
-    return found.hexdigest()
+def bytes_of(tree: Any) -> bytes:
+    """Return bytes that tell a nested sample from others, the same in every process."""
+    if isinstance(tree, Tensor):
+        plain = tree.detach().cpu().contiguous()
+        return f"{plain.dtype}{tuple(plain.shape)}".encode() + plain.flatten().view(torch.uint8).numpy().tobytes()
+    if isinstance(tree, np.ndarray):
+        return f"{tree.dtype}{tree.shape}".encode() + np.ascontiguousarray(tree).tobytes()
+    if isinstance(tree, Mapping):
+        return b"{" + b",".join(bytes_of(key) + b":" + bytes_of(value) for key, value in tree.items()) + b"}"
+    if isinstance(tree, list | tuple):
+        return b"[" + b",".join(map(bytes_of, tree)) + b"]"
+    if isinstance(tree, str | bytes | int | float | bool | type(None)):
+        return repr(tree).encode()
+    with suppress(Exception):
+        return pickle.dumps(tree)
+    return repr(type(tree)).encode()
 
 
 @contextmanager

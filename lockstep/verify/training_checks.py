@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 
 from lockstep.errors import listed
+from lockstep.parallel.parallel_model import local
 from lockstep.torch_compat.loss_functions import is_mean
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
 
@@ -151,7 +152,7 @@ class TrainingChecks:
         """Note a gradient at the end of a backward pass."""
         if self.looks and self._optimizers and (optimizer := self._optimizers[0]()) is not None:
             found = next((p for p in optimizer.param_groups[0]["params"] if p.grad is not None), None)
-            self._gradient = None if found is None else (found, float(_local(found.grad).detach().norm()))
+            self._gradient = None if found is None else (found, float(local(found.grad).detach().norm()))
 
     def _is_divided(self) -> bool:
         """Return whether something has changed gradients since the last backward pass."""
@@ -159,7 +160,7 @@ class TrainingChecks:
             return True
         parameter, norm = self._gradient
         assert parameter.grad is not None
-        return abs(float(_local(parameter.grad).norm()) - norm) > 1e-6 * norm
+        return abs(float(local(parameter.grad).norm()) - norm) > 1e-6 * norm
 
     def clipped(self, parameters: Iterable[Tensor]) -> None:
         """Look at gradients that are clipped."""
@@ -203,8 +204,8 @@ class TrainingChecks:
                 "stale optimizer", "the optimizer's parameters get no gradient: it was made for another model, or "
                 "before the model was converted or wrapped", "make the optimizer from the model that is called",
             )  # fmt: skip
-        self._before = {id(p): (_local(p).detach().clone(), _has_gradient(p)) for p in own}
-        norms = [_local(p.grad).detach().norm() for p in own if p.grad is not None and not p.grad.is_sparse]
+        self._before = {id(p): (local(p).detach().clone(), _has_gradient(p)) for p in own}
+        norms = [local(p.grad).detach().norm() for p in own if p.grad is not None and not p.grad.is_sparse]
         if norms and not bool(torch.isfinite(torch.stack([norm.float().cpu() for norm in norms])).all()):
             self.find("not finite", f"a gradient of step {self.steps + 1} is not finite, and the optimizer uses it")
         if self._clipped is None:
@@ -240,9 +241,9 @@ class TrainingChecks:
         for p in own:
             before, has_gradient = self._before.get(id(p), (None, False))
             name = self.names.get(id(p), "a parameter")
-            if before is None or not before.numel() or before.shape != _local(p).shape:
+            if before is None or not before.numel() or before.shape != local(p).shape:
                 continue
-            if has_gradient and max(rates, default=1.0) > 0 and torch.equal(before, _local(p).detach()):
+            if has_gradient and max(rates, default=1.0) > 0 and torch.equal(before, local(p).detach()):
                 self._without[0][name] += 1
             elif p.requires_grad and p.grad is None:
                 self._without[1][name] += 1
@@ -364,9 +365,5 @@ def _steps(schedule: LRScheduler, optimizer: Optimizer) -> bool:
     return schedule.optimizer is optimizer or schedule.optimizer.param_groups is optimizer.param_groups
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _has_gradient(parameter: Tensor) -> bool:
-    return parameter.grad is not None and bool(_local(parameter.grad).any())
+    return parameter.grad is not None and bool(local(parameter.grad).any())

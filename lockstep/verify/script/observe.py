@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lockstep.environment import rank_facts
 from lockstep.launch.failures import read_all, short_path
 from lockstep.launch.script import run_script
+from lockstep.parallel.parallel_model import local
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.experiments import with_other_last_bits
@@ -255,7 +256,7 @@ class ScriptObserver:
             return call()
         if not self._in_schedule:
             losses = [first] if isinstance(first, Tensor) else list(first)
-            self._step.losses.append(sum(float(values.local(loss).detach().double().sum()) for loss in losses))
+            self._step.losses.append(sum(float(local(loss).detach().double().sum()) for loss in losses))
             self._record_draws()
             self._checks.backward(first)
         self._in_backward = True
@@ -339,7 +340,7 @@ class ScriptObserver:
             self.record.framework = calling_framework()
         self._step.gradients = self._gradients(parameters)
         self._step.dtypes |= {str(parameter.dtype) for parameter in parameters}
-        self._step.before = {self._names[id(p)]: values.fingerprint(values.local(p)) for p in parameters}
+        self._step.before = {self._names[id(p)]: values.fingerprint(local(p)) for p in parameters}
         self._step.settings = [values.settings_of(group) for group in optimizer.param_groups]
         # There is no list of schedules; they hold the optimizer, and not the other way round.
         found = (item for item in gc.get_objects() if isinstance(item, LRScheduler))

@@ -1,10 +1,8 @@
 """Values that an observed script holds: local pieces of tensors, settings, and fingerprints of samples."""
 
 import hashlib
-import pickle
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,14 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from lockstep.parallel.parallel_model import local
 from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
 from lockstep.verify.comparisons import shard_like
 from lockstep.verify.script.record import TensorPiece
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from lockstep.verify.trace import bytes_of
 
 
 def give(parameter: Tensor, ranks: Sequence[Tensor]) -> int | None:
@@ -92,24 +87,7 @@ def _digest(data: bytes) -> str:
 
 def fingerprint(tree: Any) -> str:
     """Return what tells a sample from others, the same in every process."""
-    return _digest(_bytes(tree))
-
-
-def _bytes(tree: Any) -> bytes:
-    if isinstance(tree, Tensor):
-        plain = tree.detach().cpu().contiguous()
-        return f"{plain.dtype}{tuple(plain.shape)}".encode() + plain.flatten().view(torch.uint8).numpy().tobytes()
-    if isinstance(tree, np.ndarray):
-        return f"{tree.dtype}{tree.shape}".encode() + np.ascontiguousarray(tree).tobytes()
-    if isinstance(tree, Mapping):
-        return b"{" + b",".join(_bytes(key) + b":" + _bytes(value) for key, value in tree.items()) + b"}"
-    if isinstance(tree, list | tuple):
-        return b"[" + b",".join(map(_bytes, tree)) + b"]"
-    if isinstance(tree, str | bytes | int | float | bool | type(None)):
-        return repr(tree).encode()
-    with suppress(Exception):
-        return pickle.dumps(tree)
-    return repr(type(tree)).encode()
+    return _digest(bytes_of(tree))
 
 
 def rows(tree: Any) -> list[str]:
@@ -118,7 +96,7 @@ def rows(tree: Any) -> list[str]:
     if not tensors:
         return []
     count = len(tensors[0])
-    return [_digest(b"".join(_bytes(t[row]) for t in tensors if len(t) == count)) for row in range(count)]
+    return [_digest(b"".join(bytes_of(t[row]) for t in tensors if len(t) == count)) for row in range(count)]
 
 
 def elements(tree: Any) -> int:
