@@ -40,11 +40,7 @@ def find(path: str | Path) -> ResolvedFile:
 
 
 def parent_file(name: str, child: ResolvedFile, where: str) -> ResolvedFile:
-    """Return the file that `child` extends: one beside it, or one that ships.
-
-    Raises:
-        UsageError: there is neither.
-    """
+    """Return the file that `child` extends: one beside it, or one that ships. Raises UsageError: there is neither."""
     _require_no_null(name, where)
     beside = (child.path.parent / name).resolve()
     if os.path.exists(beside):

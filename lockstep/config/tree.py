@@ -297,11 +297,7 @@ _CALC = re.compile(r"^!calc(?::@[\w.-]*)?$")
 
 
 def build_tagged(tag: str, content: Node, origin: Origin) -> Node:
-    """Return the node for a tagged value.
-
-    Raises:
-        UsageError: the tag is unknown, or does not take this content.
-    """
+    """Return the node for a tagged value. Raises UsageError: the tag is unknown, or does not take this content."""
     singleton = _SINGLETON.match(tag)
     if singleton:
         return _singleton(singleton["name"], content, origin)

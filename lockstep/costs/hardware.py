@@ -178,11 +178,7 @@ def known_gpu(device_name: str) -> Gpu | None:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the entry for a name as people write it: "a100", "RTX 4090".
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the entry for a name as people write it: "a100", "RTX 4090". Raises UsageError: there is none."""
     return _find(name, GPUS, "GPU")
 
 

@@ -243,11 +243,7 @@ def evaluate_layout(
 
 
 def micro_batches(config: Config, layout: Layout) -> int:
-    """Return a rank's micro-batches per step.
-
-    Raises:
-        UsageError: the global batch is not divisible.
-    """
+    """Return a rank's micro-batches per step. Raises UsageError: the global batch is not divisible."""
     training = config.training
     if training.global_batch_size is None:
         return training.accumulation

@@ -113,11 +113,7 @@ def cluster_for(options: PlanOptions) -> tuple[GpuCluster, list[str]]:
 
 
 def write(config: Config, best: Candidate | None, path: Path, batch: int | None) -> str:
-    """Write the config of the best layout.
-
-    Raises:
-        UsageError: no layout fits.
-    """
+    """Write the config of the best layout. Raises UsageError: no layout fits."""
     if best is None or not best.fits:
         raise UsageError("no layout fits, so there is no config to write", fix="use more GPUs or a smaller batch")
     changes: dict[str, Any] = dict(best.changes)
@@ -128,11 +124,7 @@ def write(config: Config, best: Candidate | None, path: Path, batch: int | None)
 
 
 def plan_by_size(params: float, sequence_length: int, batch_size: int, headroom: float, options: PlanOptions) -> str:
-    """Return the plan of a transformer of a given size, as text.
-
-    Raises:
-        UsageError: a size or a number is below 1.
-    """
+    """Return the plan of a transformer of a given size, as text. Raises UsageError: a size or a number is below 1."""
     number = 1 if options.gpus is None else options.gpus
     rows = []
     for sharding in ("none", "gradients", "full") if number > 1 else ("none",):
@@ -378,11 +370,7 @@ def resolve_auto(config: Config) -> Config:
 
 
 def choose(config: Config, world_size: int, local_world_size: int, cluster: GpuCluster | None = None) -> Choice:
-    """Choose a strategy for `world_size` ranks.
-
-    Raises:
-        UsageError: no layout fits.
-    """
+    """Choose a strategy for `world_size` ranks. Raises UsageError: no layout fits."""
     if world_size == 1:
         return Choice(config.replaced({"distributed.strategy": SINGLE}), "single, there is one rank")
     cluster = cluster or _cluster_here(config, world_size, local_world_size)

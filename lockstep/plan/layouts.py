@@ -117,11 +117,7 @@ def _power_of_two(most: int, of: int) -> int:
 
 
 def layout_of(config: Config, cluster: GpuCluster, changes: dict[str, Any]) -> Layout:
-    """Return the layout of a config with these changes on all GPUs.
-
-    Raises:
-        UsageError: sizes do not fit.
-    """
+    """Return the layout of a config with these changes on all GPUs. Raises UsageError: sizes do not fit."""
     return resolve(with_layout(config, changes).distributed, cluster.num_gpus, cluster.per_node)
 
 

@@ -271,11 +271,7 @@ def _now(device: torch.device) -> float:
 
 
 def equal_stages(measured: Sequence[Measured], count: int) -> tuple[Partition, dict[str, str]]:
-    """Return `count` stages of equal time, and their `split_spec`.
-
-    Raises:
-        UsageError: there are fewer segments.
-    """
+    """Return `count` stages of equal time, and their `split_spec`. Raises UsageError: there are fewer segments."""
     if not 1 < count <= len(measured):
         raise UsageError(
             f"{len(measured)} segments can't make {count} stages", where="--stages", fix=f"2 to {len(measured)}"

@@ -68,11 +68,7 @@ def is_run(path: Path) -> bool:
 
 
 def read_run(path: Path, now: float | None = None) -> RunData:
-    """Read a run directory.
-
-    Raises:
-        UsageError: it is not a run directory.
-    """
+    """Read a run directory. Raises UsageError: it is not a run directory."""
     run = RunDirectory(path)
     if not is_run(path):
         raise UsageError(

@@ -29,11 +29,7 @@ State = dict[str, Any]
 
 
 def state_of(path: Path) -> State:
-    """Return what a run directory says of the run now, as plain data.
-
-    Raises:
-        UsageError: it is not a run directory.
-    """
+    """Return what a run directory says of the run now, as plain data. Raises UsageError: it is not a run directory."""
     run, now = RunDirectory(path), time.time()
     if not (run.events.exists() or run.metrics.exists()):
         raise UsageError(

@@ -28,11 +28,7 @@ class SlurmOptions:
 
 
 def script(job: Submission, slurm: SlurmOptions) -> str:
-    """Return the batch script.
-
-    Raises:
-        UsageError: an option contains a line break.
-    """
+    """Return the batch script. Raises UsageError: an option contains a line break."""
     import jinja2
 
     for text in (*slurm.options.values(), *slurm.extra, str(job.output_dir)):

@@ -67,11 +67,7 @@ class _Module:
 def write_page(
     path: Path, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], outcomes: Sequence[DrawnOutcome]
 ) -> None:
-    """Write the page.
-
-    Raises:
-        UsageError: the file can't be written.
-    """
+    """Write the page. Raises UsageError: the file can't be written."""
     table = [_row("th", headings), *(_row("td", row) for row in rows)]
     style = (resources.files("lockstep.report") / "page.css").read_text(encoding="utf-8") + _STYLE
     moment = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
