@@ -26,8 +26,7 @@ from lockstep.errors import UsageError
 from lockstep.scratch import temporary
 from lockstep.strategy import AUTO, SINGLE, parse_topology, strategy_named
 from lockstep.verify.causes import cause_of, is_clear, wanted_experiments
-from lockstep.verify.differences import ASPECTS, Difference, StepResult
-from lockstep.verify.evidence import Cause, Evidence
+from lockstep.verify.differences import ASPECTS, Cause, Difference, Evidence, StepResult
 from lockstep.verify.experiments import NUDGED, first_experiments, further_experiments
 from lockstep.verify.isolated import run_isolated, why_not_ended
 from lockstep.verify.recorded_flow import Deviation

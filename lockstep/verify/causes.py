@@ -11,8 +11,7 @@ from lockstep.errors import listed
 from lockstep.strategy import parse_topology
 from lockstep.verify import direct_causes, experiments
 from lockstep.verify.comparisons import TOO_FAR
-from lockstep.verify.differences import Difference, name_ranks
-from lockstep.verify.evidence import UNKNOWN, Cause, Evidence, first_seen, located, ranks_of
+from lockstep.verify.differences import UNKNOWN, Cause, Difference, Evidence, first_seen, located, name_ranks, ranks_of
 from lockstep.verify.recorded_flow import BACKWARD, COUNTS, FORWARD, ITSELF, LOSS, REDUCTION
 
 LOW_ROUNDING = 8 * 2.0**-8  # largest relative rounding of a gradient by bfloat16 when the same terms are summed

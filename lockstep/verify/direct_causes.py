@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from lockstep.errors import listed
 from lockstep.verify import experiments
-from lockstep.verify.differences import name_ranks
-from lockstep.verify.evidence import UNKNOWN, Cause, Evidence, first_seen, located
+from lockstep.verify.differences import UNKNOWN, Cause, Evidence, first_seen, located, name_ranks
 from lockstep.verify.updates import UpdateFacts, not_alike, ranks_where
 
 

@@ -16,8 +16,7 @@ from lockstep.trainer import Trainer
 from lockstep.verify import Subject
 from lockstep.verify.causes import cause_of
 from lockstep.verify.comparisons import compare_with_perturbed
-from lockstep.verify.differences import Difference, StepResult
-from lockstep.verify.evidence import Evidence
+from lockstep.verify.differences import Difference, Evidence, StepResult
 from lockstep.verify.experiments import AGAIN
 from lockstep.verify.relations import reduced_relation
 from lockstep.verify.subject import Case

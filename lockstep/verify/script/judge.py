@@ -5,8 +5,7 @@ from typing import Any
 
 from lockstep.diagnose.known_errors import recognise
 from lockstep.errors import LockstepError, RunError
-from lockstep.verify.script.comparison import CEILING, NUDGES, ROUNDING, ScriptComparison
-from lockstep.verify.script.explain import check_accumulation, explain
+from lockstep.verify.script.comparison import CEILING, NUDGES, ROUNDING, ScriptComparison, check_accumulation, explain
 from lockstep.verify.script.outcome import ScriptCause, ScriptOutcome, cause
 from lockstep.verify.script.ranks import (
     hang_cause,

@@ -35,7 +35,6 @@ from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.experiments import with_other_last_bits
 from lockstep.verify.modes import FullPrecision, MeanDraws
 from lockstep.verify.script import values
-from lockstep.verify.script.loaders import ObservedLoaders
 from lockstep.verify.script.record import (
     TASK,
     Pieces,
@@ -48,6 +47,7 @@ from lockstep.verify.script.record import (
     for_ranks,
     record_file,
 )
+from lockstep.verify.script.values import ObservedLoaders
 from lockstep.verify.script.watchdog import mark_hang, watch
 from lockstep.verify.training_checks import TrainingChecks, plain_name
 from lockstep.verify.watch import verify_part
