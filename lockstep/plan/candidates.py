@@ -243,18 +243,12 @@ def evaluate_layout(
 
 
 def micro_batches(config: Config, layout: Layout) -> int:
-    """Return a rank's micro-batches per step. Raises UsageError: the global batch is not divisible."""
+    """Return a rank's micro-batches per step. Raises UsageError: the config's numbers contradict each other."""
     training = config.training
     if training.global_batch_size is None:
         return training.accumulation
     require_equation(training, layout.batch_shares)
-    count, rest = divmod(training.global_batch_size, training.batch_size)
-    if rest:
-        raise UsageError(
-            f"global_batch_size {training.global_batch_size} is not a multiple of {training.batch_size}",
-            fix="choose a batch_size that divides it",
-        )
-    return -(-count // layout.data_parallel_size)
+    return -(-training.global_batch_size // (training.batch_size * layout.data_parallel_size))
 
 
 def apart(facts: ModelSize, layout: Layout) -> tuple[float, float]:

@@ -58,22 +58,12 @@ class Point:
 def study(
     config: Path, overrides: Sequence[str], ranks: Sequence[int], *, sleeping: Sequence[int], steps: int, log: Log
 ) -> list[Point]:
-    """Run all points, the fewest ranks first.
-
-    Raises:
-        UsageError: the global batch cannot be divided among the ranks.
-        RunError: a run failed.
-    """
+    """Run all points, the fewest ranks first. Raises RunError: a run failed."""
     from lockstep.config import load_config
 
     training = load_config(config, overrides).training
     per_rank = training.batch_size * training.accumulation
     whole = training.global_batch_size or per_rank * max((*ranks, 1))
-    if whole % training.batch_size:
-        raise UsageError(
-            f"global_batch_size {whole} is not a multiple of batch_size {training.batch_size}",
-            fix="choose a batch_size that divides it",
-        )
     points: list[Point] = []
     with temporary("scaling") as folder:
         for kind, counts, batch, more in (
