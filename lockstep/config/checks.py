@@ -1,6 +1,6 @@
 """Refuse configs that contradict themselves, or that a strategy or the number of ranks can't follow."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lockstep.config.schema import Config, StepConfig
 from lockstep.config.schema_training import TrainingConfig
@@ -119,17 +119,23 @@ def _tensor(config: StepConfig, ranks: int) -> Iterator[Contradiction]:
             f"{ranks} ranks can't share the {distributed.tensor_blocks} blocks in which reproducible computes a layer",
             f"write tensor_blocks: {distributed.tensor_blocks * ranks}, or another tensor_size",
         )
-    compression = distributed.ddp.compression.kind
-    for key, value, off, why in (
-        ("precision.fp8", config.precision.fp8, "none", "layers in fp8 have products of their own"),
-        ("distributed.ddp.compression.kind", compression, "none", "what it keeps differs between ranks"),
-        ("distributed.fsdp.cpu_offload", distributed.fsdp.cpu_offload, False, "it has not been made for cut layers"),
-    ):
-        if ranks > 1 and value not in (off, "auto"):
+    compression, offload = distributed.ddp.compression.kind, distributed.fsdp.cpu_offload
+    if ranks > 1:
+        yield from _excluded("tensor", f"layers are cut over {ranks} ranks", (
+            ("precision.fp8", config.precision.fp8, "none", "layers in fp8 have products of their own"),
+            ("distributed.ddp.compression.kind", compression, "none", "what it keeps differs between ranks"),
+            ("distributed.fsdp.cpu_offload", offload, False, "it has not been made for cut layers"),
+        ))  # fmt: skip
+
+
+def _excluded(axis: str, cut: str, settings: Iterable[tuple[str, object, object, str]]) -> Iterator[Contradiction]:
+    """Yield the settings that a cut does not go with: key, value, what it has to be, why."""
+    for key, value, off, why in settings:
+        if value not in (off, "auto"):
             yield Contradiction(
-                (where, key),
-                f"{key} is {value}, and layers are cut over {ranks} ranks: {why}",
-                f"write {key.rpartition('.')[2]}: {str(off).lower()}, or tensor_size: 1",
+                (f"distributed.{axis}_size", key),
+                f"{key} is {value}, and {cut}: {why}",
+                f"write {key.rpartition('.')[2]}: {str(off).lower()}, or {axis}_size: 1",
             )
 
 
@@ -145,19 +151,13 @@ def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction
             f"experts can't be spread over {ranks} ranks under strategy {name}",
             "write strategy: ddp, fsdp or pipeline, or expert_size: 1",
         )
-    for key, value, off, why in (
+    yield from _excluded("expert", f"experts are spread over {ranks} ranks", (
         ("precision.param_dtype", config.precision.param_dtype, "fp32", "experts are not gathered, and so not cast"),
         ("precision.fp8", config.precision.fp8, "none", "products in fp8 have not been made for experts"),
         ("distributed.ddp.compression.kind", distributed.ddp.compression.kind, "none", "it keeps whole models"),
         ("distributed.ddp.static_graph", distributed.ddp.static_graph, False, "gradients of experts are not DDP's"),
         ("distributed.fsdp.cpu_offload", distributed.fsdp.cpu_offload, False, "experts stay on their GPU"),
-    ):
-        if value not in (off, "auto"):
-            yield Contradiction(
-                (where, key),
-                f"{key} is {value}, and experts are spread over {ranks} ranks: {why}",
-                f"write {key.rpartition('.')[2]}: {str(off).lower()}, or expert_size: 1",
-            )
+    ))  # fmt: skip
 
 
 def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:

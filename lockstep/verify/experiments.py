@@ -24,7 +24,6 @@ from lockstep.strategy import parse_topology
 from lockstep.torch_compat.gradient_hooks import remove_hooks
 from lockstep.torch_compat.module_hooks import remove_backward_hooks
 from lockstep.torch_compat.optimizer_step import remove_step_pre_hooks, run_first
-from lockstep.torch_compat.pytree import tree_map_only
 from lockstep.verify.memory import ModelMemory
 from lockstep.verify.modes import FullPrecision, MeanDraws, SameDraws, alone
 from lockstep.verify.subject import Case, Spec
@@ -281,11 +280,6 @@ def is_indexed(data: Any) -> bool:
     """Return whether samples can be converted: an indexed data set, not a loader and not a list of batches."""
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     return indexed and not isinstance(data, list | tuple | IterableDataset)
-
-
-def in_float64(tree: Any) -> Any:
-    """Convert floating-point tensors in a batch to float64."""
-    return tree_map_only(Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, tree)
 
 
 @contextmanager

@@ -77,7 +77,6 @@ class RecordedFlow:
     losses: dict[int, tuple[float, float]] = field(default_factory=dict)  # micro-batch → (loss, number of targets)
     units: dict[int, float] = field(default_factory=dict)  # micro-batch → gradient with which its backward pass began
     bounds: dict[Key, float] = field(default_factory=dict)  # how far each part may deviate
-    flow: RankFlow = field(default_factory=RankFlow)  # draws, and what the model remembers
 
     def terms(self, name: str, micro_batches: Sequence[int], whole: Tensor) -> dict[int, Tensor]:
         """Return what each micro-batch adds to a gradient; empty if that is not known, as of a shard."""

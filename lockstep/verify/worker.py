@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep import cluster, collectives
@@ -22,6 +23,7 @@ from lockstep.models.protocol import offered
 from lockstep.parallel.parallel_model import local
 from lockstep.step import Progress
 from lockstep.strategy import SINGLE, parse_topology, strategy_named
+from lockstep.torch_compat.pytree import tree_map_only
 from lockstep.trainer import Trainer
 from lockstep.verify import comparisons, experiments
 from lockstep.verify.differences import RankReport, StepResult, TensorDifference, combine_reports
@@ -85,9 +87,8 @@ def _record(
             trainer.save_checkpoint(trace.states)
     observer.close()
     if recorder is not None:
-        flow = recorder.finish()
+        recorder.finish()
         if stored is None:
-            recorder.stored.flow = flow
             save(recorder.stored, folder / experiments.FORCED / _FLOW)
         else:  # what changed last bits do is how far a part may deviate
             save_bounds(recorder.stored, folder / experiments.FORCED / _FLOW)
@@ -303,4 +304,4 @@ class _InFloat64(Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return experiments.in_float64(self._dataset[index])
+        return tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, self._dataset[index])
