@@ -1,4 +1,4 @@
-"""Compares the runs of a folder on one page, with a link to the report of each: `lockstep report RUNS`."""
+"""Runs `lockstep report RUN`; of a folder of runs, compares them on one page, with a link to the report of each."""
 
 import os
 from collections.abc import Sequence
@@ -7,22 +7,42 @@ from urllib.parse import quote
 
 from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
-from lockstep.report import page, units
+from lockstep.report import units
+from lockstep.report.advice import advise
 from lockstep.report.charts import loss_against
 from lockstep.report.figures import LINES_AT_MOST, shortened
-from lockstep.report.page import Page, compared, differences, render, write, write_text
-from lockstep.report.read import RunData, is_run, read_run, wall_seconds
+from lockstep.report.page import Page, compared, differences, render, serve, write, write_text
+from lockstep.report.read import RunData, is_run, read_run, typical_step, wall_seconds
 
 INDEX = "index.html"
 _DEEPEST = 3  # levels of folders below the one that is named
 
 
 def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) -> int:
-    """Report on runs, as `page.run` does, or write the index of one folder of runs."""
-    if live or len(paths) > 1 or not paths[0].is_dir() or is_run(paths[0]):
-        return page.run(paths, output=output, live=live, port=port)
-    print(f"lockstep: {write_index(paths[0], output)}")
+    """Serve the page of runs, or write it, to `RUN/report.html` of the first or `output`; of a folder, its index."""
+    if live:
+        if output is not None:
+            raise UsageError("--live serves the page; it writes no file", fix="leave out -o, or --live")
+        serve(paths, port, started=lambda text: print(text, flush=True))
+        return 0
+    if len(paths) == 1 and paths[0].is_dir() and not is_run(paths[0]):
+        target = write_index(paths[0], output)
+    else:
+        runs = [read_run(path) for path in {path.resolve(): path for path in paths}.values()]  # each once
+        target = output or paths[0] / "report.html"
+        write(runs, target)
+        print("\n".join(line for one in runs for line in summary(one)))
+    print(f"lockstep: {target}")
     return 0
+
+
+def summary(run: RunData) -> list[str]:
+    """Return one line about the run, and one for each piece of advice."""
+    step, loss = (run.rows[-1]["step"] if run.rows else 0), run.last("loss")
+    about = [f"{run.name}: {run.status}, {step} steps"]
+    about += [f"loss {loss:.4f}"] if loss is not None else []
+    about += [f"{units.seconds(typical_step(run))} per step"] if typical_step(run) else []
+    return [", ".join(about), *(f"  {advice.found} {advice.do}" for advice in advise(run))]
 
 
 def runs_in(folder: Path, depth: int = _DEEPEST) -> list[Path]:

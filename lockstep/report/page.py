@@ -295,28 +295,3 @@ def _state(path: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return status.st_mtime_ns, status.st_size
-
-
-def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) -> int:
-    """Write the page of runs, to `RUN/report.html` of the first or `output`, or serve it; print a summary."""
-    if live:
-        if output is not None:
-            raise UsageError("--live serves the page; it writes no file", fix="leave out -o, or --live")
-        serve(paths, port, started=lambda text: print(text, flush=True))
-        return 0
-    runs = [read_run(path) for path in {path.resolve(): path for path in paths}.values()]  # each once
-    target = output or paths[0] / "report.html"
-    write(runs, target)
-    for one in runs:
-        print("\n".join(summary(one)))
-    print(f"lockstep: {target}")
-    return 0
-
-
-def summary(run: RunData) -> list[str]:
-    """Return one line about the run, and one for each piece of advice."""
-    step, loss = (run.rows[-1]["step"] if run.rows else 0), run.last("loss")
-    about = [f"{run.name}: {run.status}, {step} steps"]
-    about += [f"loss {loss:.4f}"] if loss is not None else []
-    about += [f"{units.seconds(typical_step(run))} per step"] if typical_step(run) else []
-    return [", ".join(about), *(f"  {advice.found} {advice.do}" for advice in advise(run))]
