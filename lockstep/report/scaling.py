@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from lockstep.config.flags import as_overrides
 from lockstep.errors import RunError, UsageError
 from lockstep.report import units
 from lockstep.report.figures import COLOURS, chart, line
@@ -76,17 +77,13 @@ def study(
                     **more, "training.global_batch_size": str(batch(count)),
                     "training.gradient_accumulation_steps": "null",
                 }  # fmt: skip
-                rate, seconds = _measure(config, [*overrides, *_as_overrides(settings)], count, steps, folder)
+                rate, seconds = _measure(config, [*overrides, *as_overrides(settings)], count, steps, folder)
                 first = next((p for p in points if p.kind == kind), None)
                 speedup = rate / first.rate * first.speedup if first else float(count)
                 points.append(Point(kind, count, rate, seconds, speedup))
                 ideal = f"{speedup / count:.0%} of ideal"
                 log(f"{kind:<8} {count:>3} ranks  {rate:9.1f} samples/s  {speedup:5.2f} ×  {ideal}")
     return points
-
-
-def _as_overrides(settings: dict[str, str]) -> list[str]:
-    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def _measure(config: Path, overrides: Sequence[str], ranks: int, steps: int, folder: Path) -> tuple[float, float]:
@@ -96,9 +93,8 @@ def _measure(config: Path, overrides: Sequence[str], ranks: int, steps: int, fol
         "training.max_steps": steps, "training.eval_steps": "null", "training.warmup_steps": 0,
         "checkpoint.save_strategy": "none", "monitor.sinks": "[jsonl]", "monitor.log_steps": 1,
     }  # fmt: skip
-    command = [sys.executable, "-m", "lockstep", "train", str(config), *overrides, *_as_overrides(
-        {key: str(value) for key, value in fixed.items()}
-    ), "--nproc-per-node", str(ranks), "--output-dir", str(output), "--resume", "never"]  # fmt: skip
+    command = [sys.executable, "-m", "lockstep", "train", str(config), *overrides, *as_overrides(fixed)]
+    command += ["--nproc-per-node", str(ranks), "--output-dir", str(output), "--resume", "never"]
     if ranks == 1:
         command.append(f"distributed.strategy={SINGLE}")
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
