@@ -146,22 +146,19 @@ def config_and_overrides(given: argparse.Namespace, *, required: bool = True) ->
 def add_launch_options(parser: Parser) -> None:
     """Add the options about processes and machines."""
     group = parser.add_argument_group("processes and machines, by torchrun's names")
-    group.add_argument(
-        "--nproc-per-node", metavar="N|auto|gpu|cpu", help="ranks on this machine (default: all visible GPUs, else 1)"
-    )
-    group.add_argument("--nnodes", metavar="N|MIN:MAX", default="1", help="machines (default: 1)")
-    group.add_argument("--node-rank", metavar="N", type=int, help="this machine's number, from 0")
-    group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where machines meet, if they have no numbers")
-    group.add_argument("--rdzv-id", metavar="NAME", help="distinguishes jobs that meet at one endpoint")
-    group.add_argument("--rdzv-backend", help=argparse.SUPPRESS)
-    group.add_argument("--rdzv-conf", metavar="KEY=VALUE,…", default="", help="rendezvous: timeout=900, is_host=1")
-    group.add_argument("--standalone", action="store_true", help=argparse.SUPPRESS)
-    group.add_argument("--master-addr", metavar="HOST", help="the machine with --node-rank 0")
-    group.add_argument("--master-port", metavar="PORT", type=int, help="a free port there (default: 29500)")
-    group.add_argument(
-        "--max-restarts", metavar="N", type=int, default=0, help="how often failed ranks are restarted (default: 0)"
-    )
-    group.add_argument("--local-rank", help=argparse.SUPPRESS)
+    add = group.add_argument
+    add("--nproc-per-node", metavar="N|auto|gpu|cpu", help="ranks on this machine (default: all visible GPUs, else 1)")
+    add("--nnodes", metavar="N|MIN:MAX", default="1", help="machines (default: 1)")
+    add("--node-rank", metavar="N", type=int, help="this machine's number, from 0")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="where machines meet, if they have no numbers")
+    add("--rdzv-id", metavar="NAME", help="distinguishes jobs that meet at one endpoint")
+    add("--rdzv-backend", help=argparse.SUPPRESS)
+    add("--rdzv-conf", metavar="KEY=VALUE,…", default="", help="rendezvous: timeout=900, is_host=1")
+    add("--standalone", action="store_true", help=argparse.SUPPRESS)
+    add("--master-addr", metavar="HOST", help="the machine with --node-rank 0")
+    add("--master-port", metavar="PORT", type=int, help="a free port there (default: 29500)")
+    add("--max-restarts", metavar="N", type=int, default=0, help="how often failed ranks are restarted (default: 0)")
+    add("--local-rank", help=argparse.SUPPRESS)
 
 
 def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "LaunchOptions":
@@ -214,27 +211,24 @@ _UNSUPPORTED: dict[str, tuple[tuple[str, ...], str, str]] = {
 def add_torchrun_options(parser: Parser) -> None:
     """Add the options; variables named PET_* give their defaults."""
     group = parser.add_argument_group("as torchrun has them")
-    group.add_argument("--no-python", action="store_true", help="SCRIPT is a program of any kind, run as it is")
-    group.add_argument("--run-path", action="store_true", help=argparse.SUPPRESS)  # scripts always run that way
-    group.add_argument("--log-dir", metavar="DIR", help="folder of the ranks' logs (default: runs/<SCRIPT>/logs)")
-    group.add_argument("-t", "--tee", metavar="WHAT", default="0", help="also show 1 stdout, 2 stderr, 3 both; 0:3,1:2")
-    group.add_argument("-r", "--redirects", metavar="WHAT", default="0", help="do not show, only log")
-    group.add_argument("--local-ranks-filter", metavar="N,N,…", default="", help="show these local ranks (default: 0)")
-    group.add_argument("--role", metavar="NAME", default="rank", help="the ranks' ROLE_NAME")
-    group.add_argument("--local-addr", metavar="HOST", help="the address at which other machines reach this one")
-    group.add_argument(
-        "--monitor-interval", metavar="SECONDS", type=float, default=0.1, help="between checks of the ranks"
-    )
-    group.add_argument(
-        "--shutdown-timeout", metavar="SECONDS", type=int, help="for peers of a failed rank to end (default: 30)"
-    )
+    add = group.add_argument
+    add("--no-python", action="store_true", help="SCRIPT is a program of any kind, run as it is")
+    add("--run-path", action="store_true", help=argparse.SUPPRESS)  # scripts always run that way
+    add("--log-dir", metavar="DIR", help="folder of the ranks' logs (default: runs/<SCRIPT>/logs)")
+    add("-t", "--tee", metavar="WHAT", default="0", help="also show 1 stdout, 2 stderr, 3 both; 0:3,1:2")
+    add("-r", "--redirects", metavar="WHAT", default="0", help="do not show, only log")
+    add("--local-ranks-filter", metavar="N,N,…", default="", help="show these local ranks (default: 0)")
+    add("--role", metavar="NAME", default="rank", help="the ranks' ROLE_NAME")
+    add("--local-addr", metavar="HOST", help="the address at which other machines reach this one")
+    add("--monitor-interval", metavar="SECONDS", type=float, default=0.1, help="between checks of the ranks")
+    add("--shutdown-timeout", metavar="SECONDS", type=int, help="for peers of a failed rank to end (default: 30)")
     for option in parser._actions:
         value = os.environ.get(f"PET_{option.dest.upper()}")  # torchrun's names: PET_NNODES, PET_NPROC_PER_NODE …
         if value is not None and option.option_strings:
             option.default = value not in ("0", "") if option.nargs == 0 else value
-    group.add_argument("--virtual-local-rank", action=_Unsupported, nargs=0, help=argparse.SUPPRESS)
+    add("--virtual-local-rank", action=_Unsupported, nargs=0, help=argparse.SUPPRESS)
     for name in _UNSUPPORTED:
-        group.add_argument(name, action=_Unsupported, help=argparse.SUPPRESS)
+        add(name, action=_Unsupported, help=argparse.SUPPRESS)
 
 
 class _Unsupported(argparse.Action):

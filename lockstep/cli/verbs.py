@@ -99,14 +99,13 @@ def launch(argv: list[str]) -> int:
     )
     add_launch_options(parser)
     add_torchrun_options(parser)
-    parser.add_argument(
-        "--output-dir", metavar="DIR", type=Path, help="logs go to DIR/logs (default: runs/<SCRIPT's name>)"
-    )
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
+    add = parser.add_argument
+    add("--output-dir", metavar="DIR", type=Path, help="logs go to DIR/logs (default: runs/<SCRIPT's name>)")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
     text = "say what contradicts a right training loop; look at parameters every N steps (default: 100)"
-    parser.add_argument("--watch-training", metavar="N", nargs="?", type=int, const=100, help=text)
-    parser.add_argument("script", metavar="SCRIPT", nargs="?")
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    add("--watch-training", metavar="N", nargs="?", type=int, const=100, help=text)
+    add("script", metavar="SCRIPT", nargs="?")
+    add("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
     given = parser.parse(argv, until_script=True)
     if given.script is None:
         raise UsageError("no script is given", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
@@ -328,23 +327,20 @@ def _plan_parser() -> Parser:
         ["lockstep plan run.yaml --gpus 8 --gpu-type A100-80GB"],
     )
     add_config(parser)
-    parser.add_argument("--gpus", metavar="N", type=int, help="number of GPUs (default: those that are here, or 1)")
-    parser.add_argument(
-        "--gpu-type", metavar="NAME", help="V100, A100-80GB, H100, RTX-4090 … (default: this machine's)"
-    )
-    parser.add_argument("--interconnect", metavar="NAME", help="between nodes: InfiniBand-NDR, Ethernet-100G …")
-    parser.add_argument("--gpus-per-node", metavar="N", type=int, default=8, help="(default: 8)")
-    parser.add_argument("--find-batch-size", action="store_true", help="find the largest micro-batch that fits")
-    parser.add_argument("--write", metavar="FILE", type=Path, help="write the best layout's config")
-    parser.add_argument("--chart", metavar="FILE.svg", type=Path, help="draw the memory of each layout")
-    parser.add_argument("--price", metavar="AMOUNT", type=float, help="price of a GPU-hour, for the cost of the run")
-    parser.add_argument("--json", action="store_true", help="print bytes and seconds as JSON, for programs")
-    text = "run each segment here, and cut the model into N stages of equal time"
-    parser.add_argument("--stages", metavar="N", type=int, help=text)
-    text = "without a config: a transformer of N parameters"
-    parser.add_argument("--params", metavar="N", type=float, help=text)
-    parser.add_argument("--seq-length", metavar="N", type=int, default=2048, help="with --params (default: 2048)")
-    parser.add_argument("--headroom", metavar="SHARE", type=float, default=0.0, help="with --params: 0.5 adds half")
+    add = parser.add_argument
+    add("--gpus", metavar="N", type=int, help="number of GPUs (default: those that are here, or 1)")
+    add("--gpu-type", metavar="NAME", help="V100, A100-80GB, H100, RTX-4090 … (default: this machine's)")
+    add("--interconnect", metavar="NAME", help="between nodes: InfiniBand-NDR, Ethernet-100G …")
+    add("--gpus-per-node", metavar="N", type=int, default=8, help="(default: 8)")
+    add("--find-batch-size", action="store_true", help="find the largest micro-batch that fits")
+    add("--write", metavar="FILE", type=Path, help="write the best layout's config")
+    add("--chart", metavar="FILE.svg", type=Path, help="draw the memory of each layout")
+    add("--price", metavar="AMOUNT", type=float, help="price of a GPU-hour, for the cost of the run")
+    add("--json", action="store_true", help="print bytes and seconds as JSON, for programs")
+    add("--stages", metavar="N", type=int, help="run each segment here, and cut the model into N stages of equal time")
+    add("--params", metavar="N", type=float, help="without a config: a transformer of N parameters")
+    add("--seq-length", metavar="N", type=int, default=2048, help="with --params (default: 2048)")
+    add("--headroom", metavar="SHARE", type=float, default=0.0, help="with --params: 0.5 adds half")
     return parser
 
 
