@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep.errors import UsageError, did_you_mean
-from lockstep.registry import OPTIMIZERS, SCHEDULES
+from lockstep.errors import RunError, UsageError, did_you_mean
+from lockstep.registry import OPTIMIZERS, SCHEDULES, require_call
 
 # In these optimizers the update of each element depends on that element alone, so a shard is updated like the whole.
 _ELEMENTWISE: set[type[Optimizer]] = {
@@ -129,9 +129,23 @@ def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
     Raises:
         UsageError: as `build_optimizer` would.
     """
-    parameters = inspect.signature(OPTIMIZERS.load(name)).parameters
+    kind = OPTIMIZERS.load_callable(name)
+    if isinstance(kind, type) and not issubclass(kind, Optimizer):
+        raise UsageError(
+            f"{name} is not a subclass of torch.optim.Optimizer",
+            where=OPTIMIZERS.where,
+            fix="name a class that is one, or a function (params, lr, …) that returns an object of one",
+        )
+    parameters = inspect.signature(kind).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     accepted = [key for key in parameters if key not in ("params", "self")]
+    if "lr" not in accepted and not takes_any:
+        raise UsageError(
+            f"the optimizer {name} takes no argument 'lr'",
+            where=OPTIMIZERS.where,
+            why="it is made with lr=training.learning_rate, and the schedule sets lr of its groups",
+            fix="let __init__ take (params, lr, …)",
+        )
     unknown = [key for key in args if key not in accepted]
     if unknown and not takes_any:
         raise UsageError(
@@ -195,13 +209,37 @@ class Schedule:
         """Return the factor of the peak learning rate after `updates` updates."""
         if updates < self.warmup:
             return (updates + 1) / self.warmup
-        falling = SCHEDULES.load(self.kind)
-        return float(falling(updates, self))
+        found = SCHEDULES.load(self.kind)(updates, self)
+        try:
+            factor = float(found)
+        except (TypeError, ValueError):
+            factor = math.nan
+        if not math.isfinite(factor):
+            raise RunError(
+                f"the schedule {self.kind} returned {found!r} after {updates} updates",
+                where=SCHEDULES.where,
+                fix="let it return a number, the factor of the peak learning rate",
+            )
+        return factor
 
     def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[float]:
         """Return the learning rate of each parameter group."""
         factor = self.factor(updates)
         return [group["initial_lr"] * factor for group in groups]
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Check that a config's schedule exists, takes (updates, schedule) and, if `total` is known, returns a number.
+
+    Raises:
+        UsageError: it does not.
+    """
+    require_call(SCHEDULES.load_callable(schedule.kind), ("updates", "schedule"), schedule.kind, SCHEDULES.where)
+    if schedule.total:
+        try:
+            schedule.factor(schedule.warmup)
+        except RunError as error:
+            raise UsageError(error.what, where=error.where, fix=error.fix) from None
 
 
 def constant(updates: int, schedule: Schedule) -> float:

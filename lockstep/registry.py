@@ -6,7 +6,8 @@ that a module is imported only when it is used.
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,55 @@ def load_object(name: str, where: str) -> Any:
             raise UsageError(f"{module_name} has no {attribute}", where=where, fix=f"write {near[0]}" if near else None)
         here = getattr(here, part)
     return here
+
+
+def require_call(found: Any, arguments: Sequence[str], name: str, where: str, *, fix: str | None = None) -> None:
+    """Check that a user's class or function takes these positional arguments; it is not called.
+
+    Args:
+        found: what `name` names.
+        arguments: their names, for the message.
+        where: the config key, for the message.
+        fix: what to write; unset: the name with the arguments.
+
+    Raises:
+        UsageError: it can't be called with them.
+    """
+    listed = f"({', '.join(arguments)})"
+    try:
+        inspect.signature(found).bind(*arguments)
+    except ValueError:
+        return  # a builtin without a signature
+    except TypeError as error:
+        raise UsageError(
+            f"{name} can't be called with {listed if arguments else 'no arguments'}",
+            where=where, why=str(error), fix=fix or f"write {name.rpartition(':')[2]}{listed}",
+        ) from None  # fmt: skip
+
+
+def require_methods(found: Any, interface: type, name: str, where: str, *, required: Collection[str] = ()) -> None:
+    """Check that a user's class or object has the methods of an interface, and that each takes its arguments.
+
+    Args:
+        found: what `name` names, or an object that it made.
+        interface: the abstract ones of its methods must be written; any other that is there must take the arguments.
+        where: the config key, for the message.
+        required: methods that must be written although they are not abstract.
+
+    Raises:
+        UsageError: for the first method that is missing or takes other arguments; with the line to write.
+    """
+    for method, defined in vars(interface).items():
+        if method.startswith("_") or not inspect.isfunction(defined):
+            continue
+        own, arguments = getattr(found, method, None), list(inspect.signature(defined).parameters)
+        line = f"write def {method}({', '.join(arguments)}); {interface.__module__} says what it promises"
+        if own is None or getattr(own, "__isabstractmethod__", False):
+            if own is not None or method in required:
+                raise UsageError(f"{name} has no method {method}", where=where, fix=line)
+            continue
+        unbound = inspect.isclass(found) and inspect.isfunction(inspect.getattr_static(found, method))
+        require_call(own, arguments if unbound else arguments[1:], f"{name}.{method}", where, fix=line)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from lockstep.config import Config, load_config
 from lockstep.data import Data, build_data
 from lockstep.errors import UsageError
 from lockstep.models.language import generate
+from lockstep.parallel.initial import to_empty
 from lockstep.records import RunDirectory
 from lockstep.trainer import build
 
@@ -66,7 +67,7 @@ def load_model(config: Config, data: Data, path: checkpoint.Checkpoint) -> Any:
     """
     model: Any = build(config, data)
     if any(p.is_meta for p in model.parameters()):
-        model.to_empty(device="cpu")
+        to_empty(model, torch.device("cpu"))
         model.init_weights()  # buffers that no checkpoint holds
     persistent = model.state_dict(keep_vars=True)
     tensors = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in persistent}

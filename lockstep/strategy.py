@@ -8,6 +8,7 @@ of `Strategy` in any package, written `distributed.strategy: package.module:Name
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lockstep.costs.steps import replicated_step
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import AXES, Layout, layout_of_sizes
-from lockstep.registry import STRATEGIES
+from lockstep.registry import STRATEGIES, require_call, require_methods
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ EXPERT = "expert"  # in a topology: how many of the ranks before it share out ex
 SINGLE, REPLICAS = "single", "ddp"  # the meaning of `auto` in Python: on one rank, and on several
 
 
-class Strategy:
+class Strategy(ABC):
     """The distribution of micro-batches and parameters over ranks. The defaults are those of plain replicas.
 
     A subclass needs only `place`. It is created without arguments, once per process; each method gets the config that
@@ -114,13 +115,13 @@ class Strategy:
             return strategy_named(TENSOR if layout.tensor > 1 else CONTEXT if layout.context > 1 else SINGLE)
         return self
 
+    @abstractmethod
     def place(self, placement: "PlacementContext") -> "ParallelModel":
         """Place a model on this rank.
 
         Args:
             placement: the model, with random keys and transformations applied, and the run's settings.
         """
-        raise NotImplementedError(f"{type(self).__name__}.place")
 
     def rehearse(self, placement: "PlacementContext") -> "ParallelModel":
         """Place a model without values, for `lockstep plan`: what it allocates and computes is counted.
@@ -191,7 +192,7 @@ def strategy_named(name: str) -> Strategy:
     """Return the strategy that a config names.
 
     Raises:
-        UsageError: there is none, or the name is that of something else.
+        UsageError: there is none, the name is that of something else, or a method is missing or takes other arguments.
     """
     found = STRATEGIES.load(name)
     if not (isinstance(found, type) and issubclass(found, Strategy)):
@@ -200,7 +201,9 @@ def strategy_named(name: str) -> Strategy:
             where=STRATEGIES.where,
             fix="name a class that is one, as package.module:Name",
         )
-    strategy = found()
+    require_methods(found, Strategy, name, STRATEGIES.where)
+    require_call(found, (), name, STRATEGIES.where, fix="let __init__ take no arguments; each method gets the config")
+    strategy: Strategy = found()
     strategy.name = name
     return strategy
 

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from lockstep.config import ObjectSpec
-from lockstep.config.objects import build_object
+from lockstep.config.objects import build_object, check_object
 from lockstep.errors import UsageError
 from lockstep.progress import Advance
+from lockstep.registry import require_methods
 
 MANIFEST = "manifest.json"  # files with a manifest are a checkpoint
 SHARED_MARK = ".shared"  # the name of the draft that `is_shared` makes, to find out whether ranks see one storage
@@ -225,14 +226,28 @@ def build_storage(spec: ObjectSpec, where: str = "checkpoint.storage") -> Storag
     Raises:
         UsageError: the class can't be imported, does not take its arguments, or is not a storage.
     """
+    check_storage(spec, where)
     made = build_object(spec, where)
     if not isinstance(made, Storage):
-        raise UsageError(
-            f"{spec.name} made a {type(made).__name__}, which is not a storage",
-            where=where,
-            fix="name a subclass of lockstep.checkpoint.Storage, or a function that returns an object of one",
-        )
+        raise UsageError(f"{spec.name} made a {type(made).__name__}, {_NO_STORAGE}", where=where, fix=_STORAGE)
     return made
+
+
+_NO_STORAGE = "which is not a storage"
+_STORAGE = "name a subclass of lockstep.checkpoint.Storage, or a function that returns an object of one"
+
+
+def check_storage(spec: ObjectSpec, where: str = "checkpoint.storage") -> None:
+    """Check that a config's storage exists, takes its arguments and has the methods of one; nothing is made.
+
+    Raises:
+        UsageError: as `build_storage` would.
+    """
+    found = check_object(spec, where)
+    if isinstance(found, type):
+        if not issubclass(found, Storage):
+            raise UsageError(f"{spec.name} is a class {_NO_STORAGE}", where=where, fix=_STORAGE)
+        require_methods(found, Storage, spec.name, where)
 
 
 # ---- the names of checkpoints ----

@@ -82,7 +82,7 @@ def require_accepted(builder: Callable[..., Any], args: Mapping[str, Any], name:
         raise UsageError(
             f"{name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}",
             where=f"data.args.{unknown[0]}",
-            fix=f"it takes {', '.join(accepted)}",
+            fix=f"it takes {', '.join(accepted) or 'none'}",
         )
     missing = [key for key in _required(builder) if key not in args]
     if missing:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, listed
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts
 from lockstep.models.observed import LossCalls
@@ -125,9 +125,9 @@ class Objective:
         """Run one forward pass: (loss, times, number of valid targets), as in `factors`."""
         args, kwargs = self.inputs(batch)
         if self.observed is None or not self.in_outputs:
-            return self.factors(model(*args, **kwargs), batch)
+            return self.factors(_outputs(model, args, kwargs, batch), batch)
         with LossCalls() as calls:
-            outputs = model(*args, **kwargs)
+            outputs = _outputs(model, args, kwargs, batch)
         return self.factors(outputs, batch, calls)
 
     def summed(self, outputs: Any, batch: Any) -> Tensor:
@@ -180,6 +180,25 @@ class Objective:
             valid: Tensor = targets != IGNORED_TARGET
             return valid.sum()
         return self.count(batch)
+
+
+def _outputs(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Any:
+    """Return the model's outputs.
+
+    Raises:
+        UsageError: it was given the whole batch, because `forward` names none of its keys, and can't use it.
+    """
+    try:
+        return model(*args, **kwargs)
+    except (TypeError, AttributeError) as error:
+        if not (isinstance(batch, Mapping) and args and args[0] is batch):
+            raise
+        raise UsageError(
+            f"forward of the model has no argument named like a key of the batch: {listed([*map(str, batch)])}",
+            where="forward of the model",
+            why=f"it was given the whole batch, and raised {type(error).__name__}: {error}",
+            fix="name its arguments like the batch's keys, or give the model inputs(batch) -> (arguments,)",
+        ) from error
 
 
 def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> Objective:

@@ -24,9 +24,8 @@ from lockstep.monitor.exporters import open_prometheus
 from lockstep.monitor.figures import Figures, StragglerWatch, Table
 from lockstep.monitor.media import sorted_values
 from lockstep.monitor.meters import Meters, memory_in_use, without_graph
-from lockstep.monitor.sinks import BufferedSink, Guarded, Row, SinkContext, warn_left_out
+from lockstep.monitor.sinks import BufferedSink, Guarded, Row, SinkContext, require_sink, sink_named, warn_left_out
 from lockstep.records import RunDirectory, StepRecord
-from lockstep.registry import SINKS
 
 if TYPE_CHECKING:
     from lockstep.monitor.profiling import Profiler
@@ -281,14 +280,17 @@ def _build_sinks(
     made: list[BufferedSink] = []
     files: list[Guarded] = []
     for name in config.sinks:
-        kind = SINKS.load(name)
+        kind = sink_named(name)
         if run is None and getattr(kind, "needs_run_directory", False):
             continue
         try:
-            guarded = Guarded(f"the sink {name}", kind(context), event)
+            sink = kind(context)
         except ImportError as error:
-            warn_left_out(name, name if name in SINKS.shipped else None, error)
+            warn_left_out(name, name if ":" not in name else None, error)
             continue
+        if ":" in name:
+            require_sink(sink, name)
+        guarded = Guarded(f"the sink {name}", sink, event)
         if getattr(kind, "at_once", False):
             made.append(guarded)
         elif getattr(kind, "own_thread", False):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from lockstep.config import MonitorConfig
 from lockstep.monitor.media import Media, file_name
 from lockstep.records import RunDirectory, StepRecord
+from lockstep.registry import SINKS, require_call, require_methods
 
 Row = dict[str, Any]
 Event = Callable[..., None]
@@ -69,6 +70,27 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Write all rows and end."""
+
+
+def sink_named(name: str) -> Callable[[SinkContext], Any]:
+    """Return the class or function of a sink that a config names.
+
+    Raises:
+        UsageError: there is none, or it can't be made of a `SinkContext`.
+    """
+    kind = SINKS.load_callable(name)
+    if name not in SINKS.shipped:
+        require_call(kind, ("context",), name, SINKS.where)
+    return kind
+
+
+def require_sink(found: Any, name: str) -> None:
+    """Check that what a sink's name made has the methods of a sink.
+
+    Raises:
+        UsageError: for the first that is missing or takes other arguments.
+    """
+    require_methods(found, Sink, name, SINKS.where, required=("on_step", "on_eval", "close"))
 
 
 class BufferedSink(Sink, Protocol):

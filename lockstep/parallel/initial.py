@@ -40,6 +40,16 @@ def canonical_names(model: nn.Module) -> tuple[dict[int, str], dict[str, list[st
     return names, aliases
 
 
+def to_empty(model: nn.Module, device: torch.device) -> None:
+    """Give a model on meta storage without values; a parameter with several names stays one, unlike in torch's own."""
+    names, aliases = canonical_names(model)
+    model.to_empty(device=device)
+    for name in names.values():
+        for alias in aliases.get(name, ()):
+            module, _, attribute = alias.rpartition(".")
+            setattr(model.get_submodule(module), attribute, model.get_parameter(name))
+
+
 class FirstValues:
     """The source of first values of a model's parameters and buffers, by name.
 

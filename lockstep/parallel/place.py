@@ -29,7 +29,7 @@ from lockstep.parallel.expert import PlacedExperts, apply_experts, train_experts
 from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.fsdp_units import units_of
 from lockstep.parallel.gradient_hooks import take_hooks
-from lockstep.parallel.initial import FirstValues, broadcast_values, canonical_names, on_meta
+from lockstep.parallel.initial import FirstValues, broadcast_values, canonical_names, on_meta, to_empty
 from lockstep.parallel.loss_parallel import with_whole_logits
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.placement import Blocks, DryRun, PlacementContext
@@ -76,6 +76,7 @@ def place(
     size = sum(p.numel() for p in model.parameters())
     placement = prepared(model, strategy, layout, config, objective, device, precision, dry_run)
     placed = strategy.place(placement) if dry_run is None else strategy.rehearse(placement)
+    require_placed(placed, placement)
     if placement.context is not None:
         train_context(placed, placement.context)
     cuts, experts = placement.cuts, placement.experts
@@ -95,6 +96,27 @@ def place(
         divergence.guard_replicas(placed, config, placement.mesh, cut=cut, experts=experts)
         side_effects.watch(placed)
     return placed
+
+
+def require_placed(placed: object, placement: PlacementContext) -> None:
+    """Reject what a strategy of a user returned, if it is not a placed model with values.
+
+    Raises:
+        UsageError: it is something else, or its parameters are still on meta.
+    """
+    place = f"place of strategy {placement.layout.strategy}"
+    if not isinstance(placed, ParallelModel):
+        raise UsageError(
+            f"{place} returned a {type(placed).__name__}, not a ParallelModel",
+            where="distributed.strategy",
+            fix="end it with return placed_in_order(placement, AppliedStrategy(…)), of lockstep.parallel.placement",
+        )
+    if placement.dry_run is None and (left := [name for name, p in placed.parameters.items() if p.is_meta]):
+        raise UsageError(
+            f"{place} left {listed(left)} without values",
+            where="distributed.strategy",
+            fix="call placement.materialise(), which brings the model to its device, before the parameters are used",
+        )
 
 
 def prepared(
@@ -129,7 +151,7 @@ def prepared(
     if context is not None:
         objective = cut_objective(objective, context, plan_of(model))
     if dry_run is not None and layout.tensor * layout.expert > 1 and on_meta(model):
-        model.to_empty(device=torch.device("cpu"))  # a parameter on meta can't become a piece that is a fake tensor
+        to_empty(model, torch.device("cpu"))  # a parameter on meta can't become a piece that is a fake tensor
     experts = apply_experts(model, layout, device.type, exact=config.distributed.reproducible)
     cuts = cut_layers(model, layout, config, mesh, objective, within=context)
     if cuts is not None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import DDPConfig, StepConfig
+from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.mesh import data_parallel_group
 from lockstep.models.protocol import Objective
@@ -24,13 +25,14 @@ from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.compiled import ColdStart
 from lockstep.parallel.context_chunks import Context
 from lockstep.parallel.expert import PlacedExperts
-from lockstep.parallel.initial import FirstValues, materialise, on_meta
+from lockstep.parallel.initial import FirstValues, materialise, on_meta, to_empty
 from lockstep.parallel.micro_step import AroundMicroBatch, evaluation_of, in_order, micro_step_of, plain_forward
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.reproducible.determinism import DeterministicKernels
 from lockstep.parallel.tensor_cuts import TensorCuts
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
+from lockstep.registry import STRATEGIES, require_call
 
 Blocks = list[tuple[str, nn.Module]]
 
@@ -135,7 +137,7 @@ class PlacementContext:
             return
         if self.dry_run is not None and not on_meta(self.model):
             return  # it has storage already
-        self.model.to_empty(device=self.device)
+        to_empty(self.model, self.device)
         if self.first is not None:
             materialise(self.model, self.first, self.model.named_parameters())
 
@@ -206,6 +208,7 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
         applied: what the strategy made of the placement's model.
     """
     p, model = placement, placement.model
+    _check(applied, p)
     later_log_lines = applied.compression.later_log_lines
     objective, runs = applied.objective or p.objective, applied.runs or model
     around = around_micro_batches(p, applied, later_log_lines)
@@ -234,6 +237,25 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
         state=applied.compression.state,
         reproducible=p.reproducible,
     )
+
+
+def _check(applied: AppliedStrategy, p: PlacementContext) -> None:
+    """Reject an `assign` that takes other arguments, and an exchange that would be left out.
+
+    Raises:
+        UsageError: with what to write.
+    """
+    assign = f"assign of strategy {p.layout.strategy}"
+    fix = "give AppliedStrategy shared_out(assign_contiguous, placement), which knows the rank"
+    require_call(applied.assign, ("micro_batches",), assign, STRATEGIES.where, fix=fix)
+    exchanges = applied.finish_gradients is not AppliedStrategy.finish_gradients
+    if p.reproducible and exchanges and applied.tree is None:
+        raise UsageError(
+            f"strategy {p.layout.strategy} sums gradients in finish_gradients, and under reproducible it needs a tree",
+            where=f"distributed.reproducible, {STRATEGIES.where}",
+            fix="where placement.reproducible, give AppliedStrategy assign_tree and a tree such as "
+            "ExchangedTree(parameters, group); or let the strategy say equal_bits = False",
+        )
 
 
 def around_micro_batches(

@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from lockstep import cluster, signals
+from lockstep.checkpoint.storage import check_storage
 from lockstep.config import Config
 from lockstep.config.keys import Mistake, usage_error
 from lockstep.data import Data, build_data, check_data
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
 from lockstep.models import build_model, check_model
 from lockstep.monitor.callbacks import check_callback
-from lockstep.optim import check_optimizer
+from lockstep.monitor.sinks import sink_named
+from lockstep.optim import Schedule, check_optimizer, check_schedule
 from lockstep.randomness import derive_key, seeded
 from lockstep.registry import load_object
 from lockstep.trainer.setup import check_loss_fn
@@ -111,6 +113,12 @@ def _lookups(config: Config) -> Iterator[Callable[[], object]]:
     if config.loss_fn is not None:
         yield partial(check_loss_fn, config.loss_fn)
     yield partial(check_optimizer, config.training.optimizer, config.training.optimizer_args)
+    training = config.training
+    yield partial(check_schedule, Schedule(training.lr_schedule, training.max_steps or 0, training.warmup_steps))
+    for name in config.monitor.sinks:
+        yield partial(sink_named, name)
+    if config.checkpoint.storage is not None:
+        yield partial(check_storage, config.checkpoint.storage)
     for number, spec in enumerate(config.monitor.callbacks):
         yield partial(check_callback, spec, f"monitor.callbacks[{number}]")
     policy = config.distributed.fsdp.auto_wrap_policy

@@ -28,7 +28,7 @@ from lockstep.optim import (
     scaled_learning_rate,
 )
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.registry import load_object
+from lockstep.registry import load_object, require_call
 
 MakeOptimizer = Callable[[Any], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -209,7 +209,13 @@ def check_loss_fn(spec: ObjectSpec) -> Any:
     """
     found = load_object(spec.name, "loss_fn")
     if isinstance(found, type):
+        call = "forward" if issubclass(found, nn.Module) else "__call__"
+        if call not in dir(found):
+            fix = "give the class __call__(self, outputs, targets)"
+            raise UsageError(f"objects of {spec.name} can't be called", where="loss_fn", fix=fix)
+        require_call(getattr(found, call), ("self", "outputs", "targets"), f"{spec.name}.{call}", "loss_fn")
         return check_object(spec, "loss_fn")
+    require_call(found, ("outputs", "targets"), spec.name, "loss_fn")
     if spec.args or spec.positional:
         raise UsageError(
             f"{spec.name} is not a class, and its arguments are outputs and targets",

@@ -98,6 +98,14 @@ def test_a_run_takes_all_of_them_from_another_package(outside: Outside) -> None:
     assert written == [f"{row['step']} of 4 {row['lr']}" for row in rows]
 
 
+def test_a_sink_without_a_method_is_refused_before_the_first_step(outside: Outside) -> None:
+    """It ended the thread of all sinks, and with it metrics.jsonl."""
+    outside.write("short.py", "class Short:\n    def __init__(self, context): pass\n    def on_step(self, row): pass\n")
+    said = outside.lockstep("train", "config.yaml", "monitor.sinks=[jsonl, 'short:Short']", code=2)
+    assert "short:Short has no method on_eval" in said
+    assert "write def on_eval(self, row)" in said
+
+
 @pytest.mark.parametrize(
     ("key", "value", "near"),
     [

@@ -43,6 +43,15 @@ class PlainAllReduce(Strategy):
 
 class NotOne:
     pass
+
+
+class NoPlace(Strategy):
+    pass
+
+
+class OtherPlace(Strategy):
+    def place(self, model, mesh):
+        pass
 '''
 CONFIG = """
 model: {name: transformer, args: {n_layer: 2, n_embd: 16, n_head: 2, vocab_size: 17, block_size: 8, dropout: 0.1}}
@@ -111,6 +120,10 @@ def test_plans_and_help_know_its_name(outside: Outside) -> None:
 def test_what_is_no_strategy_is_refused_before_ranks_start(outside: Outside) -> None:
     said = outside.lockstep("train", "config.yaml", "--strategy", "their.replicas:NotOne", code=2)
     assert "their.replicas:NotOne is not a subclass of lockstep.strategy.Strategy" in said
+    said = outside.lockstep("train", "config.yaml", "--strategy", "their.replicas:NoPlace", code=2)
+    assert "their.replicas:NoPlace has no method place" in said
+    said = outside.lockstep("train", "config.yaml", "--strategy", "their.replicas:OtherPlace", code=2)
+    assert "write def place(self, placement)" in said
     said = outside.lockstep("train", "config.yaml", "--strategy", "their.replicas:PlainAllReduc", code=2)
     assert "write PlainAllReduce" in said
     said = outside.lockstep("train", "config.yaml", "--strategy", "fdsp", code=2)
