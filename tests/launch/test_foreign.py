@@ -10,7 +10,7 @@ accelerate = pytest.importorskip("accelerate.test_utils", reason="NOT TESTED: ne
 SCRIPTS = Path(accelerate.__file__).parent / "scripts"
 
 
-@pytest.mark.parametrize("name", ["test_sync.py", "test_script.py"])
+@pytest.mark.parametrize("name", [pytest.param("test_sync.py", marks=pytest.mark.full), "test_script.py"])
 def test_scripts_of_accelerate(tmp_path: Path, name: str) -> None:
     ended = lockstep(
         tmp_path, "launch", "--nproc-per-node", "2", "--output-dir", "run", str(SCRIPTS / name),

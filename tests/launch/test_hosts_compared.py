@@ -91,7 +91,7 @@ def test_four_hosts_of_which_one_has_another_config(four: list[Host], tmp_path: 
     assert not (tmp_path / "runs/x/metrics.jsonl").exists()
 
 
-def test_two_hosts_of_two_ranks_end_in_the_digest_of_four_ranks_and_of_one(four: list[Host], tmp_path: Path) -> None:
+def test_two_hosts_of_two_ranks_end_in_the_digest_of_one(four: list[Host], tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(_SMALL)
     (tmp_path / "mydata.py").write_text(_DATA)
     common = ("train", "small.yaml", "--output-dir")
@@ -99,11 +99,9 @@ def test_two_hosts_of_two_ranks_end_in_the_digest_of_four_ranks_and_of_one(four:
     meeting = ("--rdzv-endpoint", f"{four[0].address}:{PORT}", "--nnodes", "2", "--nproc-per-node", "2")
     two = [start_on(host, tmp_path, *common, "runs/two", *hybrid, *meeting) for host in four[:2]]
     ended = [finish(process, tmp_path, timeout=200) for process in two]
-    ended.append(finish(start_on(four[0], tmp_path, *common, "runs/four", "--strategy", "ddp", "--nproc-per-node", "4"),
-                        tmp_path, timeout=200))  # fmt: skip
     ended.append(finish(start_on(four[0], tmp_path, *common, "runs/one", "--strategy", "single"), tmp_path))
-    assert [e.code for e in ended] == [0, 0, 0, 0], [e.err for e in ended]
+    assert [e.code for e in ended] == [0, 0, 0], [e.err for e in ended]
     from lockstep.checkpoint import digest
 
-    digests = {name: digest(tmp_path / f"runs/{name}/checkpoints/step-00000004") for name in ("two", "four", "one")}
+    digests = {name: digest(tmp_path / f"runs/{name}/checkpoints/step-00000004") for name in ("two", "one")}
     assert len(set(digests.values())) == 1, digests

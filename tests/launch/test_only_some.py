@@ -83,7 +83,9 @@ _OTHERS = {
     "under torchrun, `lockstep.spawn` or `mp.spawn`, where nobody watches the ranks",
     "the ranks of a machine compare their calls all the same: whichever comes second raises at once",
 )
-@pytest.mark.parametrize("launcher", ["torchrun", "lockstep.spawn", pytest.param("mp.spawn", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", *(pytest.param(name, marks=pytest.mark.full) for name in ("lockstep.spawn", "mp.spawn"))]
+)
 def test_trap_79_saving_on_rank_0_alone_under_other_launchers(tmp_path: Path, launcher: str) -> None:
     """The rank that waits hears of it as its peer leaves; it would wait for `timeout_seconds`."""
     begin, train = _BEGIN.split("config =")

@@ -73,8 +73,8 @@ SIDE_BY_SIDE: dict[str, tuple[Any, ...]] = {
     for schedule in SCHEDULES
     for kind in ("ddp", "fsdp")
 }
-# Each schedule beside one of the two, in turn; `test_every_schedule_beside_the_other` has the rest.
-IN_TURN = [f"{schedule}, {('ddp', 'fsdp')[place % 2]}" for place, schedule in enumerate(SCHEDULES)]
+# One of each kind of schedule, beside one of the two in turn; `test_every_schedule_beside_the_other` has the rest.
+IN_TURN = ("1F1B, fsdp", "Interleaved1F1B, ddp", "ZBVZeroBubble, fsdp", "DualPipeV, ddp")
 
 ON_FOUR: dict[str, tuple[Any, ...]] = {
     **{name: SIDE_BY_SIDE[name] for name in IN_TURN},

@@ -46,7 +46,11 @@ def fsdp(options: dict[str, Any], kind: str = "full_shard") -> tuple[tuple[str, 
 
 
 def cases() -> list[Case]:
-    policies = [Case(m, "fsdp", 3, "none", fsdp(p)) for p in POLICIES.values() for m in ("tied", "hf", "bdh")]
+    policies = [
+        Case(model, "fsdp", 3, "none", fsdp(policy))
+        for place, policy in enumerate(POLICIES.values())
+        for model in ("tied", ("hf", "bdh")[place % 2])
+    ]
     options = [Case("tied", "fsdp", 3, "full", fsdp(option)) for option in OPTIONS.values()]
     return [*policies, *options, *(Case("tied", "fsdp", 3, mode, fsdp({})) for mode in ("selective", "every_n"))]
 

@@ -172,6 +172,7 @@ def test_the_same_bits_cost_no_traffic() -> None:
                 assert exact > 0.97 * plain or topology == "fsdp:2"
 
 
+@pytest.mark.full
 def test_three_replicas_send_what_is_said() -> None:
     """Reproducible sums of eight micro-batches have no three equal parts: a rank sends two partial sums."""
     require_root()

@@ -47,6 +47,14 @@ def off(case: tuple[Any, ...], found: Bits) -> tuple[Any, ...] | None:
     return None if all(map(lt, distances, limits)) else (topology, rest, distances)
 
 
+def by_turns(cases: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The same, every second one with plain sums."""
+    return [
+        (top, model, {**settings, "distributed.reproducible": False} if place % 2 else settings, *rest)
+        for place, (top, model, settings, *rest) in enumerate(cases)
+    ]
+
+
 def every(topologies: Sequence[str], models: Sequence[Model]) -> list[tuple[Any, ...]]:
     """Every model on every topology: of each row and column some take 20 steps, the others 4; steps are `uneven`."""
     turns = min(len(models), len(topologies))

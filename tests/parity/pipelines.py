@@ -230,7 +230,7 @@ def grid(ranks: int, *, whole: bool) -> Iterator[Case]:
         for j, schedule in enumerate(SCHEDULES):
             if whole:
                 yield from (Case(model, schedule, layout) for layout in layouts)
-            elif ranks == 2 and (i + j) % 6 == 0:
+            elif ranks == 2 and (i + j) % 7 == 0:
                 yield Case(model, schedule, layouts[0])
             elif ranks == 4 and (2 * i + j) % 7 == 0 and model != "traced":  # each of four ranks would trace it
                 yield Case(model, schedule, layouts[(i + j) % len(layouts)])

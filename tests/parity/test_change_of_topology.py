@@ -10,7 +10,9 @@ from tests.ranks import run_ranks
 SMALL_STEPS = {"training.global_batch_size": 8, "training.lr_schedule": "cosine"}
 
 
-@pytest.mark.parametrize(("model", "precision"), [("transformer", "fp32"), ("bdh", "bf16")])
+@pytest.mark.parametrize(
+    ("model", "precision"), [("transformer", "fp32"), pytest.param("bdh", "bf16", marks=pytest.mark.full)]
+)
 def test_single_ddp_hybrid_pipeline_and_back(tmp_path: Path, model: str, precision: str) -> None:
     settings = {**SMALL_STEPS, "training.max_steps": 12, "precision.mode": precision}
     reference, records = bits("single", model, settings)
@@ -24,25 +26,25 @@ def test_single_ddp_hybrid_pipeline_and_back(tmp_path: Path, model: str, precisi
 
 
 def test_a_run_that_is_cut_over_the_axis_tensor_for_a_while(tmp_path: Path) -> None:
-    settings = {**SMALL_STEPS, "training.max_steps": 12}
+    settings = {**SMALL_STEPS, "training.max_steps": 6}
     reference, records = bits("single", "transformer", settings, vocab_size=64)
     four = ["ddp:2*tensor:2", "fsdp:2*tensor:2", "pipeline:2*tensor:2", "tensor:4"]
-    first = run_ranks(relay, 4, str(tmp_path), "transformer", settings, four, 2, 64)[0][1]
-    second = run_ranks(relay, 2, str(tmp_path), "transformer", settings, ["tensor:2"], 2, 64)[0][1]
-    digest, last = relay(str(tmp_path), "transformer", settings, ["single"], 2, 64)
+    first = run_ranks(relay, 4, str(tmp_path), "transformer", settings, four, 1, 64)[0][1]
+    second = run_ranks(relay, 2, str(tmp_path), "transformer", settings, ["tensor:2"], 1, 64)[0][1]
+    digest, last = relay(str(tmp_path), "transformer", settings, ["single"], 1, 64)
     assert first + second + last == records
     assert digest == reference
 
 
 def test_a_run_whose_sequences_are_cut_over_the_axis_context_for_a_while(tmp_path: Path) -> None:
     settings = {
-        **SMALL_STEPS, "training.max_steps": 14, "distributed.context_blocks": 4,
+        **SMALL_STEPS, "training.max_steps": 7, "distributed.context_blocks": 4,
         "distributed.sequence_parallel": False,
     }  # fmt: skip
     reference, records = bits("single", "transformer", settings, vocab_size=64)
     four = ["fsdp:2*context:2", "context:4", "context:2*tensor:2", "pipeline:2*context:2"]
-    first = run_ranks(relay, 4, str(tmp_path), "transformer", settings, four, 2, 64)[0][1]
-    second = run_ranks(relay, 2, str(tmp_path), "transformer", settings, ["context:2", "tensor:2"], 2, 64)[0][1]
-    digest, last = relay(str(tmp_path), "transformer", settings, ["single"], 2, 64)
+    first = run_ranks(relay, 4, str(tmp_path), "transformer", settings, four, 1, 64)[0][1]
+    second = run_ranks(relay, 2, str(tmp_path), "transformer", settings, ["context:2", "tensor:2"], 1, 64)[0][1]
+    digest, last = relay(str(tmp_path), "transformer", settings, ["single"], 1, 64)
     assert first + second + last == records
     assert digest == reference

@@ -10,7 +10,7 @@ from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.models.mixture import Router
 from lockstep.parallel.expert import PlacedExperts
-from tests.parity.axes import every, uneven
+from tests.parity.axes import by_turns, check_against_one_process, every, uneven
 from tests.parity.same_bits import Bits, relay, trainer_for
 from tests.parity.test_tensor import check_both
 from tests.parity.toy import Tokens
@@ -45,7 +45,7 @@ def cases_of(topologies: dict[str, tuple[str, ...]], steps: int = 5) -> list[tup
 
 
 def test_the_same_training() -> None:
-    check_both(4, uneven(cases_of({
+    check_against_one_process(4, by_turns(uneven(cases_of({
         "pipeline:2*fsdp:2": ("sigmoid, over the step",),
         "fsdp:2*tensor:2": ("sigmoid, over the step",),
         "ddp:4*expert:2": ("softmax",),
@@ -58,7 +58,7 @@ def test_the_same_training() -> None:
         "fsdp:2*tensor:2*expert:2": ("softmax",),
         "pipeline:2*ddp:2*expert:2": ("softmax",),
         "pipeline:2*fsdp:2*expert:2": ("sigmoid, over the step",),
-    }, steps=3)))  # fmt: skip
+    }, steps=3))))  # fmt: skip
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ from lockstep.parallel.loss_parallel import cut_token_losses
 from lockstep.parallel.tensor_blocks import Cut
 from lockstep.parallel.tensor_cuts import apply_tensor
 from lockstep.strategy import resolve
-from tests.parity.axes import check_against_one_process, every, uneven
+from tests.parity.axes import by_turns, check_against_one_process, every, uneven
 from tests.parity.same_bits import trainer_for
 from tests.parity.test_same_bits import check
 from tests.parity.toy import Tokens, language_model, worst
@@ -66,7 +66,7 @@ def check_both(ranks: int, cases: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_same_training(ranks: int) -> None:
-    check_both(ranks, uneven(in_turn(ranks, steps=3)))
+    check_against_one_process(ranks, by_turns(uneven(in_turn(ranks, steps=3))))
 
 
 @pytest.mark.full

@@ -69,7 +69,7 @@ def test_a_long_chain_of_equal_blocks_is_planned_from_five_of_them(monkeypatch) 
     assert short.work.update.moved == pytest.approx(whole.work.update.moved, rel=0.02)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.full), "full"])
 def test_a_long_stage_is_planned_from_some_of_its_blocks(monkeypatch, checkpointing: str) -> None:  # type: ignore[no-untyped-def]
     ids = torch.zeros(16, dtype=torch.int64)
     work = Workload(

@@ -1,9 +1,9 @@
 """Packages of other people: files written outside of the repository, found through PYTHONPATH."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.forked import lockstep
 
 
 class Outside:
@@ -26,9 +26,6 @@ class Outside:
     def lockstep(self, *words: object, code: int = 0) -> str:
         """Run a command in the folder and return what it prints; `code` is the exit code that it must have."""
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", "lockstep", *map(str, words)],
-            cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+        done = lockstep([*map(str, words)], self.folder, environment)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr

@@ -110,7 +110,7 @@ POINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("fsdp", {}),
     "pipeline and ddp": ("pipeline", {"pipeline_size": 2}),
 }
-TOKENS = ["fsdp:2*tensor:2", "fsdp:2*context:2", "pipeline:2*tensor:2"]
+TOKENS = ["fsdp:2*context:2", "pipeline:2*tensor:2"]
 
 
 def require_equal(found: Found, expected: Found, where: str) -> None:

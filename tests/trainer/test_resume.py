@@ -78,7 +78,13 @@ def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.parametrize("options", [(), ("--nproc-per-node", "2", "--strategy", "ddp")], ids=["single", "ddp:2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="single", marks=pytest.mark.full),
+        pytest.param(("--nproc-per-node", "2", "--strategy", "ddp"), id="ddp:2"),
+    ],
+)
 def test_killed_and_resumed_is_the_run_that_was_not(
     config: Path, undisturbed: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
