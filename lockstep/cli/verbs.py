@@ -429,16 +429,15 @@ def doctor(argv: list[str]) -> int:
     )
     add_config(parser)
     add_launch_options(parser)
-    parser.add_argument("--output-dir", metavar="DIR", default="runs", help="where runs write (default: runs)")
+    text = "where runs write (default: runs)"
+    parser.add_argument("--output-dir", metavar="DIR", type=Path, default=Path("runs"), help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given, required=False)
 
-    from lockstep.launch.doctor import DoctorRequest
     from lockstep.launch.doctor import doctor as examine
 
-    request = DoctorRequest(given.output_dir, None if path is None else str(path), tuple(overrides), given.json)
-    return examine(request, launch_options(given))
+    return examine(path, overrides, launch_options(given), output_dir=given.output_dir, as_json=given.json, argv=argv)
 
 
 def submit(argv: list[str]) -> int:

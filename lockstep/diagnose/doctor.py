@@ -290,22 +290,16 @@ def _timed(value: Any, device: Any) -> float:
 _SECONDS = 60.0  # how long ranks wait for one another
 
 
-def examine(
-    run_directory: Path,
-    show: Callable[[Finding], None],
-    *,
-    config: Any = None,
-    device: str = "auto",
-    backend: str = "auto",
-) -> bool:
+def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -> bool:
     """Run all checks on every rank, where the run will write; return on each whether none failed.
 
-    `show` receives each finding at once, on rank 0 only; a `config` is compared between ranks.
+    `show` receives each finding at once, on rank 0 only; a `config`, if any, is compared between ranks.
     """
     from lockstep import cluster
     from lockstep.config import DistributedConfig
 
-    settings = DistributedConfig(timeout_seconds=_SECONDS, device=device, backend=backend)  # type: ignore[arg-type]
+    devices = {} if config is None else config.distributed.model_dump(include={"device", "backend"})
+    settings = DistributedConfig(timeout_seconds=_SECONDS, **devices)
     facts = rank_facts()
     exchange = RankExchange(_store(settings), facts.rank, facts.world_size)
     lines: list[Finding] = []

@@ -7,13 +7,12 @@ Ctrl-C kills them at once; a run that was asked to stop, or whose config is wron
 Source: docs.pytorch.org/docs/stable/elastic/agent.html, "Extending the agent". Loads torch.
 """
 
-import logging
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from lockstep import signals
 from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, RunError
 from lockstep.heartbeat import delete_beats
-from lockstep.launch.failures import Failure, done_mark, first_cause, from_exit_code, read_all
+from lockstep.launch.failures import Failure, done_mark, first_cause, from_exit_code, read_all, send_signal
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.rendezvous_handlers import Membership
 from lockstep.launch.worker import print_error
@@ -46,17 +45,9 @@ _WELL, _FAILED = "well", "failed"
 _POLL_SECONDS = 0.1
 
 
-class StoppedBySignalError(Exception):
-    """A signal stopped the launcher, and the ranks did not save and exit by themselves."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        super().__init__(signals.name_of(number))
-
-    def error(self) -> RunError:
-        """Return the error message for this stop."""
-        name = signals.name_of(self.number)
-        return RunError(f"stopped by {name}", why="the ranks did not save and leave by themselves")
+def stopped_by(number: int) -> RunError:
+    """Return the error for a launcher that a signal stopped, whose ranks did not save and exit by themselves."""
+    return RunError(f"stopped by {signals.name_of(number)}", why="the ranks did not save and leave by themselves")
 
 
 class Agent(ExtensibleAgent):
@@ -87,18 +78,17 @@ class Agent(ExtensibleAgent):
 
     def failed(self, result: RunResult) -> list[Failure]:
         """Return the failures of this machine's ranks, from their files, or from exit codes where there is no file."""
-        mine = {worker.global_rank for worker in self.worker_group.workers}
-        found = {f.rank: f for f in read_all(self._failures) if f.rank in mine}
+        ended = {rank: (0, time.time()) for rank in self._left_early()}
         for rank, process in result.failures.items():
-            if rank not in found and not self._ended_after_work(rank, process.exitcode):
-                world = self.worker_group.workers[0].world_size
+            if not self._ended_after_work(rank, process.exitcode):
                 # The exit timestamp has whole seconds; add one, so that a rank that wrote a file before comes first.
-                log = self._logs / f"rank-{rank}.log"
-                found[rank] = from_exit_code(rank, world, process.exitcode, process.timestamp + 1.0, log)
-        for rank in self._left_early() - found.keys():
-            world = self.worker_group.workers[0].world_size
-            found[rank] = from_exit_code(rank, world, 0, time.time(), self._logs / f"rank-{rank}.log")
-        return list(found.values())
+                ended[rank] = process.exitcode, process.timestamp + 1.0
+        written = {failure.rank: failure for failure in read_all(self._failures)}
+        found = [written[worker.global_rank] for worker in self.worker_group.workers if worker.global_rank in written]
+        world = self.worker_group.workers[0].world_size
+        for rank in ended.keys() - written.keys():
+            found.append(from_exit_code(rank, world, *ended[rank], self._logs / f"rank-{rank}.log"))
+        return found
 
     def _ended_after_work(self, rank: int, code: int) -> bool:
         """Return whether the forwarded signal reached a rank during interpreter shutdown, when its work was done."""
@@ -131,14 +121,13 @@ class Agent(ExtensibleAgent):
 
     def run_until_end(self, role: str) -> RunResult:
         """Run until this machine's ranks have ended, and publish a failure to the other machines."""
+        result = None
         try:
             result = super().run_until_end(role)
-        except BaseException:
-            self._publish_end(_FAILED)
-            raise
-        if result.state != WorkerState.SUCCEEDED:
-            self._publish_end(_FAILED)
-        return result
+            return result
+        finally:
+            if result is None or result.state != WorkerState.SUCCEEDED:
+                self._publish_end(_FAILED)
 
     def _publish_end(self, how: str) -> None:
         group: Any = self.worker_group
@@ -203,13 +192,12 @@ class Agent(ExtensibleAgent):
         hanging = self._watch.check(pids, world, stop_requested=self.stop_signal is not None)
         if hanging is not None:
             hanging.write(self._failures)
-            for pid in pids.values():
-                _send(pid, signal.SIGKILL, group=True)
+            self._kill(pids.values())
 
     def restart_ranks(self, worker_group: WorkerGroup) -> None:
         """Restart this machine's ranks, unless the run was stopped by a signal."""
         if self.stop_signal is not None:
-            raise StoppedBySignalError(self.stop_signal)
+            raise stopped_by(self.stop_signal)
         if worker_group.state == WorkerState.HEALTHY:  # machines joined or left
             self._on_restart(None, self.restarts_left)
         else:
@@ -228,9 +216,8 @@ class Agent(ExtensibleAgent):
         with self._lock:
             running = self.pids()
             if self.stop_signal is not None and number == signal.SIGINT:
-                for pid in running:
-                    _send(pid, signal.SIGKILL, group=True)
-                print_error(StoppedBySignalError(number).error())
+                self._kill(running)
+                print_error(stopped_by(number))
                 signals.end_now(EXIT_FAILED, "")
             if self.stop_signal is not None:
                 return  # the ranks know already, and are saving
@@ -246,17 +233,12 @@ class Agent(ExtensibleAgent):
     def _forward(self, number: int) -> None:
         for pid in self.pids():
             # Only to the rank itself: its data workers must live until it has saved.
-            _send(pid, _FORWARDED[signal.Signals(number)])
+            send_signal(pid, _FORWARDED[signal.Signals(number)])
 
-
-def _send(pid: int, number: int, *, group: bool = False) -> None:
-    with suppress(ProcessLookupError):  # it has ended meanwhile
-        (os.killpg if group else os.kill)(pid, number)
-
-
-def silence_torch() -> None:
-    """Silence torch's banner for each failed rank: Lockstep prints one message instead."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    def _kill(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
 
 
 def wait_for_failures(failures: Path, seconds: float) -> list[Failure]:

@@ -1,93 +1,89 @@
-"""Implements `lockstep doctor`: starts ranks as `lockstep train` would, checks each one, and prints the results.
-
-A rank is `python -m lockstep.launch.doctor FOLDER REQUEST`; only this machine's launcher uses FOLDER.
-"""
+"""Implements `lockstep doctor`: starts ranks as `lockstep train` would, checks each one, and prints the results."""
 
 import json
-import sys
+import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.diagnose import BAD, WARN, Finding
+from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_FAILED
 from lockstep.launch.options import LaunchOptions, process_count
 from lockstep.launch.train import LaunchJob, in_this_process, is_rank, launch
 from lockstep.launch.worker import run_as_worker
 from lockstep.scratch import temporary
 
-_VERDICT = "verdict.json"
+_FOLDER = "LOCKSTEP_DOCTOR"  # set for the ranks: the launcher's folder, in which `_GOOD` means that no check failed
+_GOOD = "good"
 
 
-@dataclass(frozen=True)
-class DoctorRequest:
-    """The scope of `lockstep doctor`.
-
-    Attributes:
-        output_dir: the run directory whose disk is tested.
-        config: a config file, to be compared between ranks; or None.
-        overrides: the config's overrides.
-        as_json: print one JSON object instead of lines.
-    """
-
-    output_dir: str
-    config: str | None = None
-    overrides: tuple[str, ...] = ()
-    as_json: bool = False
-
-
-def doctor(request: DoctorRequest, options: LaunchOptions) -> int:
+def doctor(
+    config: Path | None,
+    overrides: Sequence[str],
+    options: LaunchOptions,
+    *,
+    output_dir: Path,
+    as_json: bool,
+    argv: Sequence[str],
+) -> int:
     """Run `lockstep doctor`.
+
+    Args:
+        config: a config file, to be compared between ranks; or None.
+        output_dir: the run directory whose disk is tested.
+        as_json: print one JSON object instead of lines.
+        argv: the arguments after `doctor`, which the ranks are started with.
 
     Returns:
         the exit code: 0, or 1 if a check failed.
     """
-    with temporary("doctor") as path:
-        folder = str(path)
-        logs = Path(folder, "logs")
-        if is_rank(options):
-            code = run_as_worker(lambda: _run_checks(request, Path(folder)), logs=logs)
-        else:
-            processes, reason = process_count(options)
-            if not request.as_json:
-                print(f"lockstep: doctor: {processes} rank(s) on this machine ({reason})", flush=True)
-            if in_this_process(processes, options):
-                code = run_as_worker(lambda: _run_checks(request, Path(folder)), logs=logs, launched=False)
-            else:
-                arguments = ("-m", "lockstep.launch.doctor", folder, json.dumps(asdict(request)))
-                code = launch(LaunchJob(arguments, logs), options, processes)
-        if code:
-            return code
-        good = json.loads(Path(folder, _VERDICT).read_text())
+    launchers = os.environ.get(_FOLDER)
+
+    def check() -> int:
+        good = _run_checks(config, overrides, output_dir, as_json)
+        if launchers is not None:  # it prints no failure of a rank: the findings are printed
+            if good and rank_facts().local_rank == 0:
+                Path(launchers, _GOOD).touch()
+            return EXIT_DONE
         return EXIT_DONE if good else EXIT_FAILED
 
+    if launchers is not None:
+        return run_as_worker(check, logs=Path(launchers, "logs"))
+    with temporary("doctor") as folder:
+        logs = folder / "logs"
+        if is_rank(options):
+            return run_as_worker(check, logs=logs)
+        processes, reason = process_count(options)
+        if not as_json:
+            print(f"lockstep: doctor: {processes} rank(s) on this machine ({reason})", flush=True)
+        if in_this_process(processes, options):
+            return run_as_worker(check, logs=logs, launched=False)
+        job = LaunchJob(("-m", "lockstep", "doctor", *argv), logs, {_FOLDER: str(folder)})
+        code = launch(job, options, processes)
+        return code or (EXIT_DONE if (folder / _GOOD).exists() else EXIT_FAILED)
 
-def _run_checks(request: DoctorRequest, folder: Path) -> None:
+
+def _run_checks(path: Path | None, overrides: Sequence[str], output_dir: Path, as_json: bool) -> bool:
+    """Run the checks of one rank, print them on rank 0, and return whether none failed on any."""
     from lockstep.diagnose.doctor import examine
-    from lockstep.environment import rank_facts
 
     config = None
-    if request.config is not None:
+    if path is not None:
         from lockstep.config import load_config
 
-        config = load_config(Path(request.config), request.overrides)
-    device, backend = (config.distributed.device, config.distributed.backend) if config else ("auto", "auto")
+        config = load_config(path, overrides)
     lines: list[Finding] = []
 
     def show(line: Finding) -> None:
         lines.append(line)
-        if not request.as_json:
+        if not as_json:
             print(line, flush=True)
 
-    good = examine(Path(request.output_dir), show, config=config, device=device, backend=backend)
+    good = examine(output_dir, show, config)
     if rank_facts().is_main:
-        print(_as_json(lines, good) if request.as_json else _summary(lines), flush=True)
-    if rank_facts().local_rank == 0:
-        (folder / _VERDICT).write_text(json.dumps(good))
-
-
-def _as_json(lines: Sequence[Finding], good: bool) -> str:
-    return json.dumps({"good": good, "lines": [line.as_dict() for line in lines]}, ensure_ascii=False)
+        findings = [line.as_dict() for line in lines]
+        print(json.dumps({"good": good, "lines": findings}, ensure_ascii=False) if as_json else _summary(lines))
+    return good
 
 
 def _summary(lines: Sequence[Finding]) -> str:
@@ -95,13 +91,3 @@ def _summary(lines: Sequence[Finding]) -> str:
     if bad:
         return f"✗ {bad} of {len(lines)} checks failed, {warn} warnings"
     return f"✓ all {len(lines)} checks passed, {warn} with warnings"
-
-
-def main() -> int:
-    """Run the checks of one rank, and return the exit code."""
-    folder, request = Path(sys.argv[1]), DoctorRequest(**json.loads(sys.argv[2]))
-    return run_as_worker(lambda: _run_checks(request, folder), logs=folder / "logs")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

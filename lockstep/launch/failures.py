@@ -16,6 +16,7 @@ import socket
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -296,6 +297,12 @@ def descendants(pid: int) -> Iterator[int]:
         for child in map(int, children):
             yield child
             yield from descendants(child)
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal to a process, which may have ended meanwhile."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _name(pid: int) -> str:

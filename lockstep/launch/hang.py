@@ -16,13 +16,11 @@ machine is busy: they are not killed.
 """
 
 import json
-import os
 import signal
 import socket
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -36,6 +34,7 @@ from lockstep.launch.failures import (
     is_running,
     is_stopped,
     newest_stack,
+    send_signal,
     stacks_file,
     stopped_processes,
 )
@@ -251,11 +250,11 @@ class HangWatch:
         (self.folder / DUMP).touch()
         for rank, pid in pids.items():
             if stacks_file(self.logs, rank).exists():  # the handler is there: without it the signal kills a new rank
-                _send(pid, STACKS_SIGNAL)
+                send_signal(pid, STACKS_SIGNAL)
         silent = self._wait(before, pids, _ANSWER_SECONDS)
         stopped |= {rank for rank, pid in pids.items() if is_stopped(pid)}  # stopped since the first look
         for rank in silent | stopped:
-            _send(pids[rank], signal.SIGCONT)  # a stopped rank then writes where it stands; all are killed soon
+            send_signal(pids[rank], signal.SIGCONT)  # a stopped rank then writes where it stands; all are killed soon
         self._wait(before, pids, _ANSWER_SECONDS)
         stacks = {rank: newest_stack(self.logs, rank) for rank in pids}
         return _Reports(silent, stopped, stacks, {rank: self._collectives(rank) for rank in pids})
@@ -331,8 +330,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _send(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)

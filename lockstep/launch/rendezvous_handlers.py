@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from lockstep.errors import RunError, UsageError
 from lockstep.launch.options import (
@@ -99,54 +100,27 @@ def handler(options: LaunchOptions, store: TCPStore) -> RendezvousHandler:
     return ElasticRendezvous.over(options, store)
 
 
-class FixedRendezvous(RendezvousHandler):
+class FixedRendezvous(StaticTCPRendezvous):
     """Rendezvous of machines whose number and count are known beforehand; a single machine is number 0 of 1."""
 
     def __init__(self, options: LaunchOptions, store: TCPStore) -> None:
-        self._options, self._store = options, store
-        self._rank = (options.node_rank or 0) if options.several_nodes else 0
-        self._round, self._job_id = 0, job_id(options, store)
-        self._of_round: Any = None
+        rank = (options.node_rank or 0) if options.several_nodes else 0
+        super().__init__(
+            rendezvous_host(options), store.port, rank, options.nodes[1], job_id(options, store), int(_STORE_SECONDS)
+        )
+        self._rounds, self._round = PrefixStore(run_id(options), store), 0
+        self._of_round: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Start a round; later rounds get a store of their own, because the old one holds addresses of dead ranks."""
         self._round += 1
-        store = PrefixStore(f"{run_id(self._options)}/{self._round}", self._store)
-        host, port = rendezvous_host(self._options), self._store.port
+        store, port = PrefixStore(str(self._round), self._rounds), self.master_port
         if self._round > 1:
-            if self._rank == 0:
-                self._of_round = host_store(host, 0, datetime.timedelta(seconds=_STORE_SECONDS))
+            if self.rank == 0:
+                self._of_round = host_store(self.master_addr, 0, self.timeout)
                 store.set("lockstep/port", str(self._of_round.port))
             port = int(store.get("lockstep/port"))
-        return RendezvousInfo(store, self._rank, self._options.nodes[1], RendezvousStoreInfo(host, port))
-
-    def get_backend(self) -> str:
-        """Return the backend's name."""
-        return "static"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Return True: the ranks use the store that the launcher hosts."""
-        return True
-
-    def is_closed(self) -> bool:
-        """Return False: it is never closed."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: it is never closed."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: no machine can join later."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the job's id."""
-        return self._job_id
-
-    def shutdown(self) -> bool:
-        """Return True: there is nothing to close."""
-        return True
+        return RendezvousInfo(store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, port))
 
 
 class ElasticRendezvous(ExtensibleRendezvous):

@@ -6,6 +6,7 @@ ranks. Several machines meet at `--rdzv-endpoint`, or at `--master-addr:--master
 machines. Loads torch inside functions only.
 """
 
+import logging
 import os
 import socket
 import sys
@@ -14,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep import heartbeat, signals
 from lockstep.cores import threads_per_rank
 from lockstep.environment import check_numbers, rank_facts
-from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, LockstepError, RunError, UsageError, refuse
+from lockstep.errors import EXIT_PREEMPTED, LockstepError, RunError, UsageError, refuse
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
 from lockstep.launch.options import LaunchOptions, count_gpus, endpoint, explain, process_count, rendezvous_host, run_id
@@ -83,16 +84,19 @@ def train(
     if is_rank(options):
         return run_as_worker(work, logs=run.logs)
     config = load_config(path, overrides)
-    processes, reason = _processes(config, options)
+    distributed = config.distributed
+    one_process = "" if distributed.strategy == AUTO else strategy_named(distributed.strategy).one_process
+    processes, reason = process_count(options, use_gpus=distributed.device != "cpu", single_reason=one_process or None)
     _check_layout(config, processes, options)
     if not options.several_nodes:
         require_free(run.path)
     run.create()
-    _log(f"strategy {config.distributed.strategy}, {_describe_processes(processes, options)} ({reason})")
+    _log(f"strategy {distributed.strategy}, {_describe_processes(processes, options)} ({reason})")
     if in_this_process(processes, options):
         return run_as_worker(work, logs=run.logs, launched=False)
-    job = LaunchJob(("-m", "lockstep", "train", *argv), run.logs, _environment(config), _hang(config))
-    return launch(job, options, processes)
+    variables = import_module("lockstep.cluster").environment(distributed)
+    hang = distributed.hang.factor, distributed.hang.seconds, distributed.timeout_seconds
+    return launch(LaunchJob(("-m", "lockstep", "train", *argv), run.logs, variables, hang), options, processes)
 
 
 def launch_script(
@@ -149,17 +153,6 @@ def is_rank(options: LaunchOptions) -> bool:
     return launcher == "torchrun" or (launcher != "none" and not starts_ranks)
 
 
-def _processes(config: "Config", options: LaunchOptions) -> tuple[int, str]:
-    distributed = config.distributed
-    return process_count(
-        options, use_gpus=distributed.device != "cpu", single_reason=_single_process_reason(distributed.strategy)
-    )
-
-
-def _single_process_reason(strategy: str) -> str | None:
-    return None if strategy == AUTO else strategy_named(strategy).one_process or None
-
-
 def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> None:
     """Reject a layout that these ranks and devices cannot have, before a rank is started.
 
@@ -197,17 +190,6 @@ def in_this_process(processes: int, options: LaunchOptions) -> bool:
     return processes == 1 and options.nproc_per_node is None and not options.several_nodes and not options.max_restarts
 
 
-def _environment(config: "Config") -> Mapping[str, str]:
-    from lockstep.cluster import environment
-
-    return environment(config.distributed)
-
-
-def _hang(config: "Config") -> tuple[float | None, float, float]:
-    distributed = config.distributed
-    return distributed.hang.factor, distributed.hang.seconds, distributed.timeout_seconds
-
-
 def _describe_processes(processes: int, options: LaunchOptions) -> str:
     some = f"{processes} process{'es' * (processes != 1)}"
     if options.several_nodes:
@@ -216,7 +198,11 @@ def _describe_processes(processes: int, options: LaunchOptions) -> str:
 
 
 def _log(text: str) -> None:
-    print(f"lockstep: {text}", file=sys.stdout, flush=True)
+    print(f"lockstep: {text}", flush=True)
+
+
+def _log_to_stderr(text: str) -> None:
+    print(f"lockstep: {text}", file=sys.stderr, flush=True)
 
 
 # ---- starting ranks ----
@@ -253,7 +239,9 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     check_numbers(os.environ)
     job.logs.mkdir(parents=True, exist_ok=True)
     scratch = scratch_folder("launch")
-    failures, beats = _failures_folder(job.logs, options, scratch), scratch / "heartbeats"
+    # Several machines share the logs' folder, so that each can report the first cause.
+    failures, beats = (job.logs if options.several_nodes else scratch) / "failures", scratch / "heartbeats"
+    failures.mkdir(exist_ok=True)
     beats.mkdir()
     try:
         with (
@@ -273,10 +261,12 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
 
 
 def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures: Path, watch: HangWatch) -> int:
-    from lockstep.launch.agent import CLOSING_SECONDS, Agent, StoppedBySignalError, silence_torch, wait_for_failures
-    from lockstep.launch.rendezvous_handlers import open_store
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    silence_torch()
+    from lockstep.launch.agent import CLOSING_SECONDS, Agent, stopped_by, wait_for_failures
+    from lockstep.launch.rendezvous_handlers import handler, open_store, own_address
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # prints a banner for each failed rank
     if options.several_nodes:
         _log_to_stderr(
             f"waiting for {options.nnodes} machines at {endpoint(options)}; start this command on each of them"
@@ -293,9 +283,13 @@ def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures:
     try:
         store = open_store(options, _log_to_stderr)  # the other machines can join as long as it is held
         _log_interface(options)
+        spec = WorkerSpec(
+            role=options.role, local_world_size=processes, entrypoint=sys.executable, args=tuple(job.arguments),
+            rdzv_handler=handler(options, store), max_restarts=options.max_restarts,
+            monitor_interval=options.monitor_interval, local_addr=options.local_addr or own_address(options),
+        )  # fmt: skip
         agent = Agent(
-            _worker_spec(job, options, processes, store),
-            failures=failures, logs=job.logs, on_restart=on_restart, watch=watch,
+            spec, failures=failures, logs=job.logs, on_restart=on_restart, watch=watch,
             checkpoints=RunDirectory(job.logs.parent).checkpoints, shutdown_timeout=options.shutdown_timeout,
         )  # fmt: skip
         signals.listen(agent.on_signal)
@@ -307,7 +301,7 @@ def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures:
         if agent.others_failed and cause is None:
             raise RunError("the ranks of another machine failed", fix="its launcher says why")
         if cause is not None and agent.stop_signal is not None and cause.kind == "signal":
-            raise StoppedBySignalError(agent.stop_signal)
+            raise stopped_by(agent.stop_signal)
         may_be_stopped = agent.stop_signal is not None or options.several_nodes
         code = exit_code(ended if cause is None else [*ended, cause], may_be_stopped=may_be_stopped)
         early = next((failure for failure in ended if failure.before_training), None)
@@ -316,9 +310,6 @@ def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures:
         elif cause is not None:
             print_error(cause.error(), cause.traceback)
         return code
-    except StoppedBySignalError as stopped:
-        print_error(stopped.error())
-        return EXIT_FAILED
     except Exception as error:
         raise explain(error, options) from error
     finally:
@@ -327,32 +318,8 @@ def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures:
         del store
 
 
-def _worker_spec(job: LaunchJob, options: LaunchOptions, processes: int, store: Any) -> Any:
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-
-    from lockstep.launch.rendezvous_handlers import handler, own_address
-
-    return WorkerSpec(
-        role=options.role,
-        local_world_size=processes,
-        entrypoint=sys.executable,
-        args=tuple(job.arguments),
-        rdzv_handler=handler(options, store),
-        max_restarts=options.max_restarts,
-        monitor_interval=options.monitor_interval,
-        local_addr=options.local_addr or own_address(options),
-    )
-
-
 def _exit_on_signal(number: int) -> None:
     signals.end_now(EXIT_PREEMPTED, f"stopped by {signals.name_of(number)} before ranks were started")
-
-
-def _failures_folder(logs: Path, options: LaunchOptions, scratch: Path) -> Path:
-    """Return a folder of this launch; several machines share one, so that each can report the first cause."""
-    folder = (logs if options.several_nodes else scratch) / "failures"
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 def _environment_of_ranks(job: LaunchJob, options: LaunchOptions, failures: Path, processes: int) -> dict[str, str]:
@@ -376,7 +343,3 @@ def _log_interface(options: LaunchOptions) -> None:
     if gloo or nccl:
         which = gloo if gloo == nccl.removeprefix("=") else f"{gloo or '?'} (gloo), {nccl or '?'} (NCCL)"
         _log_to_stderr(f"traffic between machines: {which}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another")
-
-
-def _log_to_stderr(text: str) -> None:
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)
