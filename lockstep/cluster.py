@@ -337,9 +337,8 @@ def keep_freed_memory() -> bool:
     """Make this process keep the memory that it frees; return whether it does.
 
     A step on a CPU requests the same sizes again and again. glibc returns freed memory at the top of the heap, and
-    every
-    large block, to the system, which must map and clear each page on its next use: measured at 10 of 60 ms. The process
-    then keeps its peak memory. Nothing changes with another C library than glibc, or if the environment has settings.
+    every large block, to the system, which must map and clear each page on its next use: measured at 10 of 60 ms. The
+    process then keeps its peak memory. Nothing changes with another C library, or if the environment has settings.
     Source: man 3 mallopt.
     """
     if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")):

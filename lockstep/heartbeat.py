@@ -215,12 +215,8 @@ def called_by_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def called(*args: P.args, **more: P.kwargs) -> R:
-        beat = own_heartbeat()
-        beat.enter(name)
-        try:
+        with own_heartbeat().call(name):
             return function(*args, **more)
-        finally:
-            beat.leave()
 
     return called
 

@@ -40,8 +40,7 @@ def interface_towards(host: str) -> str | None:
     """Return the interface on the route to `host`; None without a route that leaves this machine.
 
     The host's own name may mean its loopback (127.0.1.1 on Debian), which others cannot reach: then the interface of
-    the
-    default route is returned.
+    the default route is returned.
     """
     address = address_towards(host)
     if address is not None and is_loopback(address) and not is_address(host) and host != "localhost":

@@ -5,6 +5,7 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -171,20 +172,9 @@ def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "Launc
             why="machines meet at a store that the first one hosts, as with torchrun's c10d; etcd is not needed",
             fix="leave it out: --rdzv-endpoint HOST:PORT, or --master-addr HOST with --node-rank N",
         )
-    conf = dict(pair.partition("=")[::2] for pair in given.rdzv_conf.split(",") if pair)
-    options = LaunchOptions(
-        nproc_per_node=given.nproc_per_node,
-        nnodes=given.nnodes,
-        node_rank=given.node_rank,
-        rdzv_endpoint=given.rdzv_endpoint,
-        rdzv_id=given.rdzv_id,
-        rdzv_conf=conf,
-        master_addr=given.master_addr,
-        master_port=given.master_port,
-        max_restarts=given.max_restarts,
-        **{name: vars(given)[name] for name in ("role", "local_addr", "monitor_interval") if name in given},
-        **({} if vars(given).get("shutdown_timeout") is None else {"shutdown_timeout": given.shutdown_timeout}),
-    )
+    chosen = {field.name: vars(given)[field.name] for field in fields(LaunchOptions) if field.name in given}
+    chosen["rdzv_conf"] = dict(pair.partition("=")[::2] for pair in given.rdzv_conf.split(",") if pair)
+    options = LaunchOptions(**chosen)
     if at_once:
         options.check()
     return options
@@ -221,7 +211,8 @@ def add_torchrun_options(parser: Parser) -> None:
     add("--role", metavar="NAME", default="rank", help="the ranks' ROLE_NAME")
     add("--local-addr", metavar="HOST", help="the address at which other machines reach this one")
     add("--monitor-interval", metavar="SECONDS", type=float, default=0.1, help="between checks of the ranks")
-    add("--shutdown-timeout", metavar="SECONDS", type=int, help="for peers of a failed rank to end (default: 30)")
+    text = "for peers of a failed rank to end (default: 30)"
+    add("--shutdown-timeout", metavar="SECONDS", type=int, default=30, help=text)
     for option in parser._actions:
         value = os.environ.get(f"PET_{option.dest.upper()}")  # torchrun's names: PET_NNODES, PET_NPROC_PER_NODE …
         if value is not None and option.option_strings:

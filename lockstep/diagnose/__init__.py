@@ -21,6 +21,11 @@ class Finding:
         text = f"{self.status} {self.name:<16} {self.found}"
         return f"{text}\n  {'':<16} do: {self.do}" if self.do else text
 
+    @classmethod
+    def warn_unless(cls, good: bool, name: str, found: str, do: str) -> "Finding":
+        """Return a good finding, or a warning with what to do."""
+        return cls(GOOD, name, found) if good else cls(WARN, name, found, do)
+
     def as_dict(self) -> dict[str, str]:
         """Return it as JSON's types."""
         words = {GOOD: "good", WARN: "warning", BAD: "bad"}

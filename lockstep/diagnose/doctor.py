@@ -85,11 +85,6 @@ def link_rate(interface: str | None) -> float | None:
     return megabits * 1e6 / 8 if megabits > 0 else None
 
 
-def rendezvous_host() -> str | None:
-    """Return the machine of rank 0 from the launcher's environment; None if nobody launched this process."""
-    return os.environ.get("MASTER_ADDR")
-
-
 def ports(exchange: RankExchange, address: str | None, facts: Sequence[dict[str, Any]]) -> list[Finding]:
     """Check that every machine reaches every other at a port that the system picks; `address` is this machine's."""
     first = _first_ranks(facts)
@@ -272,7 +267,7 @@ def all_reduce(device: Any, link: float | None) -> list[Finding]:
         return [Finding(GOOD, "all-reduce", text)]
     text += f", {fastest / link:.0%} of the link's {units.size(link)}/s"
     do = "see the interface above; other traffic on the link; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
-    return [Finding(WARN, "all-reduce", text, do) if fastest < 0.5 * link else Finding(GOOD, "all-reduce", text)]
+    return [Finding.warn_unless(fastest >= 0.5 * link, "all-reduce", text, do)]
 
 
 def _timed(value: Any, device: Any) -> float:
@@ -325,7 +320,9 @@ def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -
         report(Finding(BAD, "process group", problem) for problem in problems[:1])
         if not problems and here is not None and facts.world_size > 1:
             report(clocks(everybody))
-            report(all_reduce(here.device, _link(everybody, address)))
+            several = len(_first_ranks(everybody)) > 1
+            link = link_rate(interface_of(address)) if several and address is not None else None
+            report(all_reduce(here.device, link))
         cluster.cleanup()
     verdict: bool = exchange.all(not any(line.status == BAD for line in lines))[0]
     return verdict
@@ -384,7 +381,7 @@ def _store(settings: Any) -> Any:
 
 def _route(exchange: RankExchange, everybody: list[Any]) -> tuple[list[Finding], str | None]:
     """Return the findings about each machine's name and route to rank 0, and the address of this machine's side."""
-    target = exchange.all(rendezvous_host())[0]
+    target = exchange.all(os.environ.get("MASTER_ADDR"))[0]  # of rank 0; None: nobody launched this process
     own = own_name() + ([] if target is None else route_to(target))
     findings: list[Finding] = []
     for rank, rows in enumerate(exchange.all([[line.status, line.name, line.found, line.do] for line in own])):
@@ -400,9 +397,3 @@ def _join(cluster: Any, settings: Any) -> tuple[Any, str | None]:
         return cluster.setup(settings), None
     except (LockstepError, RuntimeError) as error:
         return None, str(error).splitlines()[0]
-
-
-def _link(everybody: list[Any], address: str | None) -> float | None:
-    if len({one["machine"] for one in everybody}) == 1 or address is None:
-        return None
-    return link_rate(interface_of(address))

@@ -269,10 +269,8 @@ def gpus(facts: Facts) -> Iterator[Finding]:
                 f"{one['local_world_size']} ranks on {one['host']}", f"--nproc-per-node {len(one['gpus'])}",
             )  # fmt: skip
     models = differing({one["rank"]: sorted({gpu["model"] for gpu in one["gpus"]}) for one in facts})
-    status, do = (GOOD, "") if len(models) == 1 else (WARN, "the slowest model sets the pace; choose equal machines")
-    yield Finding(
-        status, "GPUs", "; ".join(f"{text.strip('[]')} (rank {_ranks(who)})" for text, who in models.items()), do
-    )
+    found = "; ".join(f"{text.strip('[]')} (rank {_ranks(who)})" for text, who in models.items())
+    yield Finding.warn_unless(len(models) == 1, "GPUs", found, "the slowest model sets the pace; choose equal machines")
     for one in (one for one in facts if one["local_rank"] < len(one["gpus"])):
         gpu = one["gpus"][one["local_rank"]]
         if gpu.get("free", gpu["memory"]) < 0.9 * gpu["memory"]:
@@ -295,7 +293,7 @@ def _pcie(facts: Facts) -> Iterator[Finding]:
     if groups:
         same = len(groups) == 1
         text = next(iter(groups)) + _on_all(facts) if same else _who(groups, facts)
-        yield Finding(GOOD if same else WARN, "PCIe", text, "" if same else "the slowest slot sets the pace")
+        yield Finding.warn_unless(same, "PCIe", text, "the slowest slot sets the pace")
 
 
 def topology(facts: Facts) -> Iterator[Finding]:
@@ -304,11 +302,10 @@ def topology(facts: Facts) -> Iterator[Finding]:
         rows = [row.split() for row in one["topology"].splitlines() if row.startswith("GPU")]
         count = len(one["gpus"])
         links = {cell for row in rows for cell in row[1 : count + 1] if cell not in ("X", "") and "GPU" not in cell}
-        crossing = "SYS" in links
-        do = "bind ranks to one socket, or use fewer GPUs a job: traffic crosses the CPUs' link" if crossing else ""
         if links:
             found = f"{count} GPUs joined by {', '.join(sorted(links))}{_at(one, facts)}"
-            yield Finding(WARN if crossing else GOOD, "topology", found, do)
+            do = "bind ranks to one socket, or use fewer GPUs a job: traffic crosses the CPUs' link"
+            yield Finding.warn_unless("SYS" not in links, "topology", found, do)
         alone = [index for index, gpu in enumerate(one["gpus"]) if not gpu.get("peers", True)]
         if alone:
             found = f"GPU {_ranks(alone)} can't reach its peers' memory{_at(one, facts)}"
@@ -322,17 +319,14 @@ def limits(facts: Facts) -> Iterator[Finding]:
     machines = [one for one in facts if one["local_rank"] == 0]
     files = min(machines, key=lambda one: _unlimited(one["limits"]["NOFILE"]))
     count = files["limits"]["NOFILE"]
-    low = _unlimited(count) < 4096
-    yield Finding(WARN if low else GOOD, "open files", f"{'unlimited' if count == -1 else count}{_at(files, facts)}",
-               "ulimit -n 65536 before the start" if low else "")  # fmt: skip
+    found = f"{'unlimited' if count == -1 else count}{_at(files, facts)}"
+    yield Finding.warn_unless(_unlimited(count) >= 4096, "open files", found, "ulimit -n 65536 before the start")
     for one in machines:
         active = [port for port, state in one["infiniband"].items() if "ACTIVE" in state]
         if one["infiniband"]:
-            status = GOOD if active else WARN
-            do = "" if active else "`ibstat`, the cable and the subnet manager; NCCL_IB_DISABLE=1 runs without"
-            yield Finding(
-                status, "InfiniBand", f"{len(active)} of {len(one['infiniband'])} ports are active{_at(one, facts)}", do
-            )
+            found = f"{len(active)} of {len(one['infiniband'])} ports are active{_at(one, facts)}"
+            do = "`ibstat`, the cable and the subnet manager; NCCL_IB_DISABLE=1 runs without"
+            yield Finding.warn_unless(bool(active), "InfiniBand", found, do)
         if active and one["limits"]["MEMLOCK"] != -1:
             yield Finding(WARN, "locked memory", f"limited to {one['limits']['MEMLOCK']} bytes{_at(one, facts)}",
                        "ulimit -l unlimited: InfiniBand registers memory")  # fmt: skip
@@ -340,10 +334,9 @@ def limits(facts: Facts) -> Iterator[Finding]:
     if known:
         least = min(known, key=lambda one: one["shared_memory"]["free"])
         free = least["shared_memory"]["free"]
-        small = free < _GIB
-        do = "docker run --shm-size=8g: data workers and NCCL need it" if small else ""
         found = f"{units.size(free)} free in /dev/shm{_at(least, facts)}"
-        yield Finding(WARN if small else GOOD, "shared memory", found, do)
+        do = "docker run --shm-size=8g: data workers and NCCL need it"
+        yield Finding.warn_unless(free >= _GIB, "shared memory", found, do)
     for one in machines:
         setting = one["variables"].get("OMP_NUM_THREADS", "").split(",")[0].strip()
         threads = int(setting) if setting.isdecimal() else 1  # OpenMP ignores other text
@@ -374,9 +367,9 @@ def disk(facts: Facts) -> Iterator[Finding]:
         )
     if len(machines) > 1:
         shared = all(one.get("sees_run_directory") for one in machines)
-        do = "" if shared else "checkpoint.format: full works so; sharded needs one folder that all machines share"
         found = "all machines see one run directory" if shared else "machines do not share the run directory"
-        yield Finding(GOOD if shared else WARN, "shared folder", found, do)
+        do = "checkpoint.format: full works so; sharded needs one folder that all machines share"
+        yield Finding.warn_unless(shared, "shared folder", found, do)
 
 
 CHEAP: tuple[Callable[[Facts], Iterator[Finding]], ...] = (equality, variables, gpus)

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep import cores
 from lockstep.errors import LockstepError, RunError, UsageError
-from lockstep.network import DEFAULT_PORT, interface_of, is_loopback
+from lockstep.network import DEFAULT_PORT, interface_of, is_loopback, port_in_use
 
 # Keys of --rdzv-conf: numbers of seconds, except the last two.
 RDZV_CONF = (
@@ -328,12 +328,8 @@ def explain(error: Exception, options: LaunchOptions) -> LockstepError:
     text = text if cause is None else f"{text} ({str(cause).splitlines()[0]})"
     where = endpoint(options)
     if "EADDRINUSE" in text:
-        return UsageError(
-            f"port {where.rsplit(':', 1)[1]} is in use on this machine",
-            where=where,
-            why="another run is there, or an earlier one has not gone yet",
-            fix="choose another --master-port; on one machine leave it out, and a free one is found",
-        )
+        host, _, port = where.rpartition(":")
+        return port_in_use(host, int(port))
     if "Rendezvous" in text or "Dist" in text or "Timeout" in text:
         return RunError(
             f"the machines did not meet at {where}",

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from lockstep import cores
 from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_USAGE, UsageError
 from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
-from lockstep.launch.plot import SECONDS, LivePlot
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
 from lockstep.network import DEFAULT_PORT
+from lockstep.report.read import read_run
+from lockstep.report.sketch import sketch
 from lockstep.scratch import remove, scratch_folder
 
 _FORKSERVER = "forkserver"
+_DRAWING_SECONDS = 1.0  # between two drawings of `plot`
 _CAUSE_SECONDS = 5.0  # how long to wait for the cause when only consequences are known
 
 
@@ -66,11 +69,7 @@ def spawn(
     if nprocs == nnodes == 1 and plot is None:
         fn(*args)
         return
-    _check_environment(nprocs, nnodes, node_rank)
-    common, keep = _rendezvous_variables(nprocs, nnodes, node_rank, master_addr, master_port)
-    ranks = range(node_rank * nprocs, (node_rank + 1) * nprocs)
-    _run_ranks(fn, args, ranks, common, _start_method(fn), None if plot is None else LivePlot(plot))
-    del keep
+    _run_ranks(fn, args, _start_method(fn), plot, nprocs, nnodes, node_rank, master_addr, master_port)
 
 
 def spawn_again(
@@ -90,30 +89,25 @@ def spawn_again(
         LockstepError: the first error of a rank, once.
     """
     _check_not_importing_main()
-    _check_environment(nprocs, 1, 0)
-    common, keep = _rendezvous_variables(nprocs, 1, 0, None, None)
     method = _FORKSERVER if preload is not None else _start_method(fn)
     if preload is not None:
         multiprocessing.get_context(_FORKSERVER).set_forkserver_preload(list(preload))
-    _run_ranks(fn, args, range(nprocs), common, method)
-    del keep
+    _run_ranks(fn, args, method, None, nprocs)
 
 
 def _run_ranks(
-    fn: Callable[..., Any], args: Sequence[Any], ranks: range, common: dict[str, str], method: str,
-    plot: LivePlot | None = None,
+    fn: Callable[..., Any], args: Sequence[Any], method: str, plot: str | Path | None, nprocs: int, nnodes: int = 1,
+    node_rank: int = 0, master_addr: str | None = None, master_port: int | None = None,
 ) -> None:  # fmt: skip
-    """Start the ranks of this machine, and wait for them.
-
-    Args:
-        ranks: their numbers.
-        common: environment variables of all ranks.
-        method: how they are started, as multiprocessing names it.
-        plot: updated while they run, and at their end.
+    """Start the ranks of this machine, and wait for them; `method` is how they start, as multiprocessing names it.
 
     Raises:
         LockstepError: the first error of a rank.
     """
+    _check_environment(nprocs, nnodes, node_rank)
+    common, store = _rendezvous_variables(nprocs, nnodes, node_rank, master_addr, master_port)
+    ranks = range(node_rank * nprocs, (node_rank + 1) * nprocs)
+    figure = None if plot is None else LivePlot(plot)
     context: Any = multiprocessing.get_context(method)
     folder = scratch_folder("failures")
     common |= {FAILURES: str(folder), LAUNCHER_PID: str(os.getpid())}
@@ -127,11 +121,12 @@ def _run_ranks(
                 process = context.Process(target=_run, args=(fn, tuple(args), own, method), name=f"rank-{rank}")
                 process.start()
             processes.append(process)
-        _wait(processes, plot)
+        _wait(processes, figure)
         cause = _cause(processes, ranks, int(common["WORLD_SIZE"]), folder)
     finally:
         _stop(processes)
         remove(folder)
+        del store  # the ranks needed it
     if cause is not None:
         sys.stderr.write(cause.traceback)
         raise cause.error()
@@ -298,7 +293,7 @@ def _end_with_caller() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _wait(processes: Sequence[BaseProcess], plot: LivePlot | None = None) -> None:
+def _wait(processes: Sequence[BaseProcess], plot: "LivePlot | None") -> None:
     """Wait until all processes have ended, or one has failed."""
     while True:
         codes = [process.exitcode for process in processes]  # read once per round: they change meanwhile
@@ -307,7 +302,7 @@ def _wait(processes: Sequence[BaseProcess], plot: LivePlot | None = None) -> Non
         if any(codes) or None not in codes:
             return
         running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
-        multiprocessing.connection.wait(running, None if plot is None else SECONDS)
+        multiprocessing.connection.wait(running, None if plot is None else _DRAWING_SECONDS)
 
 
 def _cause(processes: Sequence[BaseProcess], ranks: Sequence[int], world: int, folder: Path) -> Failure | None:
@@ -333,3 +328,38 @@ def _stop(processes: Sequence[BaseProcess]) -> None:
         if process.exitcode is None:
             process.kill()
             process.join()
+
+
+class LivePlot:
+    """A figure below a notebook's cell, drawn again each second from the run directory that a run trains into.
+
+    IPython is not imported, only used where it runs: elsewhere one line says what to use instead.
+
+    Args:
+        run: the run directory, which need not be there yet.
+    """
+
+    def __init__(self, run: str | Path) -> None:
+        self._run, self._begun = Path(run), time.time()
+        self._handle: Any = None
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        if shell is None or not hasattr(shell, "kernel"):
+            print(f"lockstep: this is no notebook, so plot={str(run)!r} shows nothing: lockstep report {run} --live")
+            return
+        shown = import_module("IPython.display")
+        self._html: Any = shown.HTML
+        self._handle = shown.display(shown.HTML(self._drawn()), display_id=True)
+
+    def update(self) -> None:
+        """Draw what the run directory has now."""
+        if self._handle is not None:
+            self._handle.update(self._html(self._drawn()))
+
+    def _drawn(self) -> str:
+        try:
+            run = read_run(self._run)
+        except UsageError:  # rank 0 has not made it yet
+            return f"<p>{self._run.name}: starting</p>"
+        if run.start.get("time", 0.0) < self._begun:  # of an earlier run in this folder
+            return f"<p>{run.name}: starting</p>"
+        return sketch(run)
