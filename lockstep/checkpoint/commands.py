@@ -14,9 +14,7 @@ from lockstep.checkpoint.restore import unreadable
 from lockstep.checkpoint.storage import MANIFEST, CheckpointPath, Directory, build_storage, step_of
 from lockstep.config import ObjectSpec
 from lockstep.errors import UsageError, did_you_mean
-from lockstep.progress import progress_of
 
-VERBS = ("list", "inspect", "verify", "digest", "export", "convert", "import")
 FORMATS = ("full", "torch")
 _BY_RANKS = {
     "sharded": "shards are written by ranks, each its own; `full` is loaded by as many ranks as `sharded` is: by any",
@@ -81,7 +79,7 @@ def _inspect(path: Path) -> str:
 
 def _verify(path: Path) -> str:
     checkpoints = checkpoints_at(path)
-    problems = {checkpoint: verify(checkpoint) or _unreadable(checkpoint) for checkpoint in checkpoints}
+    problems = {checkpoint: verify(checkpoint) or unreadable(checkpoint) for checkpoint in checkpoints}
     damaged = {checkpoint: found for checkpoint, found in problems.items() if found}
     if damaged:
         raise DamagedError(
@@ -90,11 +88,6 @@ def _verify(path: Path) -> str:
             fix="delete or restore what is damaged; a run resumes from the newest whole one",
         )
     return "\n".join(f"{checkpoint}: whole" for checkpoint in checkpoints)
-
-
-def _unreadable(checkpoint: CheckpointPath) -> list[str]:
-    reason = unreadable(checkpoint)
-    return [] if reason is None else [reason]
 
 
 def _digest(path: Path) -> str:
@@ -122,8 +115,7 @@ def _convert(path: Path, to: str = "full", output: str | Path | None = None) -> 
     target = Path(output) if output else Path(whole if to == "full" else "model.pt")
     if to == "torch":
         return f"{checkpoint} → {export_torch(checkpoint, target)}"
-    with progress_of(f"writing {target.name}", read_manifest(checkpoint).num_bytes) as advance:
-        return f"{checkpoint} → {rewrite_full(checkpoint, target, advance)}"
+    return f"{checkpoint} → {rewrite_full(checkpoint, target)}"
 
 
 def _import(path: Path, output: str | Path = "imported", prefix: str = "") -> str:
@@ -143,6 +135,7 @@ _ACTIONS: dict[str, Callable[..., str]] = {
     "convert": _convert,
     "import": _import,
 }
+VERBS = tuple(_ACTIONS)
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "export": ("output",),
     "convert": ("output", "to"),

@@ -250,7 +250,8 @@ class AsyncSaver:
         self._control = Ranks(_gloo("control") if connected else None)
         self._writing = Ranks(_gloo("writing") if connected else None)
         self._then = then
-        self._save: _BackgroundSave | None = None
+        self._save: tuple[Location, int, threading.Thread] | None = None  # with its step
+        self._error: BaseException | None = None  # of the save in flight
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
 
     @property
@@ -284,16 +285,22 @@ class AsyncSaver:
         previous = self.wait()
         staged, copied = self._control.run(_failure(step), lambda: self._copy(stage(snapshot)))
         target = Location(storage_at(directory), step_name(step))
+        self._error = None
 
         def work() -> None:
-            if copied is not None:
-                accelerator.select(copied[0])  # a new thread begins with device 0
-                copied[1].synchronize()  # host waits for the copy, in this thread
-            write_staged(target, step, staged, config_yaml, options or SaveOptions(), self._writing)
-            if self._then is not None and self._writing.is_main:
-                self._then(target.path)
+            try:
+                if copied is not None:
+                    accelerator.select(copied[0])  # a new thread begins with device 0
+                    copied[1].synchronize()  # host waits for the copy, in this thread
+                write_staged(target, step, staged, config_yaml, options or SaveOptions(), self._writing)
+                if self._then is not None and self._writing.is_main:
+                    self._then(target.path)
+            except BaseException as error:  # `wait` raises it in the rank's own thread
+                self._error = error
 
-        self._save = _BackgroundSave(target, step, work)
+        # The thread is not a daemon: a run that ends or fails lets it finish.
+        self._save = (target, step, threading.Thread(target=work, name=f"checkpoint-{step}"))
+        self._save[2].start()
         return previous
 
     def poll(self) -> CheckpointPath | None:
@@ -306,7 +313,7 @@ class AsyncSaver:
         """
         if self._save is None:
             return None
-        running = self._save.is_running
+        running = self._save[2].is_alive()
         if self._control.all_reduce("the background save", lambda: running, any):
             return None
         return self.wait()
@@ -319,9 +326,15 @@ class AsyncSaver:
         """
         if self._save is None:
             return None
-        save, self._save = self._save, None
-        self._control.run(_failure(save.step), save.result)
-        return save.target.path
+        (target, step, thread), self._save = self._save, None
+
+        def result() -> None:
+            thread.join()
+            if self._error is not None:
+                raise self._error
+
+        self._control.run(_failure(step), result)
+        return target.path
 
     def finish_alone(self) -> None:
         """Wait for the save in flight without a collective, on a rank that is about to end with an error.
@@ -330,7 +343,7 @@ class AsyncSaver:
         ranks have ended, the thread's own collectives fail.
         """
         if self._save is not None:
-            self._save.join()
+            self._save[2].join()
 
     def _copy(self, staged: Staged) -> tuple[Staged, tuple[torch.device, torch.Event] | None]:
         parts = {
@@ -355,32 +368,3 @@ class AsyncSaver:
 def _gloo(use: str) -> dist.ProcessGroup | None:
     group: dist.ProcessGroup | None = create_once(f"checkpoint: {use}", partial(dist.new_group, backend="gloo"))
     return group
-
-
-class _BackgroundSave:
-    """A save that runs in a thread, which is not a daemon: a run that ends or fails lets it finish."""
-
-    def __init__(self, target: Location, step: int, work: Callable[[], None]) -> None:
-        self.target, self.step = target, step
-        self._work = work
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}")
-        self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def join(self) -> None:
-        self._thread.join()
-
-    def result(self) -> None:
-        self.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:  # `result` raises it in the rank's own thread
-            self._error = error

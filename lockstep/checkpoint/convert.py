@@ -44,7 +44,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.posix import locate, sync_folder
 from lockstep.checkpoint.ranks import Ranks
-from lockstep.checkpoint.read import PartReader, check_block, open_part
+from lockstep.checkpoint.read import check_block, open_part
 from lockstep.checkpoint.snapshot import (
     GROUPS_KEY,
     Part,
@@ -118,15 +118,11 @@ def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
     checkpoint = locate(path)
     manifest = verified_manifest(checkpoint, MODEL)
     header = _safetensors_header(manifest)
-    expected = sorted(manifest.parameters)
 
     def write(file: BinaryIO) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
-        names = []
-        for name, tensor in _whole_tensors(checkpoint, manifest):
+        for _, tensor in _whole_tensors(checkpoint, manifest):
             file.write(tensor_bytes(tensor))
-            names.append(name)
-        assert names == expected
 
     return _write_whole(Path(output), write)
 
@@ -137,11 +133,8 @@ def export_torch(path: Checkpoint, output: str | Path) -> Path:
     return _write_whole(Path(output), lambda file: torch.save({"model": weights(path), "step": step}, file))
 
 
-def rewrite_full(path: Checkpoint, output: Checkpoint, advance: Advance = lambda _bytes: None) -> CheckpointPath:
+def rewrite_full(path: Checkpoint, output: Checkpoint) -> CheckpointPath:
     """Write the same checkpoint with one file of whole tensors per part, and commit it like any other.
-
-    Args:
-        advance: called with the bytes copied.
 
     Raises:
         UsageError: `output` exists already.
@@ -149,31 +142,26 @@ def rewrite_full(path: Checkpoint, output: Checkpoint, advance: Advance = lambda
     """
     checkpoint, target = locate(path), locate(output)
     manifest = verified_manifest(checkpoint)
-    aliases = {name: info.aliases for name, info in manifest.parameters.items() if info.aliases}
-    parts = {
-        part: _unread_part(open_part(checkpoint, manifest, part), aliases if part == MODEL else {}, advance)
-        for part in manifest.parts
-    }
     state = read_state(checkpoint)
-    staged = Staged(parts, state, state.pop(GROUPS_KEY, {}))
-    write_once(target, manifest.step, staged, config_text(checkpoint), "full", Ranks.alone())
+    with progress_of(f"writing {target.name}", manifest.num_bytes) as advance:
+        parts = {part: _unread_part(checkpoint, manifest, part, advance) for part in manifest.parts}
+        staged = Staged(parts, state, state.pop(GROUPS_KEY, {}))
+        write_once(target, manifest.step, staged, config_text(checkpoint), "full", Ranks.alone())
     return target.path
 
 
 def _whole_tensors(checkpoint: Location, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole tensors of the model on CPU, one at a time, in the order of the names."""
-    reader = open_part(checkpoint, manifest, MODEL)
-    total = sum(t.size.numel() * t.properties.dtype.itemsize for t in reader.stored.tensors.values())
-    with progress_of(f"reading {checkpoint.name}", total) as advance:
-        for name, stored in sorted(reader.stored.tensors.items()):
-            tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-            reader.read_into({name: TensorBlock.whole(tensor)})
-            yield name, tensor
-            advance(tensor.nbytes)
+    size = sum(manifest.files[file].size for file in manifest.files_of(MODEL))
+    with progress_of(f"reading {checkpoint.name}", size) as advance:
+        model = _unread_part(checkpoint, manifest, MODEL, advance)
+        for name in model.blocks:
+            yield name, model.tensor(name)
 
 
-def _unread_part(reader: PartReader, aliases: dict[str, tuple[str, ...]], advance: Advance) -> Part:
-    """Return a part of whole tensors, each of which is read just before it is written."""
+def _unread_part(checkpoint: Location, manifest: Manifest, part: str, advance: Advance) -> Part:
+    """Return a part of whole tensors by name, each of which is read when its values are needed."""
+    reader = open_part(checkpoint, manifest, part)
     blocks = {
         name: TensorBlock.whole(torch.empty(stored.size, dtype=stored.properties.dtype, device="meta"))
         for name, stored in sorted(reader.stored.tensors.items())
@@ -185,7 +173,11 @@ def _unread_part(reader: PartReader, aliases: dict[str, tuple[str, ...]], advanc
         advance(whole.nbytes)
         return whole
 
-    return Part(blocks, aliases, read)
+    return Part(blocks, _aliases(manifest) if part == MODEL else {}, read)
+
+
+def _aliases(manifest: Manifest) -> dict[str, tuple[str, ...]]:
+    return {name: info.aliases for name, info in manifest.parameters.items() if info.aliases}
 
 
 def _safetensors_header(manifest: Manifest) -> bytes:
@@ -205,8 +197,7 @@ def _safetensors_header(manifest: Manifest) -> bytes:
             "data_offsets": [position, position + size],
         }
         position += size
-    aliases = {name: list(info.aliases) for name, info in manifest.parameters.items() if info.aliases}
-    if aliases:
+    if aliases := _aliases(manifest):
         metadata["aliases"] = json.dumps(aliases)
     text = json.dumps({"__metadata__": metadata, **header}).encode()
     return text + b" " * (-len(text) % 8)
@@ -232,9 +223,7 @@ def _write_whole(target: Path, write: Callable[[BinaryIO], object]) -> Path:
 # ---- weights of other trainers ----
 
 
-def import_weights(
-    source: str | Path, output: Checkpoint, *, prefix: str = ""
-) -> tuple[CheckpointPath, int, int]:  # fmt: skip
+def import_weights(source: str | Path, output: Checkpoint, *, prefix: str = "") -> tuple[CheckpointPath, int, int]:
     """Write the weights of another trainer as a checkpoint of step 0.
 
     Args:
@@ -248,34 +237,30 @@ def import_weights(
     Raises:
         UsageError: there are no weights at `source`, or none with that prefix, or they can't be read safely.
     """
-    found, aliases = read_weights(Path(source))
+    found, aliases = _read_weights(Path(source))
     _check(found, source)
-    ddp = _DDP_PREFIX if all(canonical(name).startswith(_DDP_PREFIX) for name in found) else ""
-    named = {canonical(name).removeprefix(ddp): tensor for name, tensor in found.items()}
-    kept = {name.removeprefix(prefix): _full_precision(t) for name, t in named.items() if name.startswith(prefix)}
+    ddp = _DDP_PREFIX if all(_canonical(name).startswith(_DDP_PREFIX) for name in found) else ""
+    named = {_canonical(name).removeprefix(ddp): tensor for name, tensor in found.items()}
+    kept = {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}
     if not kept:
         names = ", ".join(list(named)[:3])
         raise UsageError(f"no name in {source} begins with {prefix!r}", where="--prefix", why=f"it holds {names} …")
-    ties = {_stripped(alias, ddp + prefix): _stripped(name, ddp + prefix) for alias, name in aliases.items()}
     declared: dict[str, tuple[str, ...]] = {}
-    for alias, name in ties.items():
+    for pair in aliases.items():
+        alias, name = (_canonical(one).removeprefix(ddp + prefix) for one in pair)
         if name in kept and alias not in kept:
             declared[name] = (*declared.get(name, ()), alias)
     state = {
         "step": 0, "updates": 0, "skipped": [], "epoch": 0, "samples": 0, "nominal": None, "loss_scale": None,
         "source": {}, "best": {}, "metadata": {"imported_from": str(source)},
     }  # fmt: skip
-    snapshot = Snapshot(_with_ties(named, kept, prefix), state=state, aliases=declared)
+    snapshot = Snapshot(_in_full_precision(kept), state=state, aliases=declared)
     path = save_as(output, 0, snapshot, config_yaml=f"# weights imported from {source}\n")
     return path, len(kept), len(named) - len(kept)
 
 
-def read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
-    """Return (name → tensor, alias → the name of its tensor).
-
-    Raises:
-        UsageError: there are no weights, or they can't be read safely.
-    """
+def _read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
+    """Return (name → tensor, alias → the name of its tensor)."""
     file = _file_of(source)
     if file.name == _INDEX:
         try:
@@ -294,13 +279,9 @@ def read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
     return _safetensors(file) if file.suffix == ".safetensors" else (_pickled(file), {})
 
 
-def canonical(name: str) -> str:
+def _canonical(name: str) -> str:
     """Return a name without the parts that FSDP, torch.compile and activation checkpointing add to it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)
-
-
-def _stripped(name: str, prefix: str) -> str:
-    return canonical(name).removeprefix(prefix)
 
 
 def _file_of(source: Path) -> Path:
@@ -369,11 +350,7 @@ def _pickled(file: Path) -> Weights:
 
 
 def _check(weights: Weights, source: str | Path) -> None:
-    """Refuse tensors that can't be stored, or that would be larger in memory than in the file.
-
-    Raises:
-        UsageError: there is such a tensor, or two names differ only in wrappers.
-    """
+    """Refuse tensors that can't be stored or would be larger in memory than in the file, and names that collide."""
     for name, tensor in weights.items():
         dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
         if not dense:
@@ -388,7 +365,7 @@ def _check(weights: Weights, source: str | Path) -> None:
                 why="it is an expanded view, which would grow in memory",
                 fix="save the weights again with Tensor.contiguous()",
             )
-    if len({canonical(name) for name in weights}) < len(weights):
+    if len({_canonical(name) for name in weights}) < len(weights):
         raise UsageError(
             f"two names in {source} differ only in what wrappers add to them ({', '.join(WRAPPER_NAMES)})",
             fix="save the weights of the model alone: torch.save(model.state_dict(), FILE)",
@@ -399,16 +376,12 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")[:200] or type(error).__name__
 
 
-def _full_precision(tensor: Tensor) -> Tensor:
-    """Return floating-point tensors as float32, in which parameters are kept; autocast computes in less."""
-    return tensor.float() if tensor.is_floating_point() else tensor
-
-
-def _with_ties(named: Weights, kept: Weights, prefix: str) -> Weights:
-    """Return the converted weights with those tied that shared memory before the conversion."""
-    first: dict[tuple[object, ...], str] = {}
-    for name in kept:
-        t = named[prefix + name]
-        if t.numel():
-            kept[name] = kept[first.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype), name)]
-    return kept
+def _in_full_precision(weights: Weights) -> Weights:
+    """Return floating-point tensors as float32, in which parameters are kept; what shared memory still does."""
+    converted: dict[object, Tensor] = {}
+    for name, tensor in weights.items():
+        memory = TensorBlock.whole(tensor).memory if tensor.numel() else name
+        if memory not in converted:
+            converted[memory] = tensor.float() if tensor.is_floating_point() else tensor
+        weights[name] = converted[memory]
+    return weights

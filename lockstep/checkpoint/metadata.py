@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lockstep.checkpoint.manifest import count_of, text_of
-from lockstep.checkpoint.snapshot import dtype_of
+from lockstep.checkpoint.snapshot import TensorInfo, dtype_name, dtype_of
 from lockstep.torch_compat.checkpoint_format import GET_LAYOUT, METADATA_MODULE, METADATA_RECORDS, STORAGE_INFO
 
 _TENSOR_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
@@ -47,6 +47,9 @@ class StoredPart:
 
     tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
     places: dict[MetadataIndex, StoredAt] = field(default_factory=dict)
+
+    def info(self) -> dict[str, TensorInfo]:
+        return {name: (tuple(t.size), dtype_name(t.properties.dtype)) for name, t in self.tensors.items()}
 
 
 class _Record:

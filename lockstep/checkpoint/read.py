@@ -38,7 +38,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.metadata import StoredPart, check_sizes, parse_metadata
 from lockstep.checkpoint.ranks import Ranks
-from lockstep.checkpoint.snapshot import TensorBlock, dtype_name, dtype_of
+from lockstep.checkpoint.snapshot import TensorBlock, dtype_of
 from lockstep.checkpoint.storage import Location
 from lockstep.errors import UsageError
 from lockstep.torch_compat.checkpoint_format import read_items
@@ -65,7 +65,7 @@ def open_part(checkpoint: Location, manifest: Manifest, part: str) -> PartReader
 
 
 def _compare_with_manifest(stored: StoredPart, manifest: Manifest) -> None:
-    found = {name: (tuple(t.size), dtype_name(t.properties.dtype)) for name, t in stored.tensors.items()}
+    found = stored.info()
     listed = {name: (info.shape, info.dtype) for name, info in manifest.parameters.items()}
     if found != listed:
         name = min({*found, *listed}, key=lambda n: (found.get(n) == listed.get(n), n))
@@ -335,7 +335,7 @@ def _described(blocks: list[RawBlock]) -> TensorStorageMetadata:
 
 
 def _copy_overlap(checkpoint: Location, raw: RawBlock, block: TensorBlock) -> None:
-    """Copy the elements that the stored block and the block in memory have in common."""
+    """Copy the elements that are in both blocks."""
     low = [max(a, b) for a, b in zip(raw.offset, block.offset, strict=True)]
     ends = zip(raw.offset, raw.block, block.offset, block.tensor.shape, strict=True)
     high = [min(a + n, b + m) for a, n, b, m in ends]

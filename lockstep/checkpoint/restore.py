@@ -28,7 +28,7 @@ from lockstep.checkpoint.manifest import (
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.read import PartReader, check_topology, open_part
-from lockstep.checkpoint.snapshot import Snapshot, TensorBlock, TensorInfo, as_json, blocks_of, dtype_name
+from lockstep.checkpoint.snapshot import Snapshot, TensorBlock, TensorInfo, as_json, blocks_of
 from lockstep.checkpoint.storage import Checkpoint, Location
 from lockstep.errors import UsageError, listed
 
@@ -75,7 +75,7 @@ def load(
         return {part: target.info() for part, target in targets.items()}
 
     def compare(described: list[dict[str, _Infos]]) -> None:
-        _compare(checkpoint, {part: target.stored_info() for part, target in targets.items()}, described)
+        _compare(checkpoint, {part: target.reader.stored.info() for part, target in targets.items()}, described)
 
     ranks.all_reduce(failure, describe, compare)
     return ranks.run(failure, lambda: _fill(checkpoint, targets))
@@ -125,15 +125,8 @@ class _Target:
     blocks: dict[str, TensorBlock]
     owner: dict[str, str] = field(default_factory=dict)
 
-    def stored_info(self) -> _Infos:
-        stored = self.reader.stored.tensors.items()
-        return {name: (tuple(t.size), dtype_name(t.properties.dtype)) for name, t in stored}
-
     def info(self) -> _Infos:
-        return {
-            self.owner.get(name, name): (block.shape, dtype_name(block.tensor.dtype))
-            for name, block in self.blocks.items()
-        }
+        return {self.owner.get(name, name): block.info for name, block in self.blocks.items()}
 
 
 def _targets(
@@ -179,10 +172,11 @@ def _check_ties(checkpoint: Location, model: _Target, declared: Collection[str])
 
 def _compare(checkpoint: Location, stored: dict[str, _Infos], ranks: list[dict[str, _Infos]]) -> None:
     """Refuse names that only one side has, or that have another shape or dtype; on rank 0."""
-    missing: set[str] = set()
-    unexpected: set[str] = set()
-    shapes: set[str] = set()
-    dtypes: set[str] = set()
+    found: dict[str, set[str]] = {
+        "missing in the checkpoint": set(), "only in the checkpoint": set(), "of another shape": set(),
+        "of another dtype": set(),
+    }  # fmt: skip
+    missing, unexpected, shapes, dtypes = found.values()
     for part, kept in stored.items():
         prefix = "" if part == MODEL else f"{part}: "
         unexpected |= {prefix + name for name in kept.keys() - {name for rank in ranks for name in rank.get(part, {})}}
@@ -195,13 +189,7 @@ def _compare(checkpoint: Location, stored: dict[str, _Infos], ranks: list[dict[s
                 shapes.add(f"{prefix}{name} (stored {list(stored_shape)}, wanted {list(shape)})")
             if dtype != stored_dtype:
                 dtypes.add(f"{prefix}{name} (stored {stored_dtype}, wanted {dtype})")
-    kinds = (
-        ("missing in the checkpoint", missing),
-        ("only in the checkpoint", unexpected),
-        ("of another shape", shapes),
-        ("of another dtype", dtypes),
-    )
-    if differing := [f"{kind}: {listed(sorted(names))}" for kind, names in kinds if names]:
+    if differing := [f"{kind}: {listed(sorted(names))}" for kind, names in found.items() if names]:
         raise UsageError(
             f"{checkpoint} does not fit this model",
             why="; ".join(differing),
@@ -223,11 +211,8 @@ def has_extra(path: Checkpoint, name: str) -> bool:
     return extra_part(name) in read_manifest(path).parts
 
 
-def unreadable(path: Checkpoint) -> str | None:
-    """Return the reason why a checkpoint with correct checksums can't be read all the same; None if it can.
-
-    The descriptions of its parts and its state are read, but no tensors.
-    """
+def unreadable(path: Checkpoint) -> list[str]:
+    """Return why a checkpoint with correct checksums can't be read all the same, without reading its tensors."""
     checkpoint = locate(path)
     try:
         manifest = read_manifest(checkpoint)
@@ -235,8 +220,8 @@ def unreadable(path: Checkpoint) -> str | None:
             open_part(checkpoint, manifest, part)
         read_state(checkpoint)
     except DamagedError as error:
-        return f"{error.where}: {error.why}"
-    return None
+        return [f"{error.where}: {error.why}"]
+    return []
 
 
 # ---- optimizers ----

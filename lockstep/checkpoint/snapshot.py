@@ -73,6 +73,11 @@ class TensorBlock:
         """Return the same block with its elements in another tensor."""
         return TensorBlock(tensor, self.shape, self.offset)
 
+    @property
+    def info(self) -> "TensorInfo":
+        """The shape of the whole tensor, and its dtype."""
+        return self.shape, dtype_name(self.tensor.dtype)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -140,7 +145,7 @@ def stage(snapshot: Snapshot) -> Staged:
     """Return the blocks of a snapshot, which share its memory, and a copy of its JSON.
 
     Raises:
-        UsageError: a value is not a tensor where tensors are needed, or is not JSON in `state` or `groups`.
+        UsageError: a value can't be stored.
     """
     if GROUPS_KEY in snapshot.state:
         raise UsageError(f"state[{GROUPS_KEY!r}] is where the optimizers' groups are kept", fix="choose another key")
@@ -266,13 +271,7 @@ class Description:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """The content of the checkpoint to be written.
-
-    Args:
-        parts: the folders of tensors, the model's first.
-        parameters: the tensors of the model, for the manifest.
-        groups: the parameter groups of each optimizer, merged over all ranks.
-    """
+    """The content of the checkpoint to be written: its parts, the model's parameters, and all ranks' groups."""
 
     parts: list[str]
     parameters: dict[str, ParameterInfo]
@@ -282,8 +281,7 @@ class CheckpointPlan:
 def describe(staged: Staged, blocks: Any) -> Description:
     """Return the description of this rank; `blocks` comes from the format."""
     tensors = {
-        part: {name: (block.shape, dtype_name(block.tensor.dtype)) for name, block in content.blocks.items()}
-        for part, content in staged.parts.items()
+        part: {name: block.info for name, block in content.blocks.items()} for part, content in staged.parts.items()
     }
     return Description(tensors, staged.parts[MODEL].aliases, staged.groups, blocks)
 
@@ -301,17 +299,14 @@ def merge(ranks: Sequence[Description]) -> CheckpointPlan:
             for name, info in tensors.items():
                 first = whole[part].setdefault(name, info)
                 if first != info:
+                    one, another = (f"{dtype}{list(shape)}" for shape, dtype in (first, info))
                     raise UsageError(
-                        f"ranks disagree about {name}: {_shown(first)} on one, {_shown(info)} on another",
+                        f"ranks disagree about {name}: {one} on one, {another} on another",
                         why="a name means one tensor, whichever ranks hold it",
                     )
     aliases = _merged_aliases([rank.aliases for rank in ranks], whole[MODEL])
     parameters = {name: ParameterInfo(*info, aliases.get(name, ())) for name, info in whole[MODEL].items()}
     return CheckpointPlan(parts, parameters, _merged_groups([rank.groups for rank in ranks]))
-
-
-def _shown(info: TensorInfo) -> str:
-    return f"{info[1]}{list(info[0])}"
 
 
 def _merged_aliases(ranks: Sequence[_Aliases], names: Collection[str]) -> dict[str, tuple[str, ...]]:
