@@ -33,9 +33,8 @@ _DYING = 3.0  # seconds that a killed process may take to release its lock
 _LOOK = 0.2
 _SIZE = 1024  # bytes of the file, constant, so that a beat needs no space on a full disk
 
-_held: dict[
-    tuple[int, str], "RunLock"
-] = {}  # locks of this process: a second open and close of the file would unlock it
+# Locks of this process: a second open and close of the file would unlock it.
+_held: dict[tuple[int, str], "RunLock"] = {}
 
 
 @dataclass(frozen=True)
@@ -156,8 +155,6 @@ class RunLock:
         self._handle = None
         del _held[os.getpid(), self._key]
 
-    # ---- how ----
-
     @property
     def _key(self) -> str:
         return os.path.realpath(self._path)
@@ -172,7 +169,10 @@ class RunLock:
                 holder = _read(handle)
                 waited = time.monotonic() - begun
                 if holder is not None and _is_elsewhere(holder, me, locked):
-                    first = first or self._wait_for(holder)
+                    if first is None:
+                        first = holder
+                        wait = f"looking for up to {PATIENCE:g} s whether it is alive"
+                        self._say(f"{self._path.parent} is that of {holder}: {wait}")
                     if (holder.token, holder.beat) != (first.token, first.beat):
                         raise _refusal(self._path.parent, holder)
                     if waited > PATIENCE and locked is False and _is_at(handle, self._path):
@@ -190,10 +190,6 @@ class RunLock:
                 raise
             os.close(handle)
             time.sleep(_LOOK)
-
-    def _wait_for(self, holder: Holder) -> Holder:
-        self._say(f"{self._path.parent} is that of {holder}: looking for up to {PATIENCE:g} s whether it is alive")
-        return holder
 
     def _is_ours(self, handle: int, me: Holder, locked: bool | None) -> bool:
         """Write the holder; without kernel locks, the last of several writers has the lock."""
@@ -220,39 +216,32 @@ class RunLock:
                 _write(self._handle, Holder(**{**asdict(self._me), "beat": beat}))
 
 
-def holder_of(directory: Path) -> Holder | None:
-    """Return the run on this machine that holds a run directory's lock; None if there is none, or it is unknown.
+def require_free(directory: Path) -> None:
+    """Raise if a run on this machine has the lock, before ranks are started.
 
-    It is for a check before ranks are started: only taking the lock shows whether a run on another machine is alive.
+    Only taking the lock shows whether a run on another machine is alive.
+
+    Raises:
+        UsageError: with its name.
     """
     path = directory / FILE
     if (os.getpid(), os.path.realpath(path)) in _held:
-        return None
+        return
     begun = time.monotonic()
     while True:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            return None
+            return
         try:
             holder = _read(handle) if _lock(handle) is False else None
         finally:
             os.close(handle)
         if holder is None or holder.machine != Holder.this_process().machine:
-            return None
+            return
         if time.monotonic() - begun > _DYING:
-            return holder
+            raise _refusal(directory, holder)
         time.sleep(_LOOK)
-
-
-def require_free(directory: Path) -> None:
-    """Raise if a run on this machine has the lock.
-
-    Raises:
-        UsageError: with its name.
-    """
-    if (holder := holder_of(directory)) is not None:
-        raise _refusal(directory, holder)
 
 
 def _refusal(directory: Path, holder: Holder | None) -> UsageError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from lockstep import collectives
@@ -56,29 +56,32 @@ def adopt(
     found = _understand(data, config or DataConfig())
     if found.batch_size is not None and found.batch_size != batch_size:
         if not for_evaluation:
-            raise _other_batch_size(found, batch_size)
+            raise UsageError(
+                f"the DataLoader has batch_size {found.batch_size}, training.batch_size is {batch_size}",
+                where="the training data",
+                why="both mean the samples in a micro-batch",
+                fix=f"give the trainer batch_size={found.batch_size}",
+            )
         global_batch_size, batch_size = global_batch_size // batch_size * found.batch_size, found.batch_size
     found.drop_last = found.drop_last and not for_evaluation
     common: dict[str, Any] = {
         "start_step": start_step, "stop_step": stop_step, "epochs": epochs, "seed": seed, "device": device,
         "wanted": wanted, "notice": found.notice,
     }  # fmt: skip
-    if not found.iterated:
-        order = _order(found, batch_size, global_batch_size, seed)
-        return StepLoader(found.data, order, assign, **common, **found.reading)
-    return IterableSteps(
-        found.data, batch_size, global_batch_size, assign, **common, ready=found.ready, state=state,
-        any_left=_on_any_rank if _is_rank_sharded(getattr(found.data, "dataset", found.data)) else None,
-    )  # fmt: skip
-
-
-def _other_batch_size(found: "_UserData", batch_size: int) -> UsageError:
-    return UsageError(
-        f"the DataLoader has batch_size {found.batch_size}, training.batch_size is {batch_size}",
-        where="the training data",
-        why="both mean the samples in a micro-batch",
-        fix=f"give the trainer batch_size={found.batch_size}",
-    )
+    if found.iterated:
+        return IterableSteps(
+            found.data, batch_size, global_batch_size, assign, **common, ready=found.ready, state=state,
+            any_left=_on_any_rank if _is_rank_sharded(getattr(found.data, "dataset", found.data)) else None,
+        )  # fmt: skip
+    order: Order
+    if found.batch_sampler is not None:
+        order = SamplerOrder(found.batch_sampler, global_batch_size // batch_size, seed=seed)
+    else:
+        shuffle, drop_last = found.shuffle, found.drop_last
+        order = SampleOrder(
+            len(found.data), batch_size, global_batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last
+        )
+    return StepLoader(found.data, order, assign, **common, **found.reading)
 
 
 @dataclass
@@ -118,7 +121,9 @@ def _understand(data: Any, config: DataConfig) -> _UserData:
 def _loader(loader: DataLoader[Any]) -> _UserData:
     own = loader.batch_size
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
-        return _UserData(loader, own, iterated=True, ready=True, notice=_read_by_all(loader.dataset))
+        notice = f"every rank reads all of {type(loader.dataset).__name__} and keeps its micro-batches"
+        sharded = _is_rank_sharded(loader.dataset)
+        return _UserData(loader, own, iterated=True, ready=True, notice=None if sharded else notice)
     found = _UserData(loader.dataset, own, reading={name: getattr(loader, name) for name in _OF_A_LOADER})
     shuffle = _usual_order(loader)
     if shuffle is None:
@@ -130,19 +135,6 @@ def _loader(loader: DataLoader[Any]) -> _UserData:
     if isinstance(loader.sampler, TorchDistributedSampler | DistributedSampler):
         found.notice = "the DistributedSampler is not used: the trainer itself assigns samples to ranks"
     return found
-
-
-def _order(found: _UserData, batch_size: int, global_batch_size: int, seed: int) -> Order:
-    if found.batch_sampler is not None:
-        return SamplerOrder(found.batch_sampler, global_batch_size // batch_size, seed=seed)
-    return SampleOrder(
-        len(found.data),
-        batch_size,
-        global_batch_size,
-        seed=seed,
-        shuffle=found.shuffle,
-        drop_last=found.drop_last,
-    )
 
 
 def _usual_order(loader: DataLoader[Any]) -> bool | None:
@@ -162,12 +154,6 @@ def _usual_order(loader: DataLoader[Any]) -> bool | None:
 def _is_rank_sharded(dataset: Any) -> bool:
     """Return whether the dataset declares that it reads a different stream on each rank."""
     return bool(getattr(dataset, "rank_sharded", False))
-
-
-def _read_by_all(dataset: Dataset[Any]) -> str | None:
-    if _is_rank_sharded(dataset):
-        return None
-    return f"every rank reads all of {type(dataset).__name__} and keeps its micro-batches"
 
 
 def _hugging_face_stream(data: Any) -> bool:

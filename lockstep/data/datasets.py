@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.config import DataConfig
+from lockstep.config.objects import keywords_of
 from lockstep.data.batches import CollatingDataset, Data
 from lockstep.data.language import TextOptions, Tokenizer, check_fraction, document_data, text_data
 from lockstep.data.loader import users_line
@@ -38,10 +39,14 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
     if name is None:
         raise UsageError("the config names no data", where="data.name", fix=f"set it: {DATA_SETS.names()}")
     if name.startswith("hf:"):
-        return _made(partial(hugging_face, name.removeprefix("hf:")), args, name)
-    if ":" in name:
-        return _users(name, args, seed)
-    return _made(DATA_SETS.load_callable(name), args, name)
+        builder: Callable[..., Any] = partial(hugging_face, name.removeprefix("hf:"))
+    else:
+        builder = DATA_SETS.load_callable(name)
+        if ":" in name:
+            return _users(builder, args, name, seed)
+    _check_arguments(builder, args, name)
+    made: Data = builder(**args)
+    return made
 
 
 def check_data(data: DataConfig) -> None:
@@ -52,31 +57,13 @@ def check_data(data: DataConfig) -> None:
     """
     if data.name is None or data.name.startswith("hf:"):
         return
-    require_accepted(DATA_SETS.load_callable(data.name), data.args, data.name)
+    _check_arguments(DATA_SETS.load_callable(data.name), data.args, data.name)
 
 
-def _made(builder: Callable[..., Data], args: Mapping[str, Any], name: str) -> Data:
-    made: Data = called(builder, args, name)
-    return made
-
-
-def called(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> Any:
-    """Return `builder(**args)`.
-
-    Raises:
-        UsageError: an unknown argument, or a required one is missing.
-    """
-    require_accepted(builder, args, name)
-    return builder(**args)
-
-
-def require_accepted(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> None:
-    """Reject an unknown argument of `builder`, or the lack of a required one.
-
-    Raises:
-        UsageError: with the nearest name.
-    """
-    accepted = accepted_arguments(builder)
+def _check_arguments(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> None:
+    """Refuse an unknown argument of `builder`, or the lack of a required one."""
+    signature = _signature(builder)
+    accepted = keywords_of(signature)
     unknown = [key for key in args if accepted is not None and key not in accepted]
     if unknown and accepted is not None:
         raise UsageError(
@@ -84,43 +71,30 @@ def require_accepted(builder: Callable[..., Any], args: Mapping[str, Any], name:
             where=f"data.args.{unknown[0]}",
             fix=f"it takes {', '.join(accepted) or 'none'}",
         )
-    missing = [key for key in _required(builder) if key not in args]
-    if missing:
-        raise UsageError(
-            f"{name} needs the argument {missing[0]!r}",
-            where=f"data.args.{missing[0]}",
-            fix=f"set data.args.{missing[0]}",
-        )
+    for parameter in signature.parameters.values():
+        variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if parameter.default is parameter.empty and not variable and parameter.name not in args:
+            raise UsageError(
+                f"{name} needs the argument {parameter.name!r}",
+                where=f"data.args.{parameter.name}",
+                fix=f"set data.args.{parameter.name}",
+            )
 
 
-def accepted_arguments(builder: Callable[..., Any]) -> list[str] | None:
-    """Return the names of the arguments that `builder` takes; None if it takes any, or has no signature."""
+def _signature(builder: Callable[..., Any]) -> inspect.Signature:
     try:
-        parameters = inspect.signature(builder).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+        return inspect.signature(builder)
+    except (TypeError, ValueError):  # a builtin without one
+        return inspect.signature(lambda **_args: None)
 
 
-def _required(builder: Callable[..., Any]) -> list[str]:
-    try:
-        parameters = inspect.signature(builder).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
-
-
-def _users(name: str, args: dict[str, Any], seed: int) -> Data:
+def _users(builder: Callable[..., Any], args: dict[str, Any], name: str, seed: int) -> Data:
     """Return data made by a user's class or function: a dataset, a pair (training, validation), or a `Data`."""
-    builder = DATA_SETS.load_callable(name)
-    accepted = accepted_arguments(builder)
-    if accepted is not None and "seed" in accepted:
+    if "seed" in (keywords_of(_signature(builder)) or ()):
         args.setdefault("seed", seed)
+    _check_arguments(builder, args, name)
     try:
-        made = called(builder, args, name)
+        made = builder(**args)
     except LockstepError:
         raise
     except Exception as error:
@@ -128,10 +102,7 @@ def _users(name: str, args: dict[str, Any], seed: int) -> Data:
         raise UsageError(f"the data {name} can't be made", where=users_line(error), why=why) from error
     if isinstance(made, Data):
         return made
-    if isinstance(made, tuple) and len(made) == 2:
-        train, validation = made
-    else:
-        train, validation = made, None
+    train, validation = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     for part, role in ((train, "training"), (validation, "validation")):
         if not (part is None and role == "validation") and not _readable(part):
             raise UsageError(

@@ -31,17 +31,9 @@ class IterableSteps:
     Args:
         iterable: of samples, or (`ready`) of batches. It is iterated again each epoch, after `set_epoch(epoch)` if it
             has that method. If it yields nothing the second time (a generator), the steps end.
-        batch_size, global_batch_size: samples in a micro-batch and in a step; for ready batches only the quotient
-            counts, the number of batches in a step.
-        assign: M → this rank's micro-batches, in running order.
-        start_step: the first step.
-        stop_step: the first step not taken; None: no limit.
-        seed: of the run.
-        device: where batches go.
+        batch_size, global_batch_size, assign, start_step, stop_step, seed, device, epochs, wanted: as in `adopt`.
         ready: the items are collated batches.
         collate_fn: list of samples → batch; unset: torch's `default_collate`.
-        epochs: how many times to go through the data; None: until `stop_step`.
-        wanted: False on a rank that reads no data.
         state: a `state_dict` from a step before `start_step`. The steps between are read and discarded; without a state
             all from step 0 on.
         any_left: for a rank-sharded iterable: whether any rank passes True; called by all ranks, once per step.
@@ -87,7 +79,12 @@ class IterableSteps:
         self._stream: Stream | None = None
         self._latest: tuple[list[Any], int, int] | None = None  # piece, step, index: for dummies
         self.rank_sharded = any_left is not None
-        self._state = self._begin_at(state or {})
+        self._state: dict[str, Any] = {"step": 0, "epoch": 0, "position": 0, "iterable": None, **(state or {})}
+        if self._state["step"] > start_step:
+            raise UsageError(
+                f"the state of the data is that of step {self._state['step']}, after step {start_step}",
+                why="the data have gone further than the run; they are restored together, from one checkpoint",
+            )
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -128,15 +125,6 @@ class IterableSteps:
                     yield batches
         finally:
             self.close()
-
-    def _begin_at(self, state: dict[str, Any]) -> dict[str, Any]:
-        begin = {"step": 0, "epoch": 0, "position": 0, "iterable": None, **state}
-        if begin["step"] > self._start:
-            raise UsageError(
-                f"the state of the data is that of step {begin['step']}, after step {self._start}",
-                why="the data have gone further than the run; they are restored together, from one checkpoint",
-            )
-        return begin
 
     def _all_steps(self) -> Iterator[StepBatches]:
         """Yield all steps from the state's on; those before `start_step` have no data."""

@@ -232,11 +232,7 @@ class StepLoader:
         dataset: anything with `__getitem__`. With an attribute `deterministic = True` (it draws no random numbers) it
             is read without seeding, and in one call per micro-batch if it has `__getitems__`.
         order: which samples make up a step.
-        assign: M → this rank's micro-batches, in running order.
-        start_step: the first step.
-        stop_step: the first step not taken; None: no limit.
-        seed: of the run.
-        device: where batches go.
+        assign, start_step, stop_step, seed, device, epochs: as in `adopt`; epochs are counted from step 0.
         num_workers, prefetch_factor, persistent_workers: as in torch's DataLoader. Workers live as long as one
             iteration over any number of epochs; `persistent_workers` keeps them for the next. `prefetch_factor` unset:
             at least one step ahead.
@@ -244,7 +240,6 @@ class StepLoader:
         collate_fn: list of samples → batch; unset: torch's `default_collate`.
         wanted: False on a rank that needs no data (the middle of a pipeline): `batch` is None, nothing is read.
         worker_init_fn, multiprocessing_context, timeout: as in torch's DataLoader.
-        epochs: how many epochs to take at most, counted from step 0; None: no limit.
         notice: a line to log at the start, besides the order's.
 
     Raises:

@@ -47,11 +47,8 @@ def text(
     Raises:
         UsageError: no such path, no text in it, text that is not UTF-8, or too little for one sample.
     """
-    options, chosen, files = (
-        TextOptions(block_size, stride, validation_fraction),
-        Tokenizer(tokenizer),
-        text_files(Path(path)),
-    )
+    options, chosen = TextOptions(block_size, stride, validation_fraction), Tokenizer(tokenizer)
+    files = text_files(Path(path))
     if documents:
         return document_data(*options.split(_documents(Path(path), files, chosen)), options, path, chosen)
     size = sum(file.stat().st_size for file in files)
