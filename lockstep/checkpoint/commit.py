@@ -1,8 +1,7 @@
 """Save a checkpoint, through all four stops; the last one, the commit, makes it visible.
 
-The snapshot is staged, rank 0 plans, and all ranks write into a draft, which no reader sees. Then rank 0 adds the
-state, the config and, last, the manifest, in one commit. Before the commit there is no new checkpoint, after it a whole
-one. Older checkpoints are never touched. `AsyncSaver` does the same while training goes on.
+Before the commit there is no new checkpoint, after it a whole one; older ones are never touched. `AsyncSaver` does the
+same while training goes on.
 """
 
 import platform
@@ -163,7 +162,7 @@ def write_once(target: Location, step: int, staged: Staged, config_yaml: str, fo
             target.storage.commit(draft.name, target.name, _within_limit("manifest.json", manifest.to_bytes()))
 
         draft, share = ranks.exchange(failure, lambda: describe(staged, writer.describe()), plan)
-        ranks.all_reduce(failure, lambda: writer.write(target.beside(draft), share), finish)
+        ranks.all_reduce(failure, lambda: writer.write(Location(target.storage, draft), share), finish)
 
 
 def is_shared(directory: Directory, group: dist.ProcessGroup | None = None) -> bool:
@@ -272,9 +271,6 @@ class AsyncSaver:
 
         On an accelerator the copy runs on the current stream into pinned memory, and the host does not wait for it.
 
-        Args:
-            options: unset: sharded, tried once.
-
         Returns:
             the checkpoint of the previous save, if no call has returned it yet.
 
@@ -305,8 +301,6 @@ class AsyncSaver:
 
     def poll(self) -> CheckpointPath | None:
         """Return the checkpoint of the save in flight once it is done; None while it runs, or if there is none.
-
-        It costs one small exchange between hosts while a save is in flight, and nothing otherwise.
 
         Raises:
             RunError: the save failed; the same error on every rank.

@@ -1,11 +1,9 @@
 """Export the weights of a checkpoint, compute their digest, rewrite a checkpoint, and import weights of other trainers.
 
-The digest is one line for the same training, whatever the topology and the dtype of storage: SHA-256 over the tensors
-of the model in the order of their canonical names (by code points). For each: a line of JSON, `["name", "dtype",
-[shape]]`, and the elements of the whole tensor, row by row, little-endian, as stored. Tied names count once, under the
-canonical one. Whole tensors pass through memory one at a time, except in the torch format, whose writer needs them all
-at once. Source of the safetensors format: huggingface/safetensors (8 bytes of header length, a JSON header, the
-tensors' bytes).
+The digest is SHA-256 over the tensors of the model in the order of their canonical names (by code points). For each: a
+line of JSON, `["name", "dtype", [shape]]`, and the elements of the whole tensor, row by row, little-endian, as stored.
+Tied names count once. Whole tensors pass through memory one at a time, except in the torch format. Source of the
+safetensors format: huggingface/safetensors (8 bytes of header length, a JSON header, the tensors' bytes).
 
 Weights that can be imported:
 
@@ -14,8 +12,8 @@ Weights that can be imported:
     FILE.safetensors                                                         `lockstep checkpoint export` too
     FILE.ckpt | .pt | .pth | .bin: {"state_dict": …}, {"model": …} or the weights themselves    Lightning, torch.save
 
-Only weights are imported: each trainer stores optimizers, schedules and random states in its own way, by position. A
-run that continues from an import therefore begins at step 0. Pickles are read by torch's restricted unpickler.
+Only weights are imported, so a run that continues from them begins at step 0. Pickles are read by torch's restricted
+unpickler.
 """
 
 import hashlib

@@ -91,9 +91,7 @@ def resume_point(
     return None
 
 
-def _choose(
-    directory: Directory, damage: Callable[[Location], str | None], on_damaged: OnDamaged
-) -> Location | None:  # fmt: skip
+def _choose(directory: Directory, damage: Callable[[Location], str | None], on_damaged: OnDamaged) -> Location | None:
     reasons = []
     for checkpoint in reversed(_checkpoints(directory)):
         reason = damage(checkpoint)

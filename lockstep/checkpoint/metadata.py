@@ -69,10 +69,6 @@ class _Record:
         self.__dict__.update(state if type(state) is dict else {"arguments": state})
 
 
-class _Layout(_Record):
-    """Stands in for the function that returns a layout by its name."""
-
-
 class _Size(tuple[int, ...]):
     """Stands in for torch.Size."""
 
@@ -86,15 +82,14 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         # New classes for every file, so that one file can't change what the next one uses.
-        self._records = {name: type(name, (_Record,), {}) for name in (*METADATA_RECORDS, STORAGE_INFO[1])}
+        names = (*METADATA_RECORDS, STORAGE_INFO[1], GET_LAYOUT[1])
+        self._records = {name: type(name, (_Record,), {}) for name in names}
 
     def find_class(self, module: str, name: str) -> object:
-        if (module == METADATA_MODULE and name in METADATA_RECORDS) or (module, name) == STORAGE_INFO:
+        if (module == METADATA_MODULE and name in METADATA_RECORDS) or (module, name) in (STORAGE_INFO, GET_LAYOUT):
             return self._records[name]
         if (module, name) == ("torch", "Size"):
             return _Size
-        if (module, name) == GET_LAYOUT:
-            return _Layout
         if module == "torch":
             return dtype_of(name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata needs")

@@ -134,15 +134,11 @@ BlockInfo = tuple[tuple[int, ...], torch.dtype, _Block | None]  # shape of the w
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A whole tensor, and the ranks that have its blocks.
-
-    Args:
-        senders: block → the first rank that has it.
-    """
+    """A whole tensor, and the ranks that have its blocks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    senders: dict[_Block, int] = field(default_factory=dict)
+    senders: dict[_Block, int] = field(default_factory=dict)  # block → the first rank that has it
 
 
 def held_blocks(part: Part) -> dict[str, BlockInfo]:
@@ -165,12 +161,7 @@ def sources_of(held: Sequence[Mapping[str, BlockInfo]]) -> dict[str, TensorSourc
 
 
 def gather_tensor(source: TensorSource, block: TensorBlock | None, failure: str, ranks: Ranks) -> Tensor | None:
-    """Assemble one tensor on the CPU of rank 0 (None on the others); every rank calls it.
-
-    Args:
-        block: this rank's block of it.
-        failure: the error message in case of failure.
-    """
+    """Assemble one tensor on the CPU of rank 0 (None on the others); every rank calls it, with its block."""
     assembled: list[Tensor] = []
 
     def send() -> Tensor | None:
@@ -182,7 +173,7 @@ def gather_tensor(source: TensorSource, block: TensorBlock | None, failure: str,
         for (offset, shape), rank in source.senders.items():
             values = sent[rank] if rank or block is None else block.tensor
             assert values is not None
-            _narrow(whole, offset, shape).copy_(values)
+            narrow(whole, offset, shape).copy_(values)
         assembled.append(whole)
 
     ranks.all_reduce(failure, send, assemble)
@@ -229,7 +220,7 @@ def scatter(
         values = ranks.broadcast(failure, lambda name=name: whole[name].detach().cpu())  # type: ignore[misc]
         if name in mine.blocks:
             block = mine.blocks[name]
-            block.tensor.copy_(_narrow(values, block.offset, block.tensor.shape))
+            block.tensor.copy_(narrow(values, block.offset, block.tensor.shape))
 
 
 def _require_same(wanted: Mapping[str, tuple[int, ...]], aliases: set[str], given: Mapping[str, Tensor]) -> None:
@@ -249,7 +240,7 @@ def _require_same(wanted: Mapping[str, tuple[int, ...]], aliases: set[str], give
         )
 
 
-def _narrow(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+def narrow(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
     """Return the part of `whole` that begins at `offset`."""
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         whole = whole.narrow(dim, start, length)

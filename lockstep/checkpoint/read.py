@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NoReturn, Protocol, cast
+from typing import Any, BinaryIO, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -37,23 +37,14 @@ from lockstep.checkpoint.manifest import (
     unreadable_error,
 )
 from lockstep.checkpoint.metadata import StoredPart, check_sizes, parse_metadata
-from lockstep.checkpoint.ranks import Ranks
+from lockstep.checkpoint.ranks import Ranks, narrow
 from lockstep.checkpoint.snapshot import TensorBlock, dtype_of
 from lockstep.checkpoint.storage import Location
 from lockstep.errors import UsageError
 from lockstep.torch_compat.checkpoint_format import read_items
 
 
-class PartReader(Protocol):
-    """Reads one part of a checkpoint."""
-
-    stored: StoredPart
-
-    def read_into(self, blocks: dict[str, TensorBlock]) -> None:
-        """Fill these blocks, in place, from the blocks that were stored, however they were cut."""
-
-
-def open_part(checkpoint: Location, manifest: Manifest, part: str) -> PartReader:
+def open_part(checkpoint: Location, manifest: Manifest, part: str) -> "PartReader":
     """Return a reader for one part.
 
     Raises:
@@ -134,10 +125,7 @@ class _BlockLoadPlanner(DefaultLoadPlanner):
         self.blocks = blocks
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        target = self.blocks[read_item.dest_index.fqn].tensor
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            target = target.narrow(dim, offset, length)
-        return target
+        return narrow(self.blocks[read_item.dest_index.fqn].tensor, read_item.dest_offsets, read_item.lengths)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
         raise AssertionError("objects are never stored with tensors, and never unpickled")
@@ -271,6 +259,9 @@ class LocalReader:
                     _copy_overlap(self._checkpoint, raw, block)
 
 
+PartReader = ShardedReader | LocalReader
+
+
 def check_topology(
     checkpoint: Location, manifest: Manifest, reader: PartReader, blocks: Mapping[str, TensorBlock],
     owner: Mapping[str, str], ranks: Ranks,
@@ -337,16 +328,15 @@ def _described(blocks: list[RawBlock]) -> TensorStorageMetadata:
 def _copy_overlap(checkpoint: Location, raw: RawBlock, block: TensorBlock) -> None:
     """Copy the elements that are in both blocks."""
     low = [max(a, b) for a, b in zip(raw.offset, block.offset, strict=True)]
-    ends = zip(raw.offset, raw.block, block.offset, block.tensor.shape, strict=True)
-    high = [min(a + n, b + m) for a, n, b, m in ends]
-    if any(end <= start for start, end in zip(low, high, strict=True)):
+    ends = zip(low, raw.offset, raw.block, block.offset, block.tensor.shape, strict=True)
+    lengths = [min(a + n, b + m) - start for start, a, n, b, m in ends]
+    if any(length <= 0 for length in lengths):
         return
     with checkpoint.open(raw.file) as stream:
         stream.seek(raw.start)
         data = bytearray(stream.read(raw.num_bytes))
     source = torch.frombuffer(data, dtype=raw.dtype).reshape(raw.block)
-    target = block.tensor
-    for dim, (start, end) in enumerate(zip(low, high, strict=True)):
-        source = source.narrow(dim, start - raw.offset[dim], end - start)
-        target = target.narrow(dim, start - block.offset[dim], end - start)
-    target.copy_(source)
+    here, there = (
+        [start - first for start, first in zip(low, offset, strict=True)] for offset in (block.offset, raw.offset)
+    )
+    narrow(block.tensor, here, lengths).copy_(narrow(source, there, lengths))

@@ -1,8 +1,7 @@
 """Load a checkpoint in any layout of ranks: verify it, compare it strictly, then fill the tensors in place.
 
-The state of an optimizer is stored by canonical parameter names, through torch.optim's public attributes. A tensor of
-it is named `"<parameter>//<key>"`, as in `layers.0.weight//exp_avg`. Options of the groups and plain numbers of the
-state are JSON. Nothing depends on the order of parameters or on their number per rank.
+The state of an optimizer is stored by canonical parameter names, as in `layers.0.weight//exp_avg`; options of the
+groups and plain numbers are JSON. Nothing depends on the order of parameters or on their number per rank.
 """
 
 from collections.abc import Collection, Iterator, Mapping

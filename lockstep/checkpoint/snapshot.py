@@ -4,9 +4,8 @@ The caller's `Snapshot` has named tensors and JSON. `stage` turns each tensor in
 the whole; a DTensor becomes the block of this rank, with its offset in the whole. A rank without elements of a tensor
 (dimension 0 is shorter than the mesh) has an empty block, and still knows the shape of the whole.
 
-Each rank then sends a `Description`: names, shapes and dtypes, but no values. Rank 0 merges them into one
-`CheckpointPlan`, or raises one error on all ranks. The format decides which rank writes which bytes
-(`write.FormatWriter.plan`); for DCP's files the functions at the end do it.
+Each rank then sends a `Description`, without values. Rank 0 merges them into one `CheckpointPlan`, or raises one error
+on all ranks. The format decides which rank writes which bytes (`write.FormatWriter.plan`).
 """
 
 import json
@@ -32,9 +31,6 @@ from torch.distributed.tensor import DTensor
 from lockstep.checkpoint.manifest import MODEL, ParameterInfo, extra_part, optimizer_part
 from lockstep.errors import UsageError
 from lockstep.torch_compat.checkpoint_format import chunks_of
-
-# ---- the first stop: the blocks of this rank ----
-
 
 GROUPS_KEY = "optimizer_groups"  # the key of state.json for the parameter groups of the optimizers
 
@@ -247,26 +243,18 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 # ---- the second stop: the plan of all ranks ----
 
-
 _Aliases = Mapping[str, tuple[str, ...]]
 TensorInfo = tuple[tuple[int, ...], str]  # shape of the whole tensor, dtype without `torch.`
 
 
 @dataclass(frozen=True)
 class Description:
-    """The tensors and optimizer groups of one rank, without values.
+    """The tensors and optimizer groups of one rank, without values."""
 
-    Args:
-        tensors: part → name → shape of the whole tensor, and dtype.
-        aliases: further names of the model's tensors.
-        groups: name of an optimizer → its parameter groups.
-        blocks: further information for the format (`FormatWriter.describe`).
-    """
-
-    tensors: dict[str, dict[str, TensorInfo]]
+    tensors: dict[str, dict[str, TensorInfo]]  # by part and name
     aliases: _Aliases
-    groups: dict[str, dict[str, Any]]
-    blocks: Any
+    groups: dict[str, dict[str, Any]]  # by optimizer
+    blocks: Any  # from `FormatWriter.describe`
 
 
 @dataclass(frozen=True)

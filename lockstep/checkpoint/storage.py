@@ -136,10 +136,6 @@ class Location:
         """The same address in the form that callers get."""
         return self.storage.path(self.name)
 
-    def beside(self, name: str) -> "Location":
-        """Return the address of another name in the same storage."""
-        return Location(self.storage, name)
-
     def open(self, file: str) -> AbstractContextManager[BinaryIO]:
         """Open a file for reading."""
         return self.storage.open(self.name, file)

@@ -165,9 +165,7 @@ class _PartFiles(FileSystemWriter):
         return results
 
     def storage_meta(self) -> StorageMeta:
-        return (
-            StorageMeta()
-        )  # DCP's default has an absolute path and a random id, which would differ for the same state
+        return StorageMeta()  # DCP's has an absolute path and a random id, which would differ for the same state
 
 
 class _DraftFiles(FileSystem):
@@ -260,13 +258,9 @@ class FullWriter(ShardedWriter):
         return whole
 
     def _gather(self, wanted: tuple[str, str] | Exception | None) -> list[Tensor | None]:
-        """Gather the tensor that rank 0 names; every rank calls it.
+        """Gather the tensor that rank 0 wants, in a list (of None on other ranks); every rank calls it.
 
-        Args:
-            wanted: on rank 0: part and name; None to end the loop; or an error to raise on all ranks.
-
-        Returns:
-            a list of the tensor (None on other ranks than 0); an empty list at the end of the loop.
+        None ends the loop, with an empty list; an error is raised on all ranks.
         """
 
         def ask() -> tuple[str, str, TensorSource] | None:

@@ -216,23 +216,19 @@ class TextOptions:
 
 
 def text_data(
-    train: Tokens,
-    validation: Tokens | None,
-    options: TextOptions,
-    source: str,
-    tokenizer: Tokenizer | None,
-    vocab_size: int,
+    train: Tokens, validation: Tokens, options: TextOptions, source: str, tokenizer: Tokenizer, vocab_size: int
 ) -> Data:
     """Return data whose samples are windows of one long text; without validation data if that part is empty.
 
     Raises:
         UsageError: a part is shorter than one sample.
     """
-    windows = TokenWindows(train, options.block_size, options.stride, where=f"the training part of {source}")
-    if validation is None or not len(validation):
-        return _data(windows, None, options, source, tokenizer, vocab_size)
-    held_out = TokenWindows(validation, options.block_size, options.stride, where=f"the validation part of {source}")
-    return _data(windows, held_out, options, source, tokenizer, vocab_size)
+
+    def windows(tokens: Tokens, role: str) -> TokenWindows:
+        return TokenWindows(tokens, options.block_size, options.stride, where=f"the {role} part of {source}")
+
+    held_out = windows(validation, "validation") if len(validation) else None
+    return _data(windows(train, "training"), held_out, options, source, tokenizer, vocab_size)
 
 
 def document_data(
@@ -267,8 +263,7 @@ def check_fraction(fraction: Any) -> None:
 
 
 def _data(
-    train: Any, validation: Any, options: TextOptions, source: str, tokenizer: Tokenizer | None, vocab_size: int
+    train: Any, validation: Any, options: TextOptions, source: str, tokenizer: Tokenizer, vocab_size: int
 ) -> Data:
     facts = {"vocab_size": vocab_size, "block_size": options.block_size, "source": source}
-    encode, decode = (tokenizer.encode, tokenizer.decode) if tokenizer is not None else (None, None)
-    return Data(train, validation, facts, encode, decode)
+    return Data(train, validation, facts, tokenizer.encode, tokenizer.decode)

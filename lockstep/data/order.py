@@ -1,9 +1,7 @@
 """Defines which samples make up which step, as a pure function of (seed, step), and seeds the reading of a sample.
 
 An epoch's order is one permutation, from (seed, epoch). A step takes the next `global_batch_size` samples of it, cut
-into micro-batches of `batch_size` consecutive samples. Ranks and workers have no part in this: they only divide the
-micro-batches among themselves, and so never change a step. Steps do not cross epochs; the last step of an epoch is
-short, unless `drop_last` is set, which logs how much it drops.
+into micro-batches; ranks and workers only divide these among themselves. Steps do not cross epochs.
 
 The random numbers that a dataset draws depend on the data that is read, not on the reading process: Python's, NumPy's
 and torch's global generators are seeded before each sample is read. Generators that a dataset makes itself
@@ -15,7 +13,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,17 +83,6 @@ class StepSamples:
     def num_samples(self) -> int:
         """Number of samples in the step, over all ranks."""
         return sum(len(indices) for indices in self.micro_batches)
-
-
-class Order(Protocol):
-    """An order of samples, as `StepLoader` uses it."""
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch; None if unknown before the epoch ends."""
-
-    def window(self, step: int) -> StepSamples:
-        """Return the samples of `step`."""
 
 
 def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
@@ -294,6 +281,8 @@ class SamplerOrder:
         indices = next(self._iterator, None)
         return None if indices is None else [operator.index(index) for index in indices]
 
+
+Order = SampleOrder | SamplerOrder
 
 # ---- for a user's own loop ----
 
