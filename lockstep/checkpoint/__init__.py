@@ -8,9 +8,8 @@ A save takes four stops from a state dict to disk; the first two are in `snapsho
     commit     state, config and, last, the manifest          → the checkpoint exists
 
 `storage` defines where the last two write to: a folder (`posix`), or a class with the same few operations. `restore`
-goes the other way: `manifest` verifies the files, `read` and `metadata` read the tensors of any format into any layout.
-`keep` chooses, rotates and sets aside; `convert` exports and imports weights; `commands` is the command line. `ranks`
-lets ranks exchange values and errors.
+goes the other way: `manifest` verifies the files, `read` and `metadata` read the tensors. `ranks` lets ranks exchange
+values and errors.
 
     checkpoints/step-00000100/
       manifest.json        format version, files {size, crc32}, parameters {shape, dtype, aliases}; last its checksum

@@ -214,12 +214,7 @@ def _content(checkpoint: Location, file: str) -> bytes:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The manifest and the state of a checkpoint, and its sizes.
-
-    Args:
-        part_bytes: `model`, `optimizer/NAME`, `extra/NAME` → size of its files in bytes.
-        num_elements: the number of elements of the model; tied ones count once.
-    """
+    """The manifest and the state of a checkpoint, the bytes of each part, and the model's elements (tied ones once)."""
 
     path: CheckpointPath
     manifest: Manifest

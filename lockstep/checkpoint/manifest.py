@@ -1,9 +1,8 @@
 """Read and verify the files of a checkpoint that describe it: `manifest.json`, `state.json` and the config.
 
-The manifest is written last. It is JSON, one entry a line; its last line is the CRC-32 of all lines before it, so that
-a flipped byte is noticed in the manifest as in any other file. CRC-32 finds damage; it is not a signature. A file may
-come from an untrusted source, so its size and depth are limited, and it can neither name a file outside of the
-checkpoint nor claim more bytes than there are.
+The manifest is written last. It is JSON, one entry a line; its last line is the CRC-32 of all lines before it. That
+finds damage, and is not a signature: the size and depth of a file are limited, and it can neither name a file outside
+of the checkpoint nor claim more bytes than there are.
 """
 
 import json
@@ -141,9 +140,8 @@ class Manifest:
     """The content of a checkpoint.
 
     Args:
-        step: the step after which the state was taken.
         files: path inside the checkpoint, with `/`, → size and checksum.
-        parameters: canonical name → shape, dtype and aliases, in the order of the names.
+        parameters: by canonical name, in the order of the names.
         parts: the folders of tensors: `model`, `optimizer/NAME`, `extra/NAME`.
         written_by: program → its version.
         ranks: the number of ranks whose raw shards it holds (`format: local`); None for DCP's files.
@@ -314,12 +312,7 @@ def problems_of_files(
 
 
 def verified_manifest(checkpoint: Location, part: str | None = None) -> Manifest:
-    """Verify the checksums of one part (of all parts if None), and return the manifest.
-
-    Raises:
-        UsageError: there is no such checkpoint.
-        DamagedError: something is not what was written.
-    """
+    """Verify the checksums of one part (of all parts if None), and return the manifest, or raise as `read_manifest`."""
     manifest = read_manifest(checkpoint)
     files = list(manifest.files) if part is None else manifest.files_of(part)
     with progress_of(f"checking {checkpoint.name}", sum(manifest.files[file].size for file in files)) as advance:

@@ -1,10 +1,9 @@
 """Read `.metadata` of torch.distributed.checkpoint (DCP) without trusting it.
 
-The file is a pickle, and a pickle is a program. Here it can only build plain records: every class that DCP's metadata
-names is replaced by an inert record, every other name is refused, and each field of a record is checked before DCP's
-class is made of it. So a hostile file can call no function and point at no file but the tensor files beside it. Nor can
-it make a reader take more memory than the files have bytes: the claimed sizes are compared with those of the files
-before anything is allocated.
+The file is a pickle, and a pickle is a program. Here every class that DCP's metadata names is replaced by an inert
+record, every other name is refused, and each field of a record is checked before DCP's class is made of it. So a
+hostile file can call no function, point at no file but the tensor files beside it, and claim no more memory than the
+files have bytes.
 """
 
 import io
@@ -121,15 +120,10 @@ def parse_metadata(data: bytes) -> StoredPart:
 
 
 def check_sizes(stored: StoredPart, sizes: Mapping[str, int]) -> None:
-    """Compare what the metadata of a part claims with the bytes of its files.
-
-    A tensor may have no more bytes than were stored for it, and blocks may not share bytes.
+    """Raise a ValueError if tensors claim more bytes than were stored for them, or blocks share bytes.
 
     Args:
         sizes: file of the part → its size in bytes.
-
-    Raises:
-        ValueError: the metadata claim more than there is.
     """
     used: Counter[str] = Counter()
     for place in stored.places.values():

@@ -229,9 +229,8 @@ def sync_folder(path: Path) -> None:
 class UncachedFile(io.RawIOBase):
     """A new file, written from start to end, without the page cache where the file system supports direct writes.
 
-    A checkpoint is not read again soon; in the cache it would push out the data, and each page costs time. While a
-    thread writes one buffer, the caller fills the next. `fileno`, which `fsync` needs, and `close` hand all bytes to
-    the system; `flush`, which torch calls after each tensor, does not.
+    In the cache a checkpoint would push out the data, and each page costs time. While a thread writes one buffer, the
+    caller fills the next. `fileno`, which `fsync` needs, and `close` hand all bytes to the system; `flush` does not.
     """
 
     def __init__(self, path: Path) -> None:

@@ -77,11 +77,9 @@ class TensorBlock:
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's blocks of one flat dictionary of tensors, such as the model or the state of an optimizer.
+    """This rank's blocks of one flat dictionary of tensors, such as the model, by canonical name.
 
     Args:
-        blocks: canonical name → block.
-        aliases: canonical name → the other names of the same tensor.
         read: returns the values of a block when it is written; `blocks` then has none.
     """
 

@@ -107,8 +107,8 @@ class IterableSteps:
     def state_dict(self) -> dict[str, Any]:
         """Return, as JSON, where a run resumed after the last yielded step has to start reading; for `state`.
 
-        If the iterable has a `state_dict`, this is that position. If it has `set_epoch` only, it is the start of the
-        epoch. If it has neither, or is sharded by rank, it is the start of the data.
+        That is the position of the iterable's `state_dict`; with `set_epoch` only, the start of the epoch; else, and if
+        sharded by rank, the start of the data.
         """
         return dict(self._state)
 
@@ -217,9 +217,6 @@ class Stream:
     """Reads one epoch of an iterable, one item ahead, to detect its end in time.
 
     Args:
-        iterable: the user's.
-        seed: of the run.
-        epoch: the epoch.
         position: number of items read before, which `state` includes.
         state: the iterable's own `state_dict`; None: from the start of the epoch.
         key: distinguishes this stream's random numbers from those of other ranks' streams.

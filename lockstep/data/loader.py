@@ -1,11 +1,9 @@
 """Makes steps of a map-style dataset, with torch's DataLoader.
 
-One DataLoader lives as long as the loader: its sampler goes through this rank's micro-batches from `start_step` on,
-over the ends of epochs, so that workers are started once and prefetch across steps and epochs. A worker reads a whole
-micro-batch (`ReadRequest`) and returns it collated. A rank reads only the samples that it runs.
-
+One DataLoader lives as long as the loader, so that workers are started once and prefetch across steps and epochs. A
+worker reads a whole micro-batch (`ReadRequest`) and returns it collated; a rank reads only the samples that it runs.
 The content of a sample is a function of (seed, epoch, dataset index), and a collate function draws from (seed, step,
-micro-batch): see `order`. An error of the user's code is returned as a `ReadFailure`, short enough for one message.
+micro-batch): see `order`.
 """
 
 import itertools
@@ -189,9 +187,8 @@ def _short(indices: Sequence[int]) -> str:
 class InlineBatch:
     """Sends a batch from a worker to the training process, where it arrives as `batch` itself.
 
-    torch moves every tensor through shared memory, passing a file descriptor over a socket: about 0.15 ms of the
-    training process per tensor, more than a fast step can bear. A small tensor is faster inside the message itself, as
-    a NumPy array: 0.02 ms for 16 KiB. Large ones are sent in torch's way, which copies less.
+    torch moves every tensor through shared memory: about 0.15 ms of the training process each. A small tensor is faster
+    inside the message itself, as a NumPy array: 0.02 ms for 16 KiB.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -318,10 +315,7 @@ class StepLoader:
         end_workers(self._loader, running)
 
     def explain(self, error: RuntimeError) -> RunError | None:
-        """Return a message for torch's error about a dead worker, which it raises wherever the main thread is.
-
-        The result is None if `error` is about something else.
-        """
+        """Return a message for torch's error about a dead worker; None if it is about something else."""
         text = str(error)
         if not text.startswith("DataLoader worker") and "DataLoader timed out" not in text:
             return None

@@ -152,8 +152,7 @@ def python_docs(
 ) -> Data:
     """Return the language reference that is part of every CPython (`pydoc_data.topics`), about 0.5 MB of text.
 
-    It needs no download and no file. It differs a little between versions of Python: `source` names the version. With
-    `documents`, a topic is a document, padded to `block_size`.
+    It differs a little between versions of Python. With `documents`, a topic is a document, padded to `block_size`.
     """
     options = TextOptions(block_size, stride, validation_fraction)
     chosen = Tokenizer(tokenizer)
@@ -270,7 +269,6 @@ def prepare(
 
     Args:
         source: a text file, a folder of them, or `python-docs`.
-        out: the folder.
         tokenizer: `bytes`, or the path of a Hugging Face `tokenizer.json`, which is copied.
         advance: called after each piece with its bytes of text.
 
