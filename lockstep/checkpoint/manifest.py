@@ -338,11 +338,7 @@ def verify(path: Checkpoint, *, thorough: bool = True) -> list[str]:
 
 
 def read_state(path: Checkpoint) -> dict[str, Any]:
-    """Return `state.json`, without comparing its checksum.
-
-    Raises:
-        DamagedError: the file is not what was written.
-    """
+    """Return `state.json`, without comparing its checksum; raise a DamagedError if it can't be read."""
     checkpoint = locate(path)
     try:
         return parse_json(checkpoint.read(STATE, JSON_LIMIT), finite=False)
@@ -351,11 +347,7 @@ def read_state(path: Checkpoint) -> dict[str, Any]:
 
 
 def config_text(path: Checkpoint) -> str:
-    """Return the resolved config of the run that saved; for imported weights, a comment.
-
-    Raises:
-        DamagedError: the file is not what was written.
-    """
+    """Return the resolved config of the run that saved; for imported weights, a comment, or raise a DamagedError."""
     checkpoint = locate(path)
     try:
         return checkpoint.read(CONFIG, JSON_LIMIT).decode()

@@ -98,11 +98,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def parse_metadata(data: bytes) -> StoredPart:
-    """Return the content of a `.metadata` file.
-
-    Raises:
-        ValueError: it is not metadata of a flat dictionary of dense tensors, or it points at other files.
-    """
+    """Return the content of a `.metadata` file; raise a ValueError unless it describes only dense tensors beside it."""
     try:
         top = _Unpickler(data).load()
         tensors = {text_of(k): _tensor(v) for k, v in _typed(_field(top, "state_dict_metadata"), dict).items()}

@@ -45,11 +45,7 @@ from lockstep.torch_compat.checkpoint_format import read_items
 
 
 def open_part(checkpoint: Location, manifest: Manifest, part: str) -> "PartReader":
-    """Return a reader for one part.
-
-    Raises:
-        DamagedError: the description of the part is not what was written, or a file of it has another size.
-    """
+    """Return a reader for one part; raise a DamagedError if its description or the size of a file is not as written."""
     if problems := problems_of_files(checkpoint, manifest, manifest.files_of(part), thorough=False):
         raise unreadable_error(f"{checkpoint}/{part}", problems[0])
     return (ShardedReader if manifest.ranks is None else LocalReader)(checkpoint, manifest, part)
@@ -67,11 +63,7 @@ def _compare_with_manifest(stored: StoredPart, manifest: Manifest) -> None:
 
 
 class ShardedReader(FileSystemReader):
-    """Reads blocks of one part of DCP's files.
-
-    Raises:
-        DamagedError: `.metadata` is not the file that was written, or has content that is refused.
-    """
+    """Reads blocks of one part of DCP's files; raises a DamagedError if `.metadata` is refused."""
 
     def __init__(self, checkpoint: Location, manifest: Manifest, part: str) -> None:
         super().__init__(Path(part))
@@ -296,11 +288,7 @@ def check_topology(
 
 
 def _read_header(checkpoint: Location, file: str, size: int) -> dict[str, RawBlock]:
-    """Return the blocks of one raw file, each of which lies inside the file.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: the file is not what `write` wrote.
-    """
+    """Return the blocks of one raw file, each of which lies inside it; raise a ValueError, KeyError … otherwise."""
     with checkpoint.open(file) as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > min(size - 8, JSON_LIMIT):

@@ -136,11 +136,7 @@ class Staged:
 
 
 def stage(snapshot: Snapshot) -> Staged:
-    """Return the blocks of a snapshot, which share its memory, and a copy of its JSON.
-
-    Raises:
-        UsageError: a value can't be stored.
-    """
+    """Return the blocks of a snapshot, which share its memory, and a copy of its JSON, or raise a UsageError."""
     if GROUPS_KEY in snapshot.state:
         raise UsageError(f"state[{GROUPS_KEY!r}] is where the optimizers' groups are kept", fix="choose another key")
     parts = {part: Part(blocks_of(tensors)) for part, tensors in snapshot.tensors().items()}
@@ -273,11 +269,7 @@ def describe(staged: Staged, blocks: Any) -> Description:
 
 
 def merge(ranks: Sequence[Description]) -> CheckpointPlan:
-    """Return the plan of the checkpoint of all ranks.
-
-    Raises:
-        UsageError: ranks disagree about a tensor, an alias, or the options of an optimizer.
-    """
+    """Return the plan of the checkpoint of all ranks; raise a UsageError if they disagree."""
     parts = sorted({part for rank in ranks for part in rank.tensors}, key=lambda part: (part != MODEL, part))
     whole: dict[str, dict[str, TensorInfo]] = {part: {} for part in parts}
     for rank in ranks:
@@ -339,11 +331,7 @@ def local_plan(part: Part) -> SavePlan:
 
 
 def global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Assign each block to one rank, with about as many bytes for each replica; also return the metadata.
-
-    Raises:
-        ValueError: the ranks' blocks of some tensor overlap, or leave a part of it out.
-    """
+    """Assign each block to one rank, and return the metadata; raise a ValueError unless blocks make up tensors."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     shared, metadata = planner.create_global_plan(plans)
     return FileSystemWriter(Path()).prepare_global_plan(shared), metadata  # names each rank's file

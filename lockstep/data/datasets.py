@@ -50,11 +50,7 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
 
 
 def check_data(data: DataConfig) -> None:
-    """Check that a config's data are known and take their arguments, without making them.
-
-    Raises:
-        UsageError: as `build_data` would.
-    """
+    """Raise the UsageError that `build_data` would for an unknown name or argument, without making the data."""
     if data.name is None or data.name.startswith("hf:"):
         return
     _check_arguments(DATA_SETS.load_callable(data.name), data.args, data.name)

@@ -179,11 +179,7 @@ class Documents(Dataset[Sample]):
 
 
 def at_least_one(name: str, value: Any) -> int:
-    """Return `value` if it is a whole number above 0.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Return `value`, or raise a UsageError if it is not a whole number above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(
             f"{name} should be a whole number of at least 1, but is {value!r}",
@@ -218,11 +214,7 @@ class TextOptions:
 def text_data(
     train: Tokens, validation: Tokens, options: TextOptions, source: str, tokenizer: Tokenizer, vocab_size: int
 ) -> Data:
-    """Return data whose samples are windows of one long text; without validation data if that part is empty.
-
-    Raises:
-        UsageError: a part is shorter than one sample.
-    """
+    """Return data whose samples are windows of one long text; without validation data if that part is empty."""
 
     def windows(tokens: Tokens, role: str) -> TokenWindows:
         return TokenWindows(tokens, options.block_size, options.stride, where=f"the {role} part of {source}")
@@ -234,11 +226,7 @@ def text_data(
 def document_data(
     train: Sequence[Tokens], validation: Sequence[Tokens], options: TextOptions, source: str, tokenizer: Tokenizer
 ) -> Data:
-    """Return data with one document per sample.
-
-    Raises:
-        UsageError: no document has two tokens, or `stride` is set.
-    """
+    """Return data with one document per sample; raise a UsageError if none has two tokens, or `stride` is set."""
     if options.stride is not None:
         raise UsageError("documents are not cut by a stride", where="data.args.stride", fix="drop it, or documents")
     padded = Documents(train, options.block_size, where=f"the training part of {source}")
@@ -249,11 +237,7 @@ def document_data(
 
 
 def check_fraction(fraction: Any) -> None:
-    """Check that `validation_fraction` is from 0 to below 1.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Raise a UsageError unless `validation_fraction` is from 0 to below 1."""
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
         raise UsageError(
             f"validation_fraction should be from 0 to below 1, but is {fraction!r}",

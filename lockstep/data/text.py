@@ -66,11 +66,7 @@ def token_pieces(files: list[Path], tokenizer: Tokenizer, advance: Advance) -> I
 
 
 def text_files(path: Path) -> list[Path]:
-    """Return the files that `path` names, those of a folder by their relative names; hidden ones are left out.
-
-    Raises:
-        UsageError: the path does not exist, or has no text.
-    """
+    """Return the files that `path` names, by their relative names, without hidden ones; raise a UsageError if none."""
     if not path.exists():
         raise UsageError(
             f"there is no file or folder {str(path)!r}",
@@ -87,11 +83,7 @@ def text_files(path: Path) -> list[Path]:
 
 
 def read_chunks(file: Path) -> Iterator[str]:
-    """Yield the text of a file in pieces of whole lines.
-
-    Raises:
-        UsageError: it is not UTF-8.
-    """
+    """Yield the text of a file in pieces of whole lines; raise a UsageError if it is not UTF-8."""
     try:
         with file.open(encoding="utf-8", newline="") as opened:
             while chunk := opened.read(CHUNK):
@@ -121,11 +113,7 @@ def _documents(path: Path, files: list[Path], tokenizer: Tokenizer) -> list[NDAr
 
 
 def topics() -> list[str]:
-    """Return the texts, sorted by their topic's name.
-
-    Raises:
-        UsageError: this Python was built without them.
-    """
+    """Return the texts, sorted by their topic's name; raise a UsageError if this Python was built without them."""
     try:
         from pydoc_data.topics import topics as texts
     except ImportError:
@@ -217,11 +205,7 @@ def tokens(*, path: str, block_size: int = 256, stride: int | None = None, valid
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """Return the contents of `tokens.json`, if the files agree with it.
-
-    Raises:
-        UsageError: they do not.
-    """
+    """Return the contents of `tokens.json`; raise a UsageError if the files disagree with it."""
     try:
         header = json.loads((folder / HEADER).read_text())
     except FileNotFoundError:
