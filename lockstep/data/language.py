@@ -219,8 +219,9 @@ def text_data(
     def windows(tokens: Tokens, role: str) -> TokenWindows:
         return TokenWindows(tokens, options.block_size, options.stride, where=f"the {role} part of {source}")
 
+    cut = windows(train, "training")
     held_out = windows(validation, "validation") if len(validation) else None
-    return _data(windows(train, "training"), held_out, options, source, tokenizer, vocab_size)
+    return _data(cut, held_out, options, source, tokenizer, vocab_size)
 
 
 def document_data(
