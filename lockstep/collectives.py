@@ -6,7 +6,8 @@ longer used. A process that places many models (a test, a notebook, `lockstep ve
 
 import os
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
@@ -150,33 +151,39 @@ def create_once(purpose: Hashable, make: Callable[[], T]) -> T:
     return _made[purpose]  # type: ignore[no-any-return]
 
 
+def create_group(purpose: str, members: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Create groups, each once, and return the one that this rank is in; every rank calls it together.
+
+    Args:
+        members: the ranks of each group.
+    """
+    mine = None
+    for ranks in members:
+        made = create_once((purpose, *ranks), partial(dist.new_group, list(ranks)))
+        if dist.get_rank() in ranks:
+            mine = made
+    return mine
+
+
 def object_device(device: torch.device) -> torch.device:
     """Return the device for small messages between hosts: the CPU, if the process group supports it beside `device`."""
     config = dist.get_backend_config()
     return torch.device("cpu") if "cpu:" in config or "gloo" in config else device
 
 
-def _drop_groups() -> None:
-    """Drop all groups, before the world is left."""
-    global _world
-    _made.clear()
-    _world = None
-
-
 def leave_world(*, destroy: bool) -> None:
     """Leave the process group, and wait until its threads hold no Python objects.
 
-    A collective ends for its caller slightly before it ends for the thread that ran it: that thread still has to
-    release
-    the tensors, for which it needs Python. If the interpreter ends first, Python ends the thread in the middle of a C++
-    destructor, and the process dies with "terminate called without an active exception" after its work was done
-    (pytorch/pytorch#190489). The threads end with the last reference to the group, which a user's model may hold until
-    after the interpreter's end; idle threads do no harm.
+    The thread that ran a collective releases its tensors slightly later, for which it needs Python. If the interpreter
+    ends first, the process dies with "terminate called without an active exception" after its work was done
+    (pytorch/pytorch#190489). A user's model may hold the group until then; idle threads do no harm.
 
     Args:
         destroy: whether Lockstep created the group and destroys it; False: it is the user's, and stays.
     """
-    _drop_groups()
+    global _world
+    _made.clear()
+    _world = None
     if dist.is_initialized() and destroy:
         dist.destroy_process_group()
     deadline = time.monotonic() + _SETTLE_SECONDS

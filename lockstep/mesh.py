@@ -7,7 +7,7 @@ placements.
 
 from typing import TYPE_CHECKING
 
-from lockstep.collectives import create_once
+from lockstep.collectives import create_group, create_once
 from lockstep.environment import RankFacts
 from lockstep.layout import Layout
 from lockstep.strategy import AUTO, REPLICAS, SINGLE, resolve
@@ -24,11 +24,7 @@ MESH_AXES = ("pipeline", "replicate", "context", "tensor", "shard")
 
 def device_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
     """Return the device mesh of a layout, with the axes `MESH_AXES`; needs an initialised process group."""
-    import torch
-
-    sizes = (layout.pipeline, layout.replicate, layout.shard, layout.context, layout.tensor)
-    ranks = torch.arange(layout.world_size, dtype=torch.int).view(sizes).movedim(2, 4)
-    return create_once(("mesh", device_type, sizes), lambda: _mesh(device_type, ranks, MESH_AXES))
+    return _mesh(layout, device_type, MESH_AXES, layout.replicate, layout.shard)
 
 
 def expert_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
@@ -36,16 +32,19 @@ def expert_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
 
     Neighbours share out experts. `tensor` comes before `expert`, because it cuts first.
     """
+    names = ("pipeline", "expert_replicate", "context", "tensor", "expert")
+    return _mesh(layout, device_type, names, layout.data_parallel_size // layout.expert, layout.expert)
+
+
+def _mesh(layout: Layout, device_type: str, names: tuple[str, ...], replicas: int, neighbours: int) -> "DeviceMesh":
     import torch
 
-    replicas = layout.data_parallel_size // layout.expert
-    sizes = (layout.pipeline, replicas, layout.expert, layout.context, layout.tensor)
+    sizes = (layout.pipeline, replicas, neighbours, layout.context, layout.tensor)
     ranks = torch.arange(layout.world_size, dtype=torch.int).view(sizes).movedim(2, 4)
-    names = ("pipeline", "expert_replicate", "context", "tensor", "expert")
-    return create_once(("experts", device_type, sizes), lambda: _mesh(device_type, ranks, names))
+    return create_once(("mesh", device_type, names, sizes), lambda: _mesh_of(ranks, device_type, names))
 
 
-def _mesh(device_type: str, ranks: "torch.Tensor", names: tuple[str, ...]) -> "DeviceMesh":
+def _mesh_of(ranks: "torch.Tensor", device_type: str, names: tuple[str, ...]) -> "DeviceMesh":
     """Return the mesh of these ranks.
 
     Where a group is no part of a communicator that is there already, torch creates one for each axis and each of its
@@ -79,19 +78,10 @@ def _group_along(ranks: "torch.Tensor", own: list[int], axis: int) -> "ProcessGr
 
 def data_parallel_group(mesh: "DeviceMesh") -> "ProcessGroup | None":
     """Return the group of the ranks that share out micro-batches and hold the same stages and pieces as this one."""
-    from functools import partial
-
-    import torch.distributed as dist
-
-    mine = None
     pipeline, replicate, context, tensor, shard = mesh.shape
     each, apart = replicate * shard, context * tensor
-    for first in (stage * each * apart + piece for stage in range(pipeline) for piece in range(apart)):
-        ranks = list(range(first, first + each * apart, apart))  # every rank makes every group
-        made = create_once(("columns", *ranks), partial(dist.new_group, ranks))
-        if dist.get_rank() in ranks:
-            mine = made
-    return mine
+    firsts = [stage * each * apart + piece for stage in range(pipeline) for piece in range(apart)]
+    return create_group("columns", [range(first, first + each * apart, apart) for first in firsts])
 
 
 def layout_of(config: "DistributedConfig", facts: RankFacts) -> Layout:

@@ -8,7 +8,6 @@ a step (evaluation, `forward`) a module is torch's own.
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.collectives import create_once
+from lockstep.collectives import create_group
 from lockstep.errors import UsageError
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.torch_compat.normalizations import BatchNorm
@@ -132,20 +131,13 @@ def apply_batch_norm_rows(model: nn.Module, samples: int | None, batch_size: int
             fix=f"leave it out, or write training.batch_size: {samples}"
             + (", or use nn.BatchNorm1d, 2d or 3d" if other else ""),
         )
-    rows = None
-    for first in range(0, ranks, in_row):
-        members = list(range(first, first + in_row))
-        group = create_once(("batch_norm", *members), partial(dist.new_group, members))
-        if dist.get_rank() in members:
-            rows = BatchNormRows(in_row, group)
-    assert rows is not None
-    for module in found.values():
-        module.forward = MethodType(_forward_by(rows), module)  # type: ignore[method-assign]
-    return rows
+    group = create_group("batch_norm", [range(first, first + in_row) for first in range(0, ranks, in_row)])
+    assert group is not None
+    rows = BatchNormRows(in_row, group)
 
-
-def _forward_by(rows: BatchNormRows) -> Any:
     def forward(self: BatchNorm, input: Tensor) -> Tensor:
         return rows.forward(self, input)
 
-    return forward
+    for module in found.values():
+        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    return rows

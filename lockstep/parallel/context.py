@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -141,7 +140,7 @@ def _by_chunk(outputs: Any, length: int, count: int, context: Context) -> list[A
 
 def train_context(placed: ParallelModel, context: Context) -> None:
     """Let a placed model sum gradients over the axis, and its losses count once."""
-    group, finish, forward = context.group, placed.finish_gradients, placed.forward
+    group, finish = context.group, placed.finish_gradients
     own, sums_itself = list(placed.parameters.values()), context.blocks is not None
 
     def finish_gradients() -> None:
@@ -152,30 +151,15 @@ def train_context(placed: ParallelModel, context: Context) -> None:
             numbers = sum(local(p.grad).numel() for p in own if p.grad is not None)
             context.on_send(2 * 4 * numbers * (context.ranks - 1) // context.ranks)
 
-    def whole_sequences(*args: Any, **kwargs: Any) -> Any:
-        context.whole = True
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            context.whole = False
-
     if group is not None and not sums_itself:
         placed.finish_gradients = finish_gradients
-    placed.forward, placed.context = whole_sequences, context
+    placed.forward, placed.context = context.outside(placed.forward), context
     placed.adds_losses &= context.rank == 0
 
 
 def _dropout(module: nn.Dropout, context: Context) -> None:
-    if "forward" in vars(module):  # it is cut over `tensor`, too, and knows of this
-        return
-    dim = getattr(module, "sequence_dim", SEQUENCE)
-
-    def forward(self: nn.Dropout, x: Tensor) -> Tensor:
-        if context.whole or not (self.training and self.p):
-            return F.dropout(x, self.p, self.training)
-        return cut_dropout(x, self.p, [(context, dim)])
-
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    if "forward" not in vars(module):  # else it is cut over `tensor`, too, and knows of this
+        cut_dropout(module, [(context, getattr(module, "sequence_dim", SEQUENCE))])
 
 
 def _bernoulli(module: SequenceBernoulli, context: Context) -> None:

@@ -3,12 +3,13 @@
     gathered     each rank gathers keys and values, and its queries attend (Llama 3, arXiv:2407.21783, section 3.3.2)
     all_to_all   each rank gives away its part of most heads for the whole sequence of some (Jacobs et al. 2023,
                  DeepSpeed-Ulysses, arXiv:2309.14509); they attend, and travel back
-    ring         keys and values travel from rank to rank (`lockstep.parallel.context_ring`)
+    ring         keys and values travel from rank to rank (Liu et al. 2023, arXiv:2310.01889)
 
 Where bits count, the first two compute the same: queries chunk by chunk, and the gradients of keys and values as one
 tree over the chunks of queries. Heads are independent of each other.
 """
 
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -19,9 +20,9 @@ from torch import Tensor
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend
 from lockstep.parallel.context_chunks import Context
-from lockstep.parallel.context_ring import ring_attention
 
 _POSITIONS = 2  # the dim of queries, keys and values along which positions lie
+_TILE = 128  # queries that are scored at a time in a ring
 
 
 def cut_attention(module: Attend, context: Context) -> None:
@@ -50,7 +51,7 @@ def cut_attention(module: Attend, context: Context) -> None:
         if context.group is None or context.method == "gathered":
             return _gathered(self, q, k, v, documents, context)
         if context.method == "ring":
-            return ring_attention(q, k, v, documents, context, causal=self.causal)
+            return _ring_attention(q, k, v, documents, context, causal=self.causal)
         _check_heads(q, k, self.heads_dim, context.ranks)
         q, k, v = (_to_heads(each, self.heads_dim, context) for each in (q, k, v))
         if context.blocks is not None:
@@ -116,3 +117,135 @@ def _exchanged(x: Tensor, given: int, taken: int, context: Context) -> Tensor:
     context.count_sent(parts)
     dist.all_to_all_single(theirs, parts, group=context.group)
     return torch.cat(theirs.unbind(), taken)
+
+
+def _ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, context: Context, *, causal: bool
+) -> Tensor:  # fmt: skip
+    """Attend with q, k and v of this rank's positions, and the documents of all.
+
+    Keys and values travel from rank to rank, and no rank ever has all of them. A rank attends to one rank's keys and
+    values after the other, and merges the results by their log-sum-exp (Milakov and Gimelshein 2018, arXiv:1805.02867).
+    The backward pass sends them around once more, with the gradients that add up on the way. Scores exist for a tile of
+    queries and one chunk of keys at a time. The order of summation depends on the rank.
+    """
+    return _Ring.apply(q, k, v, documents, context, causal)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Tile:
+    """A tile of queries and a chunk of keys, and which of them see each other.
+
+    Args:
+        rows, keys: places among this rank's queries, and among the keys that are here.
+        mask: broadcast to [B, Hk, G, rows, keys]; None: all.
+    """
+
+    def __init__(self, rows: slice, keys: slice, mask: Tensor | None) -> None:
+        self.rows, self.keys, self.mask = rows, keys, mask
+
+    def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        """Return float32 [B, Hk, G, rows, keys] for q [B, Hk, G, t, D] and k [B, Hk, t, D]."""
+        rows = q[:, :, :, self.rows]
+        found = rows.flatten(2, 3) @ k[:, :, self.keys].transpose(2, 3)
+        scores = found.float().view(*rows.shape[:4], -1) * scale
+        return scores if self.mask is None else scores.masked_fill(~self.mask, -torch.inf)
+
+
+def _tiles(
+    source: int, length: int, documents: Tensor | None, context: Context, causal: bool, device: torch.device
+) -> Iterator[_Tile]:  # fmt: skip
+    """Yield what this rank's queries, `length` of them, see of the keys of rank `source`."""
+    order = context.order(length * context.ranks)
+    share = len(order) // context.ranks
+    mine, theirs = (order[rank * share : (rank + 1) * share] for rank in (context.rank, source))
+    size = length // share
+    whole = None if documents is None else context.dealt(documents, 1).chunk(context.ranks, 1)
+    for place, number in enumerate(mine):
+        for begin in range(place * size, (place + 1) * size, _TILE):
+            rows = slice(begin, min(begin + _TILE, (place + 1) * size))
+            for their_place, their_number in enumerate(theirs):
+                if causal and their_number > number:
+                    continue
+                keys, mask = slice(their_place * size, (their_place + 1) * size), None
+                if causal and their_number == number:
+                    mask = torch.ones(rows.stop - begin, size, dtype=torch.bool, device=device)
+                    mask = mask.tril(begin - place * size)
+                if whole is not None:
+                    same = whole[context.rank][:, rows, None] == whole[source][:, None, keys]
+                    same = same[:, None, None]
+                    mask = same if mask is None else same & mask
+                yield _Tile(rows, keys, mask)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, context: Context, causal: bool
+    ) -> Tensor:  # fmt: skip
+        queries = _grouped(q, k.shape[1])
+        scale, length = q.shape[-1] ** -0.5, q.shape[_POSITIONS]
+        out = queries.new_zeros(queries.shape, dtype=torch.float32)
+        logs = out.new_full(out.shape[:-1], -torch.inf)
+        both = torch.stack((k, v))
+        for place in range(context.ranks):
+            source = (context.rank - place) % context.ranks
+            coming = _pass_on(both, context) if place + 1 < context.ranks else None
+            for tile in _tiles(source, length, documents, context, causal, q.device):
+                scores = tile.scores(queries, both[0], scale)
+                before = logs[..., tile.rows]
+                after = torch.logaddexp(before, scores.logsumexp(-1))
+                base = after.masked_fill(after == -torch.inf, 0.0)
+                p = (scores - base.unsqueeze(-1)).exp()
+                made = (p.to(v.dtype).flatten(2, 3) @ both[1][:, :, tile.keys]).view(*p.shape[:4], -1)
+                out[..., tile.rows, :] = out[..., tile.rows, :] * (before - base).exp().unsqueeze(-1) + made
+                logs[..., tile.rows] = after
+            both = both if coming is None else coming
+        ctx.context, ctx.causal, ctx.scale = context, causal, scale
+        returned = out.to(q.dtype).view_as(q)
+        ctx.save_for_backward(q, k, v, returned, logs, documents)
+        return returned
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        q, k, v, out, logs, documents = ctx.saved_tensors
+        context, scale = ctx.context, ctx.scale
+        queries, pulls, outs = (_grouped(each, k.shape[1]) for each in (q, gradients[0], out))
+        dots = (pulls.float() * outs.float()).sum(-1)
+        of_q = torch.zeros_like(queries, dtype=torch.float32)
+        both = torch.stack((k, v))
+        of_both = torch.zeros_like(both, dtype=torch.float32)
+        for place in range(context.ranks):
+            source = (context.rank - place) % context.ranks
+            for tile in _tiles(source, q.shape[_POSITIONS], documents, context, ctx.causal, q.device):
+                rows, keys = tile.rows, tile.keys
+                p = (tile.scores(queries, both[0], scale) - logs[..., rows].unsqueeze(-1)).exp()
+                pull = pulls[..., rows, :].flatten(2, 3)
+                pull_p = (pull @ both[1][:, :, keys].transpose(2, 3)).float().view_as(p)
+                pull_s = (p * (pull_p - dots[..., rows].unsqueeze(-1)) * scale).to(q.dtype).flatten(2, 3)
+                of_q[..., rows, :] += (pull_s @ both[0][:, :, keys]).view(*p.shape[:4], -1)
+                of_both[0][:, :, keys] += pull_s.transpose(2, 3) @ queries[..., rows, :].flatten(2, 3)
+                of_both[1][:, :, keys] += p.to(q.dtype).flatten(2, 3).transpose(2, 3) @ pull
+            if place + 1 < context.ranks:
+                both = _pass_on(both, context)
+            of_both = _pass_on(of_both, context)  # after the last rank they are those of this one
+        of_k, of_v = of_both.to(k.dtype).unbind()
+        return of_q.to(q.dtype).view_as(q), of_k, of_v, None, None, None
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """Return [B, H, t, D] as [B, groups, H / groups, t, D]."""
+    return x.contiguous().view(x.shape[0], groups, -1, *x.shape[2:])
+
+
+def _pass_on(x: Tensor, context: Context) -> Tensor:
+    """Send a tensor to the next rank, and return the one of the rank before."""
+    given, taken = ([x.numel() if rank == peer else 0 for rank in range(context.ranks)] for peer in _peers(context))
+    theirs = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if context.on_send is not None:
+        context.on_send(x.numel() * x.element_size())
+    dist.all_to_all_single(theirs.view(-1), x.contiguous().view(-1), taken, given, group=context.group)
+    return theirs
+
+
+def _peers(context: Context) -> tuple[int, int]:
+    return (context.rank + 1) % context.ranks, (context.rank - 1) % context.ranks

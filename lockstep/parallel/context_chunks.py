@@ -21,12 +21,11 @@ class Context(Cut):
         group: the ranks over which; None: one rank, which computes in chunks.
         blocks: chunks in a sequence where bits count; else two for each rank.
         method: how positions of several ranks meet in attention (`lockstep.parallel.context_attention`).
-        whole: set while a model is called from outside of the step, with whole sequences on every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, blocks: int | None, method: str = "gathered") -> None:
         super().__init__(group, blocks, sequence=True)
-        self.method, self.whole = method, False
+        self.method = method
 
     def order(self, length: int) -> list[int]:
         """Return the numbers of a sequence's chunks, as they are dealt to ranks, a run to each.

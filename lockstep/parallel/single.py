@@ -1,4 +1,8 @@
-"""One process: nothing to shard and nothing to synchronise. Every strategy on one rank becomes this one."""
+"""Strategies whose ranks run every micro-batch: one process, and the axes `tensor` and `context` alone.
+
+Every strategy on one rank becomes `single`. How layers are cut is in `lockstep.parallel.tensor_cuts`, and how sequences
+are in `lockstep.parallel.context`.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,12 +10,12 @@ from typing import Any
 from lockstep.config import DistributedConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize
-from lockstep.layout import Layout
+from lockstep.layout import Layout, layout_of_sizes
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
 from lockstep.parallel.reproducible.gradient_trees import LocalTree
 from lockstep.registry import STRATEGIES
-from lockstep.strategy import Strategy
+from lockstep.strategy import Strategy, given_sizes
 
 
 class Single(Strategy):
@@ -40,9 +44,30 @@ class Single(Strategy):
         asked = placement.layout.strategy
         if asked != self.name:
             placement.log_lines.append(f"{asked} on one rank: nothing to synchronise or to shard")
-        placement.materialise()
-        applied = AppliedStrategy(
-            shared_out(assign_contiguous, placement),
-            tree=LocalTree(list(placement.model.parameters())) if placement.reproducible else None,
-        )
-        return placed_in_order(placement, applied)
+        return place_alone(placement)
+
+
+class TensorParallel(Strategy):
+    """Only the axis `tensor`: each rank runs its part of every layer."""
+
+    topologies = {"tensor": ("tensor",)}
+    shares_batches = True
+
+    def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
+        return layout_of_sizes(self.name, {}, world_size, given_sizes(config))
+
+    def place(self, placement: PlacementContext) -> ParallelModel:
+        return place_alone(placement)
+
+
+class ContextParallel(TensorParallel):
+    """Only the axis `context`: each rank runs its part of every sequence."""
+
+    topologies = {"context": ("context",)}
+
+
+def place_alone(placement: PlacementContext) -> ParallelModel:
+    """Place a model whose micro-batches are not shared out."""
+    placement.materialise()
+    tree = LocalTree(list(placement.model.parameters())) if placement.reproducible else None
+    return placed_in_order(placement, AppliedStrategy(shared_out(assign_contiguous, placement), tree=tree))

@@ -18,12 +18,13 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.comm import all_gather_flat, reduce_scatter_flat
@@ -44,7 +45,7 @@ class Cut:
         on_send: called with the bytes that this rank sends, in a dry run.
         within: how the sequences are cut, of which this cuts a part.
         keeps_logits: the loss takes a rank's part of the logits.
-        outside: set while a model is called from outside of the step; then logits are whole.
+        whole: set while a model is called from outside of the step; then sequences and logits are whole on every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, blocks: int | None, *, sequence: bool) -> None:
@@ -54,7 +55,19 @@ class Cut:
         self._entered: Tensor | None = None
         self.on_send: Callable[[int], None] | None = None
         self.within: Cut | None = None
-        self.keeps_logits = self.outside = False
+        self.keeps_logits = self.whole = False
+
+    def outside(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `forward`, called from outside of the step."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.whole = True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.whole = False
+
+        return called
 
     def blocks_of(self, size: int) -> int:
         """Return the number of blocks of this rank in a dim of which it holds `size`."""
@@ -219,7 +232,7 @@ def vocabulary_lookup(ids: Tensor, weight: Tensor, cut: Cut, padding_idx: int | 
 def head_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
     """Return x Wᵀ + b: x [B, T, K], weight [N / ranks, K] → [B, T, N], or this rank's part for a loss that takes it."""
     y = column_linear(x, weight, bias, cut)
-    return y if cut.group is None or (cut.keeps_logits and not cut.outside) else _GatherLogits.apply(y, cut)  # type: ignore[no-untyped-call]
+    return y if cut.group is None or (cut.keeps_logits and not cut.whole) else _GatherLogits.apply(y, cut)  # type: ignore[no-untyped-call]
 
 
 def enter_heads(x: Tensor, heads: int, cut: Cut) -> Tensor:
@@ -278,19 +291,25 @@ def spread(x: Tensor, cut: Cut, count: int) -> tuple[Tensor, ...]:
     return _Spread.apply(x, cut, count)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def cut_dropout(x: Tensor, p: float, cuts: Sequence[tuple[Cut, int]]) -> Tensor:
-    """Return dropout of this rank's part of a tensor, with the random numbers of the whole one.
+def cut_dropout(module: nn.Dropout, cuts: Sequence[tuple[Cut, int]]) -> None:
+    """Let a dropout of this rank's part of a tensor draw the random numbers of the whole one.
 
     Args:
         cuts: ways in which the whole is cut, the last one first, with the dim of each.
     """
-    shape = list(x.shape)
-    for cut, dim in cuts:
-        shape[dim] *= cut.ranks
-    kept = F.dropout(x.new_ones(shape), p)
-    for cut, dim in reversed(cuts):
-        kept = cut.part(kept, dim)
-    return x * kept
+
+    def forward(self: nn.Dropout, x: Tensor) -> Tensor:
+        if not (self.training and self.p and cuts) or any(cut.whole for cut, _ in cuts):
+            return F.dropout(x, self.p, self.training)
+        shape = list(x.shape)
+        for cut, dim in cuts:
+            shape[dim] *= cut.ranks
+        kept = F.dropout(x.new_ones(shape), self.p)
+        for cut, dim in reversed(cuts):
+            kept = cut.part(kept, dim)
+        return x * kept
+
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

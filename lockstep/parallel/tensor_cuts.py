@@ -9,7 +9,7 @@ and the blocks' sums are added as one tree: the product of a block has the same 
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import MethodType
@@ -73,20 +73,6 @@ class TensorCuts:
             return whole
         piece = whole.chunk(self.cut.ranks, self.dims[name])[self.cut.rank]
         return piece.clone(memory_format=torch.contiguous_format)  # fused updates run over the memory as it lies
-
-    def placed(
-        self, parameters: Mapping[str, nn.Parameter], elsewhere: Set[str] = frozenset()
-    ) -> dict[str, nn.Parameter]:
-        """Return name → DTensor over the memory of each cut parameter, with the whole's shape.
-
-        Args:
-            elsewhere: names of DTensors that are cut along this axis already.
-        """
-        return {
-            name: nn.Parameter(self.whole(name, parameter.detach()), parameter.requires_grad)
-            for name, parameter in parameters.items()
-            if name not in elsewhere and (name in self.dims or not isinstance(parameter, DTensor))
-        }
 
     # A part of a mesh takes half a millisecond, and `whole` is called for each gradient.
 
@@ -377,16 +363,10 @@ def _by_pieces(module: nn.Module, cut: Cut, dim: int) -> None:
 
 
 def _dropout(module: nn.Dropout, cut: Cut, dim: int) -> None:
-    """Draw the whole tensor's random numbers, and keep this rank's."""
-    sequence_dim = getattr(module, "sequence_dim", SEQUENCE)
-
-    def forward(self: nn.Dropout, x: Tensor) -> Tensor:
-        if not (self.training and self.p) or (cut.group is None and cut.within is None):
-            return F.dropout(x, self.p, self.training)
-        outer = [] if cut.within is None else [(cut.within, sequence_dim)]
-        return cut_dropout(x, self.p, [(cut, dim), *outer])
-
-    _replace(module, forward, None)
+    cuts = [] if cut.group is None else [(cut, dim)]
+    if cut.within is not None:
+        cuts.append((cut.within, getattr(module, "sequence_dim", SEQUENCE)))
+    cut_dropout(module, cuts)
 
 
 def _replace(module: nn.Module, forward: Callable[..., Tensor], product: Callable[..., Tensor] | None) -> None:
@@ -413,13 +393,17 @@ def train_cuts(placed: ParallelModel, cuts: TensorCuts, elsewhere: Set[str] = fr
     Args:
         placed: by a strategy that knows nothing of the axis.
         cuts: which parameters are cut.
-        elsewhere: as for `TensorCuts.placed`.
+        elsewhere: names of DTensors that are cut along this axis already.
     """
     group = cuts.cut.group
     if group is None:
         return
-    own, finish, forward = placed.parameters, placed.finish_gradients, placed.forward
-    trained = cuts.placed(own, elsewhere)
+    own, finish = placed.parameters, placed.finish_gradients
+    trained = {
+        name: nn.Parameter(cuts.whole(name, parameter.detach()), parameter.requires_grad)
+        for name, parameter in own.items()
+        if name not in elsewhere and (name in cuts.dims or not isinstance(parameter, DTensor))
+    }
     partial = [own[name] for name in sorted(cuts.partial & set(own))]
 
     def finish_gradients() -> None:
@@ -430,14 +414,8 @@ def train_cuts(placed: ParallelModel, cuts: TensorCuts, elsewhere: Set[str] = fr
             parameter.grad = None if gradient is None else cuts.whole(name, gradient)
             own[name].grad = None
 
-    def with_whole_logits(*args: Any, **kwargs: Any) -> Any:
-        cuts.cut.outside = True
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            cuts.cut.outside = False
-
-    placed.parameters, placed.finish_gradients, placed.forward = own | trained, finish_gradients, with_whole_logits
+    placed.parameters, placed.finish_gradients = own | trained, finish_gradients
+    placed.forward = cuts.cut.outside(placed.forward)
     placed.norm_groups = [*placed.norm_groups, group]
     placed.adds_losses &= cuts.cut.rank == 0
     if cuts.cut.rank:  # of what all ranks along the axis hold whole, the first counts it
