@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.names import foreign_key
 from lockstep.errors import UsageError, did_you_mean
@@ -20,17 +20,7 @@ from lockstep.registry import MODELS
 if TYPE_CHECKING:
     from torch import nn
 
-
-class ModelSettings(Protocol):
-    """The section `model` of a config."""
-
-    @property
-    def name(self) -> str | None:
-        """A shipped name, or `package.module:Name`."""
-
-    @property
-    def args(self) -> Mapping[str, Any]:
-        """Arguments of the model."""
+    from lockstep.config.schema_training import ModelConfig
 
 
 def get_model(name: str) -> Callable[..., "nn.Module"]:
@@ -51,7 +41,7 @@ def get_model(name: str) -> Callable[..., "nn.Module"]:
     return build
 
 
-def build_model(model_config: ModelSettings, facts: Mapping[str, Any] | None = None) -> "nn.Module":
+def build_model(model_config: "ModelConfig", facts: Mapping[str, Any] | None = None) -> "nn.Module":
     """Return the model that a config describes, on the active default device (which may be `meta`).
 
     Args:
@@ -100,7 +90,7 @@ def _construct(
     return model
 
 
-def check_model(model_config: ModelSettings) -> None:
+def check_model(model_config: "ModelConfig") -> None:
     """Check that a config's model exists and takes its arguments, without making it.
 
     Raises:

@@ -27,16 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.models.attention import Attend, SequenceDropout, same_document
+from lockstep.models.attention import Attend, SequenceDropout, phases, rotate, same_document, without_autocast
 from lockstep.models.chain import with_carried
-from lockstep.models.language import LanguageModel, require_multiple, require_positive
-from lockstep.models.rotary import phases, rotate, without_autocast
+from lockstep.models.language import Decoder, OutputLayer, TokenTable, require_multiple, require_positive
 
 THETA = 2.0**16
 INIT_STD = 0.02
 
 
-class BDH(LanguageModel):
+class BDH(Decoder):
     """The BDH language model: ids [B, T] → logits [B, T, V].
 
     Raises:
@@ -66,50 +65,22 @@ class BDH(LanguageModel):
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=INIT_STD)
 
-    def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Return the layers."""
-        return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
-
-    def segments(self) -> list[tuple[str, nn.Module]]:
-        """Return the forward pass as a chain."""
-        return [("embed", self.embed), *self.blocks(), ("head", self.head)]
-
     def tensor_plan(self) -> dict[str, str]:
         """Return how the layers are cut: by heads; and the vocabulary."""
         heads = dict.fromkeys(("encoder", "encoder_v", "decoder"), "column")
         return {"embed": "vocabulary", **heads, "layers.*": "scope", "head": "head", "token_losses": "loss"}
-
-    def context_plan(self) -> dict[str, int]:
-        """Return the dims of a batch along which its sequences lie."""
-        return {"input_ids": 1, "targets": 1}
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
         """Return the three large weights for every layer to borrow."""
         return {name: {weight: weight for weight in ("encoder", "encoder_v", "decoder")} for name, _ in self.blocks()}
 
 
-class NormalizedEmbedding(nn.Embedding):
+class NormalizedEmbedding(TokenTable):
     """Normalised embedding: ids [B, T] → LN(embedding) [B, T, D]; the numbers of documents are passed on."""
-
-    def product(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Return the rows of the table; a tensor-parallel run replaces this."""
-        return F.embedding(ids, weight)
 
     def forward(self, input: Tensor, *documents: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
         """Look up and normalise."""
         return with_carried(F.layer_norm(self.product(input, self.weight), (self.embedding_dim,)), documents)
-
-
-class OutputLayer(nn.Linear):
-    """The output layer: x [B, T, D] → logits [B, T, V]; the numbers of documents end here."""
-
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the logits; a tensor-parallel run replaces this."""
-        return F.linear(x, weight)
-
-    def forward(self, input: Tensor, *_documents: Tensor) -> Tensor:
-        """Return the logits."""
-        return self.product(input, self.weight)
 
 
 class BDHLayer(nn.Module):

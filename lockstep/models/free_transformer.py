@@ -25,21 +25,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.attention import SequenceBernoulli
+from lockstep.models.attention import SequenceBernoulli, without_autocast
 from lockstep.models.chain import run_segments, split_documents, with_carried
-from lockstep.models.language import draw_token, require_positive
+from lockstep.models.language import Decoder, draw_token, require_positive
 from lockstep.models.protocol import IGNORED_TARGET
-from lockstep.models.rotary import without_autocast
 from lockstep.models.transformer import (
     INIT_STD,
     NORM_EPS,
     Attention,
     Block,
-    Decoder,
     Embedding,
     Head,
     SwiGLU,
     block_plan,
+    decoder_plan,
 )
 
 MAX_LATENT_BITS = 20
@@ -88,11 +87,7 @@ class FreeTransformer(Decoder):
 
     def tensor_plan(self) -> dict[str, str]:
         """Return how the layers are cut; the latent's are, what it draws is whole on every rank."""
-        return super().tensor_plan() | block_plan("latent")
-
-    def context_plan(self) -> dict[str, int]:
-        """Return the dims of a batch along which its sequences lie."""
-        return {"input_ids": 1, "targets": 1}
+        return decoder_plan() | block_plan("latent")
 
     def forward(
         self, ids: Tensor, document_ids: Tensor | None = None, *,

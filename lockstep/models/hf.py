@@ -97,14 +97,7 @@ def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[st
         )
     kind: Any = transformers.CONFIG_MAPPING[model_type]
     renamed: dict[str, str] = getattr(kind, "attribute_map", {})
-    _check_overrides(model_type, sorted(k for k in {*kind().to_dict(), *renamed} if k[0] != "_"), overrides)
-    with _errors_of(model_type):
-        return _AutoConfig.for_model(
-            model_type, **{renamed.get(k, k): v for part in (described, overrides) for k, v in part.items()}
-        )
-
-
-def _check_overrides(model_type: str, accepted: list[str], overrides: Mapping[str, Any]) -> None:
+    accepted = sorted(k for k in {*kind().to_dict(), *renamed} if k[0] != "_")
     for key in overrides:
         if key not in accepted:
             raise UsageError(
@@ -112,6 +105,10 @@ def _check_overrides(model_type: str, accepted: list[str], overrides: Mapping[st
                 where=f"model.args.{key}",
                 fix=f"it has {', '.join(accepted)}",
             )
+    with _errors_of(model_type):
+        return _AutoConfig.for_model(
+            model_type, **{renamed.get(k, k): v for part in (described, overrides) for k, v in part.items()}
+        )
 
 
 def _drawn(config: Any) -> Any:

@@ -22,18 +22,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from lockstep.errors import UsageError
+from lockstep.models.attention import Attend
 from lockstep.models.chain import run_segments
-from lockstep.models.hf_context import attend_through
-from lockstep.models.language import LanguageModel, TokenLosses
+from lockstep.models.language import LanguageModel, OutputLayer, TokenLosses, TokenTable
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import IGNORED_TARGET
 
 # With these kinds of rotary positions the angles do not depend on the length of the text.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+
+# Families that attend through `Attend`, each tested. Others have a window, a softcap, sinks or learned positions.
+_ATTENDING = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
+_ATTENTION = "lockstep_attend"
+_SEQUENCES = {"input_ids": 1, "targets": 1}
 
 
 def can_be_cut(config: Any) -> bool:
@@ -130,14 +135,10 @@ class MixtureModel(CausalModel):
         self._takes_targets_as_they_are = True
 
 
-class ScaledEmbedding(nn.Embedding):
+class ScaledEmbedding(TokenTable):
     """An embedding whose vectors are multiplied by `embed_scale`: ids [B, T] → [B, T, D]."""
 
     embed_scale: Tensor
-
-    def product(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Return the rows of the table; a tensor-parallel run replaces this."""
-        return F.embedding(ids, weight, self.padding_idx)
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up the ids."""
@@ -157,7 +158,7 @@ class CutModel(CausalModel):
         if head.weight is self.get_parameter(self.embedding):
             self.tied = True
             head.register_parameter("weight", None)
-            _swap_class(head, BorrowingHead)
+            _swap_class(head, OutputLayer)
 
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]  # its segments take nothing else
         """Run the chain: ids [B, T] → logits [B, T, V]."""
@@ -242,7 +243,7 @@ class LlamaLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the layer."""
-        attend = getattr(self.self_attn, "attend", None)  # of context parallel (`lockstep.models.hf_context`)
+        attend = getattr(self.self_attn, "attend", None)  # of context parallel (`attend_through`)
         position = torch.arange(x.shape[1], device=x.device)
         if attend is not None:
             position = attend.positions(x.shape[1], x.device)
@@ -299,18 +300,6 @@ class GPT2Layer(nn.Module):
         return _only(super().forward(x))
 
 
-class BorrowingHead(nn.Linear):
-    """A head with a borrowed weight [V, D]: x [B, T, D] → logits [B, T, V]."""
-
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the logits; a tensor-parallel run replaces this."""
-        return F.linear(x, weight)
-
-    def forward(self, input: Tensor, *, weight: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the logits."""
-        return self.product(input, weight)
-
-
 def _only(outputs: Any) -> Tensor:
     """Return the one output; layers of older versions of the library return a tuple of one."""
     found = outputs[0] if isinstance(outputs, tuple) else outputs
@@ -331,3 +320,62 @@ def _subclass(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
         # Keep the base's name: the library's own tables use it (`_no_split_modules`, `architectures`).
         _SUBCLASSES[mixin, base] = type(base.__name__, bases, {"__doc__": mixin.__doc__})
     return _SUBCLASSES[mixin, base]
+
+
+def attend_through(model: nn.Module) -> dict[str, int]:
+    """Let the model's layers call an `Attend`; return the dims of a batch along which its sequences lie.
+
+    The library calls the function that its public `AttentionInterface` has under the name in the config: ours hands
+    queries, keys and values, as the layer rotated them, to the layer's `Attend`. Positions come from there, too.
+
+    Raises:
+        UsageError: the family's attention does more, or is not known.
+    """
+    config: Any = model.config
+    problem, fix = _why_not_attend(config)
+    if problem:
+        raise UsageError(
+            f"sequences of hf:{config.model_type} can't be cut over ranks: {problem}",
+            where="distributed.context_size",
+            why="each rank has a part of every sequence, and the library's attention would see no other",
+            fix=f"{fix}, or context_size: 1",
+        )
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "q_proj")]
+    if hasattr(layers[0], "attend"):
+        return _SEQUENCES
+    for layer in layers:
+        layer.attend = Attend()
+    AttentionInterface.register(_ATTENTION, _attend)
+    model.set_attn_implementation(_ATTENTION)  # type: ignore[operator]
+    rotary = getattr(model.get_submodule("model"), "rotary_emb", None)
+    if rotary is not None:
+        rotary.register_forward_pre_hook(_positions_of(layers[0].attend), with_kwargs=True)
+    return _SEQUENCES
+
+
+def _why_not_attend(config: Any) -> tuple[str, str]:
+    """Return why a model can't be cut, and what to write; "" if it can."""
+    if config.model_type not in _ATTENDING or getattr(config, "output_router_logits", False):
+        return "its attention or its loss does more", f"use one of {', '.join(_ATTENDING)}"
+    if getattr(config, "sliding_window", None) is not None:
+        return "it attends within a window", "write sliding_window: null in model.args"
+    if config.attention_dropout:
+        return "it has attention_dropout", "write attention_dropout: 0 in model.args"
+    return "", ""
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
+    **_others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    assert attention_mask is None
+    assert scaling == module.head_dim**-0.5
+    return module.attend(query, key, value).transpose(1, 2).contiguous(), None
+
+
+def _positions_of(attend: Attend) -> Any:
+    def before(_rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x: Tensor = args[0]
+        return args[:1], {**kwargs, "position_ids": attend.positions(x.shape[1], x.device)[None]}
+
+    return before

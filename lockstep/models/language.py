@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.chain import run_segments
-from lockstep.models.protocol import DOCUMENTS, IGNORED_TARGET
+from lockstep.models.protocol import DOCUMENTS, IGNORED_TARGET, logits_of
 
 
 class LanguageModel(nn.Module):
@@ -48,6 +48,60 @@ class LanguageModel(nn.Module):
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of valid targets as a 0-dim tensor, so that the caller decides when the host reads it."""
         return (batch["targets"] != IGNORED_TARGET).sum()
+
+
+class Decoder(LanguageModel):
+    """A chain of an embedding, layers and a head, each position by itself but for attention.
+
+    Attributes:
+        tie_embeddings: the head owns no weight and borrows the embedding's.
+    """
+
+    embed: nn.Module
+    layers: nn.ModuleList
+    head: nn.Module
+    tie_embeddings = False
+
+    def init_weights(self) -> None:
+        """Let each segment fill its own parameters."""
+        for _, segment in self.segments():
+            segment.init_weights()  # type: ignore[operator]
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        """Return the layers."""
+        return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
+
+    def segments(self) -> list[tuple[str, nn.Module]]:
+        """Return the forward pass as a chain."""
+        return [("embed", self.embed), *self.blocks(), ("head", self.head)]
+
+    def context_plan(self) -> dict[str, int]:
+        """Return the dims of a batch along which its sequences lie."""
+        return {"input_ids": 1, "targets": 1}
+
+    def shared_parameters(self) -> dict[str, dict[str, str]]:
+        """Return the embedding for a tied head to borrow."""
+        return {"head": {"weight": "embed.weight"}} if self.tie_embeddings else {}
+
+
+class TokenTable(nn.Embedding):
+    """An embedding: ids [B, T] → [B, T, D]."""
+
+    def product(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Return the rows of the table; a tensor-parallel run replaces this."""
+        return F.embedding(ids, weight, self.padding_idx)
+
+
+class OutputLayer(nn.Linear):
+    """The output layer: x [B, T, D] → logits [B, T, V]; the numbers of documents end here."""
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the logits; a tensor-parallel run replaces this."""
+        return F.linear(x, weight)
+
+    def forward(self, input: Tensor, *_documents: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return the logits, with a borrowed weight [V, D] where the layer owns none."""
+        return self.product(input, self.weight if weight is None else weight)
 
 
 class TokenLosses(nn.Module):
@@ -84,19 +138,13 @@ def require_positive(**sizes: int) -> None:
 
 @torch.no_grad()
 def generate(
-    logits_of: Callable[[Tensor], Any],
-    ids: Tensor,
-    num_tokens: int,
-    *,
-    block_size: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    seed: int = 0,
-) -> Tensor:
+    model: Callable[[Tensor], Any], ids: Tensor, num_tokens: int, *, block_size: int, temperature: float = 1.0,
+    top_k: int | None = None, seed: int = 0,
+) -> Tensor:  # fmt: skip
     """Continue a text.
 
     Args:
-        logits_of: ids [1, T] → logits [1, T, V], or an output that holds them (see `logits_in`). In eval mode.
+        model: ids [1, T] → logits [1, T, V], or an output that holds them (see `logits_in`). In eval mode.
         ids: the prompt, int64 [1, T], T ≥ 1.
         num_tokens: how many to add.
         block_size: how many of the last tokens the model sees.
@@ -113,16 +161,14 @@ def generate(
         raise UsageError("nothing to continue: the prompt is empty", fix="give it at least one token")
     generator = torch.Generator(ids.device).manual_seed(seed)
     for _ in range(num_tokens):
-        logits = logits_in(logits_of(ids[:, -block_size:]))
+        logits = logits_in(model(ids[:, -block_size:]))
         ids = torch.cat((ids, draw_token(logits[:, -1], generator, temperature=temperature, top_k=top_k)), 1)
     return ids
 
 
 def logits_in(outputs: Any) -> Tensor:
     """Return the logits of a language model's output: the output itself, the first of a tuple, or `.logits`."""
-    if isinstance(outputs, tuple):
-        outputs = outputs[0]
-    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+    logits = logits_of(outputs[0] if isinstance(outputs, tuple) else outputs)
     assert isinstance(logits, Tensor)
     return logits
 

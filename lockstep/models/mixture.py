@@ -27,14 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.attention import SequenceMean
+from lockstep.models.attention import SequenceMean, without_autocast
 from lockstep.models.chain import split_documents
-from lockstep.models.language import require_positive
-from lockstep.models.rotary import without_autocast
+from lockstep.models.language import Decoder, require_positive
 from lockstep.models.transformer import (
     INIT_STD,
     Block,
-    Decoder,
     Embedding,
     Head,
     SwiGLU,
@@ -106,10 +104,6 @@ class Mixture(Decoder):
             "embed": "vocabulary", **attention_plan("layers.*.attention"), "layers.*.mlp.experts": "experts", **shared,
             "head": "head", "token_losses": "loss",
         }  # fmt: skip
-
-    def context_plan(self) -> dict[str, int]:
-        """Return the dims of a batch along which its sequences lie."""
-        return {"input_ids": 1, "targets": 1}
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the sum over the valid targets of the cross entropy and the weighed terms, in nats, float32."""

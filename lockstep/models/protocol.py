@@ -26,7 +26,7 @@ not show it, the number of samples. A run's first steps check this (`lockstep.tr
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,24 +147,10 @@ class Objective:
         """
         if self.tap.take is not None and (taken := self.tap.take(self.whole(outputs), batch)) is not None:
             return taken
-        count: int | Tensor | None = None
         if self.observed is None:
-            loss = self.loss(outputs, batch)
+            loss, count = self.loss(outputs, batch), self.count(batch)
         else:
-            if calls is None:
-                with LossCalls() as calls:
-                    loss = self.loss(outputs, batch)
-            else:
-                loss = self.loss(outputs, batch)
-            count = calls.count(batch, num_samples)
-            self.observed.told = count is not None
-            if self.observed.looks:
-                self.observed.auxiliary = _has_auxiliary(outputs)
-                self.observed.divisors = calls.divisors()
-        if count is None:
-            count = self.count(batch)
-        if self.observed is not None and self.observed.looks and self.observed.divisors:
-            self.observed.divisors += (float(count),)
+            loss, count = self._observe(self.observed, outputs, batch, calls)
         if not self.is_mean:
             return loss, 1, count
         if isinstance(count, int) and count > 0:
@@ -172,6 +158,21 @@ class Objective:
         n = torch.as_tensor(count, device=loss.device)
         # A batch without a valid target has the mean 0/0: its sum is 0.
         return torch.where(n > 0, loss * n, 0.0), 1, count
+
+    def _observe(
+        self, observed: Observed, outputs: Any, batch: Any, calls: LossCalls | None
+    ) -> tuple[Tensor, int | Tensor]:
+        """Return the loss, and its divisor as torch's loss functions show it, or else the declared count."""
+        with LossCalls() if calls is None else nullcontext(calls) as seen:
+            loss = self.loss(outputs, batch)
+        shown = seen.count(batch, num_samples)
+        count = self.count(batch) if shown is None else shown
+        observed.told = shown is not None
+        if observed.looks:
+            observed.auxiliary = _has_auxiliary(outputs)
+            divisors = seen.divisors()
+            observed.divisors = (*divisors, float(count)) if divisors else ()
+        return loss, count
 
     def estimate(self, batch: Any) -> int | Tensor:
         """Estimate the number of valid targets before the forward pass, as backward's provisional divisor."""
@@ -217,7 +218,11 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
     if loss_fn is not None:
         counted = declared or _count_for(loss_fn)
         return _reduced(
-            inputs, _with_targets(loss_fn), _reduction(loss_fn), counted or num_samples, observes=counted is None
+            inputs,
+            _with_targets(loss_fn),
+            str(getattr(loss_fn, "reduction", "mean")),
+            counted or num_samples,
+            observes=counted is None,
         )
     objective = _reduced(
         inputs, _loss_in_outputs, getattr(model, "loss_reduction", "mean"), declared or num_samples,
@@ -448,10 +453,6 @@ def _reduced(
 
         return Objective(inputs, one_number, count, is_mean=True, observed=Observed() if observes else None)
     raise UsageError(f"a loss with reduction {reduction!r}", fix="use mean, sum or none")
-
-
-def _reduction(loss_fn: Callable[..., Tensor]) -> str:
-    return str(getattr(loss_fn, "reduction", "mean"))
 
 
 def _count_for(loss_fn: Callable[..., Tensor]) -> Callable[[Any], int | Tensor] | None:

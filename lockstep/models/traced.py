@@ -50,12 +50,12 @@ def trace(model: nn.Module, *example: Tensor) -> "Chain":
         training, evaluation = (_exported(model.train(mode), example) for mode in (True, False))
     finally:
         model.train(was_training)
-    cutter = _Cutter(training, blocks, parameters)
+    cutter = _Cutter(*training, blocks, parameters)
     gaps = cutter.gaps_that_draw()
-    cuts = cutter.cut(gaps), _Cutter(evaluation, blocks, parameters).cut(gaps)
+    cuts = cutter.cut(gaps), _Cutter(*evaluation, blocks, parameters).cut(gaps)
     pieces = {
-        place.name: TracedSegment(place.random_key, one, other, model)
-        for place, one, other in zip(_places(blocks, gaps), *cuts, strict=True)
+        name: TracedSegment(random_key, one, other, model)
+        for (name, random_key), one, other in zip(_random_keys(blocks, gaps).items(), *cuts, strict=True)
     }
     return Chain(model, {name: piece for name, piece in pieces.items() if piece.computes}, example)
 
@@ -156,15 +156,8 @@ def _only_shapes_of(example: Sequence[Tensor]) -> Callable[[nn.Module, tuple[Any
     return check
 
 
-@dataclass(frozen=True)
-class _Exported:
-    """A captured forward pass, and the structure of its result."""
-
-    module: fx.GraphModule
-    structure: TreeSpec
-
-
-def _exported(model: nn.Module, example: tuple[Tensor, ...]) -> _Exported:
+def _exported(model: nn.Module, example: tuple[Tensor, ...]) -> tuple[fx.GraphModule, TreeSpec]:
+    """Return a captured forward pass, and the structure of its result."""
     dims = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
     try:
         program = torch.export.export(model, example, dynamic_shapes=(dims,) if _variadic(model) else dims)
@@ -184,7 +177,7 @@ def _exported(model: nn.Module, example: tuple[Tensor, ...]) -> _Exported:
     assert isinstance(module, fx.GraphModule)
     assert structure is not None
     note_losses(module)
-    return _Exported(module, structure)
+    return module, structure
 
 
 def _variadic(model: nn.Module) -> bool:
@@ -192,22 +185,18 @@ def _variadic(model: nn.Module) -> bool:
     return inspect.Parameter.VAR_POSITIONAL in kinds
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A piece's name in the chain, and the key of its random numbers in the original model."""
+def _random_keys(blocks: Sequence[str], gaps: Sequence[int]) -> dict[str, str]:
+    """Return each piece's name in the chain, in order → the key of its random numbers in the original model.
 
-    name: str
-    random_key: str
-
-
-def _places(blocks: Sequence[str], gaps: Sequence[int]) -> list[_Place]:
-    """Return all pieces in order; `gaps` are the numbers of the blocks that are followed by a piece of its own."""
-    places = [_Place("inputs", "")]
+    Args:
+        gaps: the numbers of the blocks that are followed by a piece of its own.
+    """
+    keys = {"inputs": ""}
     for number, block in enumerate(blocks):
-        places.append(_Place(block, block))
+        keys[block] = block
         if number in gaps:
-            places.append(_Place(f"{block}.after", f"{block}/after"))
-    return [*places, _Place("outputs", f"{blocks[-1]}/after")]
+            keys[f"{block}.after"] = f"{block}/after"
+    return {**keys, "outputs": f"{blocks[-1]}/after"}
 
 
 @dataclass
@@ -236,8 +225,10 @@ class _Cutter:
     tensors made of constants alone (masks, positions), are computed again in each piece.
     """
 
-    def __init__(self, exported: _Exported, blocks: Sequence[str], parameters: Iterable[str]) -> None:
-        self._module, self._structure = exported.module, exported.structure
+    def __init__(
+        self, module: fx.GraphModule, structure: TreeSpec, blocks: Sequence[str], parameters: Iterable[str]
+    ) -> None:
+        self._module, self._structure = module, structure
         self._blocks, self._parameters = blocks, set(parameters)
         graph = self._module.graph
         self._nodes = [n for n in graph.nodes if n.op in ("placeholder", "call_function")]

@@ -12,44 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.models.attention import Attend
+from lockstep.models.attention import Attend, phases, rotate
 from lockstep.models.chain import split_documents, with_carried
-from lockstep.models.language import LanguageModel, require_multiple, require_positive
-from lockstep.models.rotary import phases, rotate
+from lockstep.models.language import Decoder, TokenTable, require_multiple, require_positive
 
 THETA = 10_000.0
 INIT_STD = 0.02
 NORM_EPS = 1e-5
 
 
-class Decoder(LanguageModel):
-    """A chain of an embedding, blocks and a head, which borrows the embedding's weight if they are tied."""
-
-    embed: "Embedding"
-    layers: nn.ModuleList
-    head: "Head"
-    tie_embeddings: bool
-
-    def init_weights(self) -> None:
-        """Let each module fill its own parameters."""
-        for _, segment in self.segments():
-            segment.init_weights()  # type: ignore[operator]
-
-    def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Return the blocks."""
-        return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
-
-    def segments(self) -> list[tuple[str, nn.Module]]:
-        """Return the forward pass as a chain."""
-        return [("embed", self.embed), *self.blocks(), ("head", self.head)]
-
-    def tensor_plan(self) -> dict[str, str]:
-        """Return how the layers are cut: by heads, by units of the feed-forward layers, and by the vocabulary."""
-        return {"embed": "vocabulary", **block_plan("layers.*"), "head": "head", "token_losses": "loss"}
-
-    def shared_parameters(self) -> dict[str, dict[str, str]]:
-        """Return the embedding for a tied head to borrow."""
-        return {"head": {"weight": "embed.weight"}} if self.tie_embeddings else {}
+def decoder_plan() -> dict[str, str]:
+    """Return how a decoder of `Block`s is cut: by heads, by units of the feed-forward layers, and by the vocabulary."""
+    return {"embed": "vocabulary", **block_plan("layers.*"), "head": "head", "token_losses": "loss"}
 
 
 def block_plan(name: str) -> dict[str, str]:
@@ -95,17 +69,13 @@ class Transformer(Decoder):
         self.head = Head(n_embd, vocab_size, tied=tie_embeddings)
         self.init_weights()
 
-    def context_plan(self) -> dict[str, int]:
-        """Return the dims of a batch along which its sequences lie."""
-        return {"input_ids": 1, "targets": 1}
-
     def tensor_plan(self) -> dict[str, str]:
         """Return how the layers are cut; between them each rank has a part of the sequence."""
         between = ("embed.dropout", "layers.*.attention_norm", "layers.*.mlp_norm", "layers.*.dropout", "head.norm")
-        return super().tensor_plan() | dict.fromkeys(between, "sequence")
+        return decoder_plan() | dict.fromkeys(between, "sequence")
 
 
-class Embedding(nn.Embedding):
+class Embedding(TokenTable):
     """An embedding with dropout: ids [B, T] → [B, T, D]; the numbers of documents are passed on unchanged."""
 
     def __init__(self, vocab_size: int, n_embd: int, dropout: float) -> None:
@@ -115,10 +85,6 @@ class Embedding(nn.Embedding):
     def init_weights(self) -> None:
         """Draw the vectors."""
         nn.init.normal_(self.weight, std=INIT_STD)
-
-    def product(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Return the rows of the table; a tensor-parallel run replaces this."""
-        return F.embedding(ids, weight)
 
     def forward(self, input: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
         """Look up the ids."""

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.models.hf_tensor import hf_tensor_plan, is_transposed
+from lockstep.models.hf_decoder import hf_tensor_plan, is_transposed
 from lockstep.models.protocol import offered
 
 PRODUCTS = ("column", "heads", "fused", "fused_heads", "row", "vocabulary", "head")

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lockstep.models.rotary import phases, rotate
+from lockstep.models.attention import phases, rotate
 
 
 def test_products_depend_on_distance_alone() -> None:
