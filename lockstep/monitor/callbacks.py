@@ -3,9 +3,6 @@
 A function is called with the record. A class is first instantiated with the spec's arguments, and the object is called.
 Objects whose attribute `every_rank` is true are called on every rank, others on rank 0. Objects with
 `on_step_end(args, state, control)`, like callbacks of other trainers, are called through that method on every rank.
-
-Three ship: `JsonLogger` writes lines of JSON, `ResourceMonitor` warns if a rank's memory
-is nearly full or ranks hold very different amounts, `DistributedMonitor` prints memory and communication of all ranks.
 """
 
 import inspect
@@ -27,15 +24,7 @@ Callback = Callable[[StepRecord], object]
 
 
 def build_callbacks(config: MonitorConfig, run: Path | None = None) -> list[tuple[str, Callback]]:
-    """Return the callbacks and their names.
-
-    Args:
-        config: the section `monitor`.
-        run: the run directory, for callbacks with an argument `run_directory`.
-
-    Raises:
-        UsageError: a callback cannot be imported, instantiated or called.
-    """
+    """Return the callbacks and their names; those with an argument `run_directory` get `run`."""
     built: list[tuple[str, Callback]] = []
     for number, spec in enumerate(config.callbacks):
         where = f"monitor.callbacks[{number}]"
@@ -88,13 +77,7 @@ def _takes(target: Any, name: str) -> bool:
 
 
 class StepEnd:
-    """Adapts a callback in the form of Hugging Face's and Forgather's trainers.
-
-    It is called after each logged step on every rank.
-
-    Args:
-        callback: has `on_step_end(args, state, control, **kwargs)`.
-    """
+    """Adapts a callback with `on_step_end(args, state, control, …)`, as in Hugging Face's and Forgather's trainers."""
 
     every_rank = True
 

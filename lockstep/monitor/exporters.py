@@ -210,18 +210,14 @@ class Mlflow:
             experiment = known.experiment_id if known is not None else client.create_experiment(self._experiment)
             self._id = client.create_run(experiment, run_name=self._run.path.resolve().name).info.run_id
             self._client = client
-            self._log_config()
+            parameters = [
+                self._library.entities.Param(f"{section}.{key}", str(value)[:_LONGEST])
+                for section, keys in _config(self._run).items()
+                if isinstance(keys, dict)
+                for key, value in keys.items()
+            ]
+            client.log_batch(self._id, params=parameters[:100])
         return self._client
-
-    def _log_config(self) -> None:
-        import yaml
-
-        config = yaml.safe_load(self._run.config.read_text()) if self._run.config.exists() else {}
-        parameter = self._library.entities.Param
-        pairs = [
-            (f"{a}.{b}", str(v)[:_LONGEST]) for a, s in config.items() if isinstance(s, dict) for b, v in s.items()
-        ]
-        self._client.log_batch(self._id, params=[parameter(name, value) for name, value in pairs[:100]])
 
 
 # ---- Prometheus ----

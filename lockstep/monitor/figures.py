@@ -111,12 +111,7 @@ class Figures:
         return step >= self._next or last
 
     def collect(self, step: int, profile_requested: bool = False) -> Table:
-        """Gather the measurements since the last time; all ranks call it together.
-
-        Args:
-            step: the step.
-            profile_requested: whether a profile was requested on this rank.
-        """
+        """Gather the measurements since the last time, and requests for a profile; all ranks call it together."""
         steps, self._steps = max(1, self._steps), 0
         mine = {**self._phases(steps), **self._memory()._asdict(), "gpu_utilisation": gpu_utilisation()}
         mine |= {"flops": self.flops, "profile_requested": float(profile_requested)}
@@ -166,7 +161,6 @@ class Straggler:
     """A slow rank.
 
     Attributes:
-        rank: the rank.
         ratio: its own time over the median of the other ranks' own time.
         phase: the phase with most of the difference.
         seconds: its time in that phase, per step.
@@ -206,17 +200,18 @@ class StragglerWatch:
         return named
 
     def _slow(self, table: Table, rank: int) -> Straggler | None:
-        own, others = table["own"][rank], _others(table["own"], rank)
-        if others is None or own < self._config.threshold * others or own - others < _LEAST_SECONDS:
+        if len(table["own"]) == 1:
             return None
-        phase = max(_OWN_PHASES, key=lambda name: table[name][rank] - (_others(table[name], rank) or 0.0))
-        usual = _others(table[phase], rank) or 0.0
-        return Straggler(rank, own / max(others, 1e-9), phase, table[phase][rank], usual)
+        own, others = table["own"][rank], _others(table["own"], rank)
+        if own < self._config.threshold * others or own - others < _LEAST_SECONDS:
+            return None
+        phase = max(_OWN_PHASES, key=lambda name: table[name][rank] - _others(table[name], rank))
+        return Straggler(rank, own / max(others, 1e-9), phase, table[phase][rank], _others(table[phase], rank))
 
 
-def _others(values: list[float], rank: int) -> float | None:
-    rest = values[:rank] + values[rank + 1 :]
-    return median(rest) if rest else None
+def _others(values: list[float], rank: int) -> float:
+    """Return the median of the other ranks' values, of which there are some."""
+    return median(values[:rank] + values[rank + 1 :])
 
 
 def _ms(seconds: float) -> str:
@@ -257,10 +252,9 @@ _SECONDS = 0.03
 
 
 def peak_flops(device: Any, mode: str) -> tuple[float, str]:
-    """Return the floating-point operations per second of a device, and the source of the number.
+    """Return the floating-point operations per second of a `torch.device`, and the source of the number.
 
     Args:
-        device: a `torch.device`.
         mode: the precision of matrix products: fp32, bf16 or fp16.
     """
     import torch
@@ -301,11 +295,7 @@ def _measured(device: Any, mode: str) -> float:
 
 
 class FirstStep:
-    """Counts this rank's operations in the first step; later steps run unchanged.
-
-    Args:
-        into: gets the count.
-    """
+    """Counts this rank's operations in the first step, into `Figures.flops`; later steps run unchanged."""
 
     def __init__(self, into: Figures) -> None:
         self._into: Figures | None = into

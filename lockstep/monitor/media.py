@@ -27,8 +27,6 @@ class Media:
     """A logged value that is not a number.
 
     Attributes:
-        kind: what it is.
-        text: of a text.
         png: of an image, the whole file.
         size: of an image, width and height in pixels.
         counts, edges: of a histogram: values in each bin, and the bounds of bins, one more.
@@ -48,11 +46,7 @@ def file_name(name: str, step: int) -> str:
 
 
 def sorted_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Media]]:
-    """Return the numbers, and everything else, by name.
-
-    Raises:
-        UsageError: a value is of another kind.
-    """
+    """Return the numbers, and everything else, by name."""
     numbers: dict[str, float] = {}
     media: dict[str, Media] = {}
     for name, value in values.items():

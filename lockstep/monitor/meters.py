@@ -44,11 +44,7 @@ class Rates(NamedTuple):
 
 
 class Meters:
-    """Averages over the steps since the last reading.
-
-    Args:
-        clock: seconds, monotonic; tests pass another.
-    """
+    """Averages over the steps since the last reading; tests pass another clock."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -63,7 +59,7 @@ class Meters:
         self._samples += record.samples
         self._tokens = self._tokens + without_graph(record.tokens)
 
-    def read(self) -> "Rates":
+    def read(self) -> Rates:
         """Return the rates since the last reading and start again; waits for the device."""
         tokens = float(plain(self._tokens))  # host waits for the device
         now = self._clock()
@@ -83,27 +79,6 @@ def without_graph(value: Any) -> Any:
     return value.detach() if hasattr(value, "detach") else value
 
 
-def memory_in_use() -> tuple[int, int]:
-    """Return this rank's peak memory and its device's memory, in bytes.
-
-    On an accelerator these are its allocator's peak and its memory; on the CPU the process's peak resident set and the
-    machine's memory.
-    """
-    on_device = _memory_of_accelerator()
-    if on_device is not None:
-        return on_device[2:]
-    kilobyte = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte
-    return peak, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _memory_of_accelerator() -> tuple[int, int, int, int] | None:
-    from lockstep import accelerator
-
-    device = accelerator.selected()
-    return None if device is None else accelerator.memory_of(device)
-
-
 class Memory(NamedTuple):
     """Memory of one rank, in bytes.
 
@@ -111,28 +86,30 @@ class Memory(NamedTuple):
         allocated, reserved, peak: of its GPU's allocator; the peak since the start. On the CPU the peak is the
             process's largest resident set.
         host: the process's resident set.
-        total: the device's memory.
+        total: the device's memory; on the CPU the machine's.
     """
 
-    allocated: float
-    reserved: float
-    peak: float
-    host: float
-    total: float
+    allocated: int
+    reserved: int
+    peak: int
+    host: int
+    total: int
 
 
 def memory_of_this_rank() -> Memory:
     """Return the memory of this process and of its own GPU."""
-    peak, total = memory_in_use()
-    allocated, reserved = (_memory_of_accelerator() or (0, 0))[:2]
-    return Memory(allocated, reserved, peak, resident(), total)
-
-
-def resident() -> int:
-    """Return this process's resident set, in bytes."""
     import psutil
 
-    return int(psutil.Process().memory_info().rss)
+    from lockstep import accelerator
+
+    host = psutil.Process().memory_info().rss
+    device = accelerator.selected()
+    if device is not None:
+        allocated, reserved, peak, total = accelerator.memory_of(device)
+        return Memory(allocated, reserved, peak, host, total)
+    kilobyte = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte
+    return Memory(0, 0, peak, host, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 _nvml_is_there = True
@@ -210,8 +187,7 @@ class PhaseClock:
         self.enter(self.phase)
         if self._on is not None:
             self._fold(wait=True)
-        measured = self._device if self._on is not None else self._host
-        result = dict(measured)
+        result = dict(self._device if self._on is not None else self._host)
         for seconds in (self._host, self._device):
             seconds.update(dict.fromkeys(PHASES, 0.0))
         return result

@@ -3,29 +3,36 @@
 Reading a number on the device makes the host wait, so that it cannot queue the next step. Records are therefore read on
 logged steps only: every `log_steps`-th, the first of this process, and the last.
 
-Rows go to sinks in a thread while training goes on, several times a second, in order. A slow disk or a server that
-hangs therefore costs the step nothing. Files share one thread; each server has its own. `flush` writes all rows that
-wait: before a checkpoint, so that a run that resumes from it has the rows before it. A process that is killed loses the
-rows of its last moment; each written row is whole.
+Rows go to sinks in threads (`Background`). `flush` writes all rows that wait: before a checkpoint, so that a run that
+resumes from it has the rows before it.
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import MonitorConfig
 from lockstep.environment import rank_facts
-from lockstep.monitor.background import Background
 from lockstep.monitor.callbacks import ResourceMonitor, build_callbacks
 from lockstep.monitor.exporters import open_prometheus
 from lockstep.monitor.figures import Figures, StragglerWatch, Table
 from lockstep.monitor.media import sorted_values
-from lockstep.monitor.meters import Meters, memory_in_use, without_graph
-from lockstep.monitor.sinks import BufferedSink, Guarded, Row, SinkContext, require_sink, sink_named, warn_left_out
+from lockstep.monitor.meters import Meters, memory_of_this_rank, without_graph
+from lockstep.monitor.sinks import (
+    Background,
+    BufferedSink,
+    Guarded,
+    Row,
+    Sink,
+    SinkContext,
+    sink_named,
+    warn_left_out,
+)
 from lockstep.records import RunDirectory, StepRecord
+from lockstep.registry import SINKS, require_methods
 
 if TYPE_CHECKING:
     from lockstep.monitor.profiling import Profiler
@@ -40,7 +47,6 @@ class Monitor:
     Args:
         config: the section `monitor`.
         run: the run directory; None: nothing is written to files.
-        is_main: whether this is rank 0.
         total_steps: steps of the whole run, if known.
         start_step: the step that the run resumes from.
         figures: gathers the ranks' measurements; None: nothing is sent, and records hold what the loop knows.
@@ -48,9 +54,6 @@ class Monitor:
 
     Attributes:
         counts_tokens: whether the data are token ids, whose rate is given in tokens; else samples are counted.
-
-    Raises:
-        UsageError: a callback or a sink cannot be made.
     """
 
     def __init__(
@@ -75,15 +78,14 @@ class Monitor:
         self._stragglers = StragglerWatch(config.straggler)
         self._resources = ResourceMonitor(config.memory.threshold, config.memory.alert_on_imbalance, self.event)
         self._profiler = self._open_profiler() if figures is not None else None
-        callbacks = [
-            (name, call)
+        self._callbacks = [
+            Guarded(f"the callback {name}", _CallbackSink(call), self.event)
             for name, call in build_callbacks(config, None if run is None else run.path)
-            if is_main or _on_every_rank(call)
+            if is_main or getattr(call, "every_rank", False)
         ]
-        self._callbacks = [Guarded(f"the callback {name}", _CallbackSink(call), self.event) for name, call in callbacks]
         self._sinks: list[BufferedSink] = []
         if is_main:
-            self._sinks = _build_sinks(config, run, total_steps, start_step, self.event, self.say)
+            self._sinks = self._build_sinks(SinkContext(config, run, total_steps, start_step))
         self._each_step = [sink for sink in self._sinks if isinstance(sink, Guarded) and sink.each_step]
 
     def on_step(self, record: StepRecord) -> None:
@@ -114,11 +116,7 @@ class Monitor:
             sink.on_eval(row)
 
     def on_log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log a user's values: numbers, and texts, images and histograms (`lockstep.monitor.media`).
-
-        Raises:
-            UsageError: a value can't be logged.
-        """
+        """Log a user's values: numbers, and texts, images and histograms (`lockstep.monitor.media`)."""
         numbers, media = sorted_values(values)
         if numbers:
             self.on_eval({"step": step, **numbers})
@@ -158,6 +156,42 @@ class Monitor:
             self._profiler.close()
         self._sinks, self._callbacks, self._each_step = [], [], []
 
+    def _build_sinks(self, context: SinkContext) -> list[BufferedSink]:
+        """Return the sinks that the config names; one whose library is missing is left out with one warning.
+
+        The console and Prometheus are written at once; files share a thread, and each server has its own.
+        """
+        config, run = context.config, context.run
+        made: list[BufferedSink] = []
+        files: list[Guarded] = []
+        for name in config.sinks:
+            kind = sink_named(name)
+            if run is None and getattr(kind, "needs_run_directory", False):
+                continue
+            try:
+                sink = kind(context)
+            except ImportError as error:
+                warn_left_out(name, name if ":" not in name else None, error)
+                continue
+            if ":" in name:
+                require_methods(sink, Sink, name, SINKS.where, required=("on_step", "on_eval", "close"))
+            guarded = Guarded(f"the sink {name}", sink, self.event)
+            if getattr(kind, "at_once", False):
+                made.append(guarded)
+            elif getattr(kind, "own_thread", False):
+                made.append(Background([guarded], self.event))
+            else:
+                files.append(guarded)
+        if files:
+            made.append(Background(files, self.event))
+        if config.prometheus is not None:
+            served = open_prometheus(config.prometheus, "" if run is None else run.path.resolve().name)
+            if served is not None:
+                self.event("prometheus", address=served.address)
+                self.say(f"metrics for Prometheus at {served.address}")
+                made.append(Guarded("the sink prometheus", served, self.event))
+        return made
+
     def _open_profiler(self) -> "Profiler | None":
         if self._run is None:
             return None
@@ -194,7 +228,7 @@ class Monitor:
     def _peak_memory(self, now: float) -> int:
         """Return this rank's peak memory, read at most once a second because the system call is slow."""
         if not 0 <= now - self._memory_read < _MEMORY_SECONDS:
-            self._memory, self._memory_read = memory_in_use()[0], now
+            self._memory, self._memory_read = memory_of_this_rank().peak, now
         return self._memory
 
     def _name_stragglers(self, step: int, table: Table) -> None:
@@ -254,55 +288,3 @@ class _CallbackSink:
         close = getattr(self._call, "close", None)
         if callable(close):
             close()
-
-
-def _on_every_rank(call: Any) -> bool:
-    return bool(getattr(call, "every_rank", False))
-
-
-def _build_sinks(
-    config: MonitorConfig, run: RunDirectory | None, total_steps: int | None, start_step: int,
-    event: Callable[..., None], say: Callable[[str], None],
-) -> list[BufferedSink]:  # fmt: skip
-    """Return the sinks that the config names; one whose library is missing is left out with one warning.
-
-    The console and Prometheus are written at once; files and servers have threads.
-
-    Args:
-        config: the section `monitor`.
-        run: the run directory, if any.
-        total_steps: of the whole run, if known.
-        start_step: the step that this process resumes from.
-        event: writes an event.
-        say: prints a line for the person who started the run.
-    """
-    context = SinkContext(config, run, total_steps, start_step)
-    made: list[BufferedSink] = []
-    files: list[Guarded] = []
-    for name in config.sinks:
-        kind = sink_named(name)
-        if run is None and getattr(kind, "needs_run_directory", False):
-            continue
-        try:
-            sink = kind(context)
-        except ImportError as error:
-            warn_left_out(name, name if ":" not in name else None, error)
-            continue
-        if ":" in name:
-            require_sink(sink, name)
-        guarded = Guarded(f"the sink {name}", sink, event)
-        if getattr(kind, "at_once", False):
-            made.append(guarded)
-        elif getattr(kind, "own_thread", False):
-            made.append(Background([guarded], event))
-        else:
-            files.append(guarded)
-    if files:
-        made.append(Background(files, event))
-    if config.prometheus is not None:
-        served = open_prometheus(config.prometheus, "" if run is None else run.path.resolve().name)
-        if served is not None:
-            event("prometheus", address=served.address)
-            say(f"metrics for Prometheus at {served.address}")
-            made.append(Guarded("the sink prometheus", served, event))
-    return made

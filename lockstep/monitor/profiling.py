@@ -35,29 +35,23 @@ _MOMENTS = 400
 
 
 def summarise(events: Iterable[Any], rank: int, steps: int) -> Summary:
-    """Return one rank's summary.
-
-    Args:
-        events: `torch.profiler.profile.events()`.
-        rank: the rank.
-        steps: how many were traced.
-    """
+    """Return one rank's summary of `torch.profiler.profile.events()` over some steps."""
     on_device: list[Any] = []
     on_host: list[Any] = []
     windows: list[Interval] = []
     for event in events:
-        stretch = (event.time_range.start, event.time_range.end)
         if event.name.startswith("ProfilerStep"):
-            windows.append(stretch)
+            windows.append(_stretch(event))
         elif not str(event.device_type).endswith(".CPU"):
             on_device.append(event)
         else:
             on_host.append(event)
     chosen = [event for event in (on_device or on_host) if on_device or _counts(event)]
-    window = (min(s for s, _ in windows), max(e for _, e in windows)) if windows else _span(chosen)
+    window = _span(windows or [_stretch(event) for event in chosen])
     talk = union(within((_stretch(event) for event in chosen if _talks(event.name)), window))
     work = union(within((_stretch(event) for event in chosen if not _talks(event.name)), window))
-    total, hidden = max(1e-9, window[1] - window[0]), shared(talk, work)
+    total = max(1e-9, window[1] - window[0])
+    hidden = length(talk) + length(work) - length(union([*talk, *work]))
     parts = {
         "compute": length(work) - hidden,
         "overlapped communication": hidden,
@@ -140,8 +134,7 @@ def _stretch(event: Any) -> Interval:
     return event.time_range.start, event.time_range.end
 
 
-def _span(events: list[Any]) -> Interval:
-    stretches = [_stretch(event) for event in events]
+def _span(stretches: list[Interval]) -> Interval:
     return (min(s for s, _ in stretches), max(e for _, e in stretches)) if stretches else (0.0, 1.0)
 
 
@@ -173,18 +166,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 def length(disjoint: Iterable[Interval]) -> float:
     """Return the total length."""
     return sum(end - start for start, end in disjoint)
-
-
-def shared(one: list[Interval], other: list[Interval]) -> float:
-    """Return the length that two ordered lists of disjoint intervals have in common."""
-    total, i, j = 0.0, 0, 0
-    while i < len(one) and j < len(other):
-        total += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
 
 
 def within(intervals: Iterable[Interval], window: Interval) -> list[Interval]:

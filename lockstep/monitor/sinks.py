@@ -1,20 +1,22 @@
-"""Defines sinks, which take rows of plain numbers, and one of them, `jsonl`.
+"""Defines sinks, which take rows of plain numbers, one of them (`jsonl`), and the thread that feeds them.
 
-A sink that fails is reported once and never stops the run. `jsonl` and the events go through `records.RunDirectory`;
-those of `exporters` have files of their own; `Monitor` makes those that the config names.
+A sink that fails is reported once and never stops the run. A slow disk or a server that hangs costs the step nothing:
+rows are written in a thread, several times a second, in order. A killed process loses the rows of its last moment.
 """
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lockstep.config import MonitorConfig
 from lockstep.monitor.media import Media, file_name
 from lockstep.records import RunDirectory, StepRecord
-from lockstep.registry import SINKS, require_call, require_methods
+from lockstep.registry import SINKS, require_call
 
 Row = dict[str, Any]
 Event = Callable[..., None]
@@ -73,24 +75,11 @@ class Sink(Protocol):
 
 
 def sink_named(name: str) -> Callable[[SinkContext], Any]:
-    """Return the class or function of a sink that a config names.
-
-    Raises:
-        UsageError: there is none, or it can't be made of a `SinkContext`.
-    """
+    """Return the class or function of a sink that a config names."""
     kind = SINKS.load_callable(name)
     if name not in SINKS.shipped:
         require_call(kind, ("context",), name, SINKS.where)
     return kind
-
-
-def require_sink(found: Any, name: str) -> None:
-    """Check that what a sink's name made has the methods of a sink.
-
-    Raises:
-        UsageError: for the first that is missing or takes other arguments.
-    """
-    require_methods(found, Sink, name, SINKS.where, required=("on_step", "on_eval", "close"))
 
 
 class BufferedSink(Sink, Protocol):
@@ -115,9 +104,7 @@ class Jsonl:
         """Append a row."""
         self._run.append_metrics(row)
 
-    def on_eval(self, row: Row) -> None:
-        """Append a row."""
-        self._run.append_metrics(row)
+    on_eval = on_step
 
     def on_media(self, step: int, media: Mapping[str, Media]) -> None:
         """Append a row, and write images beside it, as `media/NAME-STEP.png`."""
@@ -161,26 +148,23 @@ class Guarded:
 
     def on_media(self, step: int, media: Mapping[str, Media]) -> None:
         """Pass media on, if the sink takes any."""
-        on_media = getattr(self._sink, "on_media", None)
-        if on_media is not None:
-            self._guard(on_media, step, media)
+        if hasattr(self._sink, "on_media"):
+            self._guard(self._sink.on_media, step, media)
 
     @property
     def each_step(self) -> bool:
         """Return whether the sink takes the records of steps that are not logged."""
-        return bool(getattr(self._sink, "each_step", False))
+        return getattr(self._sink, "each_step", False)
 
     def on_each_step(self, record: StepRecord) -> None:
         """Pass a record on, whose tensors are not read yet."""
-        on_each_step = getattr(self._sink, "on_each_step", None)
-        if on_each_step is not None:
-            self._guard(on_each_step, record)
+        if hasattr(self._sink, "on_each_step"):
+            self._guard(self._sink.on_each_step, record)
 
     def flush(self) -> None:
         """Flush the sink, if it can."""
-        flush = getattr(self._sink, "flush", None)
-        if flush is not None:
-            self._guard(flush)
+        if hasattr(self._sink, "flush"):
+            self._guard(self._sink.flush)
 
     def close(self) -> None:
         """Close the sink."""
@@ -199,19 +183,114 @@ class Guarded:
             self._not_before = now + (now - since) * 20 * self.failures
             if self.failures == 1:
                 reason = f"{type(error).__name__}: {error}"
-                _log.warning("warning: %s failed, training goes on: %s", self.name, reason, exc_info=_trace_wanted())
+                trace = os.environ.get("LOCKSTEP_TRACEBACK") == "1"
+                _log.warning("warning: %s failed, training goes on: %s", self.name, reason, exc_info=trace)
                 self._event("sink_failed", sink=self.name, reason=reason)
 
 
-def _trace_wanted() -> bool:
-    return os.environ.get("LOCKSTEP_TRACEBACK") == "1"
+# ---- sinks in a thread of their own ----
+
+PAUSE_SECONDS = 0.2
+CAPACITY = 10_000  # rows; if a server hangs for longer, later rows are dropped
+CLOSING_SECONDS = 60.0
+
+
+class Background:
+    """Feeds some sinks from a thread of its own.
+
+    Args:
+        event: called once if rows are dropped, or if a sink does not end.
+        capacity: rows that may wait.
+    """
+
+    def __init__(self, sinks: Sequence[Guarded], event: Callable[..., None], capacity: int = CAPACITY) -> None:
+        self._sinks, self._event, self._capacity = list(sinks), event, capacity
+        self._rows: deque[tuple[str, tuple[Any, ...]]] = deque()
+        self._there_are_rows, self._hurry, self._idle = threading.Event(), threading.Event(), threading.Event()
+        self._closing = False
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._run, name="lockstep-sinks", daemon=True)
+        self._thread.start()
+
+    @property
+    def names(self) -> str:
+        """The sinks' names."""
+        return ", ".join(sink.name for sink in self._sinks)
+
+    def on_step(self, row: Row) -> None:
+        """Queue a step's row."""
+        self._put("on_step", row)
+
+    def on_eval(self, row: Row) -> None:
+        """Queue an evaluation's row."""
+        self._put("on_eval", row)
+
+    def on_media(self, step: int, media: Mapping[str, Media]) -> None:
+        """Queue texts, images and histograms."""
+        self._put("on_media", step, media)
+
+    def flush(self, seconds: float = 5.0) -> None:
+        """Wait at most `seconds` until all rows are written."""
+        until = time.monotonic() + seconds
+        while self._rows or not self._idle.is_set():
+            self._there_are_rows.set()
+            self._hurry.set()
+            if not self._thread.is_alive() or time.monotonic() > until:
+                return
+            self._idle.wait(0.05)
+
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+        """Write the remaining rows, wait at most `seconds`, and close the sinks."""
+        self._closing = True
+        self._hurry.set()
+        self._there_are_rows.set()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._warn(f"{self.names} did not end within {seconds:g} s; its last rows may be missing")
+
+    def _put(self, method: str, *row: Any) -> None:
+        if len(self._rows) >= self._capacity:
+            self._dropped += 1
+            if self._dropped == 1:
+                self._warn(f"{self.names} is far behind; rows are dropped")
+            return
+        self._rows.append((method, row))
+        if not self._there_are_rows.is_set():
+            self._idle.clear()
+            self._there_are_rows.set()
+
+    def _warn(self, text: str) -> None:
+        _log.warning("warning: %s", text)
+        self._event("sink_failed", sink=self.names, reason=text)
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._there_are_rows.wait()
+            self._hurry.wait(PAUSE_SECONDS)
+            self._hurry.clear()
+            self._there_are_rows.clear()
+            self._write()
+            if not self._rows:
+                self._idle.set()
+        self._write()
+        for sink in self._sinks:
+            sink.close()
+
+    def _write(self) -> None:
+        while self._rows:
+            method, row = self._rows.popleft()
+            for sink in self._sinks:
+                call: Any = getattr(sink, method)
+                call(*row)
+
+
+# ---- what sinks share ----
 
 
 def warn_left_out(sink: str, extra: str | None, error: ImportError | None = None) -> None:
     """Warn that the run goes on without a sink, because its library is not installed.
 
     Args:
-        sink: its name.
         extra: the extra of Lockstep's package that installs the library; None for a user's own sink.
         error: what the import raised.
     """

@@ -10,7 +10,7 @@ from lockstep.config import StragglerConfig, config_from
 from lockstep.monitor import Figures, PhaseClock, ResourceMonitor
 from lockstep.monitor.figures import DEVICES, FirstStep, StragglerWatch, on_a_data_sheet, peak_flops, spread
 from lockstep.monitor.meters import STEP_PHASES, Memory, waits_counted
-from lockstep.monitor.profiling import length, shared, union, within
+from lockstep.monitor.profiling import length, union, within
 from lockstep.records import StepRecord
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model
@@ -176,5 +176,4 @@ def test_stretches_of_time() -> None:
     one = union([(0, 2), (1, 3), (5, 6)])
     assert one == [(0, 3), (5, 6)]
     assert length(one) == 4
-    assert shared(one, union([(2, 5.5)])) == pytest.approx(1.5)
     assert within(one, (1, 5.5)) == [(1, 3), (5, 5.5)]

@@ -14,7 +14,8 @@ import torch
 
 from lockstep.config import MonitorConfig
 from lockstep.errors import UsageError
-from lockstep.monitor import JsonLogger, Meters, Monitor, memory_in_use
+from lockstep.monitor import JsonLogger, Meters, Monitor
+from lockstep.monitor.meters import memory_of_this_rank
 from lockstep.records import RunDirectory, StepRecord, read_lines
 
 
@@ -150,8 +151,8 @@ def test_meters_average_over_the_interval_and_leave_out_pauses() -> None:
 
 
 def test_memory_is_this_ranks_own() -> None:
-    held, there = memory_in_use()
-    assert 10_000_000 < held < there
+    memory = memory_of_this_rank()
+    assert 10_000_000 < memory.peak < memory.total
 
 
 def test_a_sink_that_fails_is_said_once_and_stops_nothing(
