@@ -59,11 +59,7 @@ def runs_in(folder: Path, depth: int = _DEEPEST) -> list[Path]:
 
 
 def write_index(folder: Path, output: Path | None) -> Path:
-    """Write the page, and the report of each run that has none or an older one; return its path.
-
-    Raises:
-        UsageError: the folder holds no run.
-    """
+    """Write the page, and the report of each run that has none or an older one; return its path."""
     paths = runs_in(folder)
     if not paths:
         raise UsageError(

@@ -236,11 +236,7 @@ class Live:
 
 
 def serve(paths: Sequence[Path], port: int = 0, started: Callable[[str], object] = print) -> None:
-    """Serve run directories until interrupted; `started` is called with a line that has the address.
-
-    Raises:
-        UsageError: the port is taken, or a path is not a run directory.
-    """
+    """Serve run directories until interrupted; `started` is called with a line that has the address."""
     server = make_server(paths, port)
     started(f"lockstep: http://127.0.0.1:{server.server_address[1]}/ (Ctrl+C stops it)")
     try:
