@@ -4,19 +4,22 @@ It assumes that loss, norm and votes are equal on all ranks, so that every rank 
 """
 
 import math
+import socket
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import accelerator
+from lockstep.collectives import world_size
 from lockstep.config import BadNumbersConfig
-from lockstep.errors import RunError
+from lockstep.errors import RunError, listed
 from lockstep.parallel.loss_accumulator import Number
 
 _READ_AT_ONCE = ("cpu", "mps")  # types of device; MPS has no float64
@@ -111,12 +114,8 @@ class AnomalyDetector:
     def check(self, step: int, loss: Number, norm: Number, stop_votes: Number, out_of_step: Number) -> StepCheck:
         """Check the numbers of `step`, after its gradients and before its update; return what is known by now.
 
-        Args:
-            loss, norm, stop_votes: of the step.
-            out_of_step: 0 if all ranks reduced in this step.
-
         Raises:
-            RunError: the ranks are in different steps.
+            RunError: the ranks are in different steps: `out_of_step` is not 0.
         """
         given = (loss, norm, stop_votes, out_of_step)
         device = _device_of(given)
@@ -134,11 +133,7 @@ class AnomalyDetector:
         return self._read(earlier)
 
     def restart(self, losses: Iterable[float]) -> None:
-        """Restore the last good losses from a checkpoint, and drop the pending result of a discarded step.
-
-        Args:
-            losses: oldest first.
-        """
+        """Restore the last good losses, oldest first, and drop the pending result of a discarded step."""
         self.losses, self._pending = deque(losses), None
 
     def _read(self, pending: tuple[int, Tensor, Any] | None) -> StepCheck:
@@ -178,3 +173,36 @@ class AnomalyDetector:
         if loss > factor * usual > 0:
             return f"the loss of step {step} is {loss:.6g}, more than {factor:g} times the median {usual:.6g}"
         return None
+
+
+# ---- a processor that computed wrongly ----
+
+
+def wrongly_computed(
+    anomaly: Anomaly, loss: float, losses: tuple[Sequence[float], Sequence[float]], own: Collection[int]
+) -> str:
+    """Return a sentence on a step that was bad at first and good when it was computed again; every rank calls it.
+
+    What a step computes follows from its weights, its samples and keyed random numbers. If it is bad once and then
+    good, a processor computed wrongly; recomputing the last step undoes most such faults (arXiv:2604.00726).
+
+    Args:
+        anomaly: of the first time.
+        loss: of the step, the second time.
+        losses: of each micro-batch, the first and the second time.
+        own: numbers of the micro-batches that this rank runs.
+    """
+    changed = [number for number, (one, other) in enumerate(zip(*losses, strict=True)) if repr(one) != repr(other)]
+    mine = (socket.gethostname(), [number for number in changed if number in own])
+    ranks: list[tuple[str, list[int]]] = [mine]
+    if world_size() > 1:
+        ranks *= world_size()
+        dist.all_gather_object(ranks, mine)
+    involved = [f"rank {rank} ({host})" for rank, (host, numbers) in enumerate(ranks) if numbers]
+    if involved:
+        where = (
+            f"the loss of micro-batch {', '.join(map(str, changed))} has changed, which is run by {listed(involved)}"
+        )
+    else:
+        where = "no loss has changed: it was in a backward pass, and the sum over ranks does not tell in whose"
+    return f"{anomaly.what}; computed again from the same weights and samples, its loss is {loss:.6g}: {where}"

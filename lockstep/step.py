@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.bad_numbers import Anomaly, AnomalyDetector, BadNumbersError, StepCheck
+from lockstep.bad_numbers import Anomaly, AnomalyDetector, BadNumbersError, StepCheck, wrongly_computed
 from lockstep.clipping import clip_adaptively, clip_by_value
 from lockstep.collectives import is_main_process
 from lockstep.config import GradientClipConfig
@@ -31,7 +31,6 @@ from lockstep.optim import CallersRate, Schedule, TorchSchedule, unfuse
 from lockstep.parallel.loss_accumulator import LossAccumulator, Number, at_least, at_most, exceeds, inverse, tensor_of
 from lockstep.parallel.parallel_model import ModelUpdate, ParallelModel, layer_norms
 from lockstep.precision import LossScale
-from lockstep.recompute import wrongly_computed
 from lockstep.records import StepRecord
 from lockstep.torch_compat import foreach
 from lockstep.torch_compat.optimizer_step import bare_step, has_pre_hooks
@@ -241,9 +240,8 @@ class Step:
         """Finish a step after its last backward pass.
 
         Raises:
-            BadNumbersError: this step's numbers (on a GPU: those of the step before) are bad, and the config does not
-                say to
-                skip it, or too many in a row were skipped. The step is complete nevertheless.
+            BadNumbersError: this step's numbers (on a GPU: those of the step before) are bad, and not to be skipped, or
+                too many in a row were. The step is complete nevertheless.
         """
         return self._update(self._finish_gradients(accumulator), samples)
 
@@ -381,12 +379,7 @@ class Step:
 
 
 def nominal_count(count: float, micro_batches_per_step: int) -> float:
-    """Return a power of two near the number of valid targets of a step.
-
-    Args:
-        count: valid targets of the first micro-batch.
-        micro_batches_per_step: number over all ranks.
-    """
+    """Return a power of two near the number of valid targets of a step; `count`: of its first micro-batch."""
     return 2.0 ** round(math.log2(max(1.0, count * micro_batches_per_step)))
 
 

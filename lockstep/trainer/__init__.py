@@ -29,14 +29,10 @@ __all__ = ["Trainer", "run"]
 
 
 def run(config: Config, *, output_dir: Path, resume: str) -> int:
-    """Train a config.
+    """Train a config; return the exit code: 0, or 75 if the run was asked to stop and has saved.
 
     Args:
-        output_dir: the run directory.
         resume: `auto`, `never`, or a path to a checkpoint.
-
-    Returns:
-        the exit code: 0, or 75 if the run was asked to stop and has saved.
     """
     if config.model.name is None or config.data.name is None:
         missing = "model.name" if config.model.name is None else "data.name"
@@ -67,7 +63,7 @@ def build(config: Config, data: Data) -> nn.Module:
 def stop_on_signals(trainer: Trainer) -> None:
     """Stop on SIGTERM, SIGUSR1, SIGHUP and Ctrl-C: the ranks agree on the step, save there and end.
 
-    A second SIGTERM or SIGUSR1 is harmless; a second Ctrl-C comes from a person who does not want to wait.
+    A second Ctrl-C comes from a person who does not want to wait.
     """
     interrupted = False
 
@@ -87,13 +83,10 @@ def stop_on_signals(trainer: Trainer) -> None:
 
 
 def check_named(config: Config, source: str) -> None:
-    """Reject names in a config that a run could not import, or not call with these arguments.
+    """Reject names in a config that a run could not import, or not call with these arguments; all in one error.
 
     Args:
         source: the config's name in the message.
-
-    Raises:
-        UsageError: for all of them at once.
     """
     found = []
     for look in _lookups(config):

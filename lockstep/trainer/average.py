@@ -1,7 +1,6 @@
 """Averages a model's weights over its updates: EMA and SWA.
 
-Each rank averages its own parameters, element by element. An average therefore needs no communication, is the same
-under every strategy, and is saved and resumed with the run's checkpoints.
+Each rank averages its own parameters, element by element: no communication, the same under every strategy.
 """
 
 from collections.abc import Iterator
@@ -52,11 +51,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def __call__(self, updates: int) -> None:
-        """Add the parameters after an update to the average.
-
-        Args:
-            updates: number of updates so far; the first is number 1.
-        """
+        """Add the parameters to the average after update number `updates`, counted from 1."""
         assert self._placed is not None
         averaged, rest = divmod(updates - self._start, self._every)
         if updates >= self._start and rest:

@@ -8,7 +8,7 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 
 class StepWindow:
-    """Collects the micro-batches of one step, which the caller passes one at a time.
-
-    Args:
-        trainer: the step's trainer; it is only read.
-    """
+    """Collects the micro-batches of one step, which the caller passes one at a time."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
@@ -50,9 +46,6 @@ class StepWindow:
 
         Returns:
             its mean loss, 0-dim, detached; the record of the step, if it was the last one.
-
-        Raises:
-            UsageError: under a pipeline; `global_batch_size` is not a whole number of calls on all ranks.
         """
         trainer = self._trainer
         if trainer.placed.micro_step is None:
@@ -112,11 +105,7 @@ class StepWindow:
 
 
 def _calls_in_a_step(trainer: "Trainer", first: Any) -> int:
-    """Return the number of micro-batches that each rank passes per step.
-
-    Args:
-        first: the first of them; its size counts if the settings have none.
-    """
+    """Return the number of micro-batches that each rank passes per step; `first` has their size if no setting has."""
     training, ranks = trainer.config.training, trainer.layout.data_parallel_size
     if training.global_batch_size is None:
         return training.accumulation
@@ -161,24 +150,15 @@ def _digest(batch: Any) -> int:
 _CALLS = ("backward", "evaluate")
 
 
-@dataclass
-class _Report:
+class _Report(NamedTuple):
     """Report of one rank."""
 
     step: int  # of its loop
     call: int  # index in `_CALLS`
     dp_rank: int  # its data-parallel rank
     num_batches: int  # number of micro-batches that it passes
-    has_batch: bool  # whether it has a micro-batch for a weightless copy
-    count: float  # rank 0: valid targets of the first one
-
-    @classmethod
-    def from_numbers(cls, numbers: Sequence[float]) -> "_Report":
-        step, call, dp_rank, num_batches, has_batch, count = numbers
-        return cls(int(step), int(call), int(dp_rank), int(num_batches), bool(has_batch), count)
-
-    def to_numbers(self) -> list[float]:
-        return [self.step, self.call, self.dp_rank, self.num_batches, self.has_batch, self.count]
+    has_batch: int  # whether it has a micro-batch for a weightless copy
+    targets: float  # rank 0: valid targets of the first one
 
 
 @dataclass
@@ -203,7 +183,7 @@ class MicroBatchAssigner:
 
     @property
     def dp_size(self) -> int:
-        """Number of data-parallel ranks."""
+        """Data-parallel size."""
         return self.placed.layout.data_parallel_size
 
     def assign(self, batches: Sequence[Any], step: int, call: str) -> tuple[list[MicroBatch], int]:
@@ -216,16 +196,12 @@ class MicroBatchAssigner:
 
         Returns:
             this rank's micro-batches, and their number over all ranks; none and 0 if no rank passes any.
-
-        Raises:
-            UsageError: the ranks of a pipeline pass different numbers of micro-batches, or a rank never had one.
-            RunError: ranks are in different places of the loop.
         """
         batches = [move(batch, self.placed.random_state.device) for batch in batches]
         self._last = batches[-1:] or self._last
         first = bool(batches) and self.nominal == 0 and self.placed.wants_data
-        count = float(self.placed.objective.estimate(batches[0])) if first else 0.0  # host waits for the device, once
-        mine = _Report(step, _CALLS.index(call), self.dp_rank, len(batches), bool(self._last), count)
+        targets = float(self.placed.objective.estimate(batches[0])) if first else 0.0  # host waits for the device, once
+        mine = _Report(step, _CALLS.index(call), self.dp_rank, len(batches), bool(self._last), targets)
         rows = _reported(mine, self.placed)
         _require_agreement(rows)
         rounds = max(row.num_batches for row in rows)
@@ -233,7 +209,7 @@ class MicroBatchAssigner:
             return [], 0
         _require_batch(rows)
         micro_batches_per_step = rounds * self.dp_size
-        self.nominal = self.nominal or nominal_count(rows[0].count, micro_batches_per_step)
+        self.nominal = self.nominal or nominal_count(rows[0].targets, micro_batches_per_step)
         runs = [*batches, *self._last * (rounds - len(batches))]
         micro_batches = [
             MicroBatch(j * self.dp_size + self.dp_rank, batch, j < len(batches)) for j, batch in enumerate(runs)
@@ -245,12 +221,14 @@ def _reported(mine: _Report, placed: ParallelModel) -> list[_Report]:
     """Return the reports of all ranks, by rank; the host does not wait for a device if the CPU has a process group."""
     if placed.layout.world_size == 1:
         return [mine]
-    numbers = mine.to_numbers()
-    table = torch.zeros(placed.layout.world_size, len(numbers), dtype=torch.float64)
-    table[dist.get_rank()] = torch.tensor(numbers, dtype=torch.float64)
+    table = torch.zeros(placed.layout.world_size, len(mine), dtype=torch.float64)
+    table[dist.get_rank()] = torch.tensor(mine, dtype=torch.float64)
     table = table.to(object_device(placed.random_state.device))
     dist.all_reduce(table)
-    return [_Report.from_numbers(numbers) for numbers in table.tolist()]
+    return [
+        _Report(int(step), int(call), int(dp_rank), int(batches), int(has_batch), targets)
+        for step, call, dp_rank, batches, has_batch, targets in table.tolist()
+    ]
 
 
 def _require_agreement(rows: Sequence[_Report]) -> None:

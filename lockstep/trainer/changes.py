@@ -1,8 +1,7 @@
 """Compares a run's settings with those of the checkpoint at which it resumes.
 
-A checkpoint holds the config that it was saved with. Samples, their order, random numbers and the model follow from
-it and the step number alone, so a run that resumes with another seed, other data, another global batch or another
-model is another training; a learning rate or a number of steps may be changed on purpose.
+Samples, their order, random numbers and the model follow from the config and the step number alone, so a run that
+resumes with others is another training; a learning rate or a number of steps may be changed on purpose.
 """
 
 import json
@@ -41,9 +40,7 @@ class Change:
 def compare(
     config: Config, global_batch_size: int, found: checkpoint.CheckpointPath, *, is_main: bool
 ) -> list[Change]:  # fmt: skip
-    """Return the keys whose values differ from a checkpoint's; all ranks call it.
-
-    Rank 0 reads them: it may be the only one that sees the checkpoint.
+    """Return the keys whose values differ from a checkpoint's, which rank 0 reads; all ranks call it.
 
     Raises:
         UsageError: the run would become another training, and the config does not allow it.
@@ -130,7 +127,7 @@ def moved_schedule(
 
     Args:
         training: with the changes.
-        updates: that are made.
+        updates: number made so far.
         rate: the peak of the learning rate.
         steps_per_epoch: if it is known.
     """
@@ -154,12 +151,7 @@ def moved_schedule(
 
 
 def apply_changed_options(groups: list[dict[str, Any]], fresh: list[dict[str, Any]], changes: list[Change]) -> None:
-    """Set options of the config's optimizer to their changed values, instead of the checkpoint's.
-
-    Args:
-        groups: as the checkpoint filled them.
-        fresh: as the config made them.
-    """
+    """Set changed options of the config's optimizer in `groups`, which a checkpoint filled, to their `fresh` values."""
     keys = {change.key for change in changes}
     names = [key.removeprefix("training.optimizer_args.") for key in keys if key.startswith("training.optimizer_args.")]
     if keys & {"training.learning_rate", "training.lr_scaling", "training.base_batch_size"}:

@@ -4,7 +4,6 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +28,8 @@ _log = logging.getLogger("lockstep")
 class Checkpointer:
     """Saves one run; every rank has one, and calls each method at the same steps.
 
-    Args:
-        trainer: the run's trainer; it is only read.
-        monitor: records saves, the time that training waited for them, and failures.
-
     Attributes:
         saved: step of the last save that was begun.
-
-    Raises:
-        UsageError: the hosts do not share the run directory and the format needs it.
     """
 
     def __init__(self, trainer: "Trainer", monitor: Monitor) -> None:
@@ -109,7 +101,7 @@ class Checkpointer:
             self._saver.finish_alone()
 
     def reset_after_rollback(self) -> None:
-        """Prepare for saving later steps again, after a rollback."""
+        """Prepare for saving later steps again."""
         self.saved = None
 
     # ---- how ----
@@ -150,11 +142,7 @@ class Checkpointer:
 
 
 class Rollback:
-    """Reports anomalies and rolls a run back; every rank has one, and calls each method at the same steps.
-
-    Args:
-        trainer: the run's trainer.
-    """
+    """Reports anomalies and rolls a run back; every rank has one, and calls each method at the same steps."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
@@ -199,21 +187,12 @@ class Rollback:
         monitor.say(f"goes back to step {step}, {found.name}, and passes over the data of step {error.anomaly.step}")
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """The checkpoint at which a run resumes.
+def resume(trainer: "Trainer", how: str) -> tuple[checkpoint.CheckpointPath | None, list[str]]:
+    """Bring the run's state, and its run directory, to where it resumes; all ranks call it. See `Trainer.resume`.
 
-    Attributes:
-        checkpoint: None for a fresh start.
-        log_lines: lines to log about it.
+    Returns:
+        the checkpoint, None for a fresh start; lines to log about it.
     """
-
-    checkpoint: checkpoint.CheckpointPath | None
-    log_lines: list[str]
-
-
-def resume(trainer: "Trainer", how: str) -> Resumed:
-    """Bring the run's state, and its run directory, to where it resumes; all ranks call it. See `Trainer.resume`."""
     started = time.perf_counter()
     found = find(trainer, how)
     changed = []
@@ -223,7 +202,7 @@ def resume(trainer: "Trainer", how: str) -> Resumed:
     come_to = _newest_step(trainer.run_directory) if trainer.is_main_process else 0
     loaded = restore(trainer, found)
     if found is None or loaded is None:
-        return Resumed(None, [])
+        return None, []
     if trainer.scales_rate:  # the config's own optimizer; a user's brings its options
         apply_changed_options(trainer.optimizer.param_groups, fresh, changed)
     log_lines = [*loaded.log_lines, f"resumes after step {loaded.step}, from {found}"]
@@ -238,7 +217,7 @@ def resume(trainer: "Trainer", how: str) -> Resumed:
     if trainer.run_directory is not None and trainer.is_main_process:
         seconds = time.perf_counter() - started
         trainer.run_directory.append_event("resume", step=loaded.step, checkpoint=str(found), seconds=seconds)
-    return Resumed(found, log_lines)
+    return found, log_lines
 
 
 def _newest_step(directory: RunDirectory | None) -> int:
@@ -336,12 +315,7 @@ def best_of(
         try:
             metrics = checkpoint.read_state(path).get("metrics", {})
             value = later.get(checkpoint.step_of(path.name) or 0, float(metrics.get(config.keep_best, math.nan)))
-        except (
-            RunError,
-            TypeError,
-            ValueError,
-            AttributeError,
-        ):  # a damaged checkpoint is not a candidate
+        except (RunError, TypeError, ValueError, AttributeError):  # a damaged checkpoint is not a candidate
             continue
         if math.isfinite(value):
             known.append((sign * value, path))

@@ -1,19 +1,51 @@
-"""Evaluates: every sample once, the mean over valid targets, the same number on every rank and every topology."""
+"""Evaluates: every sample once, the mean over valid targets, the same number on every rank and every topology.
 
-from collections.abc import Callable, Generator, Iterator
+For metrics and predictions the outputs of each micro-batch are read where they are: on the last stage of a pipeline,
+once where several ranks run the same micro-batch. Rank 0 receives what is kept of them in the order of the
+micro-batches, so that a metric's value is that of one process.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.checkpoint import Ranks
-from lockstep.data import MicroBatch, StepBatches, StepSource, adopt
+from lockstep.data import MicroBatch, StepBatches, StepSource, adopt, batch_length, move
+from lockstep.errors import UsageError
+from lockstep.models.protocol import logits_of, targets_of
 from lockstep.parallel.loss_accumulator import Number, at_least
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.trainer.outputs import Metrics, MetricSet, OutputCollector, Predictions
+from lockstep.torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
+
+
+class MetricObject(Protocol):
+    """A metric with a state, such as those of torchmetrics."""
+
+    def update(self, outputs: Any, targets: Any) -> Any:
+        """Add a micro-batch."""
+
+    def compute(self) -> Any:
+        """Return the value over all of them."""
+
+
+Metric = Callable[[Any, Any], Any] | MetricObject
+"""An object, or (outputs, targets) → values, whose mean over the data is the metric.
+
+The values are a tensor, for instance with a number for each sample or token; or one number, the mean over the samples
+of the micro-batch.
+"""
+Metrics = Mapping[str, Metric] | MetricObject
+"""Metrics by name, or an object whose `compute` returns them by name (torchmetrics' `MetricCollection`)."""
+
 
 WINDOW = 16  # micro-batches per all-reduce of losses; constant, so that the order of the sum is
 
@@ -26,11 +58,6 @@ class Evaluator:
     """Evaluates a run's model; every rank has one, and calls it at the same steps.
 
     An evaluation ends early if a rank is asked to stop: the run is saved at once, and evaluates when it resumes.
-
-    Args:
-        trainer: the model's trainer; it is only read.
-        data: the data; None: none.
-        metrics: to compute besides the loss.
     """
 
     def __init__(self, trainer: "Trainer", data: Any, metrics: Metrics | None = None) -> None:
@@ -69,10 +96,7 @@ class Evaluator:
         return Ranks().broadcast("the metrics of the run could not be read", stopped)
 
     def run(self) -> dict[str, Any] | None:
-        """Return `eval_loss` and the metrics that are numbers, as `eval_NAME`.
-
-        The result is None if a rank was asked to stop meanwhile.
-        """
+        """Return `eval_loss` and the metrics that are numbers, as `eval_NAME`; None if a rank was asked to stop."""
         trainer = self._trainer
         try:
             found = evaluated(trainer, self._data, self._metrics, asked=lambda: trainer.step.stop_asked)
@@ -101,11 +125,9 @@ def _evaluated_weights(trainer: "Trainer") -> AbstractContextManager[None]:
 
 
 def validation_source(trainer: "Trainer", data: Any, limit: int | None) -> StepSource:
-    """Return one epoch of `data`, in its own order, for `evaluate`; a DataLoader keeps its own batch size.
+    """Return one epoch of `data`, in its own order; a DataLoader keeps its own batch size.
 
     Args:
-        trainer: whose model will see them.
-        data: the data.
         limit: micro-batches that count; it ends with the window that holds the last of them. None: all.
     """
     config, training = trainer.config, trainer.config.training
@@ -140,7 +162,7 @@ def evaluating(placed: ParallelModel) -> Iterator[None]:
 
 def evaluate(
     placed: ParallelModel, source: StepSource | Generator[StepBatches, None, None], *, limit: int | None = None,
-    asked: Callable[[], bool] = lambda: False, collector: OutputCollector | None = None,
+    asked: Callable[[], bool] = lambda: False, collector: "OutputCollector | None" = None,
 ) -> float:  # fmt: skip
     """Return the mean loss over the source, or over its first micro-batches.
 
@@ -197,3 +219,191 @@ def sample_from(placed: ParallelModel) -> Callable[..., Any]:
             return placed.forward(*inputs, **more)
 
     return forward
+
+
+# ---- what is collected of outputs ----
+
+
+@dataclass
+class OutputCollector:
+    """Sends what is kept of a model's outputs to rank 0; every rank has one.
+
+    Attributes:
+        keep: (outputs, batch) → what is sent.
+        receive: called on rank 0 with each of these, in the order of the micro-batches.
+        failure: the error message if one of these raises.
+        skips_loss: leave the loss out; data then need no targets.
+    """
+
+    placed: ParallelModel
+    keep: Callable[[Any, Any], Any]
+    receive: Callable[[Any], None]
+    failure: str
+    skips_loss: bool = False
+
+    @contextmanager
+    def window(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+        """Collect from the forward passes in the block, which run these micro-batches; all ranks enter it together."""
+        kept: list[tuple[int, Any]] = []
+        failed: list[Exception] = []
+
+        def take(outputs: Any, batch: Any) -> tuple[Tensor, int, int] | None:
+            micro_batch = next(one for one in micro_batches if one.batch is batch)
+            if micro_batch.real and self.placed.adds_losses and not failed:
+                try:
+                    kept.append((micro_batch.index, self.keep(outputs, batch)))
+                except Exception as error:  # of the user's code; the other ranks wait below
+                    failed.append(error)
+            return (torch.zeros((), device=self.placed.random_state.device), 1, 1) if self.skips_loss else None
+
+        with self.placed.objective.tap.opened(take):
+            yield
+
+        def sent() -> list[tuple[int, Any]]:
+            if failed:
+                raise failed[0]
+            return kept
+
+        def combine(rows: list[list[tuple[int, Any]]]) -> None:
+            for _, row in sorted(chain.from_iterable(rows), key=lambda pair: pair[0]):
+                self.receive(row)
+
+        Ranks().all_reduce(self.failure, sent, combine)
+
+
+def on_cpu(outputs: Any) -> Any:
+    """Return outputs with their tensors detached and on the CPU."""
+    return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, outputs)
+
+
+# ---- metrics ----
+
+
+class MetricSet:
+    """Computes metrics over one pass through the data."""
+
+    def __init__(self, metrics: Metrics, placed: ParallelModel) -> None:
+        self._several = _is_object(metrics)
+        by_name: Mapping[str, Any] = {"": metrics} if self._several else metrics  # type: ignore[assignment]
+        for name, metric in by_name.items():
+            if not (callable(metric) or _is_object(metric)):
+                raise UsageError(
+                    f"the metric {name!r} is a {type(metric).__name__}",
+                    where="metrics",
+                    fix="pass a function (outputs, targets) -> values, or an object with update and compute, such as "
+                    "torchmetrics has them",
+                )
+        self._objects = {name: metric for name, metric in by_name.items() if _is_object(metric)}
+        self._functions = {name: metric for name, metric in by_name.items() if name not in self._objects}
+        self._names = list(by_name)
+        self._sums = dict.fromkeys(self._functions, (0.0, 0.0))
+        self._reset()
+        self.collector = OutputCollector(placed, self._keep, self._receive, "the metrics could not be computed")
+
+    def _reset(self) -> None:
+        for metric in self._objects.values():
+            if reset := getattr(metric, "reset", None):
+                reset()
+
+    def _keep(self, outputs: Any, batch: Any) -> tuple[dict[str, tuple[float, float]], Any]:
+        outputs, targets = logits_of(outputs), targets_of(batch, default=None)
+        means = {}
+        for name, function in self._functions.items():
+            values = function(outputs, targets)
+            if isinstance(values, Tensor) and values.ndim:
+                means[name] = float(values.double().sum()), float(values.numel())  # host waits for the device
+            else:
+                samples = float(batch_length(batch))
+                means[name] = float(values) * samples, samples  # host waits for the device
+        return means, on_cpu((outputs, targets)) if self._objects else None
+
+    def _receive(self, row: tuple[dict[str, tuple[float, float]], Any]) -> None:
+        means, pair = row
+        for name, (total, count) in means.items():
+            self._sums[name] = self._sums[name][0] + total, self._sums[name][1] + count
+        for metric in self._objects.values():
+            device = getattr(metric, "device", None)
+            metric.update(*(move(pair, device) if isinstance(device, torch.device) else pair))
+
+    def results(self) -> dict[str, Any]:
+        """Return the values by name, the same on every rank; all ranks call it together, once.
+
+        One number is a float; anything else is as the metric returns it, on the CPU.
+        """
+
+        def computed() -> dict[str, Any]:
+            found = {name: total / count if count else float("nan") for name, (total, count) in self._sums.items()}
+            for name, metric in self._objects.items():
+                with _without_sync(metric):
+                    value = on_cpu(metric.compute())
+                found |= value if self._several else {name: value}
+            self._reset()
+            order = list(found) if self._several else self._names
+            return {name: _number(found[name]) for name in order}
+
+        return Ranks().broadcast(self.collector.failure, computed)
+
+
+def _is_object(metric: Any) -> bool:
+    return hasattr(metric, "update") and hasattr(metric, "compute")
+
+
+@contextmanager
+def _without_sync(metric: Any) -> Iterator[None]:
+    """Keep a metric of torchmetrics from gathering over all ranks in the block: rank 0 alone computes it."""
+    parts: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else []
+    before = [(part, part.distributed_available_fn) for part in parts if hasattr(part, "distributed_available_fn")]
+    for part, _ in before:
+        part.distributed_available_fn = lambda: False
+    try:
+        yield
+    finally:
+        for part, available in before:
+            part.distributed_available_fn = available
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+# ---- predictions ----
+
+
+class Predictions:
+    """Collects the outputs for each sample, in the order of the data."""
+
+    def __init__(self, placed: ParallelModel, transform: Callable[[Any], Any] | None) -> None:
+        self._parts: list[Any] = []
+        self._transform = transform
+        self.collector = OutputCollector(
+            placed, self._keep, self._parts.append, "the predictions could not be collected", skips_loss=True
+        )
+
+    def _keep(self, outputs: Any, batch: Any) -> Any:
+        outputs = logits_of(outputs)
+        return on_cpu(outputs if self._transform is None else self._transform(outputs))
+
+    def results(self) -> Any:
+        """Return the outputs on every rank; all ranks call it together, once."""
+        return Ranks().broadcast(self.collector.failure, lambda: joined(self._parts))
+
+
+def joined(parts: list[Any]) -> Any:
+    """Return the outputs of all samples in the structure of one micro-batch's.
+
+    Tensors are put together along their first dim; if their other dims differ, as for texts of different lengths, the
+    result is a list with a tensor for each sample.
+    """
+    if not parts:
+        return []
+    structure = tree_flatten(parts[0])[1]
+    columns = zip(*(tree_flatten(part)[0] for part in parts), strict=True)
+    return tree_unflatten([_joined(column) for column in columns], structure)
+
+
+def _joined(column: tuple[Any, ...]) -> Any:
+    if not all(isinstance(value, Tensor) and value.ndim for value in column):
+        return torch.stack(column) if all(isinstance(value, Tensor) for value in column) else list(column)
+    if len({value.shape[1:] for value in column}) == 1:
+        return torch.cat(column)
+    return [sample for value in column for sample in value]

@@ -71,8 +71,7 @@ class LossCheck:
     """Checks the loss in the first steps of a run; every rank has one, and calls it before each step.
 
     Args:
-        placed: the model.
-        compiled: whether its blocks are compiled.
+        compiled: whether the model's blocks are compiled.
         coarse: whether it computes in low precision.
 
     Attributes:
@@ -96,7 +95,6 @@ class LossCheck:
         Args:
             micro_batches: this rank's of the step that follows.
             micro_batches_per_step: number in it, over all ranks.
-            step: the step.
 
         Raises:
             UsageError: a Hugging Face model's loss does not add up, or its divisor is unknown.

@@ -161,11 +161,7 @@ class PlacedModel:
 
     @called_by_all_ranks
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm is at most `max_norm`.
-
-        Returns:
-            the norm before, over all parameters on all ranks: 0-dim, the same on all of them.
-        """
+        """Scale the gradients so that their norm is at most `max_norm`; return the norm of all ranks before, 0-dim."""
         placed = self._placed
         norm = placed.norm(placed.counted_gradients())
         if gradients := placed.gradients():
@@ -196,17 +192,13 @@ class PlacedModel:
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers, whole, on the CPU, for the plain model's `load_state_dict`.
 
-        Returns:
-            all of them on rank 0; none on other ranks, since they would fill the host's memory.
+        All of them are on rank 0; other ranks get none, since they would fill the host's memory.
         """
         return checkpoint.gather(self._placed.kept(), self._placed.named_aliases)
 
     @called_by_all_ranks
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what `state_dict` returned, or the plain model's.
-
-        Args:
-            state: rank 0's counts; other ranks may pass anything.
+        """Load what `state_dict` returned, or the plain model's; what rank 0 passes counts.
 
         Raises:
             UsageError: on every rank; names or shapes are not the model's.
@@ -237,14 +229,14 @@ class PlacedModel:
     def load_checkpoint(
         self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None
     ) -> dict[str, Any]:  # fmt: skip
-        """Load a checkpoint of `save_checkpoint`, whatever strategy and number of ranks wrote it; sets `step`.
+        """Load a checkpoint of `save_checkpoint` of any layout; set `step`, and return the checkpoint's metadata.
 
         Args:
             path: a checkpoint, or a folder of them, whose newest whole one is loaded.
             optimizers: as they were saved, over this model's parameters; those that are left out stay as they are.
 
-        Returns:
-            its metadata.
+        Raises:
+            UsageError: there is none; it is of another model, or lacks an optimizer.
         """
         with evaluating(self._placed):
             self.step, metadata = _load(self._placed, Path(path), optimizers or {})

@@ -1,6 +1,10 @@
-"""Holds a run's state: its contents in a checkpoint, and how they are loaded."""
+"""Holds a run's state: its contents in a checkpoint, how they are loaded, and what follows from evaluations.
 
-from collections.abc import Iterable, Mapping
+All ranks have the same results of evaluations, so they act alike.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,11 +12,12 @@ import torch
 from torch import Tensor
 
 from lockstep import checkpoint
-from lockstep.errors import UsageError, listed
+from lockstep.config import EarlyStoppingConfig
+from lockstep.errors import UsageError, did_you_mean, listed
+from lockstep.optim import PlateauSchedule
 from lockstep.records import StepRecord, plain
 from lockstep.step import Step
-from lockstep.trainer.following import Following, is_better, require_metric
-from lockstep.trainer.outputs import Metrics
+from lockstep.trainer.evaluator import Metrics
 
 OPTIMIZER = "main"
 WORKERS = "workers"  # name of the workers' tensors
@@ -36,18 +41,103 @@ class Loaded:
     log_lines: list[str]
 
 
+def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
+    """Return whether `value` is better than `best` by more than `min_delta`; None is worse than any number."""
+    if not math.isfinite(value):
+        return False
+    if best is None:
+        return True
+    return value < best - min_delta if mode == "min" else value > best + min_delta
+
+
+@dataclass
+class Following:
+    """Stops the run early, and steps a scheduler that follows a metric, by the results of evaluations.
+
+    Attributes:
+        best: the best value of the early stopping's metric.
+        since: evaluations since then.
+    """
+
+    early_stopping: EarlyStoppingConfig | None
+    plateau: PlateauSchedule | None
+    best: float | None = None
+    since: int = 0
+
+    @property
+    def acts(self) -> bool:
+        """Return whether anything follows the results."""
+        return self.early_stopping is not None or self.plateau is not None
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether the run has stopped early."""
+        return self.early_stopping is not None and self.since >= self.early_stopping.patience
+
+    def why_stopped(self) -> str:
+        """Return the log line of a run that has stopped early."""
+        assert self.early_stopping is not None
+        config, times = self.early_stopping, self.since
+        return (
+            f"stopped early: {config.metric} has not become better than {self.best:.6g} in {times} "
+            f"evaluation{'s' * (times != 1)} (training.early_stopping)"
+        )
+
+    def check(self, known: Collection[str], *, evaluates: bool) -> None:
+        """Reject a followed metric that is not `known`, or that is never computed since the run does not evaluate."""
+        wanted = {}
+        if self.early_stopping is not None:
+            wanted["training.early_stopping.metric"] = self.early_stopping.metric
+        if self.plateau is not None:
+            wanted["Trainer(scheduler_metric=…)"] = self.plateau.metric
+        for where, name in wanted.items():
+            if not evaluates:
+                raise UsageError(
+                    f"{name} is never computed", where=where, why="the run has no data to evaluate on",
+                    fix="pass val_data to train(…)",
+                )  # fmt: skip
+            require_metric(name, known, where)
+
+    def add(self, results: Mapping[str, Any]) -> None:
+        """Take the results of an evaluation: `eval_loss` and others."""
+        if self.early_stopping is not None:
+            value = float(results[self.early_stopping.metric])
+            if is_better(value, self.best, self.early_stopping.mode, self.early_stopping.min_delta):
+                self.best, self.since = value, 0
+            else:
+                self.since += 1
+        if self.plateau is not None:
+            self.plateau.follow(float(results[self.plateau.metric]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that later decisions depend on."""
+        return {"best": self.best, "since": self.since, "plateau": self.plateau and self.plateau.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.best, self.since = state.get("best"), state.get("since", 0)
+        if self.plateau is not None and state.get("plateau"):
+            self.plateau.load_state_dict(state["plateau"])
+
+
+def require_metric(name: str, known: Collection[str], where: str) -> None:
+    """Reject a metric that no evaluation computes."""
+    if name not in known:
+        raise UsageError(
+            f"there is no metric {name}{did_you_mean(name, known)}", where=where, fix=f"one of {listed(sorted(known))}"
+        )
+
+
 @dataclass
 class RunState:
     """The state of a run: model, optimizer, schedule and progress (in `step`), position in the data, and results.
 
     Attributes:
-        step: one optimizer update; it holds the model, the optimizer, the schedule and the progress.
         source: the position in the data.
         best: metric → its best value.
         metrics: the newest, by the names in `checkpoint.keep_best`.
         steps_per_epoch: of the data, if it is known.
         ended_epoch: whether the last step was the last of its epoch.
-        following: what follows the results of evaluations.
         keep_best: the metric by which the best checkpoint is kept, if any, and min or max.
         best_is_new: whether the newest evaluation was the best by it.
     """
@@ -81,15 +171,7 @@ class RunState:
         return self.following.acts or (self.keep_best[0] or "").startswith("eval_")
 
     def check_followed(self, metrics: Metrics | None, *, evaluates: bool) -> None:
-        """Check that the run will compute the metrics that the config names.
-
-        Args:
-            metrics: the user's; the names of a collection's are known once it computes them.
-            evaluates: whether the run evaluates.
-
-        Raises:
-            UsageError: it will not compute one.
-        """
+        """Check that the run will compute the metrics that the config names."""
         if metrics is not None and not isinstance(metrics, Mapping):
             return
         results = ["eval_loss", *(f"eval_{name}" for name in metrics or ())]
@@ -158,11 +240,7 @@ class RunState:
         )
 
     def load(self, path: checkpoint.Checkpoint) -> Loaded:
-        """Load a checkpoint of any topology.
-
-        Raises:
-            UsageError: it holds another model; the message names the differences.
-        """
+        """Load a checkpoint of any topology."""
         state, log_lines = self._fill(path), []
         if "updates" not in state:
             state = {**_UNKNOWN_TO_A_LOOP, "updates": state["step"], **state}

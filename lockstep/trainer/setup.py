@@ -1,7 +1,4 @@
-"""Builds the parts of a trainer from the user's arguments and the config.
-
-These are the settings, the loss, the optimizer, its learning rate and schedule, and calls after an update.
-"""
+"""Builds the parts of a trainer from the user's arguments and the config."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -44,9 +41,6 @@ def make_optimizer(
         given: an optimizer over the unplaced model, or a function that makes one; None: the config's.
         before: id of each unplaced parameter → its name.
         global_batch_size: scales the config's learning rate; a given optimizer has its own.
-
-    Raises:
-        UsageError: it does not work on shards, or the scaling rule lacks its base.
     """
     training = config.training
     rate, line = scaled_rate(training, global_batch_size)
@@ -82,11 +76,7 @@ def scaled_rate(training: TrainingConfig, global_batch_size: int) -> tuple[float
 
 
 def with_batch_size_of(data: Any, config: Config) -> Config:
-    """Return the config with a DataLoader's own batch size, if the settings have none.
-
-    Raises:
-        UsageError: `global_batch_size` is not a multiple of it.
-    """
+    """Return the config with a DataLoader's own batch size, if the settings have none."""
     own = getattr(data, "batch_size", None) if isinstance(data, DataLoader) else None
     if own is None or own == config.training.batch_size or "batch_size" in config.training.model_fields_set:
         return config
@@ -112,14 +102,7 @@ def with_batch_size_of(data: Any, config: Config) -> Config:
 def user_schedule(
     given: LRScheduler | MakeScheduler | None, optimizer: Optimizer, training: TrainingConfig, metric: str
 ) -> TorchSchedule | PlateauSchedule | None:
-    """Return the user's scheduler, if any.
-
-    Args:
-        metric: the name of what a scheduler such as ReduceLROnPlateau follows.
-
-    Raises:
-        UsageError: it belongs to another optimizer, or the config names a schedule too.
-    """
+    """Return the user's scheduler, if any; one such as ReduceLROnPlateau follows `metric`."""
     if given is None:
         return None
     scheduler = given if isinstance(given, LRScheduler) else given(optimizer)
@@ -142,8 +125,7 @@ def user_schedule(
 def schedule_before_data(training: TrainingConfig, *, own_optimizer: bool) -> Schedule | CallersRate:
     """Return the schedule while the number of steps is unknown: the warm-up alone.
 
-    Args:
-        own_optimizer: whether the optimizer is the user's; without a warm-up its learning rate is not changed.
+    Without a warm-up the learning rate of a user's own optimizer is not changed.
     """
     if own_optimizer and training.warmup_steps == 0:
         return CallersRate()
@@ -151,15 +133,7 @@ def schedule_before_data(training: TrainingConfig, *, own_optimizer: bool) -> Sc
 
 
 def schedule_over(training: TrainingConfig, total: int | None, *, own_optimizer: bool) -> Schedule | CallersRate:
-    """Return the config's schedule.
-
-    Args:
-        total: steps of the run; None: unknown.
-        own_optimizer: see `schedule_before_data`.
-
-    Raises:
-        UsageError: the schedule needs the number of steps.
-    """
+    """Return the config's schedule; `total`: steps of the run, None if unknown."""
     if total is None and training.lr_schedule != "constant":
         raise UsageError(
             f"lr_schedule {training.lr_schedule} needs the number of steps, and the data do not say their length",
@@ -174,14 +148,7 @@ def schedule_over(training: TrainingConfig, total: int | None, *, own_optimizer:
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return `config` with some keys replaced.
-
-    Args:
-        settings: short name (`batch_size`, as `--batch-size`) → value.
-
-    Raises:
-        UsageError: an unknown name (the nearest is named), a wrong value, a contradiction.
-    """
+    """Return `config` with some keys, by short names such as `batch_size`, replaced."""
     if settings:
         return config_from(apply_flags(settings), config)
     check(config)
@@ -189,11 +156,7 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def loss_fn_of(config: Config) -> Callable[..., Any] | None:
-    """Return the config's loss; None: the model's own.
-
-    Raises:
-        UsageError: it cannot be imported, or does not accept its arguments.
-    """
+    """Return the config's loss; None: the model's own."""
     spec = config.loss_fn
     if spec is None:
         return None
@@ -202,11 +165,7 @@ def loss_fn_of(config: Config) -> Callable[..., Any] | None:
 
 
 def check_loss_fn(spec: ObjectSpec) -> Any:
-    """Return the object named by a loss's spec, after checking that it accepts its arguments; nothing is created.
-
-    Raises:
-        UsageError: as `loss_fn_of` would.
-    """
+    """Return the object named by a loss's spec, after checking that it accepts its arguments; nothing is created."""
     found = load_object(spec.name, "loss_fn")
     if isinstance(found, type):
         call = "forward" if issubclass(found, nn.Module) else "__call__"
@@ -235,9 +194,6 @@ def frozen_until(asked: Mapping[str, int], names: list[str]) -> dict[str, int]:
     Args:
         asked: the name of a module or a parameter → that number, counted from 0.
         names: of all parameters, before placement.
-
-    Raises:
-        UsageError: there is no such module or parameter.
     """
     found: dict[str, int] = {}
     for prefix, step in asked.items():
@@ -256,11 +212,7 @@ def frozen_until(asked: Mapping[str, int], names: list[str]) -> dict[str, int]:
 def after_update_calls(
     given: AfterUpdate | list[AfterUpdate] | None, freeze_until: Mapping[str, int] | None, placed: ParallelModel
 ) -> list[AfterUpdate]:
-    """Return the calls after each update, attached to the placed model.
-
-    Raises:
-        UsageError: workers train their own models.
-    """
+    """Return the calls after each update, attached to the placed model."""
     calls = given if isinstance(given, list) else [given] if given is not None else []
     if placed.local_training is not None and (calls or freeze_until):
         raise UsageError(
@@ -288,13 +240,9 @@ def open_source(
     """Return the remaining steps, and the number of the last one, if it is known.
 
     Args:
-        data: a dataset, a DataLoader, or an iterable of batches.
         epochs: in the whole run; unset: the config's.
         start_step: number of steps done.
         position: in the data, if it does not follow from the steps.
-
-    Raises:
-        UsageError: the data cannot be trained on, or sizes contradict each other.
     """
     training = config.training
     require_equation(training, placed.layout.batch_shares)

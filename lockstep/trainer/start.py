@@ -7,8 +7,7 @@ import platform
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -32,47 +31,32 @@ from lockstep.torch_compat import flight_recorder
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
 
+AroundStep = Callable[[], AbstractContextManager[None]]
+
 
 def lock_run_directory(trainer: "Trainer") -> None:
-    """Take the run directory's lock on rank 0, which holds it until `train` ends; all ranks call it.
-
-    Raises:
-        UsageError: another run has it; on every rank.
-    """
+    """Take the run directory's lock on rank 0, which holds it until `train` ends; all ranks call it."""
     if trainer.lock is not None:
         Ranks().broadcast("the run directory could not be locked", trainer.lock.acquire)
 
 
-@dataclass(frozen=True)
-class Observers:
-    """The observers of a run.
-
-    Attributes:
-        monitor: records it.
-        clock: measures the phases of a step.
-        wants_layer_norms: whether to record layers' gradient norms in a step; None: never.
-        around_step: a context for each step; it counts the operations of the first. None: there is none.
-    """
-
-    monitor: Monitor
-    clock: PhaseClock
-    wants_layer_norms: Callable[[int], bool] | None
-    around_step: Callable[[], AbstractContextManager[None]] | None
-
-
-def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]) -> Observers:
-    """Create the observers of a run, and log how it starts; all ranks call it.
+def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]) -> tuple[Monitor, AroundStep]:
+    """Create the monitor of a run, observe its steps, and log how it starts; all ranks call it.
 
     Args:
         total: the last step's number, if it is known.
         log_lines: further lines to log.
+
+    Returns:
+        the monitor, and a context for each step, which counts the operations of the first.
     """
     directory, config, training = trainer.run_directory, trainer.config.monitor, trainer.config.training
     if directory is not None and trainer.is_main_process:
         directory.create()
         directory.config.write_text(trainer.config.to_yaml())
     clock = PhaseClock(device=None if trainer.device.type == "cpu" else trainer.device)
-    figures, around_step = Figures(clock), None
+    figures = Figures(clock)
+    around_step: AroundStep = nullcontext
     in_threads = strategy_named(trainer.layout.strategy).uses_threads
     if not training.compile and not in_threads:  # operations are counted as they run, in this thread, in eager mode
         around_step = FirstStep(figures)
@@ -92,20 +76,17 @@ def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]
         lines=lines, ranks=ranks, step=start, total_steps=total, parameters=trainer.placed.num_parameters,
         peak_flops=figures.peak, peak_source=figures.peak_source, versions=versions(),
     )  # fmt: skip
-    return Observers(monitor, clock, monitor.logs if config.gradient_norms else None, around_step)
+    trainer.step.observe(clock, monitor.logs if config.gradient_norms else None)
+    return monitor, around_step
 
 
 @contextmanager
 def shown(trainer: "Trainer", total: int | None, progress: bool | None) -> Iterator[Callable[[StepRecord], None]]:
-    """Show the progress of steps that no monitor records; see `Trainer.steps`.
+    """Show the progress of steps that no monitor records; yield a function to call with each step's record.
 
     Args:
-        trainer: the run's trainer.
         total: the last step's number, if it is known.
         progress: None: a bar on a terminal; True: lines of steps, too; False: nothing.
-
-    Yields:
-        a function to call with each step's record.
     """
     config, monitor = trainer.config.monitor, None
     if progress or (progress is None and "console" in config.sinks and on_a_terminal()):
@@ -128,12 +109,7 @@ def shown(trainer: "Trainer", total: int | None, progress: bool | None) -> Itera
 
 
 def nothing_left(trainer: "Trainer", total: int | None) -> list[str]:
-    """Return the log line of a finished run that is started again; none if there is something to do.
-
-    Args:
-        trainer: the run's trainer.
-        total: the last step's number, if it is known.
-    """
+    """Return the log line of a finished run that is started again; none if there is something to do."""
     step, following = trainer.step.progress.step, trainer.state.following
     if total is not None and step >= total:
         return [
@@ -147,7 +123,7 @@ def nothing_left(trainer: "Trainer", total: int | None) -> list[str]:
 def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
     """Return the log lines at the start: the strategy first, always by name."""
     training, ranks = trainer.config.training, trainer.layout.data_parallel_size
-    total = trainer.global_batch_size
+    total, warmup = trainer.global_batch_size, training.warmup_steps
     micro_batches = total // training.batch_size
     precision = f"{trainer.mode} ({trainer.why_mode})" if trainer.why_mode else trainer.mode
     return [
@@ -156,17 +132,14 @@ def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
         f"global batch {total} = {micro_batches} micro-batch{'es' * (micro_batches != 1)} × {training.batch_size}, "
         f"over {ranks} data-parallel rank{'s' * (ranks != 1)}; {trainer.rate_line}",
         *(f"warning: {line}" for line in idle_ranks(trainer)),
-        *_warn_of_long_warmup(training.warmup_steps, last_step),
+        *(
+            [f"warning: the run ends after {last_step} steps, in the warm-up of {warmup}: training.warmup_steps"]
+            if last_step is not None and warmup > last_step
+            else []
+        ),
         *([trainer.layout.notice] if trainer.layout.notice else []),
         *trainer.placed.log_lines,
     ]
-
-
-def _warn_of_long_warmup(warmup: int, last_step: int | None) -> list[str]:
-    """Warn if the learning rate never reaches its peak, as in a few steps of a long run's config."""
-    if last_step is None or warmup <= last_step:
-        return []
-    return [f"warning: the run ends after {last_step} steps, in the warm-up of {warmup}: training.warmup_steps"]
 
 
 def idle_ranks(trainer: "Trainer") -> list[str]:
@@ -185,13 +158,15 @@ def idle_ranks(trainer: "Trainer") -> list[str]:
 
 def describe(cluster: Cluster) -> dict[str, Any]:
     """Describe this rank: host and device."""
-    if cluster.device.type != "cpu":
-        device = accelerator.name_of(cluster.device)
-    else:
-        device = f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
-    threads = {"threads": torch.get_num_threads(), "cores": len(cores.allowed())}
-    where = {"host": socket.gethostname(), "device": device, "process": os.getpid()}
-    return {"rank": cluster.facts.rank, **where, **threads}
+    threads, on_cpu = torch.get_num_threads(), cluster.device.type == "cpu"
+    return {
+        "rank": cluster.facts.rank,
+        "host": socket.gethostname(),
+        "device": f"CPU, {threads} thread{'s' * (threads != 1)}" if on_cpu else accelerator.name_of(cluster.device),
+        "process": os.getpid(),
+        "threads": threads,
+        "cores": len(cores.allowed()),
+    }
 
 
 def versions() -> dict[str, str]:
@@ -206,13 +181,10 @@ _answering: set[Path] = set()
 
 
 def dump_collectives_on_request(folder: Path | None, rank: int) -> None:
-    """Write `flight-RANK.json` into the folder whenever the file `dump` is new, in a thread.
+    """Write `flight-RANK.json` into the launcher's folder whenever the file `dump` is new, in a thread.
 
     A rank that hangs waits in a collective and runs no Python; a thread beside it does. The last collectives come from
     torch's flight recorder, under nccl and gloo alike; if it has none, nothing is written.
-
-    Args:
-        folder: the launcher's; None: nobody asks. Only one thread answers in a folder.
     """
     read = flight_recorder.read
     if folder is None or read is None or folder in _answering:

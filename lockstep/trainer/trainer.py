@@ -6,7 +6,7 @@
 import atexit
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
@@ -47,11 +47,9 @@ from lockstep.trainer.checkpointer import (
     resume,
     storage_is_shared,
 )
-from lockstep.trainer.evaluator import Evaluator, evaluated, predicted, sample_from
-from lockstep.trainer.following import Following
+from lockstep.trainer.evaluator import Evaluator, Metrics, evaluated, predicted, sample_from
 from lockstep.trainer.loss_check import LossCheck
-from lockstep.trainer.outputs import Metrics
-from lockstep.trainer.run_state import RunState
+from lockstep.trainer.run_state import Following, RunState
 from lockstep.trainer.settings import TrainerSettings
 from lockstep.trainer.setup import AfterUpdate, MakeOptimizer, MakeScheduler
 from lockstep.trainer.whole_batch import WholeBatch, WholeBatchSteps
@@ -137,7 +135,7 @@ class Trainer:
         write_limits(hang.factor, hang.seconds, self.config.distributed.timeout_seconds)
         start.dump_collectives_on_request(self.heartbeat.folder, self.cluster.facts.rank)
         self._start_lines: list[str] = []  # to log at the start
-        self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.around_step: start.AroundStep = nullcontext
         self.loss_check = LossCheck(self.placed, compiled=training.compile, coarse=self.mode != "fp32")
         if self.has_whole_batch_loss:
             self.loss_check.skip()
@@ -180,18 +178,16 @@ class Trainer:
         self._start_lines += start.nothing_left(self, total)
         if self._monitor is not None:
             self._monitor.close()
-        opened = start.open_monitor(self, total, self._start_lines)
-        self._monitor, self._start_lines = opened.monitor, []
-        self.step.observe(opened.clock, opened.wants_layer_norms)
-        self.around_step = opened.around_step or self.around_step
-        evaluator = Evaluator(self, val_data, metrics)
+        monitor, self.around_step = start.open_monitor(self, total, self._start_lines)
+        self._monitor, self._start_lines = monitor, []
         run = WholeRun(
-            self, opened.monitor, evaluator, lambda: self._open_source(train_data, epochs)[0], self._run_in_train
-        )
+            self, monitor, Evaluator(self, val_data, metrics), lambda: self._open_source(train_data, epochs)[0],
+            lambda source: self._run(source, "train"),
+        )  # fmt: skip
         try:
             record = run.to_end(source, total)
         finally:
-            opened.monitor.close()
+            monitor.close()
             self._monitor = None
         if self.config.checkpoint.load_best and not self.step.stopping and (best := self.best_checkpoint) is not None:
             self.state.load(best)
@@ -203,9 +199,6 @@ class Trainer:
             """Say what to write instead of another trainer's method."""
             advice = None if name.startswith("_") or hasattr(type(self), name) else advice_for_method(name)
             raise AttributeError(f"Trainer has no {name!r}" + (f": {advice}" if advice else ""), name=name, obj=self)
-
-    def _run_in_train(self, source: StepSource) -> TakenSteps:
-        return self._run(source, "train")
 
     def steps(
         self, train_data: Any, epochs: int | None = None, *, progress: bool | None = None
@@ -238,11 +231,7 @@ class Trainer:
             source.close()
 
     def _run(self, source: StepSource, name: str) -> TakenSteps:
-        """Run the steps of a source.
-
-        Args:
-            name: of the calling function; each step counts as a call of it, which all ranks make together.
-        """
+        """Run the steps of a source; each counts as a call of the function `name`, which all ranks make together."""
         clock, beat, taken = self.step.clock, self.heartbeat.beat, iter(source)
         clock.enter("data")
         beat(self.step.progress.step + 1, "first")
@@ -339,7 +328,6 @@ class Trainer:
         that many micro-batches.
 
         Args:
-            val_data: a dataset, a DataLoader, or an iterable of batches.
             metrics: by name, functions `(outputs, targets) -> values`, whose mean is the metric; or objects with
                 `update` and `compute`, as torchmetrics has them. Outputs are the model's, or their member `logits`.
                 Objects are updated on rank 0, to which the outputs are sent.
@@ -421,8 +409,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the model's parameters and persistent buffers, whole, on the CPU, for its plain `load_state_dict`.
 
-        Returns:
-            all of them on rank 0; none on other ranks, since they would fill the host's memory.
+        All of them are on rank 0; other ranks get none, since they would fill the host's memory.
         """
         return checkpoint.gather(self.placed.kept(), self.placed.named_aliases)
 
@@ -454,10 +441,10 @@ class Trainer:
             the checkpoint; None for a fresh start.
         """
         start.lock_run_directory(self)
-        resumed = resume(self, how)
-        self._start_is_decided, self._resumed_from = True, resumed.checkpoint
-        self._start_lines += resumed.log_lines
-        return resumed.checkpoint
+        self._resumed_from, log_lines = resume(self, how)
+        self._start_is_decided = True
+        self._start_lines += log_lines
+        return self._resumed_from
 
     @property
     def best_checkpoint(self) -> checkpoint.CheckpointPath | None:
@@ -465,15 +452,13 @@ class Trainer:
 
         All ranks ask for it together.
         """
-        directory, config = self.run_directory, self.config.checkpoint
-        folder = self.checkpoints
+        directory, folder, config = self.run_directory, self.checkpoints, self.config.checkpoint
         if folder is None or directory is None:
             return None
-        found: checkpoint.CheckpointPath | None = checkpoint.Ranks().broadcast(
+        return checkpoint.Ranks().broadcast(
             "the checkpoints could not be read",
             lambda: best_of(folder, config, evaluations(directory, config.keep_best)),
         )
-        return found
 
     @property
     def metrics(self) -> dict[str, Any]:

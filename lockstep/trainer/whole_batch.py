@@ -27,7 +27,7 @@ from lockstep.models.protocol import targets_of
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
-from lockstep.trainer.outputs import on_cpu
+from lockstep.trainer.evaluator import on_cpu
 
 _FAILED = "the loss over the whole batch could not be computed"
 
@@ -52,15 +52,7 @@ class WholeBatch:
 
 
 class WholeBatchSteps:
-    """Runs the micro-batches of a step for a `WholeBatch` loss; it takes the place of `placed.forward_backward`.
-
-    Args:
-        placed: the model.
-        loss: the loss.
-
-    Raises:
-        UsageError: the strategy can't run a micro-batch twice.
-    """
+    """Runs the micro-batches of a step for a `WholeBatch` loss; it takes the place of `placed.forward_backward`."""
 
     def __init__(self, placed: ParallelModel, loss: WholeBatch) -> None:
         if placed.local_training is not None or placed.layout.context > 1:

@@ -1,9 +1,4 @@
-"""Runs a training from its current step to its end: steps, logs, evaluations, checkpoints, rollbacks.
-
-    steps of the data → Step.run → record → monitor, evaluation, checkpoints
-
-The loop below is complete; `lockstep.step` makes a step, and `lockstep.parallel` runs it on the ranks.
-"""
+"""Runs a training from its current step to its end: steps, logs, evaluations, checkpoints, rollbacks."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -27,9 +22,6 @@ class WholeRun:
     """One call of `Trainer.train`; every rank has one.
 
     Args:
-        trainer: the run's trainer; it is only read.
-        monitor: records the run.
-        evaluator: evaluates it.
         open_source: returns the remaining steps of the data.
         take: runs the steps of a source.
     """
@@ -43,12 +35,7 @@ class WholeRun:
         self._rollback = Rollback(trainer)
 
     def to_end(self, source: StepSource, total: int | None) -> StepRecord | None:
-        """Train to the end, with rollbacks; return the last step's record.
-
-        Args:
-            source: the remaining steps; closed here.
-            total: number of the last one, if it is known.
-        """
+        """Train to the end, with rollbacks; close the source, and return the last step's record."""
         trainer, monitor = self._trainer, self._monitor
         try:
             checkpointer = Checkpointer(trainer, monitor)
@@ -110,11 +97,7 @@ class WholeRun:
         return record
 
     def _ending(self, saved: int | None) -> str:
-        """Return the line that a run ends with: where it is, and what to type next.
-
-        Args:
-            saved: step of the last checkpoint.
-        """
+        """Return the line that a run ends with: where it is, and what to type next; `saved`: step of the last save."""
         trainer, run = self._trainer, self._trainer.run_directory
         step = trainer.step.progress.step
         following = trainer.state.following
@@ -134,11 +117,7 @@ class WholeRun:
         trainer.state.record_step(record)
 
     def _evaluate(self, *, followed: bool) -> None:
-        """Evaluate, and record the results; the run ends here if a rank was asked to stop meanwhile.
-
-        Args:
-            followed: see `RunState.record_evaluation`.
-        """
+        """Evaluate, and record the results; the run ends here if a rank was asked to stop meanwhile."""
         trainer, monitor, following = self._trainer, self._monitor, self._trainer.state.following
         step = trainer.step.progress.step
         with trainer.step.clock.during("evaluation"), trainer.heartbeat.call("evaluate"):
