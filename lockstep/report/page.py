@@ -2,9 +2,10 @@
 
 Its content security policy forbids every request; served live, it allows those to its own server, which the page asks
 for its data every two seconds. Names and configs of runs go into the page as data and are shown as text, never as
-markup.
+markup. Pages are made of runs of strangers too, so an image is read only if it lies in the run's own folder of images.
 """
 
+import base64
 import json
 import os
 import time
@@ -16,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
+from lockstep.records import RunDirectory
 from lockstep.report import top, units
 from lockstep.report.advice import advise
 from lockstep.report.charts import charts
-from lockstep.report.figures import coloured, shortened
-from lockstep.report.read import RunData, flat_config, read_run, typical_step, wall_seconds
-from lockstep.report.samples import histograms, samples
+from lockstep.report.figures import COLOURS, Figure, chart, coloured, line, shortened
+from lockstep.report.read import Row, RunData, flat_config, read_run, typical_step, wall_seconds
 
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
@@ -29,6 +30,9 @@ _POLICY = (
 )
 Page = dict[str, Any]
 _MOST_BYTES = 950_000  # of a page's data; the scripts and the style have 40,000
+NEWEST = 4  # of each name
+NAMES = 24  # of texts and images, and of histograms
+TEXT_CHARACTERS = 2_000
 _LAST_EVENTS = 200  # of all runs of a page
 _EVENT_CHARACTERS = 300
 _CONFIG_CHARACTERS = 60_000  # of all runs of a page
@@ -113,7 +117,7 @@ def _where(start: Page) -> str:
 def _tiles(run: RunData) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of each tile."""
     last, total = run.rows[-1], run.start.get("total_steps")
-    best = min((row["eval_loss"] for row in run.evaluations if row.get("eval_loss") is not None), default=None)
+    best = _best_evaluation(run)
     step, (rate, unit), mfu = typical_step(run), _rate(run), run.last("mfu")
     peak = max((row["memory_bytes"] for row in run.rows if row.get("memory_bytes")), default=0)
     loss = run.last("loss")
@@ -127,6 +131,10 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
         ("wall time", units.seconds(wall_seconds(run)), ""),
     ]
     return [tile for tile in tiles if tile[0]]
+
+
+def _best_evaluation(run: RunData) -> float | None:
+    return min((row["eval_loss"] for row in run.evaluations if row.get("eval_loss") is not None), default=None)
 
 
 def _rate(run: RunData) -> tuple[float | None, str]:
@@ -143,7 +151,7 @@ def compared(runs: list[RunData]) -> Page:
 
 
 def _numbers(run: RunData) -> list[str]:
-    best = min((row["eval_loss"] for row in run.evaluations if row.get("eval_loss") is not None), default=None)
+    best = _best_evaluation(run)
     loss, mfu, peak = (run.last(name) for name in ("loss", "mfu", "memory_bytes"))
     rate, unit = _rate(run)
     return [
@@ -197,6 +205,91 @@ def _text(event: Page) -> str:
     shown = {k: v for k, v in event.items() if k in ("checkpoint", "reason", "text", "layout", "sink", "left", "where")}
     words = (str(value) if key in ("reason", "text") else f"{key} {value}" for key, value in shown.items())
     return _begun(", ".join(words), _EVENT_CHARACTERS)
+
+
+# ---- what a user logged besides numbers ----
+
+
+def samples(runs: list[RunData], left: int) -> list[Row]:
+    """Return the texts and images of the page, at most `left` bytes of JSON.
+
+    Returns:
+        {name, note, items} of each name; an item is {step, text} or {step, image, size}.
+    """
+    groups: list[tuple[RunData, str, list[Row], list[Row]]] = []
+    names_left_out = 0
+    for run in runs:
+        named: list[Any] = [
+            (run, name, rows, []) for name, rows in run.media.items() if rows[-1]["kind"] != "histogram"
+        ]
+        groups += (kept := named[-max(1, NAMES // len(runs)) :])
+        names_left_out += len(named) - len(kept)
+    for place in range(NEWEST):  # the newest of every name, then the ones before them
+        for run, _, rows, items in groups:
+            item = _item(run.path, rows[-1 - place], left) if place < len(rows) else {}
+            if item and (size := len(json.dumps(item))) <= left:
+                items.append(item)
+                left -= size
+    shown: list[Row] = [
+        {"name": f"{run.name}: {name}" if len(runs) > 1 else name, "note": _left_out(run, rows, items), "items": items}
+        for run, name, rows, items in groups
+    ]
+    if names_left_out:
+        shown[0]["note"] += f" {names_left_out} more names are in metrics.jsonl."
+    return shown
+
+
+def _left_out(run: RunData, rows: list[Row], items: list[Row]) -> str:
+    where = "metrics.jsonl" if rows[-1]["kind"] == "text" else RunDirectory(run.path).media.name + "/"
+    return f"{len(rows) - len(items)} more in {run.name}/{where}" if len(rows) > len(items) else ""
+
+
+def _item(run: Path, row: Row, most: int) -> Row:
+    """Return what the page shows of a text or an image; empty if there is none, or if it is larger than `most`."""
+    if isinstance(text := row.get("text"), str):
+        more = f" … ({len(text):,} characters)" if len(text) > TEXT_CHARACTERS else ""
+        return {"step": row["step"], "text": text[:TEXT_CHARACTERS] + more}
+    image = base64.b64encode(_image(run, row, most)).decode()
+    source = f"data:image/png;base64,{image}"
+    return {"step": row["step"], "image": source, "size": row.get("size")} if image else {}
+
+
+def _image(run: Path, row: Row, most: int) -> bytes:
+    """Return a PNG of the run's folder; empty if there is none, or if it is larger than `most` bytes."""
+    if row.get("kind") != "image" or not isinstance(row.get("file"), str):
+        return b""
+    path = RunDirectory(run).media / Path(row["file"]).name
+    try:
+        if path.is_symlink() or path.stat().st_size > most:
+            return b""
+        data = path.read_bytes()
+    except OSError:
+        return b""
+    return data if data.startswith(b"\x89PNG\r\n\x1a\n") else b""
+
+
+def histograms(run: RunData) -> list[Figure]:
+    """Draw the first and the newest histograms of each name."""
+    drawn = []
+    named = [(name, rows) for name, rows in run.media.items() if rows[-1]["kind"] == "histogram"]
+    for number, (name, rows) in enumerate(named[-NAMES:]):
+        shown = [row for row in (*rows[:1], *rows[1:][-NEWEST + 1 :]) if _is_whole(row)]
+        marks = [
+            line(row["edges"], [*row["counts"], *row["counts"][-1:]], f"step {row['step']:,}", colour, step=True)
+            for row, colour in zip(shown, COLOURS, strict=False)
+        ]
+        note = "Values in each bin, against the value."
+        drawn.append(chart(f"histogram-{number}", name, marks, note=note, x={}, y={"zero": True}))
+    return drawn
+
+
+def _is_whole(row: Row) -> bool:
+    counts: Any = row.get("counts")
+    edges: Any = row.get("edges")
+    return isinstance(counts, list) and isinstance(edges, list) and len(edges) == len(counts) + 1
+
+
+# ---- the file, and the server ----
 
 
 def write(runs: list[RunData], path: Path) -> None:

@@ -107,39 +107,34 @@ def _measure(config: Path, overrides: Sequence[str], ranks: int, steps: int, fol
 
 def as_markdown(points: list[Point], command: str, about: str) -> str:
     """Return the table, with the usual speed-ups."""
-    lines = [f"# Scaling\n\n`{command}`\n\n{about}\n"]
-    lines.append(
-        "| kind | ranks | samples/s | s per step | speed-up | of ideal | expected |\n|---|---|---|---|---|---|---|"
-    )
-    for p in points:
-        low, high = EXPECTED.get(p.ranks, (0.0, 0.0))
-        expected = f"{low:g}–{high:g} ×" if high else ""
-        lines.append(
-            f"| {p.kind} | {p.ranks} | {p.rate:.1f} | {p.step_seconds:.4f} | {p.speedup:.2f} × | {p.efficiency:.0%}"
-            f" | {expected} |"
-        )
+    lines = [f"# Scaling\n\n`{command}`\n\n{about}\n", f"| {' | '.join(_HEAD)} |\n{'|---' * len(_HEAD)}|"]
+    lines += [f"| {' | '.join(row)} |" for row in _rows(points)]
     return "\n".join(lines) + "\n"
+
+
+_HEAD = ("kind", "ranks", "samples / s", "seconds per step", "speed-up", "of ideal", "expected")
+
+
+def _rows(points: list[Point]) -> list[list[str]]:
+    return [
+        [p.kind, str(p.ranks), f"{p.rate:.1f}", f"{p.step_seconds:.4f}", f"{p.speedup:.2f} ×", f"{p.efficiency:.0%}",
+         "{:g}–{:g} ×".format(*EXPECTED[p.ranks]) if p.ranks in EXPECTED else ""]
+        for p in points
+    ]  # fmt: skip
 
 
 def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
     """Return a page like a run's report."""
     kinds = list(dict.fromkeys(point.kind for point in points))
-    names = {"weak": "weak", "strong": "strong", "sleeping": "sleeping ranks"}
     counts = sorted({point.ranks for point in points})
     by_ranks = {"title": "ranks", "ticks": counts}
     speed, share = [line(counts, counts, "ideal", "c7", width=1.5, dash="dash")], []
     for kind, colour in zip(kinds, COLOURS, strict=False):
         of_kind = [point for point in points if point.kind == kind]
         at = [point.ranks for point in of_kind]
-        speed.append(line(at, [round(point.speedup, 3) for point in of_kind], names[kind], colour))
-        share.append(line(at, [round(point.efficiency, 4) for point in of_kind], names[kind], colour))
+        speed.append(line(at, [round(point.speedup, 3) for point in of_kind], kind, colour))
+        share.append(line(at, [round(point.efficiency, 4) for point in of_kind], kind, colour))
     speed += [line([n, n], EXPECTED[n], "expected of GPUs", "c6", label="", width=7) for n in counts if n in EXPECTED]
-    head = ["kind", "ranks", "samples / s", "seconds per step", "speed-up", "of ideal", "expected"]
-    rows = [
-        [names[p.kind], str(p.ranks), f"{p.rate:,.1f}", f"{p.step_seconds:.4f}", f"{p.speedup:.2f} ×",
-         f"{p.efficiency:.0%}", "{:g}–{:g} ×".format(*EXPECTED[p.ranks]) if p.ranks in EXPECTED else ""]
-        for p in points
-    ]  # fmt: skip
     run = {"name": title, "status": "done", "colour": "c1", "facts": [("about", about)], "lines": [], "tiles": []}
     return {
         "title": title, "made": made, "runs": [run], "advice": None, "left_out": "",
@@ -147,7 +142,7 @@ def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
             chart("speedup", "Speed-up", speed, note="Relative to the fewest ranks.", x=by_ranks, y={"unit": " ×"}),
             chart("efficiency", "Share of the ideal", share, x=by_ranks, y={"percent": True, "range": [0, 1.1]}),
         ],
-        "tables": [{"title": "Measured", "head": head, "rows": rows}], "configs": [],
+        "tables": [{"title": "Measured", "head": [*_HEAD], "rows": _rows(points)}], "configs": [],
     }  # fmt: skip
 
 

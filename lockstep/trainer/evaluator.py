@@ -210,15 +210,11 @@ def predicted(trainer: "Trainer", data: Any, transform: Callable[[Any], Any] | N
     return predictions.results()
 
 
-def sample_from(placed: ParallelModel) -> Callable[..., Any]:
-    """Return the placed model as a function of its inputs, in evaluation mode; all ranks call it together."""
-
-    def forward(*inputs: Any, **more: Any) -> Any:
-        with evaluating(placed), placed.random_state.running("sample", 0):
-            placed.random_state.at(0)
-            return placed.forward(*inputs, **more)
-
-    return forward
+def sample(placed: ParallelModel, step: int, /, *inputs: Any, **more: Any) -> Any:
+    """Return the model's outputs in evaluation mode; random numbers follow from `step`; all ranks call it together."""
+    with evaluating(placed), placed.random_state.running("sample", step):
+        placed.random_state.at(0)
+        return placed.forward(*inputs, **more)
 
 
 # ---- what is collected of outputs ----

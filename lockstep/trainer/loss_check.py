@@ -42,12 +42,7 @@ _TIMES = 3  # a loss is repeated so often: other random numbers give nearly the 
 _REPEATS = 1e-2  # relative to the difference between splits: a repeated loss that differs by more draws random numbers
 
 
-@dataclass(frozen=True)
-class _Split:
-    """The same samples whole, and in two halves."""
-
-    whole: Any
-    halves: tuple[Any, Any]
+_Split = tuple[Any, Any, Any]  # the same samples whole, and in two halves
 
 
 @dataclass(frozen=True)
@@ -137,7 +132,7 @@ class LossCheck:
         placed, objective = self._placed, self._placed.objective
         observed = objective.observed
         cut = _halved(micro_batches) if placed.wants_data else None
-        batches = [micro_batches[0].batch] * 3 if cut is None else [cut.whole, *cut.halves]
+        batches = [micro_batches[0].batch] * 3 if cut is None else list(cut)
         if not all(gather_objects(cut is not None or not placed.wants_data)):
             batches = batches[:1] if objective.must_be_told else []
         with (
@@ -303,10 +298,11 @@ def _halved(micro_batches: Sequence[MicroBatch]) -> _Split | None:
         return None
     if size > 1:
         one, other = (_sliced(batch, size, part) for part in (slice(size // 2), slice(size // 2, size)))
-        return _Split(batch, (one, other)) if one is not None and other is not None else None
+        return (batch, one, other) if one is not None and other is not None else None
     if len(micro_batches) > 1:
-        both = _joined(micro_batches[0].batch, micro_batches[1].batch)
-        return _Split(both, (micro_batches[0].batch, micro_batches[1].batch)) if both is not None else None
+        one, other = micro_batches[0].batch, micro_batches[1].batch
+        both = _joined(one, other)
+        return (both, one, other) if both is not None else None
     return None
 
 
@@ -331,22 +327,20 @@ def _joined(one: Any, other: Any) -> Any:
 
 
 def _by_samples(leaf: Any, size: int) -> bool:
-    return (
-        leaf is None
-        or isinstance(leaf, bool)
-        or (isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] == size))
-    )
+    if isinstance(leaf, Tensor):
+        return leaf.ndim == 0 or leaf.shape[0] == size
+    return leaf is None or isinstance(leaf, bool)
 
 
 def _message(cut: _Split, losses: list[tuple[float, float]], *, counted: bool) -> tuple[str, str]:
     """Return the message for a loss that does not add up, and the line to write."""
     (whole, _), (one, n), (other, m) = losses
     what = (
-        f"the loss does not add up: {num_samples(cut.whole)} samples have {whole:.6g}; their halves have {one:.6g} and "
+        f"the loss does not add up: {num_samples(cut[0])} samples have {whole:.6g}; their halves have {one:.6g} and "
         f"{other:.6g}, which with the counts {n:g} and {m:g} make {_mean_of_halves(losses):.6g}"
     )
     weight = (whole - other) / (one - other) if one != other else -1.0
-    return what, fix_for_count(cut.halves, weight, counted=counted)
+    return what, fix_for_count(cut[1:], weight, counted=counted)
 
 
 _IGNORED = (-100, -1, 0, 255)  # targets that are commonly ignored

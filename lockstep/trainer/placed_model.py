@@ -36,7 +36,7 @@ from lockstep.precision import Precision, resolve_mode
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat import foreach
 from lockstep.trainer.caller_batches import MicroBatchAssigner
-from lockstep.trainer.evaluator import WINDOW, evaluate, evaluating
+from lockstep.trainer.evaluator import WINDOW, evaluate, evaluating, sample
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.settings import PlacementSettings
 from lockstep.trainer.setup import loss_fn_of
@@ -184,9 +184,7 @@ class PlacedModel:
     @called_by_all_ranks
     def __call__(self, *inputs: Any, **more: Any) -> Any:
         """Return the model's outputs, in evaluation mode and without a graph; the same arguments on all ranks."""
-        with evaluating(self._placed), self._placed.random_state.running("sample", self.step):
-            self._placed.random_state.at(0)
-            return self._placed.forward(*inputs, **more)
+        return sample(self._placed, self.step, *inputs, **more)
 
     @called_by_all_ranks
     def state_dict(self) -> dict[str, Tensor]:
@@ -222,8 +220,13 @@ class PlacedModel:
         Returns:
             the checkpoint, `path/step-00000100`.
         """
-        config_yaml = self._config.to_yaml()
-        return _save(self._placed, Path(path), self.step, optimizers or {}, metadata or {}, config_yaml=config_yaml)
+        snapshot, names = _snapshot(self._placed), _names(self._placed)
+        for name, optimizer in (optimizers or {}).items():
+            snapshot.optimizers[name], snapshot.groups[name] = checkpoint.optimizer_state(optimizer, names)
+        snapshot.state = {"step": self.step, "metadata": metadata or {}}
+        saved = checkpoint.save(Path(path), self.step, snapshot, config_yaml=self._config.to_yaml())
+        assert isinstance(saved, Path)
+        return saved
 
     @called_by_all_ranks
     def load_checkpoint(
@@ -238,9 +241,25 @@ class PlacedModel:
         Raises:
             UsageError: there is none; it is of another model, or lacks an optimizer.
         """
-        with evaluating(self._placed):
-            self.step, metadata = _load(self._placed, Path(path), optimizers or {})
-        return metadata
+        path, optimizers = Path(path), optimizers or {}
+        found = path if (path / checkpoint.MANIFEST).exists() else checkpoint.resume_point(path)
+        if found is None:
+            raise UsageError(
+                f"there is no checkpoint in {path}", fix="give a checkpoint, or the folder that was saved to"
+            )
+        target, names = _snapshot(self._placed), _names(self._placed)
+        for name, optimizer in optimizers.items():
+            if not checkpoint.has_optimizer(found, name):
+                raise UsageError(f"{found} holds no optimizer {name!r}", fix="name the optimizers as they were saved")
+            own = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names}
+            target.optimizers[name] = checkpoint.optimizer_targets(found, name, own)
+        parts = ["model", *(f"optimizer/{name}" for name in optimizers), *(f"extra/{name}" for name in target.extra)]
+        with evaluating(self._placed), torch.no_grad():
+            state = checkpoint.load(found, target, only=parts)
+        for name, optimizer in optimizers.items():
+            checkpoint.restore_optimizer(optimizer, names, target.optimizers[name], state["optimizer_groups"][name])
+        self.step, loaded = int(state["step"]), state["metadata"]
+        return dict(loaded)
 
     def _windows(self, batches: Iterator[Any]) -> Generator[StepBatches, None, None]:
         each = max(1, WINDOW // self.data_parallel_size)
@@ -284,50 +303,11 @@ def _check_supported(config: Config, strategy: str, mode: str) -> None:
             raise UsageError(f"{what} is not supported by lockstep.place()", where="lockstep.place", why=why, fix=fix)
 
 
-def _save(
-    placed: ParallelModel, path: Path, step: int, optimizers: Mapping[str, Optimizer], metadata: dict[str, Any], *,
-    config_yaml: str,
-) -> Path:  # fmt: skip
-    """Write a checkpoint; every rank calls it. It is whole when this returns, or not there."""
-    snapshot = _snapshot(placed)
-    names = {id(parameter): name for name, parameter in placed.parameters.items()}
-    for name, optimizer in optimizers.items():
-        snapshot.optimizers[name], snapshot.groups[name] = checkpoint.optimizer_state(optimizer, names)
-    snapshot.state = {"step": step, "metadata": metadata}
-    saved = checkpoint.save(path, step, snapshot, config_yaml=config_yaml)
-    assert isinstance(saved, Path)
-    return saved
-
-
-def _load(placed: ParallelModel, path: Path, optimizers: Mapping[str, Optimizer]) -> tuple[int, dict[str, Any]]:
-    """Load a checkpoint, whatever layout wrote it; every rank calls it.
-
-    Returns:
-        its step and its metadata.
-
-    Raises:
-        UsageError: there is none; it is of another model, or lacks an optimizer.
-    """
-    found: checkpoint.CheckpointPath | None = path
-    if not (path / checkpoint.MANIFEST).exists():
-        found = checkpoint.resume_point(path)
-    if found is None:
-        raise UsageError(f"there is no checkpoint in {path}", fix="give a checkpoint, or the folder that was saved to")
-    names = {id(parameter): name for name, parameter in placed.parameters.items()}
-    target = _snapshot(placed)
-    for name, optimizer in optimizers.items():
-        if not checkpoint.has_optimizer(found, name):
-            raise UsageError(f"{found} holds no optimizer {name!r}", fix="name the optimizers as they were saved")
-        own = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names}
-        target.optimizers[name] = checkpoint.optimizer_targets(found, name, own)
-    parts = ["model", *(f"optimizer/{name}" for name in optimizers), *(f"extra/{name}" for name in target.extra)]
-    with torch.no_grad():
-        state = checkpoint.load(found, target, only=parts)
-    for name, optimizer in optimizers.items():
-        checkpoint.restore_optimizer(optimizer, names, target.optimizers[name], state["optimizer_groups"][name])
-    return int(state["step"]), state["metadata"]
-
-
 def _snapshot(placed: ParallelModel) -> checkpoint.Snapshot:
     aliases = {name: tuple(others) for name, others in placed.aliases.items() if name in placed.parameters}
     return checkpoint.Snapshot(model=placed.kept(), extra=dict(placed.state), aliases=aliases)
+
+
+def _names(placed: ParallelModel) -> dict[int, str]:
+    """Return the id of each parameter → its name."""
+    return {id(parameter): name for name, parameter in placed.parameters.items()}

@@ -227,12 +227,6 @@ def after_update_calls(
     return calls
 
 
-def total_steps(max_steps: int | None, per_epoch: int | None, epochs: int | None) -> int | None:
-    """Return the steps of the whole run by the first bound; None if only the end of the data shows it."""
-    by_epochs = per_epoch * epochs if per_epoch and epochs else None
-    return min((bound for bound in (max_steps, by_epochs) if bound is not None), default=None)
-
-
 def open_source(
     data: Any, config: Config, placed: ParallelModel, *, epochs: int | None, global_batch_size: int, start_step: int,
     position: dict[str, Any],
@@ -252,4 +246,6 @@ def open_source(
         start_step=start_step, stop_step=training.max_steps, epochs=epochs, seed=training.seed,
         device=placed.random_state.device, wanted=placed.wants_data, state=position,
     )  # fmt: skip
-    return source, total_steps(training.max_steps, source.steps_per_epoch, epochs)
+    by_epochs = source.steps_per_epoch * epochs if source.steps_per_epoch and epochs else None
+    bounds = [bound for bound in (training.max_steps, by_epochs) if bound is not None]
+    return source, min(bounds, default=None)  # unknown if only the end of the data shows it

@@ -47,7 +47,7 @@ from lockstep.trainer.checkpointer import (
     resume,
     storage_is_shared,
 )
-from lockstep.trainer.evaluator import Evaluator, Metrics, evaluated, predicted, sample_from
+from lockstep.trainer.evaluator import Evaluator, Metrics, evaluated, predicted, sample
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.run_state import Following, RunState
 from lockstep.trainer.settings import TrainerSettings
@@ -497,7 +497,7 @@ class Trainer:
     @called_by_all_ranks
     def forward(self, *inputs: Any, **more: Any) -> Any:
         """Return the model's outputs in evaluation mode, without a graph; the same arguments on all ranks."""
-        return sample_from(self.placed)(*inputs, **more)
+        return sample(self.placed, 0, *inputs, **more)
 
 
 def _print(text: str) -> None:
