@@ -12,7 +12,7 @@ steps, which check the loss and agree on the nominal count; fp16, `bad_numbers.a
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -114,13 +114,8 @@ class Step:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress and everything else, besides tensors, that later steps depend on."""
-        progress = self.progress
         return {
-            "step": progress.step,
-            "updates": progress.updates,
-            "skipped": list(progress.skipped),
-            "epoch": progress.epoch,
-            "samples": progress.samples,
+            **asdict(self.progress),
             "nominal": self.nominal,
             "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
             "losses": list(self.anomaly_detector.losses),

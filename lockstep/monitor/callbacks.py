@@ -8,7 +8,6 @@ Objects whose attribute `every_rank` is true are called on every rank, others on
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,12 +35,7 @@ def build_callbacks(config: MonitorConfig, run: Path | None = None) -> list[tupl
         if hasattr(callback, "on_step_end"):
             callback = StepEnd(callback)
         if not callable(callback):
-            raise UsageError(
-                f"{spec.name} can't be called",
-                where=where,
-                why="a callback is called with each step's record",
-                fix="give it __call__(self, record), or on_step_end(self, args, state, control)",
-            )
+            raise _cannot_be_called(spec.name, where)
         built.append((spec.name, callback))
     return built
 
@@ -56,13 +50,17 @@ def check_callback(spec: ObjectSpec, where: str) -> Any:
     if _is_made(spec, target):
         check_object(spec, where)
     if inspect.isclass(target) and not hasattr(target, "on_step_end") and "__call__" not in dir(target):
-        raise UsageError(
-            f"objects of {spec.name} can't be called",
-            where=where,
-            why="a callback is called with each step's record",
-            fix="give the class __call__(self, record), or on_step_end(self, args, state, control)",
-        )
+        raise _cannot_be_called(f"objects of {spec.name}", where)
     return target
+
+
+def _cannot_be_called(what: str, where: str) -> UsageError:
+    return UsageError(
+        f"{what} can't be called",
+        where=where,
+        why="a callback is called with each step's record",
+        fix="give the class __call__(self, record), or on_step_end(self, args, state, control)",
+    )
 
 
 def _is_made(spec: ObjectSpec, target: Any) -> bool:
@@ -94,7 +92,7 @@ class StepEnd:
             is_local_process_zero=facts.local_rank == 0, num_input_tokens_seen=None,
         )  # fmt: skip
         args = SimpleNamespace(local_rank=facts.local_rank, process_index=facts.rank, world_size=facts.world_size)
-        control = Control()
+        control = SimpleNamespace(**dict.fromkeys(_REQUESTS, False))
         self._callback.on_step_end(args, state, control, logs=row)
         requested = [name for name, value in vars(control).items() if value]
         if requested:
@@ -111,15 +109,8 @@ class StepEnd:
             close()
 
 
-@dataclass
-class Control:
-    """Requests that such a callback can make of other trainers."""
-
-    should_training_stop: bool = False
-    should_epoch_stop: bool = False
-    should_save: bool = False
-    should_evaluate: bool = False
-    should_log: bool = False
+# What such a callback can ask of other trainers.
+_REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 class JsonLogger:

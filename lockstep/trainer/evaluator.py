@@ -160,6 +160,21 @@ def evaluating(placed: ParallelModel) -> Iterator[None]:
                 module.reshard()
 
 
+@contextmanager
+def restored_buffers(placed: ParallelModel) -> Iterator[None]:
+    """Restore the buffers, such as running statistics, after the forward passes in the block."""
+    buffers = [buffer for part in placed.parts for buffer in part.buffers()]
+    if placed.local_training is not None:  # under local updates the common model is evaluated, with its own buffers
+        buffers += [value for name, value in placed.kept().items() if name not in placed.parameters]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+
 def evaluate(
     placed: ParallelModel, source: StepSource | Generator[StepBatches, None, None], *, limit: int | None = None,
     asked: Callable[[], bool] = lambda: False, collector: "OutputCollector | None" = None,
@@ -244,7 +259,7 @@ class OutputCollector:
         failed: list[Exception] = []
 
         def take(outputs: Any, batch: Any) -> tuple[Tensor, int, int] | None:
-            micro_batch = next(one for one in micro_batches if one.batch is batch)
+            micro_batch = micro_batch_of(batch, micro_batches)
             if micro_batch.real and self.placed.adds_losses and not failed:
                 try:
                     kept.append((micro_batch.index, self.keep(outputs, batch)))
@@ -265,6 +280,11 @@ class OutputCollector:
                 self.receive(row)
 
         Ranks().all_reduce(self.failure, sent, combine)
+
+
+def micro_batch_of(batch: Any, micro_batches: Sequence[MicroBatch]) -> MicroBatch:
+    """Return the micro-batch that holds this very batch."""
+    return next(one for one in micro_batches if one.batch is batch)
 
 
 def on_cpu(outputs: Any) -> Any:

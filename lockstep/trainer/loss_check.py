@@ -33,7 +33,7 @@ from lockstep.parallel.compiled import compiled_blocks
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.torch_compat.pytree import tree_flatten, tree_map_only, tree_unflatten
-from lockstep.trainer.evaluator import evaluating
+from lockstep.trainer.evaluator import evaluating, restored_buffers
 
 STEPS = 3  # number of steps to check: the first need not contain ignored targets
 _TOLERANCE = 1e-4  # relative; rounding of float32 is a hundred times less
@@ -270,14 +270,11 @@ def _leave(inside: LossCalls, *_call: Any) -> None:
 def _restored_afterwards(placed: ParallelModel) -> Iterator[None]:
     """Restore what a forward pass may change: buffers, plain numbers in modules, random states."""
     modules = [module for part in placed.parts for module in part.modules()]
-    kept = [buffer for part in placed.parts for buffer in part.buffers()]
-    if placed.local_training is not None:  # under local updates the common model is evaluated, with its own buffers
-        kept += [value for name, value in placed.kept().items() if name not in placed.parameters]
-    buffers = [(buffer, buffer.clone()) for buffer in kept]
     numbers = [{k: v for k, v in vars(m).items() if isinstance(v, bool | int | float | str)} for m in modules]
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        yield
+        with restored_buffers(placed):
+            yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
@@ -286,8 +283,6 @@ def _restored_afterwards(placed: ParallelModel) -> Iterator[None]:
             for name, value in before.items():
                 if name != "training" and vars(module).get(name) != value:
                     setattr(module, name, value)
-        for buffer, before_pass in buffers:
-            buffer.copy_(before_pass)
 
 
 def _halved(micro_batches: Sequence[MicroBatch]) -> _Split | None:

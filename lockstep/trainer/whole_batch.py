@@ -12,8 +12,7 @@ that of the loss over the whole batch, under every strategy and however the batc
 Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (arXiv:2101.06983).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -27,7 +26,7 @@ from lockstep.models.protocol import targets_of
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
-from lockstep.trainer.evaluator import on_cpu
+from lockstep.trainer.evaluator import micro_batch_of, on_cpu, restored_buffers
 
 _FAILED = "the loss over the whole batch could not be computed"
 
@@ -72,19 +71,19 @@ class WholeBatchSteps:
         kept: dict[int, tuple[Any, Any]] = {}
 
         def collect(outputs: Any, batch: Any) -> tuple[Tensor, int, int]:
-            micro_batch = _of(micro_batches, batch)
+            micro_batch = micro_batch_of(batch, micro_batches)
             if micro_batch.real and self._placed.adds_losses:
                 kept[micro_batch.index] = on_cpu((outputs, targets_of(batch, default=None)))
             return torch.zeros((), device=self._placed.random_state.device), 1, 1
 
-        with tap.opened(collect), _kept_buffers(self._placed):
+        with tap.opened(collect), restored_buffers(self._placed):
             self._placed.evaluate(micro_batches, self._placed.loss_accumulator(accumulator.micro_batches_per_step))
         mine = [micro_batch.index for micro_batch in micro_batches if micro_batch.real]
         loss, samples, gradients = Ranks().exchange(_FAILED, lambda: (kept, mine), self._gradients)
 
         def surrogate(outputs: Any, batch: Any) -> tuple[Tensor, int, int]:
             """Return a number whose gradient is the loss's, and whose value is this micro-batch's share of it."""
-            micro_batch, count = _of(micro_batches, batch), batch_length(batch)
+            micro_batch, count = micro_batch_of(batch, micro_batches), batch_length(batch)
             leaves = [leaf for leaf in tree_flatten(outputs)[0] if _is_float(leaf)]
             each = gradients[micro_batch.index] if micro_batch.real else [torch.zeros(())] * len(leaves)
             products = [(leaf.float() * g.to(leaf.device)).sum() for leaf, g in zip(leaves, each, strict=True)]
@@ -123,23 +122,6 @@ class WholeBatchSteps:
 
 def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _of(micro_batches: Sequence[MicroBatch], batch: Any) -> MicroBatch:
-    return next(one for one in micro_batches if one.batch is batch)
-
-
-@contextmanager
-def _kept_buffers(placed: ParallelModel) -> Iterator[None]:
-    """Restore the buffers, such as running statistics, after the forward passes in the block."""
-    buffers = [buffer for part in placed.parts for buffer in part.buffers()]
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
 
 
 def _leaf(value: Any, device: torch.device) -> Any:
