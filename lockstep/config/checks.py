@@ -62,13 +62,18 @@ def step_contradictions(
         )
     name = config.distributed.strategy if layout is None else layout.strategy
     yield from _context(config, layout)
-    yield from _tensor(config, (config.distributed.tensor_size or 1) if layout is None else layout.tensor)
+    yield from _tensor(config, layout)
     yield from _expert(config, layout)
     yield from _batch_norm(config, layout)
     if device_type == "mps":
         yield from _mps(config, name)
     if name != AUTO:
         yield from _of_strategy(strategy_named(name), config, layout, device_type)
+
+
+def _ranks(config: StepConfig, layout: Layout | None, axis: str) -> int:
+    """Return the number of ranks along an axis; without a layout, the config's."""
+    return int(getattr(config.distributed, f"{axis}_size") or 1 if layout is None else getattr(layout, axis))
 
 
 def _mps(config: StepConfig, strategy: str) -> Iterator[Contradiction]:
@@ -88,8 +93,7 @@ def _mps(config: StepConfig, strategy: str) -> Iterator[Contradiction]:
 
 def _context(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
     where, distributed = "distributed.context_size", config.distributed
-    ranks = (distributed.context_size or 1) if layout is None else layout.context
-    tensor = (distributed.tensor_size or 1) if layout is None else layout.tensor
+    ranks, tensor = _ranks(config, layout, "context"), _ranks(config, layout, "tensor")
     if distributed.reproducible and distributed.context_blocks % ranks:
         yield Contradiction(
             (where, "distributed.context_blocks"),
@@ -111,8 +115,9 @@ def _context(config: StepConfig, layout: Layout | None) -> Iterator[Contradictio
         )
 
 
-def _tensor(config: StepConfig, ranks: int) -> Iterator[Contradiction]:
+def _tensor(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
     where, distributed = "distributed.tensor_size", config.distributed
+    ranks = _ranks(config, layout, "tensor")
     if distributed.reproducible and distributed.tensor_blocks % ranks:
         yield Contradiction(
             (where, "distributed.tensor_blocks"),
@@ -141,7 +146,7 @@ def _excluded(axis: str, cut: str, settings: Iterable[tuple[str, object, object,
 
 def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
     where, distributed = "distributed.expert_size", config.distributed
-    ranks = (distributed.expert_size or 1) if layout is None else layout.expert
+    ranks = _ranks(config, layout, "expert")
     if ranks == 1:
         return
     name = distributed.strategy if layout is None else layout.strategy
@@ -192,9 +197,7 @@ def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradic
         )
     for key, value in (
         ("training.compile", config.training.compile), ("distributed.reproducible", config.distributed.reproducible),
-        ("distributed.tensor_size", (config.distributed.tensor_size or 1) > 1),
-        ("distributed.context_size", (config.distributed.context_size or 1) > 1),
-        ("distributed.expert_size", (config.distributed.expert_size or 1) > 1),
+        *((f"distributed.{axis}_size", _ranks(config, None, axis) > 1) for axis in ("tensor", "context", "expert")),
     ):  # fmt: skip
         if value:
             yield Contradiction(
@@ -222,7 +225,7 @@ def _of_strategy(
             "write strategy: ddp, or reproducible: false",
         )
     for axis, what in (("context", "sequences"), ("tensor", "layers")):
-        ranks = (getattr(config.distributed, f"{axis}_size") or 1) if layout is None else getattr(layout, axis)
+        ranks = _ranks(config, layout, axis)
         if ranks > 1 and not strategy.shares_batches:
             yield Contradiction(
                 (f"distributed.{axis}_size", "distributed.strategy"),

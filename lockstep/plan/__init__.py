@@ -17,9 +17,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from lockstep.costs.hardware import GIB
 from lockstep.errors import UsageError
 
-GIB = 2**30
 Sharding = Literal["none", "gradients", "full"]
 
 

@@ -10,11 +10,10 @@ import torch
 
 from lockstep import accelerator
 from lockstep.config import Config, require_equation
-from lockstep.costs.hardware import Cost, GpuCluster
+from lockstep.costs.hardware import GIB, Cost, GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, Sent, StepTime, along_axes, sums_of_experts, with_sent
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
-from lockstep.plan import GIB
 from lockstep.plan.layouts import layout_of, layouts, model_size_of, modes, with_layout
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.workload import Workload

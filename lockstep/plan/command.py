@@ -21,10 +21,10 @@ import torch
 from lockstep import accelerator
 from lockstep.config import Config
 from lockstep.cores import allowed
-from lockstep.costs.hardware import GPUS, LINKS, Gpu, GpuCluster, Link, cluster_of, known_gpu
+from lockstep.costs.hardware import GIB, GPUS, LINKS, Gpu, GpuCluster, Link, cluster_of, known_gpu
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
-from lockstep.plan import GIB, calculate_resources
+from lockstep.plan import calculate_resources
 from lockstep.plan.candidates import (
     Candidate,
     ValuesNeededError,

@@ -32,6 +32,7 @@ from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.place import place
 from lockstep.parallel.placement import DryRun
 from lockstep.plan.tracker import (
+    INDEX_OF_KIND,
     KINDS,
     EqualChunks,
     Peak,
@@ -51,7 +52,6 @@ from lockstep.torch_compat.fake_tensors import FakeTensorMode
 
 CPU = torch.device("cpu")
 GROUPED = ("every_n", "sequential")  # modes of checkpointing under which equal blocks behave differently
-_KIND = {kind: index for index, kind in enumerate(KINDS)}
 
 
 @dataclass(frozen=True)
@@ -291,9 +291,9 @@ def with_blocks_left_out(
     whole = list(start)
     for parameter in block.parameters():
         size = local(parameter).untyped_storage().nbytes()
-        whole[_KIND["parameters"]] += left_out * size
-        whole[_KIND["optimizer"]] += left_out * sum(
+        whole[INDEX_OF_KIND["parameters"]] += left_out * size
+        whole[INDEX_OF_KIND["optimizer"]] += left_out * sum(
             local(t).untyped_storage().nbytes() for t in states[parameter].values() if isinstance(t, Tensor)
         )
-        whole[_KIND["buckets"]] += left_out * size * (parameter in in_buckets)
+        whole[INDEX_OF_KIND["buckets"]] += left_out * size * (parameter in in_buckets)
     return tuple(whole)

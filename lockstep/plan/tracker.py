@@ -27,6 +27,7 @@ from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.torch_compat.storage_resize import resizes_watched
 
 KINDS = ("activations", "parameters", "gradients", "optimizer", "gathered", "buckets", "stashes")
+INDEX_OF_KIND = {kind: index for index, kind in enumerate(KINDS)}
 
 
 class MemoryChange(NamedTuple):
@@ -112,8 +113,6 @@ def join_regions(label: str, regions: Iterable[Region]) -> Region:
     return Region(label, changes, cost)
 
 
-_KIND = {kind: index for index, kind in enumerate(KINDS)}
-
 # The operations of FSDP2 show the purpose of a storage.
 _FSDP_KINDS = {
     "all_gather_copy_in": "gathered",
@@ -145,9 +144,8 @@ _DEVICE = torch.ops.prim.device.default
 class EqualChunks(TorchFunctionMode):
     """Splits a tensor into many chunks by creating two: one is used for all of the same size.
 
-    FSDP2 splits each parameter into as many chunks as there are shards and keeps one. Fake tensors have no contents,
-    and
-    creating hundreds of chunks per parameter took most of the time of a plan for many GPUs.
+    FSDP2 splits each parameter into as many chunks as there are shards and keeps one. Creating hundreds of them per
+    parameter took most of the time of a plan for many GPUs, and fake tensors have no contents.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -201,7 +199,7 @@ class Tracker(TorchDispatchMode):
             if tensor is not None:
                 storage = local_tensor(tensor).untyped_storage()
                 self._see(storage)
-                self._retag(id(storage), _KIND[kind])
+                self._retag(id(storage), INDEX_OF_KIND[kind])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
