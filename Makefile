@@ -19,7 +19,12 @@ demo: $(READY)
 WORKERS ?= 3
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: check system
+# The checks use one core, so they run beside the tests.
+test: $(READY) system
+	@$(MAKE) --no-print-directory -j 2 check tests
+
+.PHONY: tests
+tests: $(READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 test-full: $(READY)

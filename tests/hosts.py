@@ -8,6 +8,7 @@ process on the host reads by `sent_bytes()`. The namespaces are gone in the end;
 the next one begins.
 """
 
+import ctypes
 import itertools
 import os
 import re
@@ -22,6 +23,7 @@ import pytest
 
 INTERFACE = "eth0"
 SEGMENT = 1514  # bytes of a full frame, headers included
+_NEW_NETWORK, _NEW_MOUNTS, _SLAVE_BELOW, _DETACH = 0x4000_0000, 0x0002_0000, 0x0008_4000, 2  # of linux/sched.h, mount.h
 _numbers = itertools.count()  # of the calls in this process: a namespace may take its time to go
 
 
@@ -41,6 +43,15 @@ class Host:
     def environment(self) -> dict[str, str]:
         """Lets gloo find the link."""
         return {"GLOO_SOCKET_IFNAME": INTERFACE}
+
+    def enter(self) -> None:
+        """Bring this process, which must have one thread alone, to the host, as `ip netns exec` does."""
+        with open(f"/run/netns/{self.name}") as namespace:
+            _system_call("setns", namespace.fileno(), _NEW_NETWORK)
+        _system_call("unshare", _NEW_MOUNTS)
+        _system_call("mount", b"none", b"/", b"none", _SLAVE_BELOW, None)
+        _system_call("umount2", b"/sys", _DETACH)
+        _system_call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)  # its interfaces are those of the host
 
     def sent(self) -> int:
         """Bytes that this host has put on its link."""
@@ -114,6 +125,11 @@ def _remove_what_the_killed_left() -> None:
 def _namespace(name: str, undo: ExitStack) -> None:
     _run("ip", "netns", "add", name)
     undo.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
+
+
+def _system_call(name: str, *args: int | bytes | None) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*args) != 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
 
 def _run(*command: str) -> str:

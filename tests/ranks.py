@@ -1,7 +1,7 @@
 """Run a function on several gloo ranks and bring its values and errors back.
 
-Ranks on this host are forks of one server process that has imported torch and Lockstep already: importing them takes
-four seconds of a core, more than most tests that use ranks. Ranks on other hosts (`on=`) are fresh processes.
+Ranks are forks of one server process that has imported torch and Lockstep already: importing them takes four seconds of
+a core, more than most tests that use ranks. Those on other hosts (`on=`) go there first.
 """
 
 import multiprocessing
@@ -63,8 +63,11 @@ def run_ranks(
             for port in [free_port()]
             for rank in range(world_size)
         ]
-        start = _run_fresh if on or fresh else _run_here
-        start(job, environments, timeout, on)
+        if fresh:
+            assert not on
+            _run_fresh(job, environments, timeout)
+        else:
+            _run_forks(job, environments, timeout, on)
         answers = [Path(f"{job}-{rank}") for rank in range(world_size)]
         results = [
             pickle.loads(a.read_bytes()) if a.exists() else ("error", f"{r} died") for r, a in enumerate(answers)
@@ -74,10 +77,18 @@ def run_ranks(
         return [value for _, value in results]
 
 
-def _run_here(job: Path, environments: Sequence[dict[str, str]], timeout: float, _on: Sequence[Host]) -> None:
+def _run_forks(job: Path, environments: Sequence[dict[str, str]], timeout: float, on: Sequence[Host]) -> None:
+    per_host = len(environments) // len(on) if on else len(environments)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
-    processes = [context.Process(target=_fork_main, args=(str(job), {**os.environ, **e})) for e in environments]
+    processes = [
+        context.Process(
+            target=_fork_main,
+            args=(str(job), {**os.environ, **environment, **(host.environment if host else {})}, host),
+        )
+        for rank, environment in enumerate(environments)
+        for host in [on[rank // per_host] if on else None]
+    ]
     try:
         for process in processes:
             process.start()
@@ -92,16 +103,12 @@ def _run_here(job: Path, environments: Sequence[dict[str, str]], timeout: float,
             process.join()
 
 
-def _run_fresh(job: Path, environments: Sequence[dict[str, str]], timeout: float, on: Sequence[Host]) -> None:
-    per_host = len(environments) // len(on) if on else len(environments)
+def _run_fresh(job: Path, environments: Sequence[dict[str, str]], timeout: float) -> None:
     processes = [
         subprocess.Popen(
-            [*(host.command if host else ()), sys.executable, "-m", "tests.ranks", str(job)],
-            env={**os.environ, **environment, **(host.environment if host else {})},
-            cwd=REPOSITORY,
+            [sys.executable, "-m", "tests.ranks", str(job)], env={**os.environ, **environment}, cwd=REPOSITORY
         )
-        for rank, environment in enumerate(environments)
-        for host in [on[rank // per_host] if on else None]
+        for environment in environments
     ]
     try:
         for process in processes:
@@ -111,10 +118,12 @@ def _run_fresh(job: Path, environments: Sequence[dict[str, str]], timeout: float
             process.kill()
 
 
-def _fork_main(job: str, environment: dict[str, str]) -> None:
+def _fork_main(job: str, environment: dict[str, str], host: Host | None) -> None:
     os.environ.clear()  # the server's are those of its start
     os.environ.update(environment)
     os.chdir(REPOSITORY)
+    if host is not None:
+        host.enter()
     _rank_main(job)
 
 

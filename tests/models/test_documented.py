@@ -1,13 +1,16 @@
 """The models of docs/models.md train, and their losses add up however a batch is cut."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import lockstep.verify
 from lockstep.config import config_from
+from lockstep.launch.spawn import spawn_again
 from lockstep.verify import Subject, verify
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/models.md").read_text(), re.DOTALL)
@@ -33,7 +36,8 @@ def test_each_kind_of_model_has_one_loss_however_the_batch_is_cut(place: int) ->
     assert len(BLOCKS) == len(KINDS)
 
 
-def test_the_model_that_says_how_it_is_cut_is_the_same_when_it_is() -> None:
+def test_the_model_that_says_how_it_is_cut_is_the_same_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep.verify, "_spawn", partial(spawn_again, preload=["tests.preloaded"]))
     settings = config_from({"training.batch_size": 2, "training.global_batch_size": 8})
     assert verify(cut_model, ["pipeline:2", "tensor:2"], config=settings, steps=1).passed
 

@@ -31,7 +31,7 @@ def on_ranks() -> bool:
 
 def subject(model: nn.Module | None = None, data: Any = None, **rest: Any) -> Subject:
     return Subject(
-        language_model("transformer") if model is None else model, Tokens() if data is None else data, **rest
+        language_model("transformer", n_layer=2) if model is None else model, Tokens() if data is None else data, **rest
     )
 
 
@@ -44,7 +44,7 @@ def with_patch(target: object, name: str, broken: Any, **rest: Any) -> Subject:
 
 
 def sound() -> tuple[nn.Module, Any]:
-    return language_model("transformer"), Tokens()
+    return language_model("transformer", n_layer=2), Tokens()
 
 
 def without_a_loss() -> tuple[nn.Module, Any]:
@@ -73,7 +73,7 @@ def reduced_in_the_wrong_backward_pass() -> Subject:
 
 def mean_of_means() -> Subject:
     """Each micro-batch's mean counts as one, however many targets it has."""
-    model = language_model("transformer")
+    model = language_model("transformer", n_layer=2)
     summed: Callable[..., Tensor] = model.loss  # type: ignore[assignment]
     count: Callable[..., Tensor] = model.count  # type: ignore[assignment]
     if on_ranks():
@@ -86,7 +86,7 @@ LEFT_OUT = "layers.1.mlp.down.weight"
 
 
 def a_parameter_left_out_of_ddp() -> Subject:
-    model = language_model("transformer")
+    model = language_model("transformer", n_layer=2)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [LEFT_OUT])
     return subject(model)
 
@@ -152,7 +152,7 @@ NOISY = "embed"
 
 
 def an_operation_that_is_not_deterministic() -> Subject:
-    model = language_model("transformer")
+    model = language_model("transformer", n_layer=2)
 
     def noisy(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
         seed = int.from_bytes(os.urandom(4), "little")
@@ -181,7 +181,7 @@ def random_numbers_lost_in_recomputation() -> Subject:
 
 def attention_that_knows_of_no_other_ranks() -> Subject:
     """One layer of a model with `context_plan()` attends to the positions that are here."""
-    model = language_model("transformer")
+    model = language_model("transformer", n_layer=2)
 
     model.get_submodule("layers.1.attention").attend = AttendHere()
     return subject(model)
@@ -197,7 +197,7 @@ class AttendHere(nn.Module):
 
 def a_sound_model_that_rounds(*, noise: bool) -> Subject:
     """Sines of large numbers magnify the last bits of what they get, and ranks get them in another order."""
-    model = language_model("transformer")
+    model = language_model("transformer", n_layer=2)
 
     def magnified(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
         seen = output + 0.01 * torch.randn_like(output) if noise else output

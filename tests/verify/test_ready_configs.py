@@ -1,6 +1,7 @@
 """Every config that ships passes `verify`; at its full size nobody waits for it, so models are made small."""
 
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import lockstep.config
 from lockstep import verify as package
 from lockstep.config import load_config
+from lockstep.launch.spawn import spawn_again
 from lockstep.strategy import parse_topology
 from lockstep.verify import Outcome, default_against
 from lockstep.verify.subject import Case, Spec, VerifyJob
@@ -16,6 +18,7 @@ from tests.test_ready_configs import READY, SMALL, small
 TRAINERS = sorted(Path(lockstep.config.__file__).parent.glob("trainers/*.yaml"))
 IN_CI = {"bdh_pipeline": "pipeline:2", "hf_gpt2_fsdp": "fsdp:2", "vae_ddp": "ddp:2"}
 STEPS = 2
+START = partial(spawn_again, preload=["tests.preloaded"])
 
 Wanted = tuple[Path, list[str], list[str]]  # config, overrides, topologies; none: those of the default
 
@@ -36,10 +39,10 @@ def verified(wanted: list[Wanted], folder: Path) -> dict[str, Outcome]:
             jobs[parse_topology(topology)[1]].append(
                 (f"{path.stem} {topology}", VerifyJob(spec, topology, place, (case,)))
             )
-    package.record(references, package._spawn)
+    package.record(references, START)
     found = {}
     for together in jobs.values():
-        outcomes = package.compare([job for _, job in together], package._spawn, print)
+        outcomes = package.compare([job for _, job in together], START, print)
         found |= {name: outcome for (name, _), outcome in zip(together, outcomes, strict=True)}
     return found
 
