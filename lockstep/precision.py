@@ -16,6 +16,8 @@ from lockstep.config import PrecisionConfig
 
 Mode = Literal["fp32", "bf16", "fp16"]
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def resolve_mode(mode: str, device: torch.device) -> tuple[Mode, str]:
     """Return the mode that `auto` means here, with the reason: bf16 if the hardware supports it, else fp32."""
@@ -53,15 +55,12 @@ class Precision:
         """Return the context manager for forward pass and loss.
 
         A weight is cast at each use. Autocast's cache would cast a weight that several layers share only once, and sum
-        its
-        gradients in low precision; the stages of a pipeline each cast it, and sum in float32: another result. Under
-        FSDP
-        the cache would also keep parameters that a unit has freed.
+        its gradients in low precision; the stages of a pipeline each cast it, and sum in float32: another result. Under
+        FSDP the cache would also keep parameters that a unit has freed.
         """
         if self.mode == "fp32":
             return _NOTHING
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mode]
-        return torch.autocast(self.device_type, dtype=dtype, cache_enabled=False)
+        return torch.autocast(self.device_type, dtype=DTYPES[self.mode], cache_enabled=False)
 
 
 class LossScale:

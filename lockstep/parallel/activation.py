@@ -12,8 +12,8 @@ model does something in between, a run ends, so that nothing but blocks is compu
 """
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -76,7 +76,9 @@ def apply_activation_checkpointing(
                 where="training.gradient_checkpointing, training.compile",
                 fix="set training.gradient_checkpointing: full, or training.compile: false",
             )
-        recompute_runs(blocks, every, random_state)
+        runs = _Runs(random_state)
+        for place, (_, block) in enumerate(blocks):
+            block.forward = runs.over(block, starts=place % every == 0)
         return
     chosen = blocks[::every] if mode == "every_n" else blocks
     for _, block in chosen:
@@ -107,51 +109,41 @@ def _contexts(
     reuse: AbstractContextManager[Any] = nullcontext()
     if selective:
         keep, reuse = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-    if random_state.device.type != "cpu":
-        reuse = _Both(_Drawing(default_generator(random_state.device)), reuse)
-    return keep, _Both(random_state.recomputing(captured), reuse)
+    drawn = None if random_state.device.type == "cpu" else _state(random_state)
+    return keep, _recomputing(random_state, captured, drawn, reuse)
 
 
-class _Drawing(AbstractContextManager[None]):
-    """Repeats a device's random numbers in the recomputation of a block; made as its forward pass begins.
+@contextmanager
+def _recomputing(
+    random_state: RandomState, captured: Captured, drawn: Tensor | None, reuse: AbstractContextManager[Any]
+) -> Iterator[None]:
+    """Repeat a block's random numbers in its recomputation.
 
     torch does so by itself where the block has tensors among its positional arguments and the device's module has
     `_initialized`, which those of MPS and of registered devices lack.
+
+    Args:
+        drawn: state of the device's generator as the forward pass began; None: torch restores it.
+        reuse: what selective checkpointing wants around the recomputation.
     """
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator, self._state = generator, generator.get_state()
-
-    def __enter__(self) -> None:
-        self._outer = self._generator.get_state()
-        self._generator.set_state(self._state)
-
-    def __exit__(self, *error: Any) -> None:
-        self._generator.set_state(self._outer)
+    drawing = nullcontext() if drawn is None else drawing_from(drawn, random_state)
+    with random_state.recomputing(captured), drawing, reuse:
+        yield
 
 
-class _Both(AbstractContextManager[None]):
-    def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
-        self._first, self._second = first, second
-
-    def __enter__(self) -> None:
-        self._first.__enter__()
-        self._second.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._second.__exit__(*error)
-        self._first.__exit__(*error)
+@contextmanager
+def drawing_from(state: Tensor, random_state: RandomState) -> Iterator[None]:
+    """Draw the device's random numbers in the block from a state of its generator, and restore the outer state."""
+    generator, outer = default_generator(random_state.device), _state(random_state)
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(outer)
 
 
 def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def recompute_runs(blocks: Sequence[tuple[str, nn.Module]], length: int, random_state: RandomState) -> None:
-    """Replace the `forward` of blocks in place, so that runs of `length` of them are recomputed at once."""
-    runs = _Runs(random_state)
-    for place, (_, block) in enumerate(blocks):
-        block.forward = runs.over(block, starts=place % length == 0)
 
 
 @dataclass(frozen=True)
@@ -223,14 +215,6 @@ class _Runs:
 
 
 @dataclass(eq=False)
-class _Slot:
-    """A placeholder for a tensor that autograd saves."""
-
-    run: "_Run"
-    place: int
-
-
-@dataclass(eq=False)
 class _Run:
     """Blocks that are recomputed at once."""
 
@@ -241,47 +225,40 @@ class _Run:
 
     def __post_init__(self) -> None:
         kind = self.random_state.device.type
-        self._autocast = (
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-            if torch.is_autocast_enabled(kind)
-            else None
-        )
+        self._precision: AbstractContextManager[Any] = nullcontext()
+        if torch.is_autocast_enabled(kind):
+            dtype, cached = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+            self._precision = torch.autocast(kind, dtype, cache_enabled=cached)
 
-    def pack(self, _tensor: Tensor) -> _Slot:
+    def pack(self, _tensor: Tensor) -> int:
+        """Return the place of a tensor among those that autograd saves, which stands for it."""
         self._saved += 1
-        return _Slot(self, self._saved - 1)
+        return self._saved - 1
 
-    def unpack(self, slot: _Slot) -> Tensor:
-        if slot.place not in self._values:
+    def unpack(self, place: int) -> Tensor:
+        if place not in self._values:
             self._recompute()
-        return self._values.pop(slot.place)
+        return self._values.pop(place)
 
     def _recompute(self) -> None:
         found: list[Tensor] = []
-        generator, outer = default_generator(self.random_state.device), _state(self.random_state)
         outputs: list[Any] = []
-        try:
-            with torch.enable_grad(), self._precision(), saved_tensors_hooks(_collected_in(found), _never):
-                for call in self.calls:
-                    _gather(call.block)
-                    generator.set_state(call.generator)
-                    args, kwargs = tree_map(_attached(outputs), call.arguments)
-                    with self.random_state.recomputing(call.captured):
-                        made = call.forward(*args, **kwargs)
-                    outputs[:] = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-        finally:
-            generator.set_state(outer)
+
+        def collect(tensor: Tensor) -> None:
+            found.append(tensor.detach())
+
+        with torch.enable_grad(), self._precision, saved_tensors_hooks(collect, _never):
+            for call in self.calls:
+                _gather(call.block)
+                args, kwargs = tree_map(_attached(outputs), call.arguments)
+                with drawing_from(call.generator, self.random_state), self.random_state.recomputing(call.captured):
+                    made = call.forward(*args, **kwargs)
+                outputs[:] = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         if len(found) != self._saved:
             raise RuntimeError(
                 f"blocks saved {self._saved} tensors in the forward pass, and {len(found)} when they were recomputed"
             )
         self._values = dict(enumerate(found))
-
-    def _precision(self) -> Any:
-        if self._autocast is None:
-            return nullcontext()
-        kind, dtype, cached = self._autocast
-        return torch.autocast(kind, dtype, cache_enabled=cached)
 
 
 def _state(random_state: RandomState) -> Tensor:
@@ -315,13 +292,6 @@ def _attached(outputs: Sequence[Tensor]) -> Callable[[Any], Any]:
         return leaf.tensor.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, _Input) else leaf
 
     return attached
-
-
-def _collected_in(found: list[Tensor]) -> Callable[[Tensor], None]:
-    def collect(tensor: Tensor) -> None:
-        found.append(tensor.detach())
-
-    return collect
 
 
 def _never(_nothing: None) -> Tensor:

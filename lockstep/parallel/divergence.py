@@ -41,17 +41,21 @@ def guard_replicas(
         cut: names of which ranks along the axis `tensor` hold different pieces; all others they hold whole.
     """
     every = config.distributed.divergence_check_steps
-    repair = config.distributed.divergence_action == "repair"
-    if mesh is not None and mesh["context"].size() > 1 and every is not None:
-        placed.checks.append(guard(placed, mesh["context"].get_group(), every))
-    if mesh is not None and mesh["tensor"].size() > 1 and every is not None:
-        placed.checks.append(guard(placed, mesh["tensor"].get_group(), every, left_out=cut))
-    if experts is not None and experts.replicas.size() > 1 and every is not None:
-        placed.checks.append(guard(placed, experts.replicas, every, left_out=set(placed.kept()) - set(experts.shapes)))
-    if mesh is not None and mesh["replicate"].size() > 1 and every is not None:
-        spread = set() if experts is None else set(experts.shapes)
+    if every is None:
+        return
+    spread = set() if experts is None else set(experts.shapes)
+    compared: list[tuple[dist.ProcessGroup, Set[str]]] = []  # ranks, and what they do not hold alike
+    if mesh is not None:
+        compared += [(mesh["context"].get_group(), set()), (mesh["tensor"].get_group(), cut)]
+    if experts is not None:
+        compared.append((experts.replicas, set(placed.kept()) - spread))
+    placed.checks += [
+        guard(placed, group, every, left_out=left_out) for group, left_out in compared if group.size() > 1
+    ]
+    if mesh is not None and mesh["replicate"].size() > 1:
+        repair = config.distributed.divergence_action == "repair"
         placed.checks.append(guard(placed, mesh["replicate"].get_group(), every, left_out=spread, repair=repair))
-    elif every is not None and "divergence_check_steps" in config.distributed.model_fields_set:
+    elif "divergence_check_steps" in config.distributed.model_fields_set:
         placed.log_lines.append("divergence_check_steps: one replica, nothing to compare")
 
 

@@ -10,7 +10,7 @@ torch's fused updates take DTensors or plain tensors, not both. The ranks collec
 a row for each micro-batch, which each rank adds up the tree: the same bits as in one process, for a few bytes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,11 +35,10 @@ from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
 from lockstep.parallel.reproducible.gradient_trees import ShardTree
 from lockstep.parallel.reproducible.tree import Partials, assign_hybrid, assign_in_groups, clear_zero_signs
+from lockstep.precision import DTYPES
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy, given_sizes
 from lockstep.torch_compat.views import return_no_views
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 
 class FSDP(Strategy):
@@ -156,7 +155,9 @@ class FSDP(Strategy):
         if p.dry_run is None:  # ranks compare what they use, and without values there is nothing to compare
             around.append(UnitUsage(p.model, p.device, shards))
         if p.device_type == "cpu":
-            around += over_gloo(p.model, layout, reproducible=p.reproducible)
+            may_wait = not p.reproducible and layout.replicate == 1  # else a sum follows on what FSDP2 is given
+            messages = GlooMessages(p.model, may_wait=may_wait)
+            around += [messages] if may_wait else []
         assign, tree = shared_out(assign_strided, p), None
         if p.reproducible:
             replica, shard = divmod(p.rank, layout.shard)
@@ -188,13 +189,6 @@ def describe_shards(layout: Layout) -> str:
     return f"fsdp:{layout.replicate * layout.shard}"
 
 
-def over_gloo(model: nn.Module, layout: Layout, *, reproducible: bool = False) -> list[AroundMicroBatch]:
-    """Let a sharded model on CPUs exchange by all-to-alls; return the steps around its micro-batches."""
-    sums_follow = reproducible or layout.replicate > 1  # a sum follows on what FSDP2 is given
-    messages = GlooMessages(model, may_wait=not sums_follow)
-    return [] if sums_follow else [messages]
-
-
 def shard_stage(
     mesh: DeviceMesh, config: StepConfig, root: nn.Module, units: Sequence[tuple[str, nn.Module]],
     foreign: set[nn.Parameter], frees: bool, device_type: str | None = None, experts: PlacedExperts | None = None,
@@ -223,11 +217,6 @@ def shard_stage(
     return log_lines
 
 
-def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of the mesh over which FSDP2 works: 1-D to shard; 2-D, the first dim replicating, for hybrids."""
-    return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
-
-
 def apply_fsdp(
     model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, blocks: Sequence[tuple[str, nn.Module]], *,
     param_dtype: str = "fp32", reshard_after_forward: bool | None = None, replicas_apart: bool = False,
@@ -247,7 +236,8 @@ def apply_fsdp(
     Returns:
         lines to log at start.
     """
-    over = mesh["shard"] if replicas_apart else shard_mesh(mesh)
+    # FSDP2 takes a 1-D mesh to shard, and for hybrids a 2-D one, whose first dim replicates.
+    over = mesh["shard"] if replicas_apart or mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
     if reshard_after_forward is None:
         reshard_after_forward = config.sharding_strategy in ("full_shard", "hybrid_shard")
     settings: dict[str, Any] = {
@@ -302,15 +292,15 @@ def _precision_of(
     parameters: Sequence[nn.Parameter], config: FSDPConfig, param_dtype: str, *, exact: bool
 ) -> MixedPrecisionPolicy:
     """Return the types in which a unit with these parameters computes and its gradients are summed over ranks."""
-    reduce_dtype = DTYPES[config.reduce_dtype]
-    low = param_dtype != "fp32" and torch.float32
+    low = None if param_dtype == "fp32" else torch.float32
+    reduce_dtype = low if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
     # Gradients of low-precision parameters are summed in fp32 by default; those of float64 never are, and
     # where the bits count each is summed in its own type, as one process sums them.
     if exact or any(parameter.dtype == torch.float64 for parameter in parameters):
-        reduce_dtype, low = None, False
+        reduce_dtype = None
     return MixedPrecisionPolicy(
         param_dtype=None if param_dtype == "fp32" else DTYPES[param_dtype],
-        reduce_dtype=reduce_dtype or low or None,
+        reduce_dtype=reduce_dtype,
         cast_forward_inputs=param_dtype != "fp32",
     )
 
@@ -390,8 +380,8 @@ class Scalars(AroundMicroBatch):
 
     def __init__(self, model: nn.Module) -> None:
         self._own = scalars_of(model)
-        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-        self.placed = {name: _replicated(parameter, meshes) for name, parameter in self._own.items()}
+        mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+        self.placed = {name: _replicated(parameter, mesh) for name, parameter in self._own.items()}
         self._trained = [name for name, parameter in self._own.items() if parameter.requires_grad]
         self._rows: dict[int, list[Tensor | None]] = {}
 
@@ -433,8 +423,8 @@ class Scalars(AroundMicroBatch):
                 placed.grad = DTensor.from_local(total, placed.device_mesh, placed.placements, run_check=False)
 
 
-def _replicated(parameter: nn.Parameter, meshes: Iterable[DeviceMesh]) -> nn.Parameter:
-    mesh = next(iter(meshes))
+def _replicated(parameter: nn.Parameter, mesh: DeviceMesh | None) -> nn.Parameter:
+    assert mesh is not None
     over = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return nn.Parameter(over, parameter.requires_grad)
 

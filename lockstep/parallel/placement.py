@@ -3,7 +3,6 @@
 `placed_in_order` builds the `ParallelModel` of every strategy but pipelines: micro-batches run one at a time.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from lockstep.parallel.initial import FirstValues, materialise, on_meta, to_empt
 from lockstep.parallel.micro_step import AroundMicroBatch, evaluation_of, in_order, micro_step_of, plain_forward
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.reproducible.determinism import DeterministicKernels
+from lockstep.parallel.reproducible.gradient_trees import GradientTree
 from lockstep.parallel.tensor_cuts import TensorCuts
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
@@ -149,14 +149,6 @@ class PlacementContext:
         compression = compress(self.model, self.mesh["replicate"], self.config, undoable=undoable)
         self.log_lines += compression.log_lines
         return compression
-
-
-class GradientTree(AroundMicroBatch, ABC):
-    """A sum of the gradients of micro-batches in one fixed order (`lockstep.parallel.reproducible.tree`)."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Complete the gradients after the last backward pass of a step."""
 
 
 @dataclass

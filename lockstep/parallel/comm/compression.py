@@ -26,15 +26,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep import accelerator
 from lockstep.config import StepConfig
 from lockstep.parallel.comm.powersgd import PowerSGD, matrix_of
+from lockstep.precision import DTYPES
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
-HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+HALF = ("fp16", "bf16")
 
 _PROBE_NUMBERS = 1 << 19  # 2 MiB of fp32: long enough to hide latency, 0.3 s on a link of 100 Mbit/s
 _PAYS_BELOW = 0.8  # of the uncompressed time; less of a gain is not worth the lost digits
 _PAYS_FROM_SECONDS = 0.01  # per step: a gain below it is no gain
-
 
 WARM_UP_STEPS = 2  # steps: buckets are cut anew after the first
 ROUNDS = 5  # of each
@@ -139,7 +139,7 @@ def compress(model: nn.Module, replicas: DeviceMesh, config: StepConfig, *, undo
         if kind != "none":
             return _with_trial(kind, replicas.get_group(), device, log_lines)
     if kind in HALF:
-        return Compression(half_precision_hook(HALF[kind], replicas.get_group()), log_lines)
+        return Compression(half_precision_hook(DTYPES[kind], replicas.get_group()), log_lines)
     if kind == "none":
         return Compression(log_lines=log_lines)
     powersgd = PowerSGD(
@@ -156,7 +156,7 @@ def compress(model: nn.Module, replicas: DeviceMesh, config: StepConfig, *, undo
 
 def _with_trial(kind: str, group: dist.ProcessGroup, device: torch.device, log_lines: list[str]) -> Compression:
     later_log_lines: list[str] = []
-    small = half_precision_hook(HALF[kind], group)
+    small = half_precision_hook(DTYPES[kind], group)
     trial = Trial(kind, half_precision_hook(torch.float32, group), small, group, device, later_log_lines)
     return Compression(trial.hook, log_lines, trial=trial, later_log_lines=later_log_lines)
 

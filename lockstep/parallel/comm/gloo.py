@@ -37,7 +37,7 @@ class GlooMessages(AroundMicroBatch):
 
     def __init__(self, model: nn.Module, *, may_wait: bool = False) -> None:
         self._dtypes = {parameter.dtype for parameter in model.parameters()}
-        self._under_way: _GradientSum | None = None
+        self._under_way: tuple[AllToAll, Tensor, Sequence[nn.Parameter]] | None = None  # with what it becomes
         self._sums: dict[nn.Parameter, Tensor] = {}  # over the step's micro-batches, all but the last
         self._may_wait, self._last = may_wait, True
         for module in model.modules():
@@ -62,18 +62,19 @@ class GlooMessages(AroundMicroBatch):
     ) -> None:
         """Reduce-scatter a unit's gradient into `output`: now, or by the next `wait`."""
         self.wait()
-        self._under_way = _GradientSum(AllToAll(gradient, group), output, parameters)
+        exchange = AllToAll(gradient, group)
+        self._under_way = exchange, output, parameters
         if not self._may_wait or {output.dtype} != self._dtypes:  # FSDP2 converts what is there when this returns
-            self._under_way.finish()
+            exchange.add_up(output)
 
     def wait(self) -> None:
         """Wait for the gradient under way, and add it up."""
         if self._under_way is None:
             return
-        unit, self._under_way = self._under_way, None
-        unit.finish()
+        (exchange, output, parameters), self._under_way = self._under_way, None
+        exchange.add_up(output)
         if self._may_wait:
-            self._keep(unit.parameters)
+            self._keep(parameters)
 
     def _keep(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add a unit's gradients to those of the micro-batches before."""
@@ -97,40 +98,25 @@ class AllToAll:
     def __init__(self, rows: Tensor, group: dist.ProcessGroup) -> None:
         sent = rows.view(group.size(), -1)
         whole = sent.device.type != "cpu"  # NCCL cuts messages itself
-        self._pieces = [sent] if whole else [sent[:, cut].contiguous() for cut in _pieces(sent[0])]
-        self._got = [torch.empty_like(piece) for piece in self._pieces]
-        self._works = [
-            dist.all_to_all_single(got.view(-1), piece.view(-1), group=group, async_op=True)
-            for got, piece in zip(self._got, self._pieces, strict=True)
-        ]
+        self._under_way: list[tuple[Any, Tensor, Tensor]] = []  # works, with what they send and receive
+        for piece in [sent] if whole else [sent[:, cut].contiguous() for cut in _pieces(sent[0])]:
+            got = torch.empty_like(piece)
+            work = dist.all_to_all_single(got.view(-1), piece.view(-1), group=group, async_op=True)
+            self._under_way.append((work, piece, got))
 
     def received(self) -> Iterator[Tensor]:
-        """Yield the received rows, [W, a part of the share], part by part, as they arrive."""
-        for work, got in zip(self._works, self._got, strict=True):
+        """Yield the received rows, [W, a part of the share], part by part, as they arrive; once."""
+        under_way, self._under_way = self._under_way, []
+        for work, _, got in under_way:
             work.wait()
             yield got
 
-
-class _GradientSum:
-    """A unit's gradient under way.
-
-    Args:
-        parameters: of the unit.
-    """
-
-    def __init__(self, exchange: AllToAll, out: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        self._exchange: AllToAll | None = exchange
-        self._out, self.parameters = out, parameters
-
-    def finish(self) -> None:
-        """Wait for the exchange, and write the sum."""
-        if self._exchange is None:
-            return
+    def add_up(self, out: Tensor) -> None:
+        """Wait for all rows, and write their sum; once."""
         begin = 0
-        for part in self._exchange.received():
-            torch.sum(part, dim=0, out=self._out[begin : begin + part.size(1)])
+        for part in self.received():
+            torch.sum(part, dim=0, out=out[begin : begin + part.size(1)])
             begin += part.size(1)
-        self._exchange = None
 
 
 class _Gather:

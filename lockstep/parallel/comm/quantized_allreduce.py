@@ -20,16 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.parallel.comm import all_gather_flat
+from lockstep.precision import DTYPES
 
 BLOCK = 256  # numbers that share a scale
 LARGEST = {"int8": 127, "int4": 7}  # what is sent for the largest number of a block
 
-_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 def bytes_each(kind: str) -> float:
     """Return the bytes that one number takes on the link."""
-    return _block_bytes(kind) / BLOCK if kind in LARGEST else float(_TYPES[kind].itemsize)
+    return _block_bytes(kind) / BLOCK if kind in LARGEST else float(DTYPES[kind].itemsize)
 
 
 def _block_bytes(kind: str) -> int:
@@ -39,7 +38,7 @@ def _block_bytes(kind: str) -> int:
 def encode(values: Tensor, kind: str) -> Tensor:
     """Encode fp32 […, a multiple of BLOCK] as bytes: uint8 […, `bytes_each` times as many]."""
     if kind not in LARGEST:
-        return values.to(_TYPES[kind]).contiguous().view(torch.uint8)
+        return values.to(DTYPES[kind]).contiguous().view(torch.uint8)
     blocks = _blocks(values)
     scale = blocks.abs().amax(-1, keepdim=True) / LARGEST[kind]
     rounded = (blocks / scale.clamp(min=1e-38)).round().to(torch.int8).flatten(-2)
@@ -50,7 +49,7 @@ def encode(values: Tensor, kind: str) -> Tensor:
 def decode(coded: Tensor, kind: str) -> Tensor:
     """Decode the result of `encode` to fp32."""
     if kind not in LARGEST:
-        return coded.view(_TYPES[kind]).float()
+        return coded.view(DTYPES[kind]).float()
     border = coded.shape[-1] - 4 * (coded.shape[-1] // _block_bytes(kind))
     packed, scale = coded[..., :border], coded[..., border:].contiguous().view(torch.float32)
     rounded = packed.view(torch.int8) if kind == "int8" else _unpack_nibbles(packed)

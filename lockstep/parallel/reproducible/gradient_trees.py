@@ -25,9 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.parallel.comm.gloo import AllToAll
-from lockstep.parallel.micro_step import MicroBatchPass
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import local
-from lockstep.parallel.placement import GradientTree
 from lockstep.parallel.reproducible.tree import (
     Node,
     Partials,
@@ -40,6 +39,21 @@ from lockstep.parallel.reproducible.tree import (
 )
 
 
+class GradientTree(AroundMicroBatch):
+    """A sum of the gradients of micro-batches in one fixed order (`lockstep.parallel.reproducible.tree`).
+
+    Args:
+        parameters: of this rank, whose `.grad` holds the sum after a step.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    def finish(self) -> None:
+        """Complete the gradients after the last backward pass of a step."""
+        clear_zero_signs([local(p.grad) for p in self._parameters if p.grad is not None])
+
+
 class LocalTree(GradientTree):
     """A tree over the micro-batches that this rank runs, which leaves the step's sum in `.grad`.
 
@@ -47,7 +61,7 @@ class LocalTree(GradientTree):
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+        super().__init__(parameters)
         self._partials = Partials(0)
 
     def before(self, run: MicroBatchPass) -> None:
@@ -66,10 +80,6 @@ class LocalTree(GradientTree):
         """Leave the sum of the step's micro-batches in `.grad`; a subclass exchanges with other ranks here."""
         for parameter, total in zip(self._parameters, self._partials.total() or [], strict=False):
             parameter.grad = total
-
-    def finish(self) -> None:
-        """Complete the gradients after the last backward pass of a step."""
-        clear_zero_signs([p.grad for p in self._parameters if p.grad is not None])
 
 
 class ExchangedTree(LocalTree):
@@ -91,9 +101,7 @@ class ExchangedTree(LocalTree):
         held = [self._partials.take(node) for node in nodes]
         sums = [None if values is None else self._flat(values) for values in held]
         total = self._flat([None] * len(self._parameters))
-        exchange = TreeAllReduce(sums, total, leaves, self._group)
-        exchange.fold()
-        exchange.finish(total)
+        tree_all_reduce(sums, total, leaves, self._group)
         sizes = [parameter.numel() for parameter in self._parameters]
         for parameter, piece in zip(self._parameters, torch.split(total, sizes), strict=True):
             parameter.grad = piece.view_as(parameter)
@@ -115,7 +123,7 @@ class ReplicaTree(GradientTree):
     """
 
     def __init__(self, model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        super().__init__([p for p in model.parameters() if p.requires_grad])
         self._places = {id(p): place for place, p in enumerate(self._parameters)}
         self._group = group
         self._partials = Partials(0)
@@ -147,10 +155,6 @@ class ReplicaTree(GradientTree):
             if parameter.grad is not None and self._may_miss:
                 self._used_before.add(place)
             parameter.grad = None
-
-    def finish(self) -> None:
-        """Complete the gradients after the last backward pass of a step."""
-        clear_zero_signs([p.grad for p in self._parameters if p.grad is not None])
 
     def _reduce(self, _state: None, bucket: GradBucket) -> Future[Tensor]:
         flat = bucket.buffer()
@@ -201,7 +205,8 @@ class ShardTree(GradientTree):
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, groups: int = 1) -> None:
-        self._model, self._groups = model, groups
+        super().__init__(list(model.parameters()))
+        self._groups = groups
         self.shards, self.replicas = mesh["shard"].get_group(), mesh["replicate"].get_group()
         self._units = []
         for name, module in model.named_modules():
@@ -227,7 +232,7 @@ class ShardTree(GradientTree):
         if run.last:
             self._check()
         else:
-            for parameter in self._model.parameters():
+            for parameter in self._parameters:
                 parameter.grad = None  # held in the units' trees
 
     def _of_replica(self, replica: int) -> Sequence[Sequence[Node]]:
@@ -241,10 +246,6 @@ class ShardTree(GradientTree):
             nodes_that_cover(set(leaves_of(node for nodes in self._of_replica(replica) for node in nodes)), self.leaves)
             for replica in range(self.replicas.size())
         ]
-
-    def finish(self) -> None:
-        """Complete the gradients after the last backward pass of a step."""
-        clear_zero_signs([local(p.grad) for p in self._model.parameters() if p.grad is not None])
 
     def _check(self) -> None:
         for unit in self._units:
