@@ -1,9 +1,7 @@
 """Defines the interface of strategies, and how their names and topologies are resolved.
 
-A strategy is one object. It defines its topologies, the number of ranks along each axis of the mesh, its
-contradictions, how it places a model, its costs, and what it does not promise. Everything else calls the object and
-names no strategy. A shipped one is a file in `lockstep.parallel` and a line in `STRATEGIES`; a user's is a subclass
-of `Strategy` in any package, written `distributed.strategy: package.module:Name`.
+Everything else calls the object and names no strategy. A shipped one is a file in `lockstep.parallel` and a line in
+`STRATEGIES`; a user's is a subclass of `Strategy` in any package, written `distributed.strategy: package.module:Name`.
 """
 
 import math

@@ -1,14 +1,12 @@
 """Activation checkpointing: drop what a block saves, and recompute it in the backward pass.
 
 A block's `forward` is replaced on the instance, so canonical names stay, and hooks on the block (keyed random numbers,
-FSDP's gathering) run outside of what is recomputed. The recomputation restores the random state of the forward pass:
-under a pipeline another micro-batch is current by then.
+FSDP's gathering) run outside of what is recomputed, in the random state of the forward pass.
 
-`sequential` keeps only the input of the first of several blocks in a row. The model's own code calls these blocks, one
-after the other. While they run, what autograd would save is left out; the first time the backward pass asks for any of
-it, the whole run is computed again. A block continues a run if it is given what the block before returned; where a
-model does something in between, a run ends, so that nothing but blocks is computed again.
-(`torch.utils.checkpoint` recomputes one function; here no function has the whole run.)
+`sequential` keeps only the input of the first of several blocks in a row, which the model's own code calls one after
+the other. The first time the backward pass asks for what they would have saved, all of them are computed again. A block
+continues a run if it is given what the block before returned. (`torch.utils.checkpoint` recomputes one function; here
+no function has the whole run.)
 """
 
 import weakref

@@ -1,14 +1,11 @@
 """The guard against replicas that drift apart: a flipped bit, or a parameter that is not synchronised.
 
-Replicas make the same update from the same gradients, so their parameters are equal in every bit. Every K steps each
-one adds up the bits of each parameter, and of each buffer, as integers: one pass over them, and one number sent. A
-change of one bit always changes the sum; several changes almost always do. If the numbers differ, those of the single
-parameters are compared, to name the parameters, ranks and hosts, and then their elements: since replicas are given
-the same gradients, a bit that flipped in memory leaves one element apart, whatever steps come after it, and a fault
-of software whole tensors. (Bits that flip in a gradient before it is reduced reach all replicas alike: no comparison
-of replicas sees them.) Every rank then stops with the same error, those of other shards and stages too; or, if the
-config says so, a flipped bit is put back from a replica that the others agree with. (The host waits for the device in
-a check. A check does not see a bit that a later update has rounded away: the replicas are equal again.)
+Replicas make the same update from the same gradients, so they are equal in every bit. Every K steps each adds up the
+bits of its parameters and buffers as integers, and ranks compare one number; the host waits for the device. Where it
+differs, parameters, ranks and hosts are named, and elements compared: a bit that flipped in memory leaves one element
+apart, a fault of software whole tensors. All ranks then stop with the same error, or, if the config says so, a flipped
+bit is put back from a replica that the others agree with. Bits that flip in a gradient before it is reduced reach all
+replicas alike, and those that a later update has rounded away leave them equal: no comparison sees either.
 """
 
 import socket
@@ -41,21 +38,17 @@ def guard_replicas(
         cut: names of which ranks along the axis `tensor` hold different pieces; all others they hold whole.
     """
     every = config.distributed.divergence_check_steps
-    if every is None:
-        return
-    spread = set() if experts is None else set(experts.shapes)
-    compared: list[tuple[dist.ProcessGroup, Set[str]]] = []  # ranks, and what they do not hold alike
-    if mesh is not None:
-        compared += [(mesh["context"].get_group(), set()), (mesh["tensor"].get_group(), cut)]
-    if experts is not None:
-        compared.append((experts.replicas, set(placed.kept()) - spread))
-    placed.checks += [
-        guard(placed, group, every, left_out=left_out) for group, left_out in compared if group.size() > 1
-    ]
-    if mesh is not None and mesh["replicate"].size() > 1:
-        repair = config.distributed.divergence_action == "repair"
+    repair = config.distributed.divergence_action == "repair"
+    if mesh is not None and mesh["context"].size() > 1 and every is not None:
+        placed.checks.append(guard(placed, mesh["context"].get_group(), every))
+    if mesh is not None and mesh["tensor"].size() > 1 and every is not None:
+        placed.checks.append(guard(placed, mesh["tensor"].get_group(), every, left_out=cut))
+    if experts is not None and experts.replicas.size() > 1 and every is not None:
+        placed.checks.append(guard(placed, experts.replicas, every, left_out=set(placed.kept()) - set(experts.shapes)))
+    if mesh is not None and mesh["replicate"].size() > 1 and every is not None:
+        spread = set() if experts is None else set(experts.shapes)
         placed.checks.append(guard(placed, mesh["replicate"].get_group(), every, left_out=spread, repair=repair))
-    elif "divergence_check_steps" in config.distributed.model_fields_set:
+    elif every is not None and "divergence_check_steps" in config.distributed.model_fields_set:
         placed.log_lines.append("divergence_check_steps: one replica, nothing to compare")
 
 

@@ -293,7 +293,7 @@ def _precision_of(
 ) -> MixedPrecisionPolicy:
     """Return the types in which a unit with these parameters computes and its gradients are summed over ranks."""
     low = None if param_dtype == "fp32" else torch.float32
-    reduce_dtype = low if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
+    reduce_dtype: torch.dtype | None = low if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
     # Gradients of low-precision parameters are summed in fp32 by default; those of float64 never are, and
     # where the bits count each is summed in its own type, as one process sums them.
     if exact or any(parameter.dtype == torch.float64 for parameter in parameters):

@@ -1,16 +1,12 @@
 """Side effects of a forward pass, detected in the first steps of a run.
 
-A rank runs its own micro-batches only, in an order of its own, and under FSDP2 sees parameters that are gathered for
-the moment. So its side effects differ from those in one process, without an error:
-
-- parameters that it writes (a teacher that follows its student, `nn.Embedding(max_norm=…)`): under FSDP2 the write is
-  lost with the gathered copy, elsewhere each replica has its own;
-- counters that it advances in attributes of modules: a rank counts its own micro-batches;
-- the model's own generators: they do not know which micro-batch they draw for.
+A rank runs its own micro-batches only, and under FSDP2 sees parameters that are gathered for the moment. So what a
+forward pass does besides returning outputs differs from one process, without an error: parameters that it writes
+(`nn.Embedding(max_norm=…)`), counters among the attributes of modules, the model's own generators.
 
 On several ranks, and under `reproducible`, such a model is refused with what to write instead. One process trains it as
-plain PyTorch does, with a warning. Draws from Python's and NumPy's global generators are keyed and need no refusal
-(`lockstep.randomness`). Buffers are handled by `lockstep.parallel.buffers`.
+plain PyTorch does, with a warning. Draws from Python's and NumPy's global generators are keyed
+(`lockstep.randomness`), and buffers are handled by `lockstep.parallel.buffers`.
 
 A parameter counts as written if its version, its storage or the sum of its bits is another one after the forward pass:
 `.data` hides a write from the version.

@@ -1,14 +1,11 @@
 """Gradients in half precision on the link, and the measurements that decide whether this pays.
 
-A compression is a communication hook of DDP, which averages over ranks: so do these. Both types lose digits in every
-element; fp16 also loses elements below 6e-8 and turns those above 65504 into inf. torch's own bf16 hook refuses gloo,
-though gloo reduces bf16; the one here does not.
+A compression is a communication hook of DDP, which averages over ranks. Both types lose digits; fp16 also loses
+elements below 6e-8 and turns those above 65504 into inf. torch's own bf16 hook refuses gloo, though gloo reduces bf16.
 
-Half the bytes is not half the time: gloo reduces on the CPU, where a byte of fp16 takes 2.6 times as long as one of
-fp32. `auto` therefore measures both on the ranks' own link, before the first step. Where that promises something, the
-first steps alternate between both (`Trial`): traffic that the backward pass hides costs nothing. Alternating lets
-other load on the machine fall on both, and so does waiting for data: where that is most of a step, compression is not
-worth the lost digits.
+gloo reduces on the CPU, where a byte of fp16 takes 2.6 times as long as one of fp32. `auto` therefore measures both on
+the ranks' own link, before the first step. Where that promises something, the first steps alternate between both
+(`Trial`): the backward pass may hide the traffic, and other load and waits for data then fall on both.
 """
 
 import time

@@ -3,11 +3,10 @@
 Where a rank holds whole gradients (one process, ddp), they become a leaf after each backward pass. Under ddp each
 bucket of the last backward pass is added to what is held and sent while the backward pass continues.
 
-FSDP2 reduce-scatters the gradient of each unit in each micro-batch. In round k of a step, the S shards of a replica run
-S neighbouring micro-batches of it. Here the reduce-scatter is an all-to-all, which brings a rank its shard of these S
-leaves in as many bytes, and the rank adds them up the tree: it holds ⌈log₂ M⌉ + 1 copies of its shard at most. In the
-last round the sum becomes the unit's gradient; replicas add up theirs first. FSDP2 gets the shard axis alone: its own
-all-reduce over replicas can't be replaced, but a hook after the reduce-scatter can take its place.
+In round k of a step, the S shards of an FSDP2 replica run S neighbouring micro-batches. Here the reduce-scatter of a
+unit's gradients is an all-to-all, which brings a rank its shard of these S leaves in as many bytes, and the rank adds
+them up: it holds ⌈log₂ M⌉ + 1 copies of its shard at most. FSDP2 gets the shard axis alone: its own all-reduce over
+replicas can't be replaced, but a hook after the reduce-scatter can take its place.
 """
 
 from collections.abc import Sequence
