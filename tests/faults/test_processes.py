@@ -62,8 +62,10 @@ def stopped_rank(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     "logs/; the launcher says which rank is behind, in which step, at which line, and starts the ranks again",
 )
 def test_a_stopped_rank_is_named_and_restarted(stopped_rank: Ended) -> None:
+    """Either watch may be first on a busy machine: that of steps, or that of stopped processes."""
     said = stopped_rank.err
-    assert re.search(r"rank 1 of 2 failed: it hangs in step \d+: no step for \d+ s", said), said
+    found = r"rank 1 of 2 failed: it hangs in step \d+: (no step for \d+ s|a signal stopped it \d+ s ago)"
+    assert re.search(found, said), said
     assert "it was stopped by a signal (SIGSTOP)" in said
     assert re.search(r"where: host \S+, \S+\.py:\d+ in \w+", said)
     logs = stopped_rank.folder / "run/logs"
