@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue
 from types import TracebackType
 from typing import Any
 
@@ -193,19 +193,19 @@ class _Ranks:
     def __init__(self, checks: TrainingChecks) -> None:
         self._checks = checks
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self._queue: SimpleQueue[tuple[int, dict[str, Any]] | None] = SimpleQueue()
-        self._pending = 0
+        self._queue: Queue[tuple[int, dict[str, Any]]] = Queue()
+        self._connected = True  # until the thread finds no store
         self._equal: set[str] = set()  # weights that were equal on all ranks once
         threading.Thread(target=self._run, daemon=True).start()
 
     def send(self, step: int, said: dict[str, Any]) -> None:
-        self._pending += 1
-        self._queue.put((step, said))
+        if self._connected:
+            self._queue.put((step, said))
 
     def flush(self, seconds: float = 10.0) -> None:
         """Wait until all that was said is compared."""
         deadline = time.monotonic() + seconds
-        while self._pending and time.monotonic() < deadline:
+        while self._connected and self._queue.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _run(self) -> None:
@@ -216,13 +216,13 @@ class _Ranks:
             store.set_timeout(timedelta(seconds=_WAIT_SECONDS))
         except Exception as error:
             _log.warning("ranks are not compared with each other: no store is reached (%s)", error)
-            self._pending = 0
+            self._connected = False
             return
-        while (item := self._queue.get()) is not None:
-            step, said = item
+        while True:
+            step, said = self._queue.get()
             with suppress(Exception):  # the other ranks have ended
                 self._exchange(store, step, said)
-            self._pending = max(0, self._pending - 1)
+            self._queue.task_done()
 
     def _exchange(self, store: Any, step: int, said: dict[str, Any]) -> None:
         if self.rank:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.cli import main
-from lockstep.verify.training_checks import LoopFinding
+from lockstep.verify import watch
+from lockstep.verify.training_checks import LoopFinding, TrainingChecks
+from tests.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -170,6 +173,21 @@ def test_ranks_are_compared(case: str, found: str, tmp_path: Path) -> None:
     said = re.findall(r"watch-training: ✗ rank 0: (.*?):", ended.stdout + ended.stderr)
     assert said == [found] * bool(found), ended.stdout + ended.stderr
     assert f"{'1' if found else 'nothing'} found" in ended.stdout + ended.stderr
+
+
+def test_ranks_that_reach_no_store_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    ranks = watch._Ranks(TrainingChecks())
+    ranks.send(0, {})
+    ranks.flush(60.0)
+    ranks.send(1, {})
+    begin = time.monotonic()
+    ranks.flush(60.0)
+    assert time.monotonic() - begin < 30, "nobody compares, and it is waited for"
 
 
 def test_watching_every_0_steps_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,13 +125,13 @@ class CommandRuns(ScriptRuns):
             (task.folder / TASK).write_bytes(pickle.dumps(task))
             words = [for_ranks(word, ranks if len(tasks) == 1 else 1) for word in shlex.split(task.script)]
             environment = injected(LOCKSTEP_OBSERVED_RUN=str(task.folder))
-            log = (task.folder / "output-0.log").open("w")
             what = ""
             try:
-                code = subprocess.run(
-                    words, env=environment, stdout=log, stderr=log, timeout=_SECONDS, check=False,
-                    preexec_fn=die_with_this_process,
-                ).returncode  # fmt: skip
+                with (task.folder / "output-0.log").open("w") as log:
+                    code = subprocess.run(
+                        words, env=environment, stdout=log, stderr=log, timeout=_SECONDS, check=False,
+                        preexec_fn=die_with_this_process,
+                    ).returncode  # fmt: skip
                 what = f"ended with code {code}" if code else ""
             except OSError as error:
                 fix = "write a command that runs here, as in torchrun --nproc-per-node {n} train.py"
