@@ -70,6 +70,7 @@ class Case(NamedTuple):
     accumulation: int
     checkpointing: str
     more: tuple[tuple[str, Any], ...] = ()  # further keys of the config
+    steps: int = STEPS
 
     def micro_batches(self, ranks: int) -> int:
         return self.accumulation * ranks
@@ -90,7 +91,7 @@ def run(case: Case, micro_batches: int) -> Result:
         "training.global_batch_size": 2 * micro_batches,
         "training.learning_rate": 3e-3,
         **RECIPE,
-        "training.max_steps": STEPS,
+        "training.max_steps": case.steps,
         "training.gradient_checkpointing": case.checkpointing,
         "precision.mode": "fp32",
         # Where a gradient is zero but for rounding, Adam divides noise by noise. In the VAE that moves weights enough
@@ -118,7 +119,7 @@ def run_all(cases: list[Case]) -> list[Result | str]:
 
 def reference(case: Case, micro_batches: int) -> Result:
     """What one process makes of it, without checkpointing."""
-    return _alone(Case(case.model, "single", 1, "none", case.more), micro_batches)
+    return _alone(Case(case.model, "single", 1, "none", case.more, case.steps), micro_batches)
 
 
 @cache

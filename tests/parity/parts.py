@@ -7,7 +7,7 @@ turns; `whole=True` is every combination, run by `make test-full` and recorded b
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tests.parity.matrix import MODELS, STRATEGIES, Case, Result, reference, run_all
+from tests.parity.matrix import MODELS, STEPS, STRATEGIES, Case, Result, reference, run_all
 from tests.ranks import run_ranks
 
 VARIANTS = [(accumulation, checkpointing) for checkpointing in ("none", "full") for accumulation in (3, 1)]
@@ -105,13 +105,14 @@ def one_rank(*, whole: bool) -> list[Case]:
 
 def exact(ranks: int, *, whole: bool) -> list[Case]:
     """Every model under every strategy in fp32, with each accumulation and checkpointing. Unless `whole`, the variants
-    take turns, and of the models one third runs on 2 ranks, one on 4."""
+    take turns, and of the models one third runs on 2 ranks, one on 4, for three steps."""
     cases = []
     for i, strategy in enumerate(STRATEGIES):
         for j, model in enumerate(MODELS):
             if whole or (i + j + ranks // 2) % 3 == 0:
                 turn = (i + j // 2 + ranks // 2) % len(VARIANTS)
-                cases += [Case(model, strategy, *v) for v in (VARIANTS if whole else [VARIANTS[turn]])]
+                chosen = VARIANTS if whole else [VARIANTS[turn]]
+                cases += [Case(model, strategy, *v, steps=STEPS if whole else 3) for v in chosen]
     return cases
 
 

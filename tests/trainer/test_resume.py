@@ -22,6 +22,7 @@ from lockstep.checkpoint import digest
 from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
 from lockstep.trainer import Trainer
+from tests.forked import lockstep
 from tests.ranks import run_ranks
 
 CONFIG = {
@@ -48,10 +49,12 @@ def start(config: Path, output: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == code, output
-    return output
+def completed(config: Path, output: Path, *options: str, code: int = 0) -> str:
+    """Run to the end, in a fork of a process that has imported torch."""
+    words = ["train", str(config), "--output-dir", str(output), *options]
+    ended = lockstep(words, Path.cwd(), {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
 
 
 def kill_after(process: subprocess.Popen[str], checkpoint: Path) -> None:
@@ -74,7 +77,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("undisturbed")
-    finish(start(config, output))
+    completed(config, output)
     return output
 
 
@@ -91,10 +94,10 @@ def test_killed_and_resumed_is_the_run_that_was_not(
     whole = undisturbed
     if options:
         whole = tmp_path / "whole"
-        finish(start(config, whole, *options))
+        completed(config, whole, *options)
     broken = tmp_path / "broken"
     kill_after(start(config, broken, *options), broken / "checkpoints" / "step-00000012")
-    output = finish(start(config, broken, *options, "--resume", "auto"))
+    output = completed(config, broken, *options, "--resume", "auto")
     assert "step-000000" in output, "it says where it goes on from"
     last = "checkpoints/step-00000024"
     assert digest(broken / last) == digest(whole / last)
@@ -109,10 +112,8 @@ def test_trap_54_samples_and_random_numbers_go_on_where_they_were(
     config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     """A resume from step 18, under another strategy, sees the samples and draws the numbers of steps 19 to 24."""
-    output = finish(
-        start(config, tmp_path, "--resume", str(undisturbed / "checkpoints/step-00000018"), "--strategy", "fsdp",
-              "--nproc-per-node", "2")
-    )  # fmt: skip
+    newest = str(undisturbed / "checkpoints/step-00000018")
+    output = completed(config, tmp_path, "--resume", newest, "--strategy", "fsdp", "--nproc-per-node", "2")
     assert "fsdp:2" in output
     mine = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     theirs = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
@@ -126,19 +127,18 @@ def test_trap_54_samples_and_random_numbers_go_on_where_they_were(
 
 def test_a_run_that_is_done_has_nothing_left_to_do(config: Path, undisturbed: Path) -> None:
     before = digest(undisturbed / "checkpoints/step-00000024")
-    output = finish(start(config, undisturbed))
+    output = completed(config, undisturbed)
     assert "nothing left to do: 24 steps are done, and the run has 24" in output
     assert digest(undisturbed / "checkpoints/step-00000024") == before
 
 
 def test_a_resume_whose_model_differs_names_what_differs(config: Path, undisturbed: Path, tmp_path: Path) -> None:
     path = str(undisturbed / "checkpoints/step-00000024")
-    assert "model.args.n_embd 32 → 48" in finish(start(config, tmp_path, "--resume", path, "model.args.n_embd=48"), 2)
-    process = start(config, tmp_path, "--resume", path, "model.args.n_embd=48", "--allow-changes")
-    output = finish(process, code=2)
+    assert "model.args.n_embd 32 → 48" in completed(config, tmp_path, "--resume", path, "model.args.n_embd=48", code=2)
+    output = completed(config, tmp_path, "--resume", path, "model.args.n_embd=48", "--allow-changes", code=2)
     assert "of another shape" in output
     assert "Traceback" not in output
-    output = finish(start(config, tmp_path, "--resume", str(tmp_path)), code=2)
+    output = completed(config, tmp_path, "--resume", str(tmp_path), code=2)
     assert "is not a checkpoint" in output
 
 
