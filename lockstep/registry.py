@@ -54,7 +54,7 @@ def require_call(found: Any, arguments: Sequence[str], name: str, where: str, *,
         found: what `name` names.
         arguments: their names, for the message.
         where: the config key, for the message.
-        fix: what to write; unset: the name with the arguments.
+        fix: what to write; unset: the definition with the arguments.
 
     Raises:
         UsageError: it can't be called with them.
@@ -67,8 +67,14 @@ def require_call(found: Any, arguments: Sequence[str], name: str, where: str, *,
     except TypeError as error:
         raise UsageError(
             f"{name} can't be called with {listed if arguments else 'no arguments'}",
-            where=where, why=str(error), fix=fix or f"write {name.rpartition(':')[2]}{listed}",
+            where=where, why=str(error), fix=fix or f"write def {_signature(found, name, arguments)}",
         ) from None  # fmt: skip
+
+
+def _signature(found: Any, name: str, arguments: Sequence[str]) -> str:
+    if inspect.isclass(found):
+        return f"__init__({', '.join(['self', *arguments])})"
+    return f"{name.rpartition(':')[2].rpartition('.')[2]}({', '.join(arguments)})"
 
 
 def require_methods(found: Any, interface: type, name: str, where: str, *, required: Collection[str] = ()) -> None:

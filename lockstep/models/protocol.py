@@ -6,7 +6,7 @@ Any `nn.Module` can be trained. A model may help with
     loss(outputs, batch) -> Tensor   0-dim SUM over the batch's valid targets
     count(batch) -> int | Tensor     number of valid targets
     blocks() -> [(name, module)]     its repeated blocks, for wrapping, checkpointing and compiling
-    segments() -> [(name, module)]   the whole forward pass as a chain, for pipelines
+    segments() -> [(name, module)]   the whole forward pass as a chain, for pipelines; the first has forward's arguments
     context_plan() -> {name: dim}    the dims of a batch's parts along which sequences lie (`lockstep.parallel.context`)
     tensor_plan() -> {name: way}     how its layers are cut over ranks (`lockstep.parallel.tensor_cuts`)
     experts() -> [(name, module)]    its experts, stacked in dim 0 of parameters (`lockstep.models.mixture.Experts`)

@@ -18,7 +18,7 @@ import torch
 from lockstep import accelerator, cores
 from lockstep.checkpoint import Ranks
 from lockstep.cluster import Cluster
-from lockstep.config import MonitorConfig
+from lockstep.config import Config, MonitorConfig
 from lockstep.data import StepSource
 from lockstep.heartbeat import DUMP
 from lockstep.monitor import Figures, Monitor, PhaseClock
@@ -106,6 +106,15 @@ def shown(trainer: "Trainer", total: int | None, progress: bool | None) -> Itera
     finally:
         if monitor is not None:
             monitor.close()
+
+
+def nothing_to_evaluate(config: Config, val_data: Any) -> list[str]:
+    """Return a line to log if the config asks for evaluations and there are no validation data."""
+    training = config.training
+    asked = {"eval_steps", "eval_strategy"} & training.model_fields_set
+    if val_data is not None or not asked or training.eval_steps is None:
+        return []
+    return [f"no validation data: training.{min(asked)} evaluates nothing"]
 
 
 def nothing_left(trainer: "Trainer", total: int | None) -> list[str]:

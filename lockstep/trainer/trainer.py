@@ -176,6 +176,7 @@ class Trainer:
             self.resume(self.config.checkpoint.resume)
         source, total = self._open_source(train_data, epochs)
         self._start_lines += start.nothing_left(self, total)
+        self._start_lines += start.nothing_to_evaluate(self.config, val_data)
         if self._monitor is not None:
             self._monitor.close()
         monitor, self.around_step = start.open_monitor(self, total, self._start_lines)

@@ -135,6 +135,14 @@ def test_every_topology_finds_the_numbers_of_one_process() -> None:
             require_equal(ranks[name], {k: v for k, v in tokens_alone.items() if k != "order"}, name)
 
 
+def test_a_run_that_asks_for_evaluations_without_data_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "no validation data: training.eval_steps evaluates nothing"
+    for settings, expected in (({"eval_steps": 2}, True), ({}, False)):
+        Trainer(chain(), loss_fn=nn.CrossEntropyLoss(), batch_size=4, max_steps=1, **settings).train(points())
+        printed = capsys.readouterr()
+        assert (said in printed.out + printed.err) == expected, printed
+
+
 def test_they_are_those_of_a_plain_loop() -> None:
     trainer = Trainer(chain(), loss_fn=nn.CrossEntropyLoss(), batch_size=4)
     model, (x, y) = chain().eval(), points().tensors

@@ -46,38 +46,42 @@ class GradientTree(AroundMicroBatch):
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
 
     def finish(self) -> None:
         """Complete the gradients after the last backward pass of a step."""
-        clear_zero_signs([local(p.grad) for p in self._parameters if p.grad is not None])
+        clear_zero_signs([local(p.grad) for p in self.parameters if p.grad is not None])
 
 
 class LocalTree(GradientTree):
     """A tree over the micro-batches that this rank runs, which leaves the step's sum in `.grad`.
 
-    A rank holds ⌈log₂ K⌉ + 1 copies of the gradients for K micro-batches of its own.
+    A rank holds ⌈log₂ K⌉ + 1 copies of the gradients for K micro-batches of its own. A subclass that exchanges with
+    other ranks overrides `add_up`.
+
+    Attributes:
+        partials: sums of the step's nodes that this rank has run; `take(node)` returns those of one, by parameter.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(parameters)
-        self._partials = Partials(0)
+        self.partials = Partials(0)
 
     def before(self, run: MicroBatchPass) -> None:
-        if not len(self._partials):
-            self._partials = Partials(run.micro_batches_per_step)
+        if not len(self.partials):
+            self.partials = Partials(run.micro_batches_per_step)
 
     def after(self, run: MicroBatchPass) -> None:
         if run.micro_batch.real:
-            self._partials.add(run.micro_batch.index, [p.grad for p in self._parameters])
-        for parameter in self._parameters:
+            self.partials.add(run.micro_batch.index, [p.grad for p in self.parameters])
+        for parameter in self.parameters:
             parameter.grad = None
         if run.last:
             self.add_up()
 
     def add_up(self) -> None:
-        """Leave the sum of the step's micro-batches in `.grad`; a subclass exchanges with other ranks here."""
-        for parameter, total in zip(self._parameters, self._partials.total() or [], strict=False):
+        """Leave the sum of the step's micro-batches in `.grad`."""
+        for parameter, total in zip(self.parameters, self.partials.total() or [], strict=False):
             parameter.grad = total
 
 
@@ -95,18 +99,18 @@ class ExchangedTree(LocalTree):
 
     def add_up(self) -> None:
         """Leave the sum of all replicas' micro-batches in `.grad`."""
-        leaves = self._partials.leaves
+        leaves = self.partials.leaves
         nodes = tree_assignment(leaves, self._group.size())[self._group.rank()]
-        held = [self._partials.take(node) for node in nodes]
+        held = [self.partials.take(node) for node in nodes]
         sums = [None if values is None else self._flat(values) for values in held]
-        total = self._flat([None] * len(self._parameters))
+        total = self._flat([None] * len(self.parameters))
         tree_all_reduce(sums, total, leaves, self._group)
-        sizes = [parameter.numel() for parameter in self._parameters]
-        for parameter, piece in zip(self._parameters, torch.split(total, sizes), strict=True):
+        sizes = [parameter.numel() for parameter in self.parameters]
+        for parameter, piece in zip(self.parameters, torch.split(total, sizes), strict=True):
             parameter.grad = piece.view_as(parameter)
 
     def _flat(self, values: Sequence[Tensor | None]) -> Tensor:
-        both = zip(self._parameters, values, strict=True)
+        both = zip(self.parameters, values, strict=True)
         return torch.cat([torch.zeros_like(p).flatten() if v is None else v.flatten() for p, v in both])
 
 
@@ -123,7 +127,7 @@ class ReplicaTree(GradientTree):
 
     def __init__(self, model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
         super().__init__([p for p in model.parameters() if p.requires_grad])
-        self._places = {id(p): place for place, p in enumerate(self._parameters)}
+        self._places = {id(p): place for place, p in enumerate(self.parameters)}
         self._group = group
         self._partials = Partials(0)
         self._micro_batch: MicroBatch | None = None
@@ -140,7 +144,7 @@ class ReplicaTree(GradientTree):
         if run.last:
             # DDP remembers what earlier micro-batches of the step used, and wants a gradient of it to reduce.
             for place in self._used_before:
-                self._parameters[place].grad = torch.zeros_like(self._parameters[place])
+                self.parameters[place].grad = torch.zeros_like(self.parameters[place])
             self._used_before.clear()
 
     def after(self, run: MicroBatchPass) -> None:
@@ -149,8 +153,8 @@ class ReplicaTree(GradientTree):
             self._micro_batch = None
             return
         if run.micro_batch.real:
-            self._partials.add(run.micro_batch.index, [p.grad for p in self._parameters])
-        for place, parameter in enumerate(self._parameters):
+            self._partials.add(run.micro_batch.index, [p.grad for p in self.parameters])
+        for place, parameter in enumerate(self.parameters):
             if parameter.grad is not None and self._may_miss:
                 self._used_before.add(place)
             parameter.grad = None
@@ -231,7 +235,7 @@ class ShardTree(GradientTree):
         if run.last:
             self._check()
         else:
-            for parameter in self._parameters:
+            for parameter in self.parameters:
                 parameter.grad = None  # held in the units' trees
 
     def _of_replica(self, replica: int) -> Sequence[Sequence[Node]]:
