@@ -111,10 +111,9 @@ def shown(trainer: "Trainer", total: int | None, progress: bool | None) -> Itera
 def nothing_to_evaluate(config: Config, val_data: Any) -> list[str]:
     """Return a line to log if the config asks for evaluations and there are no validation data."""
     training = config.training
-    asked = {"eval_steps", "eval_strategy"} & training.model_fields_set
-    if val_data is not None or not asked or training.eval_steps is None:
-        return []
-    return [f"no validation data: training.{min(asked)} evaluates nothing"]
+    key = "eval_strategy" if training.eval_strategy == "epoch" else "eval_steps"
+    asked = key in training.model_fields_set and getattr(training, key) is not None
+    return [f"no validation data: training.{key} evaluates nothing"] if asked and val_data is None else []
 
 
 def nothing_left(trainer: "Trainer", total: int | None) -> list[str]:

@@ -136,11 +136,19 @@ def test_every_topology_finds_the_numbers_of_one_process() -> None:
 
 
 def test_a_run_that_asks_for_evaluations_without_data_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    said = "no validation data: training.eval_steps evaluates nothing"
-    for settings, expected in (({"eval_steps": 2}, True), ({}, False)):
+    cases: dict[str, dict[str, Any]] = {
+        "eval_steps": {"eval_steps": 2},
+        "eval_strategy": {"eval_strategy": "epoch", "eval_steps": None},
+        "": {"eval_steps": None},
+        "nothing is asked for": {},
+    }
+    for key, settings in cases.items():
         Trainer(chain(), loss_fn=nn.CrossEntropyLoss(), batch_size=4, max_steps=1, **settings).train(points())
-        printed = capsys.readouterr()
-        assert (said in printed.out + printed.err) == expected, printed
+        printed = "".join(capsys.readouterr())
+        if key.startswith("eval"):
+            assert f"no validation data: training.{key} evaluates nothing" in printed
+        else:
+            assert "no validation data" not in printed
 
 
 def test_they_are_those_of_a_plain_loop() -> None:
