@@ -22,7 +22,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from lockstep.records import StepRecord, plain
@@ -107,9 +107,17 @@ def memory_of_this_rank() -> Memory:
     if device is not None:
         allocated, reserved, peak, total = accelerator.memory_of(device)
         return Memory(allocated, reserved, peak, host, total)
-    kilobyte = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte
-    return Memory(0, 0, peak, host, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return Memory(0, 0, _largest_resident_set(), host, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _largest_resident_set() -> int:
+    # On Linux `ru_maxrss` starts with that of the process that started this one (it outlives `exec`): a notebook or a
+    # launcher with much memory would hide what its ranks take.
+    with suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 _nvml_is_there = True

@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import subprocess
 import sys
 import types
 import weakref
@@ -153,6 +154,13 @@ def test_meters_average_over_the_interval_and_leave_out_pauses() -> None:
 def test_memory_is_this_ranks_own() -> None:
     memory = memory_of_this_rank()
     assert 10_000_000 < memory.peak < memory.total
+
+
+def test_memory_is_not_that_of_the_process_which_started_the_rank() -> None:
+    child = "from lockstep.monitor.meters import memory_of_this_rank; print(memory_of_this_rank().peak)"
+    start = "import subprocess, sys; held = b'x' * 2**30; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    done = subprocess.run([sys.executable, "-c", start, child], capture_output=True, text=True, check=True)
+    assert 10_000_000 < int(done.stdout) < 2**30
 
 
 def test_a_sink_that_fails_is_said_once_and_stops_nothing(
