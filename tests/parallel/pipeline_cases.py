@@ -23,7 +23,7 @@ COMMON: dict[str, Any] = {
     "training.global_batch_size": 12,
     "training.learning_rate": 3e-3,
     **RECIPE,
-    "training.max_steps": 4,
+    "training.max_steps": 3,
     "precision.mode": "fp32",
 }
 
@@ -215,7 +215,7 @@ def with_spare() -> nn.Module:
 
 
 def deep(name: str = "transformer", **args: Any) -> nn.Module:
-    return language_model(name, **{"n_layer": 6, "n_embd": 16, "n_head": 2, **args})
+    return language_model(name, **{"n_layer": 4, "n_embd": 16, "n_head": 2, **args})
 
 
 def shallow() -> nn.Module:

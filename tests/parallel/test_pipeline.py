@@ -185,7 +185,7 @@ def test_shapes_that_depend_on_values_are_refused_by_name() -> None:
 def test_the_partition_is_said() -> None:
     said = "\n".join(on_ranks("bdh")[0]["log_lines"])
     assert "DualPipeV, 4 stages on 2 ranks" in said
-    assert "layers.1 … layers.2 (2)" in said
+    assert "layers.3 … head (2)" in said
 
 
 def test_a_schedule_that_splits_the_backward_pass_refuses_compiled_blocks() -> None:

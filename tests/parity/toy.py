@@ -55,7 +55,7 @@ def language_model(name: str, **args: Any) -> nn.Module:
         torch.manual_seed(0)  # some families have no values on meta
         with torch.device("meta"):
             return get_model(name)(**{**sizes, **grouped, **args})
-    common = {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": VOCAB, "dropout": 0.1}
+    common = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": VOCAB, "dropout": 0.1}
     family = {
         "bdh": {"mlp_multiplier": 4}, "transformer": {"n_kv_head": 2}, "free_transformer": {"latent_bits": 4},
         "mixture": {"n_kv_head": 2, "n_expert": 4, "expert_hidden": 24, "n_shared": 1, "bias_rate": 1e-3},
