@@ -47,6 +47,8 @@ def batch() -> dict[str, Tensor]:
 
 def held_while_training(settings: dict[str, Any]) -> dict[str, Any]:
     """What is held after each of three micro-batches, and before the update, in a run's third step."""
+    gc.collect()
+    gc.freeze()  # a look at each of the million objects that imports have made takes longer than the steps
     before = held_bytes()
     trainer = trainer_with({**settings, "training.gradient_accumulation_steps": 3}, UNIT)
     at_update: list[int] = []

@@ -66,7 +66,7 @@ def check_both(ranks: int, cases: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_same_training(ranks: int) -> None:
-    check_against_one_process(ranks, by_turns(uneven(in_turn(ranks, steps=3))))
+    check_against_one_process(ranks, by_turns(uneven(in_turn(ranks, steps=2))))
 
 
 @pytest.mark.full
