@@ -40,7 +40,8 @@ from lockstep.launch.failures import (
 )
 
 STACKS_SIGNAL = signal.SIGQUIT  # `kill -QUIT` makes a rank write its stacks at any time
-_ANSWER_SECONDS = 2.0
+_ANSWER_SECONDS = 2.0  # for the ranks that run
+_LAST_SECONDS = 6.0  # for all: on a busy machine a rank that was stopped takes a while
 _STATES_SECONDS = 0.5  # between two reads of the processes' states
 
 
@@ -255,7 +256,7 @@ class HangWatch:
         stopped |= {rank for rank, pid in pids.items() if is_stopped(pid)}  # stopped since the first look
         for rank in silent | stopped:
             send_signal(pids[rank], signal.SIGCONT)  # a stopped rank then writes where it stands; all are killed soon
-        self._wait(before, pids, _ANSWER_SECONDS)
+        self._wait(before, pids, _LAST_SECONDS)
         stacks = {rank: newest_stack(self.logs, rank) for rank in pids}
         return _Reports(silent, stopped, stacks, {rank: self._collectives(rank) for rank in pids})
 

@@ -298,7 +298,7 @@ def _wait_for_all(registry: Any, options: LaunchOptions, log: Callable[[str], No
         time.sleep(_POLL_SECONDS)
 
 
-def is_host(options: LaunchOptions) -> bool:
+def hosts_rendezvous(options: LaunchOptions) -> bool:
     """Return whether this machine hosts the rendezvous.
 
     `--rdzv-conf is_host` or the machine's number decides; else the host is the machine with the address on one of its

@@ -33,7 +33,7 @@ from lockstep.errors import RunError, UsageError
 from lockstep.launch.options import (
     LaunchOptions,
     endpoint,
-    is_host,
+    hosts_rendezvous,
     register_machine,
     rendezvous_host,
     run_id,
@@ -66,7 +66,7 @@ def open_store(options: LaunchOptions, log: Callable[[str], None]) -> TCPStore:
 def _host_or_join(options: LaunchOptions) -> TCPStore:
     host, port = rendezvous_host(options), int(endpoint(options).rsplit(":", 1)[1])
     patience = datetime.timedelta(seconds=options.patience)
-    if is_host(options):
+    if hosts_rendezvous(options):
         try:
             return host_store(host, port, patience)
         except UsageError:
@@ -241,7 +241,7 @@ class MachineRegistry:
         here = sorted({*self._names_in("waits", math.inf), *self._names_in("left", self._options.patience)})
         self._waits = False
         self._record("left")
-        if is_host(self._options):
+        if hosts_rendezvous(self._options):
             self._store.set("given up", "\n".join(here))
             time.sleep(_GIVING_UP_SECONDS)
         return self._error(here)

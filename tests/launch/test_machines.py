@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.options import LaunchOptions, is_host
+from lockstep.launch.options import LaunchOptions, hosts_rendezvous
 from tests.launch.conftest import Launch
 from tests.launch.shared import Ended, environment, finish, script, start
 from tests.ranks import free_port
@@ -149,6 +149,6 @@ say(world=os.environ["WORLD_SIZE"], gloo=os.environ["GLOO_SOCKET_IFNAME"])
 def test_trap_37_the_user_has_the_last_word() -> None:
     """With numbered machines the first one hosts, whatever names resolve to."""
     endpoint = "203.0.113.7:29500"
-    assert is_host(LaunchOptions(nnodes="2", rdzv_endpoint=endpoint, node_rank=0))
-    assert not is_host(LaunchOptions(nnodes="2", rdzv_endpoint=endpoint, node_rank=1))
-    assert not is_host(LaunchOptions(nnodes="2", rdzv_endpoint=endpoint))
+    assert hosts_rendezvous(LaunchOptions(nnodes="2", rdzv_endpoint=endpoint, node_rank=0))
+    assert not hosts_rendezvous(LaunchOptions(nnodes="2", rdzv_endpoint=endpoint, node_rank=1))
+    assert not hosts_rendezvous(LaunchOptions(nnodes="2", rdzv_endpoint=endpoint))

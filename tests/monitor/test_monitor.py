@@ -158,7 +158,9 @@ def test_memory_is_this_ranks_own() -> None:
 
 def test_memory_is_not_that_of_the_process_which_started_the_rank() -> None:
     child = "from lockstep.monitor.meters import memory_of_this_rank; print(memory_of_this_rank().peak)"
-    start = "import subprocess, sys; held = b'x' * 2**30; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    start = (
+        "import subprocess, sys; held = b'x' * 2**30; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    )
     done = subprocess.run([sys.executable, "-c", start, child], capture_output=True, text=True, check=True)
     assert 10_000_000 < int(done.stdout) < 2**30
 

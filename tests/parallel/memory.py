@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config import config_from
 from lockstep.trainer import Trainer
-from tests.parity.toy import Tokens, language_model
+from tests.parity.toy import Tokens, language_model, unchecked
 
-UNIT = {"n_embd": 64, "mlp_hidden": 256, "n_layer": 8}
+UNIT = {"n_embd": 64, "mlp_hidden": 256, "n_layer": 4}
 LARGE = {"n_embd": 512, "mlp_hidden": 1536, "n_layer": 8}
 HEADROOM = 230 * 2**20  # above what a process has before it builds the model; 48 of it are stacks of gloo's threads
 
@@ -38,7 +38,7 @@ def held_bytes() -> int:
 
 def trainer_with(settings: dict[str, Any], model: dict[str, Any]) -> Trainer:
     common = {"training.batch_size": 1, "training.max_steps": 50, "precision.mode": "fp32"}
-    return Trainer(language_model("transformer", **model), config=config_from({**common, **settings}))
+    return unchecked(Trainer(language_model("transformer", **model), config=config_from({**common, **settings})))
 
 
 def batch() -> dict[str, Tensor]:
@@ -58,7 +58,8 @@ def held_while_training(settings: dict[str, Any]) -> dict[str, Any]:
         trainer.training_step(one)
         held.append(held_bytes() - before)
     sizes = {name: p.numel() * 4 for name, p in trainer.placed.parameters.items()}
-    unit = max(sum(size for name, size in sizes.items() if name.startswith(f"layers.{i}.")) for i in range(8))
+    blocks = range(UNIT["n_layer"])
+    unit = max(sum(size for name, size in sizes.items() if name.startswith(f"layers.{i}.")) for i in blocks)
     return {"between": held[-3:-1], "at update": at_update[-1], "parameters": sum(sizes.values()), "unit": unit}
 
 

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 PLAIN: dict[str, Any] = {"distributed.reproducible": False, "distributed.divergence_check_steps": 2}
 WHOLE_TENSOR = 5  # steps of a run in which a rank changes all of the tensor
 OFF = {**PLAIN, "distributed.divergence_check_steps": None}
-NAME = "layers.2.mlp.down.weight"
+NAME = "layers.1.mlp.down.weight"
 
 # case → (topology, settings, rank on which a bit flips, parameter in which it does)
 CASES: dict[str, tuple[str, dict[str, Any], int | None, str]] = {

@@ -25,7 +25,7 @@ from lockstep.verify.script.gradients import (
 from lockstep.verify.script.outcome import UNKNOWN, ScriptCause, ScriptDifference, ScriptOutcome, cause
 from lockstep.verify.script.ranks import is_cut_by_script, replicas_cause
 from lockstep.verify.script.record import Pieces, RecordedStep, ScriptRecord, World
-from lockstep.verify.script.runs import Feed, ScriptRuns, step_batches, united
+from lockstep.verify.script.runs import Feed, Runs, step_batches, united
 
 ROUNDING = 2e-5  # relative difference that needs no explanation in float32
 CEILING = 1e-2  # a difference above it is never rounding
@@ -36,7 +36,7 @@ MOST_PARTS = 8  # processes that are started for the parts of one step
 class ScriptComparison:
     """The ranks of a script, and what one process is given to be compared with them."""
 
-    def __init__(self, runs: ScriptRuns, outcome: ScriptOutcome) -> None:
+    def __init__(self, runs: Runs, outcome: ScriptOutcome) -> None:
         self.runs, self.outcome, self.ranks = runs, outcome, outcome.ranks
         self.records: list[ScriptRecord] = []
         self.world = World([])

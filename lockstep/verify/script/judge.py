@@ -16,12 +16,12 @@ from lockstep.verify.script.ranks import (
     uneven_steps,
 )
 from lockstep.verify.script.record import LOCKSTEP, ScriptRecord, World
-from lockstep.verify.script.runs import HangError, ScriptRuns, is_stored, one_after_another, united
+from lockstep.verify.script.runs import HangError, Runs, is_stored, one_after_another, united
 
 _ROUNDING_16 = 2e-2  # the same for parameters of 16 bits
 
 
-def judge_script(runs: ScriptRuns, ranks: int) -> ScriptOutcome:
+def judge_script(runs: Runs, ranks: int) -> ScriptOutcome:
     """Run a script on a number of ranks and as one process, and compare them."""
     outcome = ScriptOutcome(ranks)
     try:
@@ -36,7 +36,7 @@ def judge_script(runs: ScriptRuns, ranks: int) -> ScriptOutcome:
     return outcome
 
 
-def _add_crash(runs: ScriptRuns, outcome: ScriptOutcome, text: str) -> None:
+def _add_crash(runs: Runs, outcome: ScriptOutcome, text: str) -> None:
     """Say whether one process runs what several ranks don't."""
     try:
         runs.alone("as it is, since the ranks failed", [{}])

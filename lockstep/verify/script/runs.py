@@ -47,21 +47,14 @@ class HangError(LockstepError):
         self.places, self.records = found, records
 
 
-class ScriptRuns:
-    """Runs one script again and again, each time in new processes and a folder of its own."""
+class Runs:
+    """Runs one program again and again, each time in new processes and a folder of its own.
 
-    def __init__(
-        self, script: str, arguments: Sequence[str], steps: int, folder: Path, report: Callable[[str], None]
-    ) -> None:  # fmt: skip
-        self._task = ScriptTask(script, tuple(arguments), steps, folder)
-        self._report = report
-        text = Path(script).read_text(errors="replace")
-        names = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.M))
-        preload = [module for module in _PRELOAD if module.partition(".")[0] in names]
-        # pipelining brings torch's compiler, which DDP would import in each process.
-        preload = ["torch.distributed.pipelining", "lockstep.verify.script.observe", *preload]
-        self._start = partial(spawn_again, preload=preload)
-        self._number = 0
+    A subclass has `_start_ranks`.
+    """
+
+    def __init__(self, task: ScriptTask, report: Callable[[str], None]) -> None:
+        self._task, self._report, self._number = task, report, 0
 
     def world(self, ranks: int, what: str, **changes: Any) -> tuple[Path, list[ScriptRecord]]:
         """Run the script on several ranks, and return the folder of its records, and these.
@@ -99,7 +92,7 @@ class ScriptRuns:
 
     def _start_ranks(self, tasks: Sequence[ScriptTask], ranks: int) -> None:
         """Run the one task of several ranks, or a task in each process."""
-        self._start(_take, (tasks, _SECONDS), ranks)
+        raise NotImplementedError
 
     def _new_task(self, changes: dict[str, Any]) -> ScriptTask:
         self._number += 1
@@ -108,17 +101,33 @@ class ScriptRuns:
         return replace(self._task, folder=folder, **changes)
 
 
-class CommandRuns(ScriptRuns):
-    """Runs one command again and again, with a number of ranks in it; each starts its own processes.
+class ScriptRuns(Runs):
+    """Runs a script."""
+
+    def __init__(
+        self, script: str, arguments: Sequence[str], steps: int, folder: Path, report: Callable[[str], None]
+    ) -> None:  # fmt: skip
+        super().__init__(ScriptTask(script, tuple(arguments), steps, folder), report)
+        text = Path(script).read_text(errors="replace")
+        names = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.M))
+        preload = [module for module in _PRELOAD if module.partition(".")[0] in names]
+        # pipelining brings torch's compiler, which DDP would import in each process.
+        preload = ["torch.distributed.pipelining", "lockstep.verify.script.observe", *preload]
+        self._start = partial(spawn_again, preload=preload)
+
+    def _start_ranks(self, tasks: Sequence[ScriptTask], ranks: int) -> None:
+        self._start(_take, (tasks, _SECONDS), ranks)
+
+
+class CommandRuns(Runs):
+    """Runs a command, with a number of ranks in it; each time it starts its own processes.
 
     Args:
         command: in which `{n}` stands for the number of ranks.
     """
 
     def __init__(self, command: str, steps: int, folder: Path, report: Callable[[str], None]) -> None:
-        self._task = ScriptTask(command, (), steps, folder)
-        self._report = report
-        self._number = 0
+        super().__init__(ScriptTask(command, (), steps, folder), report)
 
     def _start_ranks(self, tasks: Sequence[ScriptTask], ranks: int) -> None:
         for task in tasks:  # one after another: launchers may take the same port
