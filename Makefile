@@ -27,6 +27,15 @@ test: $(READY) system
 tests: $(READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
+# While you work on a room, as in `make room ROOM=checkpoint`: the checks, and its tests that start no processes.
+.PHONY: room
+room: $(READY)
+	@$(MAKE) --no-print-directory -j 2 check quick
+
+.PHONY: quick
+quick: $(READY)
+	$(BIN)/python -m pytest --no-processes -n 2 --dist loadfile tests/$(ROOM)
+
 test-full: $(READY)
 	$(BIN)/python -m pytest -m "full or not full" $(SIDE_BY_SIDE)
 

@@ -5,14 +5,18 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import psutil
 import pytest
+
+from tests.ranks import NO_PROCESSES
 
 _MARK = "LOCKSTEP_TEST_SESSION"  # in the environment of everything that the tests start
 _PATIENCE_SECONDS = 10.0
@@ -59,7 +63,9 @@ def left_behind(mark: str, ports_before: set[int]) -> list[str]:
     gc.collect()
     found += [f"port {port} listens in the tests' process" for port in sorted(listening() - ports_before)]
     names = (
-        subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout if _has_ip() else ""
+        subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+        if _has_ip() and NO_PROCESSES not in os.environ
+        else ""
     )
     mine = (f"lk{os.getpid()}-", f"lockstep-{os.getpid()}-")
     return found + [f"namespace {line.split()[0]}" for line in names.splitlines() if line.startswith(mine)]
@@ -103,6 +109,32 @@ def _work_of(node_id: str) -> str:
     """Return the file that stands for a test where workers are given whole files."""
     file = node_id.split("::", 1)[0]
     return _TOGETHER[0] if file in _TOGETHER else file
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-processes", action="store_true", help="leave out the tests that start processes, as ranks")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("no_processes"):
+        return
+    os.environ[NO_PROCESSES] = "1"
+    start = BaseProcess.start
+
+    def watch(event: str, _args: object) -> None:
+        if event in ("subprocess.Popen", "os.fork"):
+            leave_out()
+
+    def leave_out() -> None:
+        if "PYTEST_CURRENT_TEST" in os.environ:  # else it is pytest itself which starts one
+            pytest.skip("starts a process, which --no-processes leaves out")
+
+    def start_or_leave_out(process: BaseProcess) -> None:
+        leave_out()
+        start(process)
+
+    sys.addaudithook(watch)
+    BaseProcess.start = start_or_leave_out  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

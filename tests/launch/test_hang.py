@@ -99,9 +99,10 @@ def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
         return made[-1]
 
     yield make
-    for process in made[0].processes:
-        process.kill()
-        process.wait()
+    for ranks_made in made:
+        for process in ranks_made.processes:
+            process.kill()
+            process.wait()
 
 
 def test_a_rank_that_is_stopped_while_it_is_asked_is_named(ranks: Callable[..., Ranks]) -> None:
