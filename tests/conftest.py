@@ -16,9 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.ranks import NO_PROCESSES
-
 _MARK = "LOCKSTEP_TEST_SESSION"  # in the environment of everything that the tests start
+_NO_PROCESSES = "LOCKSTEP_TESTS_START_NO_PROCESSES"  # in the environment under --no-processes
 _PATIENCE_SECONDS = 10.0
 
 # Files that run in one worker, as they share the results of one launch of ranks (`tests.parallel.pipeline_launch`).
@@ -64,7 +63,7 @@ def left_behind(mark: str, ports_before: set[int]) -> list[str]:
     found += [f"port {port} listens in the tests' process" for port in sorted(listening() - ports_before)]
     names = (
         subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
-        if _has_ip() and NO_PROCESSES not in os.environ
+        if _has_ip() and _NO_PROCESSES not in os.environ
         else ""
     )
     mine = (f"lk{os.getpid()}-", f"lockstep-{os.getpid()}-")
@@ -118,7 +117,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("no_processes"):
         return
-    os.environ[NO_PROCESSES] = "1"
+    os.environ[_NO_PROCESSES] = "1"
     start = BaseProcess.start
 
     def watch(event: str, _args: object) -> None:

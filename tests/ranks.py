@@ -19,7 +19,6 @@ from typing import Any
 from tests.hosts import Host
 
 REPOSITORY = Path(__file__).parent.parent
-NO_PROCESSES = "LOCKSTEP_TESTS_START_NO_PROCESSES"  # set by `pytest --no-processes`
 
 
 def free_port() -> int:
@@ -46,10 +45,6 @@ def run_ranks(
     Raises:
         AssertionError: with the traceback of the first rank that failed.
     """
-    if NO_PROCESSES in os.environ:
-        import pytest
-
-        pytest.skip("starts ranks, which --no-processes leaves out")
     per_host = world_size // len(on) if on else world_size
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job")
@@ -104,8 +99,9 @@ def _run_forks(job: Path, environments: Sequence[dict[str, str]], timeout: float
                 raise TimeoutError(f"a rank still runs after {timeout} s")
     finally:
         for process in processes:
-            process.kill()
-            process.join()
+            if process.pid is not None:  # it has been started
+                process.kill()
+                process.join()
 
 
 def _run_fresh(job: Path, environments: Sequence[dict[str, str]], timeout: float) -> None:
