@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import forked
+
 _MARK = "LOCKSTEP_TEST_SESSION"  # in the environment of everything that the tests start
 _NO_PROCESSES = "LOCKSTEP_TESTS_START_NO_PROCESSES"  # in the environment under --no-processes
 _PATIENCE_SECONDS = 10.0
@@ -88,14 +90,12 @@ def _marked(mark: str) -> list[psutil.Process]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Neither a zombie nor one of the multiprocessing module's own servers, which end with this process.
-
-    Ranks are forks of one of them, and have its command line: they are told by their parent.
-    """
+    """Neither a zombie nor one of the servers that make forks and end with this process, as their forks do not."""
     try:
         command = " ".join(process.cmdline())
         is_fork_server = "multiprocessing.forkserver" in command and process.ppid() == os.getpid()
-        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in command and not is_fork_server
+        is_server = is_fork_server or "resource_tracker" in command or forked.is_server(process.pid)
+        return process.status() != psutil.STATUS_ZOMBIE and not is_server
     except (psutil.AccessDenied, psutil.NoSuchProcess):
         return False
 

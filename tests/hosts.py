@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,9 +22,11 @@ from pathlib import Path
 
 import pytest
 
+REPOSITORY = Path(__file__).parent.parent
 INTERFACE = "eth0"
 SEGMENT = 1514  # bytes of a full frame, headers included
-_NEW_NETWORK, _NEW_MOUNTS, _SLAVE_BELOW, _DETACH = 0x4000_0000, 0x0002_0000, 0x0008_4000, 2  # of linux/sched.h, mount.h
+_NEW_NETWORK, _NEW_MOUNTS, _NEW_NAME = 0x4000_0000, 0x0002_0000, 0x0400_0000  # of linux/sched.h
+_SLAVE_BELOW, _DETACH = 0x0008_4000, 2  # of linux/mount.h
 _numbers = itertools.count()  # of the calls in this process: a namespace may take its time to go
 
 
@@ -44,11 +47,17 @@ class Host:
         """Lets gloo find the link."""
         return {"GLOO_SOCKET_IFNAME": INTERFACE}
 
-    def enter(self) -> None:
-        """Bring this process, which must have one thread alone, to the host, as `ip netns exec` does."""
+    def enter(self, name: str | None = None) -> None:
+        """Bring this process, which must have one thread alone, to the host, as `ip netns exec` does.
+
+        Args:
+            name: what the host calls itself; unset: as the machine.
+        """
         with open(f"/run/netns/{self.name}") as namespace:
             _system_call("setns", namespace.fileno(), _NEW_NETWORK)
-        _system_call("unshare", _NEW_MOUNTS)
+        _system_call("unshare", _NEW_MOUNTS | (0 if name is None else _NEW_NAME))
+        if name is not None:
+            socket.sethostname(name)
         _system_call("mount", b"none", b"/", b"none", _SLAVE_BELOW, None)
         _system_call("umount2", b"/sys", _DETACH)
         _system_call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)  # its interfaces are those of the host

@@ -1,10 +1,8 @@
 """Run a function on several gloo ranks and bring its values and errors back.
 
-Ranks are forks of one server process that has imported torch and Lockstep already: importing them takes four seconds of
-a core, more than most tests that use ranks. Those on other hosts (`on=`) go there first.
+Ranks are forks of a server that has imported torch and Lockstep (`tests.forked`).
 """
 
-import multiprocessing
 import os
 import pickle
 import socket
@@ -16,9 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.hosts import Host
-
-REPOSITORY = Path(__file__).parent.parent
+from tests.forked import Forked
+from tests.hosts import REPOSITORY, Host
 
 
 def free_port() -> int:
@@ -63,11 +60,7 @@ def run_ranks(
             for port in [free_port()]
             for rank in range(world_size)
         ]
-        if fresh:
-            assert not on
-            _run_fresh(job, environments, timeout)
-        else:
-            _run_forks(job, environments, timeout, on)
+        _run(job, environments, timeout, [on[rank // per_host] if on else None for rank in range(world_size)], fresh)
         answers = [Path(f"{job}-{rank}") for rank in range(world_size)]
         results = [
             pickle.loads(a.read_bytes()) if a.exists() else ("error", f"{r} died") for r, a in enumerate(answers)
@@ -77,55 +70,26 @@ def run_ranks(
         return [value for _, value in results]
 
 
-def _run_forks(job: Path, environments: Sequence[dict[str, str]], timeout: float, on: Sequence[Host]) -> None:
-    per_host = len(environments) // len(on) if on else len(environments)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preloaded"])
-    processes = [
-        context.Process(
-            target=_fork_main,
-            args=(str(job), {**os.environ, **environment, **(host.environment if host else {})}, host),
-        )
-        for rank, environment in enumerate(environments)
-        for host in [on[rank // per_host] if on else None]
-    ]
+def _run(
+    job: Path, environments: Sequence[dict[str, str]], timeout: float, hosts: Sequence[Host | None], fresh: bool
+) -> None:
+    processes: list[subprocess.Popen[str]] = []
     try:
-        for process in processes:
-            process.start()
+        for environment, host in zip(environments, hosts, strict=True):
+            of_host = {} if host is None else host.environment
+            command, env = [sys.executable, "-m", "tests.ranks", str(job)], {**os.environ, **environment, **of_host}
+            if fresh:
+                assert host is None
+                processes.append(subprocess.Popen(command, env=env, cwd=REPOSITORY))
+            else:
+                processes.append(Forked(command, env=env, cwd=REPOSITORY, host=host))
         deadline = time.monotonic() + timeout
         for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.exitcode is None:
-                raise TimeoutError(f"a rank still runs after {timeout} s")
-    finally:
-        for process in processes:
-            if process.pid is not None:  # it has been started
-                process.kill()
-                process.join()
-
-
-def _run_fresh(job: Path, environments: Sequence[dict[str, str]], timeout: float) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks", str(job)], env={**os.environ, **environment}, cwd=REPOSITORY
-        )
-        for environment in environments
-    ]
-    try:
-        for process in processes:
-            process.wait(timeout)
+            process.wait(max(0.0, deadline - time.monotonic()))
     finally:
         for process in processes:
             process.kill()
-
-
-def _fork_main(job: str, environment: dict[str, str], host: Host | None) -> None:
-    os.environ.clear()  # the server's are those of its start
-    os.environ.update(environment)
-    os.chdir(REPOSITORY)
-    if host is not None:
-        host.enter()
-    _rank_main(job)
+            process.wait()
 
 
 def _rank_main(job: str) -> None:

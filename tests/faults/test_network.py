@@ -12,6 +12,8 @@ import pytest
 from lockstep import checkpoint
 from lockstep.records import RunDirectory
 from tests.faults.tiny import YAML, events, steps
+from tests.forked import Forked
+from tests.hosts import Host
 from tests.launch.shared import alive, environment, finish, lockstep, wait_for
 from tests.launch.test_machines import two_namespaces  # noqa: F401
 
@@ -38,8 +40,8 @@ class Hosts:
         """Start the launcher of one host."""
         command = ["train", "tiny.yaml", "--nproc-per-node", "1", "--nnodes", nodes, "--output-dir", "run", *options,
                    "--rdzv-endpoint", "10.77.0.1:29500"]  # fmt: skip
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self.names[number], sys.executable, "-m", "lockstep", *command],
+        process = Forked(
+            [sys.executable, "-m", "lockstep", *command], host=Host(self.names[number], ""),
             cwd=self.folder, env=environment(OMP_NUM_THREADS="1"), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip

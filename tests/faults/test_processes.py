@@ -15,6 +15,7 @@ from lockstep.launch.agent import CrashLoop
 from lockstep.launch.failures import Failure
 from lockstep.records import RunDirectory
 from tests.faults.tiny import YAML, events, steps
+from tests.forked import Forked
 from tests.launch.conftest import Launch, launch  # noqa: F401
 from tests.launch.shared import Ended, alive, environment, finish, script, start, wait_for
 
@@ -127,7 +128,7 @@ def test_ctrl_c_saves_once_and_a_second_ends_at_once(tmp_path: Path) -> None:
     assert (last["kind"], last["reason"]) == ("stop", "preempted")
     assert [event["step"] for event in events(tmp_path / "run", "save")].count(last["step"]) == 1
     for times, code in ((1, 75), (2, 1)):
-        alone = subprocess.Popen(
+        alone = Forked(
             [sys.executable, "-m", "lockstep", "train", "tiny.yaml", "data.num_workers=1",
              "data.args.seconds=0.3", "training.max_steps=4000", "--output-dir", f"alone-{times}"],
             cwd=tmp_path, env=environment(**ONE_THREAD), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

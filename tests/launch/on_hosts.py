@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.forked import Forked
 from tests.hosts import Host
 from tests.launch.shared import Ended, environment, finish
 
@@ -14,10 +15,9 @@ PORT = "29500"
 
 def start_on(host: Host, folder: Path, *command: str, **more: str) -> subprocess.Popen[str]:
     """`python -m lockstep COMMAND` on a host, which has a name of its own that nobody can resolve."""
-    name = host.name.rpartition("-")[2]
-    named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"host{name}"]
-    return subprocess.Popen(
-        [*host.command, *named, sys.executable, "-m", "lockstep", *command],
+    return Forked(
+        [sys.executable, "-m", "lockstep", *command],
+        host=host, host_name=f"host{host.name.rpartition('-')[2]}",
         cwd=folder, env=environment(OMP_NUM_THREADS="1", **more), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip

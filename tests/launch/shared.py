@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.forked import Forked
 from tests.ranks import REPOSITORY
 
 CLEAN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -43,9 +44,9 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | more
 
 
-def start(folder: Path, *command: str, **more: str) -> subprocess.Popen[str]:
-    """Start `python -m lockstep COMMAND` in `folder`."""
-    return subprocess.Popen(
+def start(folder: Path, *command: str, fresh: bool = False, **more: str) -> subprocess.Popen[str]:
+    """Start `python -m lockstep COMMAND` in `folder`, as a fork (`tests.forked`) unless it is to be a fresh process."""
+    return (subprocess.Popen if fresh else Forked)(
         [sys.executable, "-m", "lockstep", *command],
         cwd=folder,
         env=environment(**more),

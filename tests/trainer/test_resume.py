@@ -22,7 +22,7 @@ from lockstep.checkpoint import digest
 from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
 from lockstep.trainer import Trainer
-from tests.forked import lockstep
+from tests.forked import Forked, lockstep
 from tests.ranks import run_ranks
 
 CONFIG = {
@@ -40,7 +40,7 @@ CONFIG = {
 
 
 def start(config: Path, output: Path, *options: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return Forked(
         [sys.executable, "-m", "lockstep", "train", str(config), "--output-dir", str(output), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
