@@ -6,6 +6,7 @@ descriptors of its own; where it is a launcher, its ranks are forks too. What it
 modules. Tests of how a process starts, of threads and of memory start fresh ones.
 """
 
+import atexit
 import ctypes
 import functools
 import inspect
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,7 +219,20 @@ def _become(request: _Request, descriptors: Sequence[int]) -> None:
     if module == "lockstep" and arguments[0] in ("train", "launch") and "RANK" not in os.environ:
         _fork_ranks()
     sys.argv[1:] = arguments
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    code: object = None
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    # What a process does in the end, but for taking all modules apart: that copies the memory shared with the server.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _streams(environment: Mapping[str, str]) -> tuple[Any, Any, Any]:

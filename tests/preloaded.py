@@ -1,18 +1,22 @@
-"""Imported by the server whose forks are the ranks of tests (`tests/ranks.py`): what nearly all of them use."""
+"""Imported by the server whose forks are the ranks and the launchers of tests (`tests/forked.py`): what they use."""
 
 import gc
+import importlib
+import pkgutil
 
+import pytest  # noqa: F401
 import torch._dynamo
 import torch.distributed.checkpoint
+import torch.distributed.elastic.rendezvous.static_tcp_rendezvous
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor
 import transformers.models.llama.modeling_llama  # noqa: F401 - two seconds of a core for each rank that has such a model
 
-import lockstep.launch.worker
-import lockstep.parallel.pipeline
-import lockstep.trainer
-import lockstep.verify  # noqa: F401
+import lockstep
 
+for _module in pkgutil.walk_packages(lockstep.__path__, "lockstep."):
+    if not _module.name.endswith(("__main__", ".sitecustomize")):
+        importlib.import_module(_module.name)
 torch.set_num_threads(1)
 gc.freeze()  # imports make objects that stay: collections would look at them again and again, and unshare their memory
