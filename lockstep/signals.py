@@ -98,8 +98,8 @@ def end_now(code: int, text: str) -> NoReturn:
 
 
 def name_of(number: int) -> str:
-    """Return a signal's name."""
-    return signal.Signals(number).name
+    """Return a signal's name; real-time signals have none."""
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 def asked_to_end() -> bool:

@@ -218,6 +218,8 @@ def _become(request: _Request, descriptors: Sequence[int]) -> None:
     module, *arguments = request.words
     if module == "lockstep" and arguments[0] in ("train", "launch") and "RANK" not in os.environ:
         _fork_ranks()
+    if not hasattr(sys.modules.get(module), "__path__"):  # a package's `__main__` runs; a module runs anew itself
+        sys.modules.pop(module, None)
     sys.argv[1:] = arguments
     code: object = None
     try:

@@ -107,16 +107,12 @@ class Agent(ExtensibleAgent):
         self._membership.check()
         super().meet_machines(worker_group)
         self._membership.begin()
-        if group.spec.rdzv_handler.get_backend() != "static":
-            self._agree_on_restarts(group)
-
-    def _agree_on_restarts(self, group: Any) -> None:
-        """Agree on the restart count: the rendezvous uses it, and a machine that joins later starts at zero."""
-        attempts = []
+        if group.spec.rdzv_handler.get_backend() == "static":
+            return
+        # Agree on the restart count: the rendezvous uses it, and a machine that joins later starts at zero.
         mine = group.spec.max_restarts - self.restarts_left
         group.store.set(f"lockstep/attempt/{group.group_rank}", str(mine))
-        for rank in range(group.group_world_size):
-            attempts.append(int(group.store.get(f"lockstep/attempt/{rank}")))
+        attempts = [int(group.store.get(f"lockstep/attempt/{rank}")) for rank in range(group.group_world_size)]
         self.restarts_left = group.spec.max_restarts - max(attempts)
 
     def run_until_end(self, role: str) -> RunResult:
@@ -153,16 +149,12 @@ class Agent(ExtensibleAgent):
                 time.sleep(_POLL_SECONDS)
 
     def start_ranks(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start this machine's ranks."""
+        """Start this machine's ranks; signals are blocked until they listen: ranks inherit the mask."""
         for worker in worker_group.workers:
             for name in (f"rank-{worker.global_rank}.json", done_mark(worker.global_rank)):
                 (self._failures / name).unlink(missing_ok=True)
         delete_beats(self._watch.folder)
         self._watch.restart()
-        return self._start_with_signals_blocked(worker_group)
-
-    def _start_with_signals_blocked(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Block signals until the ranks listen: ranks inherit the mask, and an earlier signal would kill them."""
         with self._lock:
             self._starting = True
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKS_TO_END)
@@ -176,23 +168,19 @@ class Agent(ExtensibleAgent):
                     self._forward(self.stop_signal)
 
     def look_at_ranks(self, worker_group: WorkerGroup) -> RunResult:
-        """Return the state of this machine's ranks."""
+        """Return the state of this machine's ranks, and kill them if they hang."""
         result = super().look_at_ranks(worker_group)
         if result.state == WorkerState.HEALTHY:
-            self._kill_if_hanging(worker_group)
+            pids = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
+            world = worker_group.workers[0].world_size
+            hanging = self._watch.check(pids, world, stop_requested=self.stop_signal is not None)
+            if hanging is not None:  # the next look at the processes finds them dead and reads the failure file
+                hanging.write(self._failures)
+                self._kill(pids.values())
         if result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED) and self._left_early():
             result = RunResult(state=WorkerState.FAILED)
         self._last_result = result
         return result
-
-    def _kill_if_hanging(self, worker_group: WorkerGroup) -> None:
-        """Kill all ranks if they hang; the next look at the processes finds them dead and reads the failure file."""
-        pids = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
-        world = worker_group.workers[0].world_size
-        hanging = self._watch.check(pids, world, stop_requested=self.stop_signal is not None)
-        if hanging is not None:
-            hanging.write(self._failures)
-            self._kill(pids.values())
 
     def restart_ranks(self, worker_group: WorkerGroup) -> None:
         """Restart this machine's ranks, unless the run was stopped by a signal."""

@@ -33,6 +33,7 @@ from lockstep.errors import (
     RunError,
     UsageError,
 )
+from lockstep.signals import name_of
 
 _PEER_IS_GONE = re.compile(
     r"connection (closed|reset|refused|aborted)|broken pipe|socket timeout|communicator was aborted"
@@ -106,13 +107,9 @@ def preempted(facts: RankFacts, before_training: str = "") -> Failure:
 def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> Failure:
     """Return the failure for `error`, caught at the top of a worker."""
     common: dict[str, Any] = {
-        "rank": facts.rank,
-        "world_size": facts.world_size,
-        "host": socket.gethostname(),
-        "time": time.time(),
-        "traceback": "".join(traceback.format_exception(error)),
-        "log": None if log is None else str(log),
-    }
+        "rank": facts.rank, "world_size": facts.world_size, "host": socket.gethostname(), "time": time.time(),
+        "traceback": "".join(traceback.format_exception(error)), "log": None if log is None else str(log),
+    }  # fmt: skip
     if isinstance(error, LockstepError):
         parts: dict[str, Any] = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
         kind = "usage" if error.exit_code == EXIT_USAGE else "error"
@@ -127,7 +124,7 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
     if isinstance(error, KeyboardInterrupt):
         return Failure(**common, kind="signal", what="interrupted", consequence=True)
     first_line, _, rest = str(error).strip().partition("\n")
-    where, frames = user_frames(error.__traceback__)
+    where, frames = _user_frames(error.__traceback__)
     known = recognise(f"{type(error).__name__}: {error}", log)
     why = ([known.cause] if known else []) + [*rest.splitlines()[:3], *frames]
     return Failure(
@@ -141,7 +138,7 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
     )
 
 
-def user_frames(trace: TracebackType | None) -> tuple[str | None, list[str]]:
+def _user_frames(trace: TracebackType | None) -> tuple[str | None, list[str]]:
     """Return the place in the user's own code nearest to the error, and the last few frames that led there.
 
     If no frame is the user's own, libraries' frames are taken.
@@ -179,19 +176,12 @@ def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path
     if code > 0:
         kind, what, ours = "exit", f"the program left with code {code}", False
     else:
-        kind, what = "signal", f"killed by {_signal_name(-code)}"
+        kind, what = "signal", f"killed by {name_of(-code)}"
         ours = -code == signal.SIGTERM  # the launcher sends it to the peers of a failed rank
     # SIGABRT alone has no cause: the library that called abort() has logged it.
     known = recognise(what) or (None if log is None or ours else recognise(tail(log)))
     parts: dict[str, Any] = {"why": known.cause, "fix": known.fix} if known else {}
     return Failure(**common, **parts, kind=kind, what=what, log=path, consequence=ours)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def done_mark(rank: int) -> str:
@@ -269,11 +259,10 @@ def stopped_processes(pids: Mapping[int, int]) -> list[Stopped]:
     for rank, pid in sorted(pids.items()):
         if is_stopped(pid):
             found.append(Stopped(rank, pid, is_worker=False))
-        found += [
-            Stopped(rank, child, is_worker=True)
-            for child in descendants(pid)
-            if is_stopped(child) and _name(child) == _DATA_WORKER
-        ]
+        for child in descendants(pid):
+            with suppress(OSError):  # it has ended
+                if is_stopped(child) and Path(f"/proc/{child}/comm").read_text().strip() == _DATA_WORKER:
+                    found.append(Stopped(rank, child, is_worker=True))
     return found
 
 
@@ -303,13 +292,6 @@ def send_signal(pid: int, number: int) -> None:
     """Send a signal to a process, which may have ended meanwhile."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _state(process: Path) -> str:

@@ -105,20 +105,16 @@ class HangWatch:
             self.factor, self.seconds, self.patience,
         )  # fmt: skip
         beats = [beat for beat in read_beats(self.folder) if pids.get(beat.rank) == beat.process]
-        self._record_durations(beats)
-        return (
-            self._look_for_stopped(beats, pids, world_size)
-            or self._look_for_long_calls(beats, pids, world_size)
-            or self._look_for_ranks_elsewhere(beats, pids, world_size)
-        )
-
-    def _record_durations(self, beats: list[Beat]) -> None:
-        """Record how long finished calls took, by name."""
         for beat in beats:
             for call in beat.calls:
                 if call.ended and call.number > self._known.get(beat.rank, 0):
                     self._durations[call.name].append(call.ended - call.begun)
                     self._known[beat.rank] = call.number
+        return (
+            self._look_for_stopped(beats, pids, world_size)
+            or self._look_for_long_calls(beats, pids, world_size)
+            or self._look_for_ranks_elsewhere(beats, pids, world_size)
+        )
 
     # ---- processes that a signal has stopped ----
 
@@ -156,7 +152,8 @@ class HangWatch:
         if waited <= limit:
             return None
         reports = self._collect_reports(pids)
-        if not reports.stopped and self._all_moved(waiting):
+        newest = {beat.rank: _last_sign(beat) for beat in read_beats(self.folder)}
+        if not reports.stopped and all(newest.get(beat.rank, 0.0) > _last_sign(beat) for beat in waiting):
             return None
         return self._describe(waiting, world_size, waited, reports)
 
@@ -168,12 +165,11 @@ class HangWatch:
             return max(self.patience, self.seconds)
         return max(self.seconds, *(self.factor * median(self._durations[kind]) for kind in kinds))
 
-    def _all_moved(self, before: list[Beat]) -> bool:
-        newest = {beat.rank: _last_sign(beat) for beat in read_beats(self.folder)}
-        return all(newest.get(beat.rank, 0.0) > _last_sign(beat) for beat in before)
-
     def _describe(self, waiting: list[Beat], world_size: int, waited: float, reports: _Reports) -> Failure:
-        done = {beat.rank: (beat.step, _calls(beat)) for beat in (*waiting, *read_beats(self.folder))}
+        done = {
+            beat.rank: (beat.step, beat.calls[-1].number if beat.calls else 0)
+            for beat in (*waiting, *read_beats(self.folder))
+        }
         behind = min(
             waiting,
             key=lambda beat: (
@@ -190,7 +186,8 @@ class HangWatch:
             why = "it does not answer signals: it sits in the kernel, on a disk or a device"
         if why is None and others:
             why = f"the last collective that the others began is {', '.join(others)}"
-        what = f"it hangs{_current_call(behind)}: no {_unit(kind)} for {waited:.0f} s, where one usually takes {usual}"
+        unit = "step" if kind in _STEPS else kind
+        what = f"it hangs{_current_call(behind)}: no {unit} for {waited:.0f} s, where one usually takes {usual}"
         return self._failure(rank, world_size, what, where=reports.stacks[rank].place, why=why)
 
     # ---- ranks that wait for a rank elsewhere ----
@@ -306,19 +303,11 @@ def _last_sign(beat: Beat) -> float:
     return max([beat.time, *(max(call.begun, call.ended) for call in beat.calls)])
 
 
-def _calls(beat: Beat) -> int:
-    return beat.calls[-1].number if beat.calls else 0
-
-
 def _kind(beat: Beat) -> str:
     call = _under_way(beat)
     if call is not None:
         return call.name
     return next((call.name for call in reversed(beat.calls) if call.name in _STEPS), "train")
-
-
-def _unit(kind: str) -> str:
-    return "step" if kind in _STEPS else kind
 
 
 def _current_call(beat: Beat) -> str:

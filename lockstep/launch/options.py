@@ -147,9 +147,6 @@ class LaunchOptions:
                 "--master-addr needs --node-rank and a fixed --nnodes",
                 fix="number the machines from 0 with --node-rank, or use --rdzv-endpoint HOST:PORT, which numbers them",
             )
-        self._check_conf()
-
-    def _check_conf(self) -> None:
         for name in self.rdzv_conf:
             if name not in RDZV_CONF:
                 near = get_close_matches(name, RDZV_CONF, 1)
@@ -254,24 +251,21 @@ def register_machine(registry: Any, options: LaunchOptions, log: Callable[[str],
         RunError: a machine did not come.
     """
     number = options.node_rank or 0
+    name = socket.gethostname()
     try:
-        _claim_number(registry, number, socket.gethostname())
+        if registry.add(f"claims/{number}", 1) > 1:
+            other = registry.get(f"machine/{number}").decode()
+            what = f"two machines claim --node-rank {number}: {other} and {name}"
+            fix = "give each machine a number of its own, from 0"
+            registry.set("failed", f"{what}\n{fix}")
+            raise UsageError(what, where="--node-rank", fix=fix)
+        registry.set(f"machine/{number}", name)
         _wait_for_all(registry, options, log)
     except LockstepError as error:
         if number == 0:
             registry.set("failed", f"{error.what}\n{error.fix}")
             time.sleep(5 * _POLL_SECONDS)  # time for the others to read it: the store ends with this process
         raise
-
-
-def _claim_number(registry: Any, number: int, name: str) -> None:
-    if registry.add(f"claims/{number}", 1) > 1:
-        other = registry.get(f"machine/{number}").decode()
-        what = f"two machines claim --node-rank {number}: {other} and {name}"
-        fix = "give each machine a number of its own, from 0"
-        registry.set("failed", f"{what}\n{fix}")
-        raise UsageError(what, where="--node-rank", fix=fix)
-    registry.set(f"machine/{number}", name)
 
 
 def _wait_for_all(registry: Any, options: LaunchOptions, log: Callable[[str], None]) -> None:

@@ -190,13 +190,8 @@ class _Backend(C10dRendezvousBackend):
         self._registry = registry
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """Return the rendezvous state.
-
-        Raises:
-            RunError: the host gave up, or too few machines arrived in time.
-        """
-        self._registry.raise_if_host_gave_up()
-        self._registry.raise_if_too_few()
+        """Return the rendezvous state, or raise as `MachineRegistry.check` does."""
+        self._registry.check()
         return super().get_state()
 
 
@@ -246,28 +241,22 @@ class MachineRegistry:
             time.sleep(_GIVING_UP_SECONDS)
         return self._error(here)
 
-    def raise_if_too_few(self) -> None:
-        """Raise when the patience has passed and too few machines have arrived.
+    def check(self) -> None:
+        """Raise when waiting is in vain.
 
         Raises:
-            RunError: with the machines that are there.
+            RunError: the machine that hosts the store gave up, or the patience has passed and too few have arrived;
+                with the machines that are there.
         """
+        if self._waits and self._store.check(["given up"]):
+            self._waits = False  # torch reads the state again on leaving
+            raise self._error(self._store.get("given up").decode().split("\n"))
         if not self._waits or "join_timeout" in self._options.rdzv_conf:
             return
         if time.monotonic() - self._since > self._options.patience:
             if len(self._names_in("waits", math.inf)) < self._options.nodes[0]:
                 raise self.timed_out()
             self._since = math.inf  # enough machines: the last call decides
-
-    def raise_if_host_gave_up(self) -> None:
-        """Raise when the machine that hosts the store gave up.
-
-        Raises:
-            RunError: with the machines that are there.
-        """
-        if self._waits and self._store.check(["given up"]):
-            self._waits = False  # torch reads the state again on leaving
-            raise self._error(self._store.get("given up").decode().split("\n"))
 
     def _error(self, here: list[str]) -> RunError:
         return RunError(

@@ -262,7 +262,14 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, s
         os.environ.clear()
     os.environ.update(environment)
     if method == _FORKSERVER:
-        threading.Thread(target=_end_with_caller, daemon=True).start()
+        caller = multiprocessing.parent_process()
+        assert caller is not None
+
+        def end_with_caller() -> None:  # its parent, the server, lives on with it
+            caller.join()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=end_with_caller, daemon=True).start()
     else:
         die_with_parent()
     if method != "spawn":
@@ -283,14 +290,6 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, s
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(failure.exit_code)  # skip the shutdown, which may wait for peers that are gone
-
-
-def _end_with_caller() -> None:
-    """Kill this process when the one that called `spawn_again` has ended: its parent, the server, lives on with it."""
-    caller = multiprocessing.parent_process()
-    assert caller is not None
-    caller.join()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wait(processes: Sequence[BaseProcess], plot: "LivePlot | None") -> None:

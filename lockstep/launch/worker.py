@@ -198,10 +198,19 @@ def to_log(
             for fd in saved
         )
         for number, seen, shown in zip((1, 2), saved, on_console, strict=True):
-            copied = _copier(path, seen) if shown and include_children else None
-            os.dup2(handle if copied is None else copied, number)
-            if copied is not None:
-                os.close(copied)
+            if not (shown and include_children):
+                os.dup2(handle, number)
+                continue
+            # A process copies to the log and to the console, not a thread: it still copies the last output of a crash.
+            read, write = os.pipe()
+            _copiers.append(
+                subprocess.Popen(
+                    ["tee", "-a", str(path)], stdin=read, stdout=seen, stderr=subprocess.DEVNULL, start_new_session=True
+                )
+            )
+            os.dup2(write, number)
+            os.close(read)
+            os.close(write)
     log = open(handle, "w", buffering=1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
     # Hidden ranks keep access to the console for the one message of a failure: `console()`.
     pairs = [(Tee if shown else _LogOnly)(seen, log) for seen, shown in zip(consoles, on_console, strict=True)]
@@ -217,20 +226,6 @@ def to_log(
             os.close(fd)
         with suppress(OSError):  # the disk is full: a warning was written when the log first failed
             log.close()
-
-
-def _copier(path: Path, console: int) -> int:
-    """Start a process that copies its input to the log and to the console; return the descriptor to write to.
-
-    It is a process and not a thread, so that it still copies the last output of a crash.
-    """
-    read, write = os.pipe()
-    copier = subprocess.Popen(
-        ["tee", "-a", str(path)], stdin=read, stdout=console, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    os.close(read)
-    _copiers.append(copier)
-    return write
 
 
 class _LogOnly(Tee):
@@ -299,7 +294,9 @@ def run_as_worker(
             )
             if launched:
                 faulthandler.enable(file=log.open("a"))
-                _write_stacks_on_signal(logs, facts.rank)
+                if heartbeat.FOLDER in os.environ:  # SIGQUIT makes it write all stacks, even while Python waits in C
+                    file = stacks_file(logs, facts.rank).open("a")
+                    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
             code = work() or EXIT_DONE
             failure = preempted(facts) if code == EXIT_PREEMPTED else None
             if failure is None and folder is not None:
@@ -311,16 +308,13 @@ def run_as_worker(
         if failure is None:
             return code
         _report(failure, None if folder is None else Path(folder), stream)
-        if failure.kind != "preempted" and launched:
-            _exit_at_once(failure.exit_code)
+        if failure.kind != "preempted" and launched:  # skip the interpreter's shutdown: it may wait for peers that left
+            for child in multiprocessing.active_children():
+                child.kill()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(failure.exit_code)
         return EXIT_DONE if failure.kind == "preempted" and folder is not None else failure.exit_code
-
-
-def _write_stacks_on_signal(logs: Path, rank: int) -> None:
-    """Make SIGQUIT write all threads' stacks, even while Python waits in C."""
-    if heartbeat.FOLDER in os.environ:
-        file = stacks_file(logs, rank).open("a")
-        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
 
 
 def _report(failure: Failure, folder: Path | None, stream: Tee | None) -> None:
@@ -348,29 +342,16 @@ def _write_failure(failure: Failure, folder: Path | None) -> bool:
     return True
 
 
-def _exit_at_once(code: int) -> None:
-    """Exit without the interpreter's shutdown, which may wait for peers that are gone."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def first_to_fail() -> bool:
     """Return whether no other rank of this machine has failed in this attempt; their common parent is the launcher."""
     try:
-        if rank_facts().world_size == 1:
-            return True
-    except UsageError:  # the environment contradicts itself, differently for each rank
-        return True
-    scratch.sweep()
-    try:
-        _failure_mark().touch(exist_ok=False)
+        if rank_facts().world_size > 1:
+            scratch.sweep()
+            _failure_mark().touch(exist_ok=False)
     except FileExistsError:
         return False
-    except OSError:  # the disk is full: one message too many is better than none
-        return True
+    except (OSError, UsageError):  # the disk is full, or the environment contradicts itself, differently for each rank:
+        pass  # one message too many is better than none
     return True
 
 
