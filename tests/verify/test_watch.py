@@ -157,7 +157,11 @@ def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("case", "found"),
-    [("LinkThatReturnsOtherSums", "gradient synchronisation"), ("ReplicaThatIsChanged", "replicas"), ("sound", "")],
+    [
+        ("LinkThatReturnsOtherSums", "gradient synchronisation"),
+        pytest.param("ReplicaThatIsChanged", "replicas", marks=pytest.mark.full),
+        ("sound", ""),
+    ],
 )
 def test_ranks_are_compared(case: str, found: str, tmp_path: Path) -> None:
     program = str(ROOT / "benchmarks/silent_bugs/program.py")
