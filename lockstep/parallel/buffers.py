@@ -160,10 +160,8 @@ class RunningBuffers(AroundMicroBatch):
             getattr(module, name).copy_(iterated)
         if self._counting:
             none = [torch.zeros_like(module.get_buffer(_COUNTS)) for module in self._counting]
-            counts, self._counts = (
-                torch.cat(none) if self._counts is None else self._counts,
-                None,
-            )  # None: a dummy alone
+            counts = torch.cat(none) if self._counts is None else self._counts  # None: this rank ran a dummy alone
+            self._counts = None
             if self.ranks > 1:
                 dist.all_reduce(counts, group=self.group)
             for module, part in zip(self._counting, torch.split(counts, [each.numel() for each in none]), strict=True):

@@ -165,16 +165,16 @@ class FSDP(Strategy):
                 p.experts.assign = partial(assign_in_groups, groups=layout.replicate * groups, even=True)
                 assign = shared_out(p.experts.assign, p)
             tree = ShardTree(p.model, mesh, groups)
+        counted = None
+        if scalars.placed and p.rank % layout.shard:  # what all shards hold whole, the first counts
+            counted = {name for name, _ in p.model.named_parameters()} - set(scalars.placed)
         applied = AppliedStrategy(
             assign,
             gradient_sync=FSDPSync(p.model, accumulate=options.accumulate),
             around=around,
             tree=tree,
             parameters=scalars.placed,
-            # What all shards hold whole, the first counts.
-            counted={name for name, _ in p.model.named_parameters()} - set(scalars.placed)
-            if scalars.placed and p.rank % layout.shard
-            else None,
+            counted=counted,
             norm_groups=[shards] if shards is not None else [],
         )
         return placed_in_order(p, applied)
