@@ -21,11 +21,8 @@ from lockstep.heartbeat import called_by_all_ranks
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
 _OPERATIONS = {
-    "mean": dist.ReduceOp.SUM,
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
+    "mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
+}  # fmt: skip
 
 
 def rank() -> int:
@@ -79,7 +76,6 @@ def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tens
 
     Args:
         value: a number, or a tensor of the same shape and dtype on every rank (not changed).
-        op: "mean", "sum", "max" or "min".
 
     Returns:
         a float for "mean" of numbers, else a number of the same kind; for a tensor a new tensor of its shape and
@@ -90,24 +86,20 @@ def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tens
     """
     if op not in _OPERATIONS:
         raise UsageError(f"all_reduce can't do {op!r}", fix=f"choose one of {', '.join(_OPERATIONS)}")
-    if not isinstance(value, torch.Tensor):
+    tensor = value
+    if not isinstance(tensor, torch.Tensor):
         whole = isinstance(value, int) and op != "mean"
-        number = torch.tensor(value, dtype=torch.int64 if whole else torch.float64, device=device_of_numbers())
-        return _reduced(number, op).item()
-    return _reduced(value, op)
-
-
-def _reduced(value: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    if op == "mean" and not (value.is_floating_point() or value.is_complex()):
+        tensor = torch.tensor(value, dtype=torch.int64 if whole else torch.float64, device=device_of_numbers())
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise UsageError(
-            f"the mean of a tensor of {value.dtype} isn't of that dtype", where="all_reduce", fix="pass value.float()"
+            f"the mean of a tensor of {tensor.dtype} isn't of that dtype", where="all_reduce", fix="pass value.float()"
         )
-    result = value.detach().clone(memory_format=torch.contiguous_format)
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
     if _joined():
         dist.all_reduce(result, _OPERATIONS[op])
         if op == "mean":
             result /= dist.get_world_size()
-    return result
+    return result if isinstance(value, torch.Tensor) else result.item()
 
 
 def device_of_numbers() -> torch.device:
@@ -136,11 +128,9 @@ _world: Any = None  # the world in which they were created
 
 
 def create_once(purpose: Hashable, make: Callable[[], T]) -> T:
-    """Return the result of `make` for this purpose, created again only for another world.
+    """Return the result of `make` (groups, or a mesh of them) for this purpose, created again only for another world.
 
-    Args:
-        purpose: names the use and the ranks. Every rank asks for the same purposes in the same order.
-        make: creates groups, or a mesh of them; every rank calls it together.
+    The purpose names the use and the ranks. Every rank asks for the same purposes in the same order.
     """
     global _world
     if _world is not dist.group.WORLD:
@@ -152,11 +142,7 @@ def create_once(purpose: Hashable, make: Callable[[], T]) -> T:
 
 
 def create_group(purpose: str, members: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Create groups, each once, and return the one that this rank is in; every rank calls it together.
-
-    Args:
-        members: the ranks of each group.
-    """
+    """Create the groups of these members, each once; return the one that this rank is in. Every rank calls it."""
     mine = None
     for ranks in members:
         made = create_once((purpose, *ranks), partial(dist.new_group, list(ranks)))

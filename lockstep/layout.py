@@ -12,27 +12,18 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 @dataclass(frozen=True)
 class Layout:
-    """The distribution of micro-batches and parameters over ranks.
+    """The distribution of micro-batches and parameters over ranks."""
 
-    Attributes:
-        strategy: its name, as in `distributed.strategy`.
-        pipeline, replicate, shard, context, tensor: ranks along the axis.
-        expert: of the ranks that share out micro-batches, neighbours that share out the experts of each layer.
-        workers: number of models that train on their own between exchanges; 0: all ranks train one.
-        notice: what was chosen for the user, logged at the start.
-        topology: the layout as a topology (`hybrid:2x2`).
-    """
-
-    strategy: str = "single"
+    strategy: str = "single"  # its name, as in `distributed.strategy`
     pipeline: int = 1
     replicate: int = 1
     shard: int = 1
     context: int = 1
     tensor: int = 1
-    expert: int = 1
-    workers: int = 0
-    notice: str = field(default="", compare=False)
-    topology: str = field(default="", compare=False)
+    expert: int = 1  # of the ranks that share out micro-batches, neighbours that share out the experts of each layer
+    workers: int = 0  # number of models that train on their own between exchanges; 0: all ranks train one
+    notice: str = field(default="", compare=False)  # what was chosen for the user, logged at the start
+    topology: str = field(default="", compare=False)  # the layout as a topology (`hybrid:2x2`)
 
     @property
     def world_size(self) -> int:
@@ -46,10 +37,7 @@ class Layout:
 
     @property
     def same_batch_size(self) -> int:
-        """Number of ranks that work on the same micro-batches.
-
-        Along `context` each has a part of every sequence, along `tensor` a part of every layer.
-        """
+        """Number of ranks that work on the same micro-batches, each on its part of sequences and layers."""
         return self.context * self.tensor
 
     @property
@@ -69,16 +57,7 @@ class Layout:
 def layout_of_sizes(
     strategy: str, sizes: Mapping[str, int], world_size: int, given: Mapping[str, int | None]
 ) -> Layout:
-    """Return the layout with these sizes, after checking that their product is the number of ranks.
-
-    Args:
-        sizes: axis → ranks along it; axes left out have one, `context` and `tensor` what the config says.
-        world_size: ranks, without the axes `context` and `tensor`.
-        given: axis → its size in the config, for the message.
-
-    Raises:
-        UsageError: it is not; the message shows the equation.
-    """
+    """Return the layout with these sizes; if their product is not the number of ranks, show the equation."""
     same_batch = {axis: given.get(axis) or 1 for axis in ("context", "tensor")}
     along: dict[str, Any] = {axis: sizes.get(axis, 1) for axis in AXES} | same_batch
     layout = replace(Layout(strategy), **along)

@@ -5,78 +5,60 @@ before `shard`, because a parameter is cut over `tensor` first and the piece ove
 placements.
 """
 
-from typing import TYPE_CHECKING
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.collectives import create_group, create_once
+from lockstep.config import DistributedConfig
 from lockstep.environment import RankFacts
 from lockstep.layout import Layout
 from lockstep.strategy import AUTO, REPLICAS, SINGLE, resolve
 
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from lockstep.config import DistributedConfig
-
 MESH_AXES = ("pipeline", "replicate", "context", "tensor", "shard")
 
 
-def device_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
+def device_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """Return the device mesh of a layout, with the axes `MESH_AXES`; needs an initialised process group."""
     return _mesh(layout, device_type, MESH_AXES, layout.replicate, layout.shard)
 
 
-def expert_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
-    """Return the device mesh in which `expert_replicate` × `expert` stand for replicate × shard.
-
-    Neighbours share out experts. `tensor` comes before `expert`, because it cuts first.
-    """
+def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """Return the device mesh in which `expert_replicate` × `expert`, of neighbours, stand for replicate × shard."""
     names = ("pipeline", "expert_replicate", "context", "tensor", "expert")
     return _mesh(layout, device_type, names, layout.data_parallel_size // layout.expert, layout.expert)
 
 
-def _mesh(layout: Layout, device_type: str, names: tuple[str, ...], replicas: int, neighbours: int) -> "DeviceMesh":
-    import torch
-
+def _mesh(layout: Layout, device_type: str, names: tuple[str, ...], replicas: int, neighbours: int) -> DeviceMesh:
     sizes = (layout.pipeline, replicas, neighbours, layout.context, layout.tensor)
     ranks = torch.arange(layout.world_size, dtype=torch.int).view(sizes).movedim(2, 4)
     return create_once(("mesh", device_type, names, sizes), lambda: _mesh_of(ranks, device_type, names))
 
 
-def _mesh_of(ranks: "torch.Tensor", device_type: str, names: tuple[str, ...]) -> "DeviceMesh":
+def _mesh_of(ranks: torch.Tensor, device_type: str, names: tuple[str, ...]) -> DeviceMesh:
     """Return the mesh of these ranks.
 
     Where a group is no part of a communicator that is there already, torch creates one for each axis and each of its
     rows, one after the other and waiting for all ranks each time, and gloo gives each three threads, one of which wakes
     up a hundred times a second. Here ranks create only those that they are in, and one for all axes of a single rank.
     """
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         return DeviceMesh(device_type, ranks, mesh_dim_names=names)  # one call splits the communicator along an axis
     own = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    groups = [_group_along(ranks, own, axis) for axis in range(ranks.ndim)]
+    groups = []
+    for axis in range(ranks.ndim):  # the ranks that differ from this one along this axis alone
+        members = ranks[tuple(slice(None) if each == axis else place for each, place in enumerate(own))].tolist()
+        group = dist.group.WORLD
+        if len(members) < dist.get_world_size() or group is None:
+            make = partial(dist.new_group, members, use_local_synchronization=True)
+            group = create_once(("along", *members), make)
+        groups.append(group)
     return DeviceMesh.from_group(groups, device_type, ranks.contiguous(), mesh_dim_names=names)
 
 
-def _group_along(ranks: "torch.Tensor", own: list[int], axis: int) -> "ProcessGroup":
-    """Return the group of the ranks that differ from this one, at `own`, along this axis alone."""
-    from functools import partial
-
-    import torch.distributed as dist
-
-    members = ranks[tuple(slice(None) if each == axis else place for each, place in enumerate(own))].tolist()
-    if len(members) == dist.get_world_size() and dist.group.WORLD is not None:
-        return dist.group.WORLD
-    made: ProcessGroup = create_once(
-        ("along", *members), partial(dist.new_group, members, use_local_synchronization=True)
-    )
-    return made
-
-
-def data_parallel_group(mesh: "DeviceMesh") -> "ProcessGroup | None":
+def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """Return the group of the ranks that share out micro-batches and hold the same stages and pieces as this one."""
     pipeline, replicate, context, tensor, shard = mesh.shape
     each, apart = replicate * shard, context * tensor
@@ -84,14 +66,14 @@ def data_parallel_group(mesh: "DeviceMesh") -> "ProcessGroup | None":
     return create_group("columns", [range(first, first + each * apart, apart) for first in firsts])
 
 
-def layout_of(config: "DistributedConfig", facts: RankFacts) -> Layout:
+def layout_of(config: DistributedConfig, facts: RankFacts) -> Layout:
     """Return the layout that the config names for the running ranks; `auto` in Python means replicas."""
     if config.strategy == AUTO:
         config = config.model_copy(update={"strategy": REPLICAS if facts.world_size > 1 else SINGLE})
     return resolve(config, facts.world_size, facts.local_world_size)
 
 
-def local_chunk(full: "torch.Tensor", dim: int, size: int, coordinate: int) -> "torch.Tensor":
+def local_chunk(full: torch.Tensor, dim: int, size: int, coordinate: int) -> torch.Tensor:
     """Return the shard of `full` that FSDP2 gives to `coordinate` of `size` ranks: `torch.chunk` along `dim`."""
     chunks = full.chunk(size, dim)
     if coordinate < len(chunks):

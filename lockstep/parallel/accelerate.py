@@ -1,7 +1,5 @@
 """Replicas by Hugging Face Accelerate, which wraps the model and synchronises its gradients.
 
-The step, the data and their order are Lockstep's.
-
 On several processes Accelerate wraps the model in DistributedDataParallel, under its own state, which finds the process
 group that exists. It works under Lockstep's launcher and under `accelerate launch`, whose other settings (precision,
 accumulation) are not read from its environment: the config decides. Accelerate's samplers, which repeat samples to
@@ -20,15 +18,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import StepConfig
-from lockstep.costs.hardware import GpuCluster
-from lockstep.costs.steps import Pieces, StepTime
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
-from lockstep.parallel.ddp import bucketed_step_time, rehearse_replicas, torch_contradictions
+from lockstep.parallel.ddp import Replicas
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
-from lockstep.strategy import Strategy
 
 _OTHER_ENGINES = {
     "ACCELERATE_USE_FSDP": "write strategy: fsdp",
@@ -38,28 +33,22 @@ _OTHER_ENGINES = {
 }
 
 
-class Accelerate(Strategy):
+class Accelerate(Replicas):
     """A replica on every rank, wrapped by Accelerate."""
 
     topologies = {"accelerate": ("replicate",)}
-    reduces_by_ddp = True
     equal_bits = False
 
     def contradictions(
         self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
     ) -> Iterator[Contradiction]:
-        yield from torch_contradictions(layout)
+        yield from super().contradictions(config, layout)
         if config.distributed.ddp.compression.kind == "powersgd":
             yield Contradiction(
                 ("distributed.ddp.compression.kind", "distributed.strategy"),
                 "PowerSGD keeps state that Accelerate does not save",
                 "write strategy: ddp, or kind: none",
             )
-
-    def step_time(
-        self, pieces: Pieces, config: StepConfig, layout: Layout, cluster: GpuCluster, micro_batches: int
-    ) -> StepTime:
-        return bucketed_step_time(pieces, config, layout, cluster, micro_batches)
 
     def topologies_to_verify(self, config: StepConfig) -> list[str]:
         return ["accelerate:2"]
@@ -78,21 +67,13 @@ class Accelerate(Strategy):
         )
         return placed_in_order(p, applied)
 
-    def rehearse(self, placement: PlacementContext) -> ParallelModel:
-        return rehearse_replicas(placement)
-
 
 @dataclass
 class AcceleratedModel(AroundMicroBatch):
-    """A model as Accelerate runs it.
+    """A model as Accelerate runs it."""
 
-    Attributes:
-        model: wrapped.
-        no_sync: Accelerate's context in which backward passes only accumulate.
-    """
-
-    model: DistributedDataParallel
-    no_sync: Callable[[], AbstractContextManager[Any]]
+    model: DistributedDataParallel  # wrapped
+    no_sync: Callable[[], AbstractContextManager[Any]]  # Accelerate's context in which backward passes only accumulate
     _open: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -108,15 +89,7 @@ class AcceleratedModel(AroundMicroBatch):
 
 
 def prepare(model: nn.Module, config: StepConfig, device: torch.device, hook: Any = None) -> AcceleratedModel:
-    """Hand a model over to Accelerate, on several ranks.
-
-    Args:
-        model: whole, its values already equal on all ranks.
-        hook: DDP's communication hook.
-
-    Raises:
-        UsageError: Accelerate is not installed, or was started for another engine.
-    """
+    """Hand a model over to Accelerate, whole, its values already equal on all ranks; `hook` is for DDP."""
     refuse_other_engines()
     try:
         from accelerate import Accelerator
@@ -153,11 +126,7 @@ def prepare(model: nn.Module, config: StepConfig, device: torch.device, hook: An
 
 
 def refuse_other_engines() -> None:
-    """Refuse `accelerate launch` with an engine for which Lockstep has its own strategy.
-
-    Raises:
-        UsageError: naming the strategy.
-    """
+    """Refuse `accelerate launch` with an engine for which Lockstep has its own strategy."""
     for name, fix in _OTHER_ENGINES.items():
         if os.environ.get(name, "false").lower() in ("true", "1"):
             raise UsageError(

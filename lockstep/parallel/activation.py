@@ -1,12 +1,9 @@
 """Activation checkpointing: drop what a block saves, and recompute it in the backward pass.
 
 A block's `forward` is replaced on the instance, so canonical names stay, and hooks on the block (keyed random numbers,
-FSDP's gathering) run outside of what is recomputed, in the random state of the forward pass.
-
-`sequential` keeps only the input of the first of several blocks in a row, which the model's own code calls one after
-the other. The first time the backward pass asks for what they would have saved, all of them are computed again. A block
-continues a run if it is given what the block before returned. (`torch.utils.checkpoint` recomputes one function; here
-no function has the whole run.)
+FSDP's gathering) run outside of what is recomputed, in the random state of the forward pass. `sequential` keeps only
+the input of the first of several blocks in a row, and computes all of them again the first time that the backward pass
+asks for what they would have saved. A block continues a run if it is given what the block before returned.
 """
 
 import weakref
@@ -40,24 +37,16 @@ _KEPT = (
 
 
 def apply_activation_checkpointing(
-    blocks: Sequence[tuple[str, nn.Module]],
-    mode: str,
-    random_state: RandomState,
-    *,
-    every: int = 2,
+    blocks: Sequence[tuple[str, nn.Module]], mode: str, random_state: RandomState, *, every: int = 2,
     compiled: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Checkpoint blocks in place.
 
     Args:
         blocks: (name, module) in the order in which they run.
         mode: none | full (each block) | selective (each block, keeping products of matrices) | every_n (each
             `every`-th) | sequential (runs of `every` blocks).
-        every: n of every_n and of sequential.
         compiled: the blocks will be compiled; the random context is then left to the hooks outside of them.
-
-    Raises:
-        UsageError: the model names no blocks, or runs of them would have to be compiled.
     """
     if mode == "none":
         return
@@ -89,12 +78,11 @@ def _checkpointed(
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if compiled:
-            contexts: dict[str, Any] = (
-                {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
-            )
-        else:
-            contexts = {"context_fn": partial(_contexts, random_state, random_state.capture(), selective)}
+        contexts: dict[str, Any] = {}
+        if not compiled:
+            contexts["context_fn"] = partial(_contexts, random_state, random_state.capture(), selective)
+        elif selective:
+            contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **contexts, **kwargs)
 
     return checkpointed
@@ -153,19 +141,13 @@ class _Previous:
 
 @dataclass(frozen=True)
 class _Call:
-    """One block's call in a forward pass.
-
-    Attributes:
-        arguments: (positional, keyword); tensors are detached, and those from the block before are left out.
-        generator: state of the device's generator when the block began.
-        captured: the position of `random_state`.
-    """
+    """One block's call in a forward pass."""
 
     block: nn.Module
     forward: Callable[..., Any]
-    arguments: Any
-    generator: Tensor
-    captured: Captured
+    arguments: Any  # (positional, keyword); tensors are detached, and those from the block before are left out
+    generator: Tensor  # state of the device's generator when the block began
+    captured: Captured  # the position of `random_state`
 
 
 class _Runs:
@@ -188,15 +170,8 @@ class _Runs:
             if run is None or starts or not continues:
                 run = self._open = _Run(self._random_state)
                 arguments = (args, kwargs)
-            run.calls.append(
-                _Call(
-                    block,
-                    forward,
-                    tree_map(_detached, arguments),
-                    _state(self._random_state),
-                    self._random_state.capture(),
-                )
-            )
+            generator, captured = _state(self._random_state), self._random_state.capture()
+            run.calls.append(_Call(block, forward, tree_map(_detached, arguments), generator, captured))
             with saved_tensors_hooks(run.pack, run.unpack):
                 outputs = forward(*args, **kwargs)
             self._returned = [weakref.ref(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
@@ -245,10 +220,20 @@ class _Run:
         def collect(tensor: Tensor) -> None:
             found.append(tensor.detach())
 
-        with torch.enable_grad(), self._precision, saved_tensors_hooks(collect, _never):
+        def attached(leaf: Any) -> Any:
+            if isinstance(leaf, _Previous):
+                return outputs[leaf.place]
+            return leaf.tensor.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, _Input) else leaf
+
+        def never(_nothing: None) -> Tensor:
+            raise AssertionError("the graph of a recomputation is not differentiated")
+
+        with torch.enable_grad(), self._precision, saved_tensors_hooks(collect, never):
             for call in self.calls:
-                _gather(call.block)
-                args, kwargs = tree_map(_attached(outputs), call.arguments)
+                for module in call.block.modules():
+                    if isinstance(module, FSDPModule):
+                        module.unshard()  # freed since; FSDP2 frees it again after the backward pass
+                args, kwargs = tree_map(attached, call.arguments)
                 with drawing_from(call.generator, self.random_state), self.random_state.recomputing(call.captured):
                     made = call.forward(*args, **kwargs)
                 outputs[:] = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
@@ -281,23 +266,3 @@ class _Input:
 
 def _detached(leaf: Any) -> Any:
     return _Input(leaf.detach(), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-def _attached(outputs: Sequence[Tensor]) -> Callable[[Any], Any]:
-    def attached(leaf: Any) -> Any:
-        if isinstance(leaf, _Previous):
-            return outputs[leaf.place]
-        return leaf.tensor.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, _Input) else leaf
-
-    return attached
-
-
-def _never(_nothing: None) -> Tensor:
-    raise AssertionError("the graph of a recomputation is not differentiated")
-
-
-def _gather(block: nn.Module) -> None:
-    """Gather a block's parameters, which FSDP2 has freed; it frees them again after the backward pass."""
-    for module in block.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()

@@ -17,21 +17,18 @@ from torch import Tensor, nn
 
 from lockstep.collectives import create_group
 from lockstep.errors import UsageError
+from lockstep.parallel.comm import all_gather_flat
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.tensor_blocks import with_backward
 from lockstep.torch_compat.normalizations import BatchNorm
 
 
 @dataclass
 class BatchNormRows(AroundMicroBatch):
-    """The modules whose statistics are those of a row.
+    """The modules whose statistics are those of a row."""
 
-    Attributes:
-        ranks: of a row.
-        group: of this rank's row.
-    """
-
-    ranks: int
-    group: dist.ProcessGroup
+    ranks: int  # of a row
+    group: dist.ProcessGroup  # of this rank's row
     _inside: bool = field(default=False, init=False)
     _real: bool = field(default=False, init=False)
 
@@ -45,12 +42,7 @@ class BatchNormRows(AroundMicroBatch):
         self._inside = False
 
     def forward(self, module: BatchNorm, inputs: Tensor) -> Tensor:
-        """Return a module's outputs, and update its running statistics as torch does.
-
-        Args:
-            module: one of the model's.
-            inputs: [samples, channels, …].
-        """
+        """Return a module's outputs for [samples, channels, …], and update its running statistics as torch does."""
         if not (self._inside and module.training):
             return type(module).forward(module, inputs)
         x = inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs
@@ -58,7 +50,7 @@ class BatchNormRows(AroundMicroBatch):
         count = x.new_full((1,), float(x.numel() // channels * self._real))
         mean = x.mean(dims)
         deviations = (x - _spread(mean, x)).square().sum(dims) * float(self._real)
-        table = _Gathered.apply(torch.cat([mean, deviations, count]), self.group, self.ranks)  # type: ignore[no-untyped-call]
+        table = with_backward(self._gather, self._pull_back, torch.cat([mean, deviations, count]))
         means, deviations, counts = table[:, :channels], table[:, channels:-1].sum(0), table[:, -1:].detach()
         total = counts.sum().clamp(min=1.0)
         mean = (counts * means).sum(0) / total
@@ -69,22 +61,17 @@ class BatchNormRows(AroundMicroBatch):
             outputs = outputs * _spread(module.weight, x) + _spread(module.bias, x)
         return outputs.to(inputs.dtype)
 
+    def _gather(self, mine: Tensor) -> Tensor:
+        """Return [numbers] of each rank as [ranks, numbers]."""
+        table = mine.new_empty(self.ranks * mine.numel())
+        all_gather_flat(table, mine.contiguous(), group=self.group)
+        return table.view(self.ranks, -1)
 
-class _Gathered(torch.autograd.Function):
-    """[numbers] of each rank → [ranks, numbers] on all; backward adds up what the ranks say of this one's."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
-        ctx.group = group
-        table = mine.new_empty(ranks * mine.numel())
-        dist.all_gather_into_tensor(table, mine.contiguous(), group=group)
-        return table.view(ranks, -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        whole = gradients[0].contiguous().clone()
-        dist.all_reduce(whole, group=ctx.group)
-        return whole[dist.get_rank(ctx.group)], None, None
+    def _pull_back(self, pull: Tensor) -> Tensor:
+        """Add up what the ranks say of this one's."""
+        whole = pull.contiguous().clone()
+        dist.all_reduce(whole, group=self.group)
+        return whole[dist.get_rank(self.group)]
 
 
 def _spread(values: Tensor, like: Tensor) -> Tensor:
@@ -105,19 +92,7 @@ def _update(module: BatchNorm, mean: Tensor, variance: Tensor) -> None:
 
 
 def apply_batch_norm_rows(model: nn.Module, samples: int | None, batch_size: int, ranks: int) -> BatchNormRows | None:
-    """Have batch normalisation cover rows of ranks; `lockstep.config.checks` has refused what is no row.
-
-    Args:
-        samples: of a row; None: every micro-batch is normalised alone.
-        batch_size: samples of a micro-batch.
-        ranks: data-parallel size; all ranks call it together.
-
-    Returns:
-        what has to be around each micro-batch; None where a row is one micro-batch.
-
-    Raises:
-        UsageError: a module computes more than batch normalisation, or there is none.
-    """
+    """Have batch normalisation cover rows of ranks, of so many samples; None where a row is one micro-batch."""
     in_row = 1 if samples is None else samples // batch_size
     if in_row == 1:
         return None

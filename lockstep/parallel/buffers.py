@@ -1,26 +1,16 @@
 """Buffers that a forward pass changes: running statistics of batch normalisation, and others.
 
-A running average depends on the order in which micro-batches update it. On several ranks each sees only its own, so
-replicas would diverge, and the average would depend on their number (1 rank × 4 micro-batches against 4 × 1 gives
-variances of 2.5 and 0.97); under activation checkpointing each micro-batch would count twice. So here
-
-- during a forward pass empty statistics replace the running ones, and collect what this micro-batch adds;
-- recomputed forward passes and zero-weight dummies write to statistics that nobody reads;
-- after the last backward pass the records of all ranks are gathered and replayed in the order of the micro-batches.
-
+A running average depends on the order in which micro-batches update it. So during a forward pass empty statistics
+replace the running ones and collect what this micro-batch adds (recomputed passes and dummies write to statistics that
+nobody reads), and after the last backward pass the records of all ranks are replayed in the order of the micro-batches.
 With n earlier calls, momentum m and a module called k times in a forward pass, one micro-batch changes the average r to
-(1 - m)^k r + c, where c is the result for an average of zero. Without momentum (cumulative average) it changes it to
-(n r + k c) / (n + k).
+(1 - m)^k r + c, where c is the result for an average of zero; without momentum (cumulative) to (n r + k c) / (n + k).
 
-The vectors of spectral normalisation follow from the weights alone: each forward pass makes one more power iteration,
-so their values would depend on how many micro-batches a rank runs. Here each micro-batch begins with the
-vectors that the step began with, and the step ends with one iteration made, as a plain loop over the whole batch does.
-
+The vectors of spectral normalisation make one power iteration in each forward pass. Here each micro-batch begins with
+those that the step began with, and the step ends with one iteration made, as a plain loop over the whole batch does.
 What a module counts over a step (`step_counts`, see `lockstep.models.protocol`) is added up over micro-batches and
-ranks, as integers, and handed to its `end_step`.
-
-Changes to any other buffer follow no known rule, so they can't be replayed: ranks take rank 0's after each step and a
-warning is logged, or the model is refused where the same bits are asked for.
+ranks, as integers, and handed to its `end_step`. Changes to any other buffer can't be replayed: ranks take rank 0's
+after each step, with a warning, or the model is refused where the same bits are asked for.
 """
 
 import logging
@@ -51,38 +41,8 @@ _NOTHING = nullcontext()  # one for all micro-batches: making it is a call
 _log = logging.getLogger("lockstep")
 
 
-def normalisations(model: nn.Module) -> dict[str, BatchNorm]:
-    """Return name → batch normalisation, of those that keep running statistics."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, BatchNorm) and module.track_running_stats and module.running_mean is not None
-    }
-
-
-def spectral_vectors(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the buffers of spectral normalisations, old and new: the module, and the buffer's name there."""
-    found: list[tuple[nn.Module, str]] = []
-    for module in model.modules():
-        if isinstance(module, SpectralNormParametrization):
-            found += [(module, name) for name, _ in module.named_buffers(recurse=False)]
-        for hook in forward_pre_hooks(module):
-            if isinstance(hook, SpectralNorm):
-                found += [(module, f"{hook.name}_u"), (module, f"{hook.name}_v")]
-    return found
-
-
-def counting_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that count over a step."""
-    return [m for m in model.modules() if _COUNTS in dict(m.named_buffers(recurse=False)) and hasattr(m, "end_step")]
-
-
 def refuse_synchronised(model: nn.Module) -> None:
-    """Refuse statistics that mix the samples of all ranks.
-
-    Raises:
-        UsageError: there is a `SyncBatchNorm`.
-    """
+    """Refuse a `SyncBatchNorm`, whose statistics mix the samples of all ranks."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise UsageError(
@@ -95,21 +55,13 @@ def refuse_synchronised(model: nn.Module) -> None:
 
 @dataclass
 class RunningBuffers(AroundMicroBatch):
-    """Records what forward passes do to buffers, and replays it once a step.
+    """Records what forward passes do to buffers, and replays it once a step."""
 
-    Args:
-        model: whose buffers, on this rank; all of its forward pass runs here.
-        ranks: how many ranks hold the same model.
-        group: of these ranks; None for the default group.
-        reproducible: refuse buffers whose changes can't be replayed.
-        row: ranks that have the same statistics (`lockstep.parallel.batch_norm`), of which the first records them.
-    """
-
-    model: nn.Module
-    ranks: int = 1
-    group: dist.ProcessGroup | None = None
-    reproducible: bool = False
-    row: int = 1
+    model: nn.Module  # whose buffers, on this rank; all of its forward pass runs here
+    ranks: int = 1  # how many ranks hold the same model
+    group: dist.ProcessGroup | None = None  # of these ranks; None for the default group
+    reproducible: bool = False  # refuse buffers whose changes can't be replayed
+    row: int = 1  # ranks that have the same statistics, of which the first records them
     _norms: dict[str, BatchNorm] = field(init=False)
     _vectors: list[tuple[nn.Module, str]] = field(init=False)  # of spectral normalisation: module, and name there
     _iterated: list[Tensor] = field(default_factory=list)  # the vectors after a micro-batch of this step
@@ -125,9 +77,20 @@ class RunningBuffers(AroundMicroBatch):
     _open: AbstractContextManager[None] = _NOTHING  # around the micro-batch that runs
 
     def __post_init__(self) -> None:
-        self._norms = normalisations(self.model)
-        self._vectors = spectral_vectors(self.model)
-        self._counting = counting_modules(self.model)
+        self._norms = {
+            name: module
+            for name, module in self.model.named_modules()
+            if isinstance(module, BatchNorm) and module.track_running_stats and module.running_mean is not None
+        }
+        self._vectors, self._counting = [], []
+        for module in self.model.modules():
+            if isinstance(module, SpectralNormParametrization):
+                self._vectors += [(module, name) for name, _ in module.named_buffers(recurse=False)]
+            for hook in forward_pre_hooks(module):
+                if isinstance(hook, SpectralNorm):  # the old one
+                    self._vectors += [(module, f"{hook.name}_u"), (module, f"{hook.name}_v")]
+            if _COUNTS in dict(module.named_buffers(recurse=False)) and hasattr(module, "end_step"):
+                self._counting.append(module)
         known = {(id(module), name) for module, name in self._vectors} | {(id(m), _COUNTS) for m in self._counting}
         self._others = {
             f"{path}.{name}" if path else name: (module, name)
@@ -138,7 +101,6 @@ class RunningBuffers(AroundMicroBatch):
 
     @property
     def any(self) -> bool:
-        """Return whether the model has buffers that a forward pass may change."""
         return bool(self._norms or self._others or self._vectors or self._counting)
 
     def before(self, run: MicroBatchPass) -> None:
@@ -190,30 +152,22 @@ class RunningBuffers(AroundMicroBatch):
 
     @torch.no_grad()
     def finish_step(self, micro_batches_per_step: int) -> None:
-        """Bring the buffers to what the step makes of them; every rank calls it after its last backward pass.
-
-        Args:
-            micro_batches_per_step: micro-batches in the step, over all ranks.
-        """
+        """Bring the buffers to what the step makes of them; every rank calls it after its last backward pass."""
         if (active := self._active()) and (self.ranks > 1 or self._records):
             _replay(active, self._gathered(micro_batches_per_step, active))
             self._records.clear()
         for (module, name), iterated in zip(self._vectors, self._iterated, strict=True) if self._iterated else ():
             getattr(module, name).copy_(iterated)
         if self._counting:
-            self._end_counts()
+            none = [torch.zeros_like(module.get_buffer(_COUNTS)) for module in self._counting]
+            counts = torch.cat(none) if self._counts is None else self._counts  # None: this rank ran a dummy alone
+            self._counts = None
+            if self.ranks > 1:
+                dist.all_reduce(counts, group=self.group)
+            for module, part in zip(self._counting, torch.split(counts, [each.numel() for each in none]), strict=True):
+                module.end_step(part)  # type: ignore[operator]
         if self._others:
             self._synchronize_others()
-
-    def _end_counts(self) -> None:
-        sizes = [module.get_buffer(_COUNTS).numel() for module in self._counting]
-        counts, self._counts = self._counts, None
-        if counts is None:  # this rank ran a dummy alone
-            counts = torch.cat([torch.zeros_like(module.get_buffer(_COUNTS)) for module in self._counting])
-        if self.ranks > 1:
-            dist.all_reduce(counts, group=self.group)
-        for module, part in zip(self._counting, torch.split(counts, sizes), strict=True):
-            module.end_step(part)  # type: ignore[operator]
 
     def _active(self) -> list[BatchNorm]:
         """Return those that update their averages; frozen ones, in evaluation mode, do not."""
@@ -224,7 +178,7 @@ class RunningBuffers(AroundMicroBatch):
         if self.ranks == 1:
             return torch.stack([self._records[index] for index in sorted(self._records)])
         rows = -(-micro_batches_per_step // self.ranks)
-        width, device = _width(active)
+        width, device = sum(2 * module.num_features + 1 for module in active), _averages(active[0])[0].device
         mine = torch.zeros(rows, width + 1, dtype=torch.float64, device=device)  # the last column: micro-batch + 1
         for row, (index, record) in enumerate(self._records.items()):
             mine[row, :-1], mine[row, -1] = record, index + 1
@@ -237,14 +191,13 @@ class RunningBuffers(AroundMicroBatch):
         """Find the other buffers that change, after the first step; broadcast rank 0's after each step."""
         if self._changing is None:
             names = list(self._others)
+            flags = torch.tensor([name in self._changed for name in names], dtype=torch.int32)
             if self.ranks > 1:
-                flags = torch.tensor([name in self._changed for name in names], dtype=torch.int32)
                 flags = flags.to(self._other(names[0]).device)
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-                self._changing = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
-            else:
-                self._changing = [name for name in names if name in self._changed]
-            self._report(self._changing)
+            self._changing = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+            if self._changing:
+                self._report(self._changing)
         if self._changing and self.ranks > 1:
             source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
             for name in self._changing:
@@ -253,16 +206,13 @@ class RunningBuffers(AroundMicroBatch):
     def _other(self, name: str) -> Tensor:
         """Return the buffer that is registered now: a forward pass may replace it."""
         module, own = self._others[name]
-        buffer: Tensor = getattr(module, own)
-        return buffer
+        return getattr(module, own)  # type: ignore[no-any-return]
 
     def _versions_now(self) -> dict[str, tuple[int, int]]:
         buffers = {name: self._other(name) for name in self._others}
         return {name: (id(buffer), version_of(buffer)) for name, buffer in buffers.items()}
 
     def _report(self, names: list[str]) -> None:
-        if not names:
-            return
         why = "how it changes is the model's own, so it depends on which micro-batches a rank runs"
         if self.reproducible:
             raise UsageError(
@@ -284,10 +234,6 @@ def _averages(module: BatchNorm) -> tuple[Tensor, Tensor]:
     assert mean is not None
     assert variance is not None
     return mean, variance
-
-
-def _width(modules: list[BatchNorm]) -> tuple[int, torch.device]:
-    return sum(2 * module.num_features + 1 for module in modules), _averages(modules[0])[0].device
 
 
 def _flat(modules: list[BatchNorm]) -> Tensor:

@@ -29,14 +29,10 @@ def compiled_blocks(parts: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 class ColdStart(AroundMicroBatch):
-    """Measures how much longer a step's first micro-batch takes than its second, which needs nothing compiled.
+    """Logs how much longer a step's first micro-batch takes than its second, which needs nothing compiled."""
 
-    Args:
-        later_log_lines: receives a line with the time.
-    """
-
-    def __init__(self, num_blocks: int, later_log_lines: list[str]) -> None:
-        self._num_blocks, self._log_lines = num_blocks, later_log_lines
+    def __init__(self, num_blocks: int, log_lines: list[str]) -> None:
+        self._num_blocks, self._log_lines = num_blocks, log_lines
         self._seconds: list[float] = []
         self._begin = 0.0
 

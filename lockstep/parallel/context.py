@@ -3,18 +3,14 @@
 Sequences are cut into chunks, two for each rank. A rank has one from the front and one from the back, as causal
 attention needs more work the later its queries are: of eight chunks, four ranks have 0 7, 1 6, 2 5 and 3 4. Positions
 meet in attention only (`lockstep.parallel.context_attention`). A rank's gradients of parameters are those of its
-positions, and are summed over the axis after the last backward pass of a step.
-
-A model says with `context_plan() -> {"input_ids": 1, "targets": 1}` along which dim the parts of a batch are cut, and
-that it computes each position by itself but in its `Attend` modules, or others of `lockstep.models.attention`. What
-the plan does not name, such as the numbers of documents, stays whole on every rank.
+positions, and are summed over the axis after the last backward pass of a step. A model's `context_plan()` says along
+which dim the parts of a batch are cut; what it does not name stays whole on every rank.
 
 Under `reproducible` sequences are cut into `context_blocks` chunks on any number of ranks, also on one, and each layer
 runs chunk by chunk: what several chunks add up to (gradients of parameters, of keys and values; losses) is summed as
-one tree over the chunks, in the order above. So each layer's backward pass sums its parameters' gradients over ranks.
-A module that does more than a product of each position names its products: `products = {"method": "parameter"}`, for
-methods (x [B, T, …], …, parameter), where the parameter may be a module of parameters, or, with `to_lend() -> {name:
-tensor}`, of what stands for them.
+one tree over the chunks, in the order above. A module that does more than a product of each position names its
+products: `products = {"method": "parameter"}`, for methods (x [B, T, …], …, parameter), where the parameter may be a
+module of parameters, or, with `to_lend() -> {name: tensor}`, of what stands for them.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,26 +39,17 @@ from lockstep.torch_compat.pytree import tree_map
 
 
 def context_of(model: nn.Module, layout: Layout, config: StepConfig, mesh: DeviceMesh | None) -> Context | None:
-    """Return how the sequences of a model are cut over the axis `context`; None if they stay whole.
-
-    Raises:
-        UsageError: the model does not say that they can be.
-    """
-    blocks = config.distributed.context_blocks if config.distributed.reproducible else 1
-    if layout.context == 1 and blocks == 1:
+    """Return how the sequences of a model are cut over the axis `context`; None if they stay whole."""
+    blocks = config.distributed.context_blocks if config.distributed.reproducible else None
+    if layout.context == 1 and blocks in (None, 1):
         return None
     plan_of(model)
     group = mesh["context"].get_group() if mesh is not None and layout.context > 1 else None
-    exact = config.distributed.reproducible
-    return Context(group, blocks if exact else None, config.distributed.context_method)
+    return Context(group, blocks, config.distributed.context_method)
 
 
 def apply_context(model: nn.Module, context: Context) -> None:
-    """Let a model, whose layers are cut already, run on parts of sequences.
-
-    Raises:
-        UsageError: a layer of it can't.
-    """
+    """Let a model, whose layers are cut already, run on parts of sequences."""
     lent = {name for names in shared_parameters_of(model).values() for name in names.values()}
     ways: dict[type[nn.Module], Callable[[Any, Context], None]] = {
         Attend: cut_attention, nn.Dropout: _dropout, SequenceBernoulli: _bernoulli, SequenceMean: _mean,
@@ -77,11 +64,7 @@ def apply_context(model: nn.Module, context: Context) -> None:
 
 
 def plan_of(model: nn.Module) -> dict[str, int]:
-    """Return name of a batch's part → the dim of its sequence.
-
-    Raises:
-        UsageError: the model has no plan, or no module that attends.
-    """
+    """Return name of a batch's part → the dim of its sequence, of a model that has a plan and a module that attends."""
     own = offered(model, "context_plan")
     plan: dict[str, int] = {} if own is None else own()
     if plan and any(isinstance(module, Attend) for module in model.modules()):
@@ -123,8 +106,7 @@ def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int
         return context.total(torch.stack(losses))
 
     def whole(outputs: Any) -> Any:
-        return tree_map(lambda part: context.gathered(part) if isinstance(part, Tensor) and part.ndim > 1 else part,
-                        outputs)  # fmt: skip
+        return tree_map(lambda x: context.gathered(x) if isinstance(x, Tensor) and x.ndim > 1 else x, outputs)
 
     return replace(objective, inputs=lambda batch: objective.inputs(cut(batch)), loss=loss, whole=whole)
 
@@ -202,23 +184,21 @@ def _by_chunks(name: str, module: nn.Module, context: Context, lent: set[str]) -
 
     Returns:
         the modules that are handed to the layer's products.
-
-    Raises:
-        UsageError: the layer may do more than a product of each position.
     """
     products = getattr(module, "products", {"product": "weight"} if hasattr(module, "product") else {})
     own = {each for each, _ in module.named_parameters(name, recurse=False)}
+    # Hugging Face families define their norms for themselves.
+    norm = type(module).__name__.endswith("RMSNorm") and [name for name, _ in module.named_parameters()] == ["weight"]
     if products:
         for method in products:
             _product_by_chunks(module, method, context)
         own -= {f"{name}.{each}".lstrip(".") for each in products.values()}
-    elif isinstance(module, nn.Linear | nn.Embedding | nn.RMSNorm | nn.LayerNorm) or _is_rms_norm(module):
+    elif isinstance(module, nn.Linear | nn.Embedding | nn.RMSNorm | nn.LayerNorm) or norm:
         _layer_by_chunks(module, context)
         return set()
     if own <= lent:
-        return {
-            getattr(module, each) for each in products.values() if isinstance(getattr(module, each, None), nn.Module)
-        }
+        handed = (getattr(module, each, None) for each in products.values())
+        return {each for each in handed if isinstance(each, nn.Module)}
     raise UsageError(
         f"{name or 'the model'}, a {type(module).__name__}, owns parameters, and can't run chunk by chunk",
         where="distributed.context_blocks",
@@ -226,11 +206,6 @@ def _by_chunks(name: str, module: nn.Module, context: Context, lent: set[str]) -
         fix="put its parameters into nn.Linear, nn.Embedding, nn.RMSNorm or nn.LayerNorm, or give it "
         "product(x, weight), which its forward pass calls; or write reproducible: false",
     )
-
-
-def _is_rms_norm(module: nn.Module) -> bool:
-    """Return whether a module is one of the norms that Hugging Face families define for themselves."""
-    return type(module).__name__.endswith("RMSNorm") and [name for name, _ in module.named_parameters()] == ["weight"]
 
 
 def _product_by_chunks(module: nn.Module, method: str, context: Context) -> None:

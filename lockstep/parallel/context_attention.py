@@ -10,6 +10,8 @@ tree over the chunks of queries. Heads are independent of each other.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -20,17 +22,14 @@ from torch import Tensor
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend
 from lockstep.parallel.context_chunks import Context
+from lockstep.parallel.tensor_blocks import with_backward
 
 _POSITIONS = 2  # the dim of queries, keys and values along which positions lie
 _TILE = 128  # queries that are scored at a time in a ring
 
 
 def cut_attention(module: Attend, context: Context) -> None:
-    """Let an `Attend` run on this rank's part of sequences.
-
-    Raises:
-        UsageError: it attends in a way that the method can't compute.
-    """
+    """Let an `Attend` run on this rank's part of sequences."""
     if context.method == "ring" and type(module).run is not Attend.run:
         raise UsageError(
             f"context_method: ring can't compute {type(module).__name__}",
@@ -51,15 +50,25 @@ def cut_attention(module: Attend, context: Context) -> None:
         if context.group is None or context.method == "gathered":
             return _gathered(self, q, k, v, documents, context)
         if context.method == "ring":
-            return _ring_attention(q, k, v, documents, context, causal=self.causal)
-        _check_heads(q, k, self.heads_dim, context.ranks)
-        q, k, v = (_to_heads(each, self.heads_dim, context) for each in (q, k, v))
+            return _Ring.apply(q, k, v, documents, context, self.causal)  # type: ignore[no-untyped-call,no-any-return]
+        dim, ranks = self.heads_dim, context.ranks
+        if q.shape[dim] % ranks or k.shape[dim] % ranks:
+            raise UsageError(
+                f"{q.shape[dim]} heads of queries and {k.shape[dim]} of keys and values can't be exchanged between "
+                f"{ranks} ranks along the axis context",
+                where="distributed.context_method",
+                why="each rank gets whole heads",
+                fix="write context_method: gathered, or a context_size that divides both numbers",
+            )
+        to_heads, to_positions = (partial(_exchanged, given=given, taken=taken, context=context)
+                                  for given, taken in ((dim, _POSITIONS), (_POSITIONS, dim)))  # fmt: skip
+        q, k, v = (with_backward(to_heads, to_positions, each) for each in (q, k, v))
         if context.blocks is not None:
             attended = _gathered(self, q, k, v, documents, alone)
         else:
             q, k, v = (context.in_order(each, _POSITIONS) for each in (q, k, v))
             attended = context.dealt(self.run(q, k, v, 0, documents), _POSITIONS)
-        return _to_positions(attended, self.heads_dim, context)
+        return with_backward(to_positions, to_heads, attended)
 
     module.positions = MethodType(positions, module)  # type: ignore[method-assign]
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
@@ -77,41 +86,8 @@ def _gathered(attend: Attend, q: Tensor, k: Tensor, v: Tensor, documents: Tensor
     return torch.cat(attended, _POSITIONS)
 
 
-def _check_heads(q: Tensor, k: Tensor, dim: int, ranks: int) -> None:
-    if q.shape[dim] % ranks or k.shape[dim] % ranks:
-        raise UsageError(
-            f"{q.shape[dim]} heads of queries and {k.shape[dim]} of keys and values can't be exchanged between {ranks} "
-            "ranks along the axis context",
-            where="distributed.context_method",
-            why="each rank gets whole heads",
-            fix="write context_method: gathered, or a context_size that divides both numbers",
-        )
-
-
-def _to_heads(x: Tensor, heads_dim: int, context: Context) -> Tensor:
-    """Return the whole sequence of this rank's heads for a part of the sequence of all heads."""
-    return _ExchangeHeads.apply(x, heads_dim, _POSITIONS, context)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _to_positions(x: Tensor, heads_dim: int, context: Context) -> Tensor:
-    """Return this rank's part of the sequence of all heads for the whole sequence of some."""
-    return _ExchangeHeads.apply(x, _POSITIONS, heads_dim, context)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class _ExchangeHeads(torch.autograd.Function):
-    """Parts along one dim, given away to all ranks, for all ranks' parts along another."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, given: int, taken: int, context: Context) -> Tensor:
-        ctx.given, ctx.taken, ctx.context = given, taken, context
-        return _exchanged(x, given, taken, context)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradients[0], ctx.taken, ctx.given, ctx.context), None, None, None
-
-
 def _exchanged(x: Tensor, given: int, taken: int, context: Context) -> Tensor:
+    """Give parts along one dim away to all ranks, for all ranks' parts along another."""
     parts = torch.stack(x.chunk(context.ranks, given))
     theirs = torch.empty_like(parts)
     context.count_sent(parts)
@@ -119,29 +95,13 @@ def _exchanged(x: Tensor, given: int, taken: int, context: Context) -> Tensor:
     return torch.cat(theirs.unbind(), taken)
 
 
-def _ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, context: Context, *, causal: bool
-) -> Tensor:  # fmt: skip
-    """Attend with q, k and v of this rank's positions, and the documents of all.
-
-    Keys and values travel from rank to rank, and no rank ever has all of them. A rank attends to one rank's keys and
-    values after the other, and merges the results by their log-sum-exp (Milakov and Gimelshein 2018, arXiv:1805.02867).
-    The backward pass sends them around once more, with the gradients that add up on the way. Scores exist for a tile of
-    queries and one chunk of keys at a time. The order of summation depends on the rank.
-    """
-    return _Ring.apply(q, k, v, documents, context, causal)  # type: ignore[no-untyped-call,no-any-return]
-
-
+@dataclass(eq=False)
 class _Tile:
-    """A tile of queries and a chunk of keys, and which of them see each other.
+    """A tile of queries and a chunk of keys, and which of them see each other."""
 
-    Args:
-        rows, keys: places among this rank's queries, and among the keys that are here.
-        mask: broadcast to [B, Hk, G, rows, keys]; None: all.
-    """
-
-    def __init__(self, rows: slice, keys: slice, mask: Tensor | None) -> None:
-        self.rows, self.keys, self.mask = rows, keys, mask
+    rows: slice  # of this rank's queries
+    keys: slice  # of the keys that are here
+    mask: Tensor | None  # broadcast to [B, Hk, G, rows, keys]; None: all
 
     def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         """Return float32 [B, Hk, G, rows, keys] for q [B, Hk, G, t, D] and k [B, Hk, t, D]."""
@@ -178,6 +138,14 @@ def _tiles(
 
 
 class _Ring(torch.autograd.Function):
+    """Attention with q, k and v of this rank's positions, and the documents of all.
+
+    Keys and values travel from rank to rank, and no rank ever has all of them. A rank attends to one rank's keys and
+    values after the other, and merges the results by their log-sum-exp (Milakov and Gimelshein 2018, arXiv:1805.02867).
+    The backward pass sends them around once more, with the gradients that add up on the way. Scores exist for a tile of
+    queries and one chunk of keys at a time. The order of summation depends on the rank.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, context: Context, causal: bool
@@ -239,13 +207,10 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 
 def _pass_on(x: Tensor, context: Context) -> Tensor:
     """Send a tensor to the next rank, and return the one of the rank before."""
-    given, taken = ([x.numel() if rank == peer else 0 for rank in range(context.ranks)] for peer in _peers(context))
+    peers = (context.rank + 1) % context.ranks, (context.rank - 1) % context.ranks
+    given, taken = ([x.numel() if rank == peer else 0 for rank in range(context.ranks)] for peer in peers)
     theirs = torch.empty_like(x, memory_format=torch.contiguous_format)
     if context.on_send is not None:
         context.on_send(x.numel() * x.element_size())
     dist.all_to_all_single(theirs.view(-1), x.contiguous().view(-1), taken, given, group=context.group)
     return theirs
-
-
-def _peers(context: Context) -> tuple[int, int]:
-    return (context.rank + 1) % context.ranks, (context.rank - 1) % context.ranks

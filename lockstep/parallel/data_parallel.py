@@ -82,14 +82,7 @@ def num_gpus(device: torch.device) -> int:
 
 
 def apply_dp(model: nn.Module, config: StepConfig, random_state: RandomState, log_lines: list[str]) -> nn.Module:
-    """Wrap a model that is on the first GPU; on the CPU or one GPU return the model itself, and log it.
-
-    Args:
-        log_lines: receives lines to log at start.
-
-    Raises:
-        UsageError: something replaces the `forward` of blocks, which copies of the model would share.
-    """
+    """Wrap a model that is on the first GPU; on the CPU or one GPU return the model itself, and log it."""
     gpus = num_gpus(random_state.device)
     if gpus == 1:
         where = "one GPU" if random_state.device.type != "cpu" else "the CPU"
@@ -108,8 +101,15 @@ def apply_dp(model: nn.Module, config: StepConfig, random_state: RandomState, lo
         f"dp: {gpus} GPUs share out each micro-batch, driven by one process; ddp is faster. What the model draws at "
         "random differs from other strategies"
     )
+
+    def seed_all(_module: nn.Module, _args: Any) -> None:
+        at = (random_state.seed, random_state.phase, random_state.step, random_state.micro_batch)
+        for index in range(gpus):
+            generator = default_generator(torch.device(random_state.device.type, index))
+            generator.manual_seed(derive_key(*at, "dp", index))
+
     wrapped = nn.DataParallel(model)
-    wrapped.register_forward_pre_hook(lambda _module, _args: _seed_all(random_state, gpus))
+    wrapped.register_forward_pre_hook(seed_all)
     return wrapped
 
 
@@ -118,9 +118,6 @@ def refuse_mean_losses(model: nn.Module, objective: Objective, gpus: int) -> Non
 
     The number of targets in a part's mean is unknown: parts run in threads at once, so it can't be observed, and
     `count(batch)` counts the whole micro-batch. Sums of parts add up.
-
-    Raises:
-        UsageError: several GPUs share out each micro-batch.
     """
     in_forward = (objective.in_outputs and objective.is_mean) or getattr(model, "averages_in_forward", False)
     if gpus > 1 and in_forward:
@@ -142,11 +139,3 @@ def over_parts(objective: Objective) -> Objective:
         return objective.loss(outputs, batch).sum()
 
     return replace(objective, loss=loss)
-
-
-def _seed_all(random_state: RandomState, gpus: int) -> None:
-    for index in range(gpus):
-        key = derive_key(
-            random_state.seed, random_state.phase, random_state.step, random_state.micro_batch, "dp", index
-        )
-        default_generator(torch.device(random_state.device.type, index)).manual_seed(key)

@@ -37,28 +37,54 @@ _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.
 _BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
 
 
-class DDP(Strategy):
-    """A replica on every rank; its gradients are reduced by DDP, by a compression, or up the tree."""
+class Replicas(Strategy):
+    """A replica on every rank, whose gradients torch's DistributedDataParallel reduces in buckets."""
 
-    topologies = {"ddp": ("replicate",)}
     reduces_by_ddp = True
-    shares_batches = True
-    places_experts = True
-    runs_rows = True
 
     def contradictions(
         self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
     ) -> Iterator[Contradiction]:
-        yield from torch_contradictions(layout)
-
-    def layouts_to_plan(self, model: ModelSize, config: StepConfig, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
-        if cluster.num_gpus > 1:
-            yield {STRATEGIES.where: self.name}
+        level = dist.get_debug_level()  # type: ignore[attr-defined]  # torch's stubs lack it
+        several = layout is not None and layout.world_size > 1
+        if several and torch.__version__.startswith("2.13.") and level.name == "DETAIL":
+            yield Contradiction(
+                ("distributed.debug: detail",),
+                "torch 2.13 dies of a segmentation fault in DistributedDataParallel under "
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL",
+                "write debug: info; or strategy: fsdp with fsdp.sharding_strategy: no_shard, which replicates as well",
+            )
 
     def step_time(
         self, pieces: Pieces, config: StepConfig, layout: Layout, cluster: GpuCluster, micro_batches: int
     ) -> StepTime:
-        return bucketed_step_time(pieces, config, layout, cluster, micro_batches)
+        whole, ddp = pieces.parameter_bytes, config.distributed.ddp
+        sizes = {"fp16": whole / 2, "bf16": whole / 2, "powersgd": pieces.low_rank_bytes}
+        sent, bucket = sizes.get(ddp.compression.kind, whole), ddp.bucket_cap_mb * 2**20
+        return replicated_step(pieces, layout, cluster, micro_batches, sent=sent, bucket_bytes=bucket)
+
+    def rehearse(self, placement: PlacementContext) -> ParallelModel:
+        assert placement.dry_run is not None
+        placement.materialise()
+        with placement.without_experts():
+            reducer = placement.dry_run.reducer(placement.model, placement.config.distributed.ddp)
+        applied = AppliedStrategy(
+            shared_out(assign_contiguous, placement), gradient_sync=reducer, multiplier=float(placement.ranks)
+        )
+        return placed_in_order(placement, applied)
+
+
+class DDP(Replicas):
+    """Replicas whose gradients are reduced by DDP, by a compression, or up the tree."""
+
+    topologies = {"ddp": ("replicate",)}
+    shares_batches = True
+    places_experts = True
+    runs_rows = True
+
+    def layouts_to_plan(self, model: ModelSize, config: StepConfig, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
+        if cluster.num_gpus > 1:
+            yield {STRATEGIES.where: self.name}
 
     def place(self, placement: PlacementContext) -> ParallelModel:
         p, mesh = placement, placement.mesh
@@ -84,52 +110,11 @@ class DDP(Strategy):
         )
         return placed_in_order(p, applied)
 
-    def rehearse(self, placement: PlacementContext) -> ParallelModel:
-        return rehearse_replicas(placement)
-
-
-def rehearse_replicas(placement: PlacementContext) -> ParallelModel:
-    """Place a model without values whose gradients DDP is to reduce."""
-    assert placement.dry_run is not None
-    placement.materialise()
-    with placement.without_experts():
-        reducer = placement.dry_run.reducer(placement.model, placement.config.distributed.ddp)
-    applied = AppliedStrategy(
-        shared_out(assign_contiguous, placement), gradient_sync=reducer, multiplier=float(placement.ranks)
-    )
-    return placed_in_order(placement, applied)
-
-
-def bucketed_step_time(
-    pieces: Pieces, config: StepConfig, layout: Layout, cluster: GpuCluster, micro_batches: int
-) -> StepTime:
-    """Return the time of a step in which DDP reduces gradients in buckets, compressed if the config says so."""
-    whole, ddp = pieces.parameter_bytes, config.distributed.ddp
-    sent = {"fp16": whole / 2, "bf16": whole / 2, "powersgd": pieces.low_rank_bytes}.get(ddp.compression.kind, whole)
-    bucket = ddp.bucket_cap_mb * 2**20
-    return replicated_step(pieces, layout, cluster, micro_batches, sent=sent, bucket_bytes=bucket)
-
-
-def torch_contradictions(layout: Layout | None) -> Iterator[Contradiction]:
-    """Yield what DistributedDataParallel of this torch can't do on several ranks."""
-    level = dist.get_debug_level()  # type: ignore[attr-defined]  # torch's stubs lack it
-    several = layout is not None and layout.world_size > 1
-    if several and torch.__version__.startswith("2.13.") and level.name == "DETAIL":
-        yield Contradiction(
-            ("distributed.debug: detail",),
-            "torch 2.13 dies of a segmentation fault in DistributedDataParallel under TORCH_DISTRIBUTED_DEBUG=DETAIL",
-            "write debug: info; or strategy: fsdp with fsdp.sharding_strategy: no_shard, which replicates as well",
-        )
-
 
 def apply_ddp(
     model: nn.Module, mesh: DeviceMesh, config: DDPConfig, hook: Hook | None = None
 ) -> DistributedDataParallel:
-    """Wrap a whole model, its values already equal on all ranks, for the replicate axis of `mesh`.
-
-    Args:
-        hook: replaces DDP's own reduction.
-    """
+    """Wrap a whole model, its values already equal on all ranks; `hook` replaces DDP's own reduction."""
     device = next(model.parameters()).device
     settings: dict[str, Any] = {"device_ids": [device.index]} if device.type != "cpu" else {}
     wrapped = DistributedDataParallel(
@@ -175,16 +160,14 @@ class DDPSync(AroundMicroBatch):
         try:
             check_all_sent(model)
         except RuntimeError as error:
-            raise _unreduced(str(error), self._names) from None
-
-
-def _unreduced(message: str, names: list[str]) -> RunError:
-    numbers = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", message)
-    if numbers is None:
-        return RunError("DDP did not finish reducing the gradients", why=message.splitlines()[0])
-    missing = [names[int(number)] for number in re.findall(r"\d+", numbers[1])]
-    return RunError(
-        f"{len(missing)} parameter(s) got no gradient in the last micro-batch of the step: {listed(missing, 8)}",
-        why="the loss does not depend on them, so DDP waits for their gradients in vain",
-        fix="set distributed.ddp.find_unused_parameters: true, or freeze them (requires_grad_(False))",
-    )
+            numbers = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", str(error))
+            if numbers is None:
+                why = str(error).splitlines()[0]
+                raise RunError("DDP did not finish reducing the gradients", why=why) from None
+            missing = [self._names[int(number)] for number in re.findall(r"\d+", numbers[1])]
+            raise RunError(
+                f"{len(missing)} parameter(s) got no gradient in the last micro-batch of the step: "
+                f"{listed(missing, 8)}",
+                why="the loss does not depend on them, so DDP waits for their gradients in vain",
+                fix="set distributed.ddp.find_unused_parameters: true, or freeze them (requires_grad_(False))",
+            ) from None

@@ -2,21 +2,17 @@
 
 DiLoCo (Douillard et al. 2023, arXiv:2311.08105): each worker takes H inner steps with the run's optimizer on its own
 part of every global batch; the mean over workers of what they changed, θ − θ_w, is an outer gradient, along which a
-step of SGD with Nesterov's momentum (0.9, learning rate 0.7) takes the common parameters θ; all workers go on from
-there, each with its own optimizer state. With momentum 0 and learning rate 1 it is local SGD (Stich 2018,
-arXiv:1805.09767). Fragments (Douillard et al. 2025, arXiv:2501.18512) are exchanged at different steps, H apart each.
+step of SGD with Nesterov's momentum takes the common parameters θ; all workers go on from there, each with its own
+optimizer state. With momentum 0 and learning rate 1 it is local SGD (Stich 2018, arXiv:1805.09767). Fragments
+(Douillard et al. 2025, arXiv:2501.18512) are exchanged at different steps, H apart each. W workers in one process,
+which runs them in turn, take the same steps as W workers on W ranks.
 
-Which micro-batches a worker runs, what it draws and when it synchronizes follow from the config, the seed and the
-step, never from the number of ranks: W workers in one process, which runs them in turn, take the same steps as W
-workers on W ranks.
-
-Assumes parameters of one floating type. Memory beyond a plain replica: the common parameters and the momentum; under
-int8 and int4 the rounding errors; and for each further worker on a rank all that a worker has.
+Memory beyond a plain replica: the common parameters and the momentum; under int8 and int4 the rounding errors; and for
+each further worker on a rank all that a worker has.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from lockstep.config import DiLoCoConfig, DistributedConfig, StepConfig
@@ -110,19 +106,31 @@ class DiLoCo(Strategy):
         return self
 
     def place(self, placement: PlacementContext) -> ParallelModel:
-        p = placement
-        p.materialise()
-        # A worker sees its own micro-batches only.
-        placed = placed_in_order(p, AppliedStrategy(partial(_assigned, *_worker_numbers(p)), statistics_over=1))
-        _add_workers(p, placed)
+        """Let the workers of this rank train a placed model."""
+        p, config = placement, placement.config.distributed.diloco
+        placed = self.rehearse(p)
+        mine, total = _worker_numbers(p)
+        assert placed.micro_step is not None
+        group = p.mesh["replicate"].get_group() if p.mesh is not None else None
+        all_reduce = QuantizedAllReduce(config.send_as, group)
+        workers = LocalWorkers(placed, placed.micro_step, mine, total, config, all_reduce)
+        placed.local_training = workers
+        placed.forward_backward, placed.micro_step = workers.forward_backward, workers.micro_step
+        placed.evaluate, placed.forward = workers.on_common(placed.evaluate), workers.on_common(placed.forward)
+        placed.buffers = workers.buffers
+        placed.log_lines += _log_lines(config, total, p.ranks, placed)
         return placed
 
     def rehearse(self, placement: PlacementContext) -> ParallelModel:
         """Place a replica alone: what workers keep besides is `further_state`."""
+        mine, total = _worker_numbers(placement)
+
+        def assign(micro_batches: int) -> list[tuple[int, bool]]:
+            return [each for number in mine for each in assign_contiguous(micro_batches, number, total)]
+
         placement.materialise()
-        return placed_in_order(
-            placement, AppliedStrategy(partial(_assigned, *_worker_numbers(placement)), statistics_over=1)
-        )
+        # A worker sees its own micro-batches only.
+        return placed_in_order(placement, AppliedStrategy(assign, statistics_over=1))
 
 
 def _worker_numbers(p: PlacementContext) -> tuple[range, int]:
@@ -130,24 +138,6 @@ def _worker_numbers(p: PlacementContext) -> tuple[range, int]:
     total = p.layout.workers or p.ranks
     each = total // p.ranks
     return range(p.rank * each, (p.rank + 1) * each), total
-
-
-def _assigned(mine: range, total: int, micro_batches: int) -> list[tuple[int, bool]]:
-    return [assigned for number in mine for assigned in assign_contiguous(micro_batches, number, total)]
-
-
-def _add_workers(p: PlacementContext, placed: ParallelModel) -> None:
-    """Let the workers of this rank train a placed model."""
-    mine, total = _worker_numbers(p)
-    assert placed.micro_step is not None
-    config = p.config.distributed.diloco
-    all_reduce = QuantizedAllReduce(config.send_as, p.mesh["replicate"].get_group() if p.mesh is not None else None)
-    workers = LocalWorkers(placed, placed.micro_step, mine, total, config, all_reduce)
-    placed.local_training = workers
-    placed.forward_backward, placed.micro_step = workers.forward_backward, workers.micro_step
-    placed.evaluate, placed.forward = workers.on_common(placed.evaluate), workers.on_common(placed.forward)
-    placed.buffers = workers.buffers
-    placed.log_lines += _log_lines(config, total, p.ranks, placed)
 
 
 def _log_lines(config: DiLoCoConfig, total: int, ranks: int, placed: ParallelModel) -> list[str]:

@@ -2,10 +2,9 @@
 
 Replicas make the same update from the same gradients, so they are equal in every bit. Every K steps each adds up the
 bits of its parameters and buffers as integers, and ranks compare one number; the host waits for the device. Where it
-differs, parameters, ranks and hosts are named, and elements compared: a bit that flipped in memory leaves one element
-apart, a fault of software whole tensors. All ranks then stop with the same error, or, if the config says so, a flipped
-bit is put back from a replica that the others agree with. Bits that flip in a gradient before it is reduced reach all
-replicas alike, and those that a later update has rounded away leave them equal: no comparison sees either.
+differs, elements are compared: a bit that flipped in memory leaves one element apart, a fault of software whole
+tensors. All ranks then stop with the same error, or, if the config says so, a flipped bit is put back. Bits that flip
+in a gradient before it is reduced, and those that a later update has rounded away, are seen by no comparison.
 """
 
 import socket
@@ -31,24 +30,21 @@ def guard_replicas(
     placed: ParallelModel, config: StepConfig, mesh: DeviceMesh | None, *, cut: Set[str] = frozenset(),
     experts: PlacedExperts | None = None,
 ) -> None:  # fmt: skip
-    """Add a check to the placed model where there are replicas to compare and the config wants it.
-
-    Args:
-        experts: spread over the axis `expert`.
-        cut: names of which ranks along the axis `tensor` hold different pieces; all others they hold whole.
-    """
+    """Add checks of replicas that the config wants; along `tensor` ranks hold different pieces of those in `cut`."""
     every = config.distributed.divergence_check_steps
-    repair = config.distributed.divergence_action == "repair"
-    if mesh is not None and mesh["context"].size() > 1 and every is not None:
+    if every is None:
+        return
+    if mesh is not None and mesh["context"].size() > 1:
         placed.checks.append(guard(placed, mesh["context"].get_group(), every))
-    if mesh is not None and mesh["tensor"].size() > 1 and every is not None:
+    if mesh is not None and mesh["tensor"].size() > 1:
         placed.checks.append(guard(placed, mesh["tensor"].get_group(), every, left_out=cut))
-    if experts is not None and experts.replicas.size() > 1 and every is not None:
+    if experts is not None and experts.replicas.size() > 1:
         placed.checks.append(guard(placed, experts.replicas, every, left_out=set(placed.kept()) - set(experts.shapes)))
-    if mesh is not None and mesh["replicate"].size() > 1 and every is not None:
+    if mesh is not None and mesh["replicate"].size() > 1:
         spread = set() if experts is None else set(experts.shapes)
+        repair = config.distributed.divergence_action == "repair"
         placed.checks.append(guard(placed, mesh["replicate"].get_group(), every, left_out=spread, repair=repair))
-    elif every is not None and "divergence_check_steps" in config.distributed.model_fields_set:
+    elif "divergence_check_steps" in config.distributed.model_fields_set:
         placed.log_lines.append("divergence_check_steps: one replica, nothing to compare")
 
 
@@ -60,7 +56,6 @@ def guard(
 
     Args:
         group: of the ranks that hold the same parameters, or the same shards of them.
-        every: K.
         left_out: names of what they do not.
         repair: put back a flipped bit from the other replicas, once on each rank.
 
@@ -69,53 +64,38 @@ def guard(
     """
     repaired: set[int] = set()
 
+    @torch.no_grad()
     def check(step: int) -> None:
         if step % every == 0:
             held = {name: tensor for name, tensor in placed.kept().items() if name not in left_out}
             found = compare(held, group, step)
             if repair and found is not None and found.is_flip and not repaired & found.ranks:
                 repaired.update(found.ranks)
-                _put_back(held, found, group)
+                for name in found.apart:
+                    dist.broadcast(local(held[name]).detach(), found.good, group=group)
                 placed.later_log_lines.append(f"{found.what}; put back from rank {found.good} after step {step}")
                 found = None
-            _raise_together(found, placed.random_state.device)
+            # The error of any rank is raised on all ranks, or the others would wait for it.
+            anywhere = torch.tensor([found is not None], dtype=torch.uint8, device=placed.random_state.device)
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+            if anywhere.item():
+                errors: list[RunError | None] = [None] * dist.get_world_size()
+                dist.all_gather_object(errors, found)
+                raise next(error for error in errors if error is not None)
 
     return check
 
 
-def _raise_together(error: RunError | None, device: torch.device) -> None:
-    """Raise the error of any rank on all ranks, or the others would wait for it."""
-    anywhere = torch.tensor([error is not None], dtype=torch.uint8, device=device)
-    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-    if anywhere.item():
-        found: list[RunError | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, error)
-        raise next(one for one in found if one is not None)
-
-
 class ReplicasDifferError(RunError):
-    """Replicas differ.
+    """Replicas differ."""
 
-    Attributes:
-        apart: name → ranks that hold other values than most; all ranks, where nobody knows which are right.
-        is_flip: whether one bit has flipped, on ranks that the others outvote.
-        ranks: that hold wrong values.
-        good: a rank that holds right ones.
-    """
-
+    # Name → ranks that hold other values than most; all ranks, where nobody knows which are right.
     apart: Mapping[str, list[int]] = {}
-    is_flip = False
-    ranks: frozenset[int] = frozenset()
-    good = -1
+    is_flip = False  # one bit has flipped, on ranks that the others outvote
+    ranks: frozenset[int] = frozenset()  # that hold wrong values
+    good = -1  # a rank that holds right ones
 
 
-@torch.no_grad()
-def _put_back(tensors: Mapping[str, Tensor], found: ReplicasDifferError, group: dist.ProcessGroup) -> None:
-    for name in found.apart:
-        dist.broadcast(local(tensors[name]).detach(), found.good, group=group)
-
-
-@torch.no_grad()
 def compare(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, step: int) -> ReplicasDifferError | None:
     """Return an error that names the differences between the replicas of a group; None if there are none."""
     names = sorted(tensors)
@@ -123,11 +103,10 @@ def compare(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, step: int) 
         return None
     prints = torch.stack([fingerprint(local(tensors[name])) for name in names])
     place = torch.arange(1, len(names) + 1, device=prints.device)  # exchanged parameters must not cancel out
-    if _agree((prints * place).sum().view(1), group):
+    sums = _gathered((prints * place).sum().view(1), group)
+    if bool((sums == sums[0]).all()):  # host waits for the device
         return None
-    everyone = [torch.empty_like(prints) for _ in range(group.size())]
-    dist.all_gather(everyone, prints, group=group)
-    return _diverged(torch.stack(everyone), {name: tensors[name] for name in names}, group, step)
+    return _diverged(_gathered(prints, group), {name: tensors[name] for name in names}, group, step)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -143,10 +122,10 @@ def _integers(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
 
 
-def _agree(value: Tensor, group: dist.ProcessGroup) -> bool:
+def _gathered(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     everyone = [torch.empty_like(value) for _ in range(group.size())]
     dist.all_gather(everyone, value, group=group)
-    return len(set(torch.cat(everyone).tolist())) == 1
+    return torch.stack(everyone)
 
 
 def _diverged(
@@ -171,16 +150,19 @@ def _diverged(
     hosts: list[str] = [""] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     where = sorted({host for rank, host in zip(ranks, hosts, strict=True) if rank in involved})
+    why = (
+        "the gradients of these parameters were not reduced in some step (used outside of forward?), or one rank alone "
+    )
+    why += "has written them"
+    fix = "`lockstep verify` finds what is not synchronised; go on from the last checkpoint"
+    if few:
+        why = "a bit has flipped in memory, for the same gradients would leave no other trace"
+        fix = "go on from the last checkpoint; if it comes again on the same rank, replace that machine"
     error = ReplicasDifferError(
         f"{who} {verb} from {whom} in {listed(list(apart), 5)}",
         where=f"after step {step}, on host{'s' * (len(where) > 1)} {', '.join(where)}",
-        why=f"{how}: a bit has flipped in memory, for the same gradients would leave no other trace"
-        if few
-        else f"{how}: the gradients of these parameters were not reduced in some step (used outside of forward?), or "
-        "one rank alone has written them",
-        fix="go on from the last checkpoint; if it comes again on the same rank, replace that machine"
-        if few
-        else "`lockstep verify` finds what is not synchronised; go on from the last checkpoint",
+        why=f"{how}: {why}",
+        fix=fix,
     )
     good = [rank for rank in ranks if rank not in involved]
     error.apart, error.is_flip, error.ranks = apart, few and bool(good), frozenset(involved)
@@ -195,12 +177,9 @@ def _elements_apart(tensors: list[Tensor], group: dist.ProcessGroup) -> tuple[bo
     differ = total = 0
     bits = ""
     for tensor in tensors:
-        mine = _integers(local(tensor)).clone()
-        everyone = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(everyone, mine, group=group)
-        stacked = torch.stack(everyone)
+        stacked = _gathered(_integers(local(tensor)).clone(), group)
         places = (stacked != stacked[0]).any(0).nonzero().flatten().tolist()
-        differ, total = differ + len(places), total + mine.numel()
+        differ, total = differ + len(places), total + stacked.shape[1]
         if len(places) == 1:
             column = stacked[:, places[0]].tolist()
             changed = {a ^ b for a in column for b in column} - {0}

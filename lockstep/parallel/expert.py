@@ -2,25 +2,20 @@
 
 These ranks share out the step's micro-batches, too: the axis divides replicate × shard (Lepikhin et al. 2020, GShard,
 arXiv:2006.16668). A model's `experts()` names modules that are called with rows in the order of their experts and the
-number of each one's, and whose parameters are stacked over experts in dim 0. Of such a module a rank holds a run of
-experts:
+number of each one's, and whose parameters are stacked over experts in dim 0; a rank holds a run of them:
 
     rows → all-to-all → the rows of my experts, from each rank → experts → all-to-all → rows
 
-No row is dropped, so the ranks exchange numbers of rows first, for which the host waits. All ranks of the axis run the
-same number of micro-batches.
-
-Replicas and shards leave these parameters alone. Their gradients are summed over the ranks that hold the same experts:
-after the last backward pass, or, under `reproducible`, up the tree, for which an expert runs the rows of each rank by
-themselves: the products of one micro-batch have the same bits wherever they run.
-
-The axis `tensor` deals out experts first: each of its ranks has a run of them, of which a rank along `expert` has a
-part, and sends only rows for its own run. In a pipeline the ranks with the same stages share out these stages' experts.
+No row is dropped, so the ranks exchange numbers of rows first, for which the host waits. Replicas and shards leave
+these parameters alone: their gradients are summed over the ranks that hold the same experts after the last backward
+pass, or, under `reproducible`, up the tree, for which an expert runs the rows of each rank by themselves. The axis
+`tensor` deals out experts first: each of its ranks has a run of them, of which a rank along `expert` has a part.
 """
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -39,7 +34,8 @@ from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.reproducible.tree import Partials, clear_zero_signs, nodes_that_cover, tree_all_reduce
-from lockstep.parallel.tensor_cuts import TensorCuts
+from lockstep.parallel.tensor_blocks import with_backward
+from lockstep.parallel.tensor_cuts import TensorCuts, train_whole
 from lockstep.torch_compat.fake_tensors import FakeTensor
 
 Assign = Callable[..., list[tuple[int, bool]]]
@@ -51,13 +47,7 @@ class PlacedExperts(AroundMicroBatch):
     Args:
         mesh: with the axes `expert_replicate`, `expert` and `tensor`.
         shapes: canonical name → whole shape of each parameter of experts.
-        layout: of all ranks.
         exact: gradients are summed up the tree.
-
-    Attributes:
-        assign: (micro-batches, rank=, ranks=) → those of a rank; strategies set it where gradients are summed exactly.
-        scale: what gradients are multiplied by, where a strategy's own reduction takes a mean.
-        on_send: called with the bytes of the rows that this rank sends to others.
     """
 
     def __init__(self, mesh: DeviceMesh, shapes: Mapping[str, torch.Size], layout: Layout, *, exact: bool) -> None:
@@ -65,9 +55,9 @@ class PlacedExperts(AroundMicroBatch):
         self._along, self._along_both = mesh["expert"], mesh["tensor", "expert"]  # half a millisecond each
         self.group, self.replicas = self._along.get_group(), mesh["expert_replicate"].get_group()
         self.ranks, self.rank = self.group.size(), self.group.rank()
-        self.assign: Assign | None = None
-        self.scale = 1.0
-        self.on_send: Callable[[int], None] | None = None
+        self.assign: Assign | None = None  # set by strategies where gradients are summed exactly
+        self.scale = 1.0  # what gradients are multiplied by, where a strategy's own reduction takes a mean
+        self.on_send: Callable[[int], None] | None = None  # called with the bytes of rows that this rank sends
         self._layout = layout
         self._owners: dict[str, tuple[nn.Module, str]] = {}  # name → the module, and the parameter's name there
         self._dealt: set[str] = set()  # names of what the axis `tensor` cuts, too
@@ -106,24 +96,15 @@ class PlacedExperts(AroundMicroBatch):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of experts, as they are now: a model that leaves meta gets others."""
+        """As they are now: a model that leaves meta gets others."""
         return [self._parameter(name) for name in self._owners]
 
     def _parameter(self, name: str) -> nn.Parameter:
         module, attribute = self._owners[name]
         return module.get_parameter(attribute)
 
-    @property
-    def _trained(self) -> list[str]:
-        """Names of the experts that this rank trains: those of other stages of a pipeline are on meta."""
-        return [name for name in self._owners if not self._parameter(name).is_meta]
-
     def take_pieces(self, cuts: TensorCuts | None) -> None:
-        """Keep this rank's experts, after the axis `tensor` has cut what it cuts.
-
-        Raises:
-            UsageError: the ranks can't share them.
-        """
+        """Keep this rank's experts, after the axis `tensor` has cut what it cuts."""
         tensor = 1
         if cuts is not None and cuts.cut.group is not None:
             self._dealt, tensor = set(self.shapes) & set(cuts.dims), cuts.cut.ranks
@@ -142,11 +123,7 @@ class PlacedExperts(AroundMicroBatch):
     # ---- messages ----
 
     def place_module(self, module: nn.Module, names: Mapping[int, str]) -> None:
-        """Let a module of experts exchange the rows.
-
-        Args:
-            names: id of a parameter → its canonical name.
-        """
+        """Let a module of experts exchange the rows; `names`: id of a parameter → its canonical name."""
         full_names = {attribute: names[id(parameter)] for attribute, parameter in module.named_parameters()}
         self._owners |= {full: (module, attribute) for attribute, full in full_names.items()}
         plain = copy.copy(module)  # with the same parameters, and its own forward pass
@@ -156,20 +133,21 @@ class PlacedExperts(AroundMicroBatch):
             each = len(counts) // self.ranks
             sent = [sum(counts[begin : begin + each]) for begin in range(0, len(counts), each)]
             received = [sum(source) for source in theirs]
-            mine: Tensor = _Exchange.apply(rows, sent, received, self)  # type: ignore[no-untyped-call]
+            there = partial(self.all_to_all, sent=sent, received=received)
+            back = partial(self.all_to_all, sent=received, received=sent)
+            mine = with_backward(there, back, rows)
             if self.exact:
-                made = self._by_rank(plain, lent(this), torch.split(mine, received), theirs)
+                made = _by_rank(plain, lent(this), torch.split(mine, received), theirs)
             else:
                 made = _by_expert(plain, {each: look_up(this, each) for each in full_names}, mine, theirs)
-            returned: Tensor = _Exchange.apply(made, received, sent, self)  # type: ignore[no-untyped-call]
-            return returned
+            return with_backward(back, there, made)
 
         def copies(this: nn.Module) -> dict[str, Tensor]:
             """Return each parameter for the rows of each rank: {attribute@rank: tensor}."""
             return {
                 f"{attribute}@{rank}": copy
                 for attribute, full in full_names.items()
-                for rank, copy in enumerate(_ForEachRank.apply(look_up(this, attribute), full, self))  # type: ignore[no-untyped-call]
+                for rank, copy in enumerate(self._for_each_rank(look_up(this, attribute), full))
             }
 
         def lent(this: Any) -> dict[str, Tensor]:
@@ -181,19 +159,6 @@ class PlacedExperts(AroundMicroBatch):
         if self.exact:
             module.to_lend = MethodType(copies, module)  # type: ignore[assignment]
 
-    def _by_rank(
-        self, plain: nn.Module, copies: Mapping[str, Tensor], parts: tuple[Tensor, ...], counts: list[list[int]]
-    ) -> Tensor:  # fmt: skip
-        """Return what the experts make of the rows of each rank, each with its copies of the parameters."""
-        held = [
-            {name.partition("@")[0]: copy for name, copy in copies.items() if name.endswith(f"@{rank}")}
-            for rank in range(self.ranks)
-        ]
-        return torch.cat([
-            torch.func.functional_call(plain, of_rank, (part, numbers))
-            for of_rank, part, numbers in zip(held, parts, counts, strict=True)
-        ])  # fmt: skip
-
     def _exchange_counts(self, counts: list[int], rows: Tensor) -> list[list[int]]:
         """Return, for each rank, the number of its rows for each of my experts; in a dry run, as many as mine."""
         if isinstance(rows, FakeTensor):
@@ -202,8 +167,7 @@ class PlacedExperts(AroundMicroBatch):
         mine = torch.tensor(counts, device=rows.device)
         theirs = torch.empty_like(mine)
         dist.all_to_all_single(theirs, mine, group=self.group)
-        found: list[list[int]] = theirs.view(self.ranks, -1).tolist()  # host waits for the device
-        return found
+        return theirs.view(self.ranks, -1).tolist()  # host waits for the device
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Return the rows of all ranks for this one: [Σ sent, D] → [Σ received, D], in the order of the ranks."""
@@ -215,12 +179,16 @@ class PlacedExperts(AroundMicroBatch):
 
     # ---- gradients ----
 
-    def keep(self, name: str, gradients: tuple[Tensor, ...]) -> None:
-        """Keep the gradients of a parameter for the rows of each rank."""
-        held = self._leaves.setdefault(name, [None] * self.ranks)
-        for rank, gradient in enumerate(gradients):
-            before = held[rank]
-            held[rank] = gradient if before is None else before + gradient
+    def _for_each_rank(self, parameter: Tensor, name: str) -> tuple[Tensor, ...]:
+        """Return a parameter for the rows of each rank; their gradients are kept apart."""
+
+        def keep(*gradients: Tensor) -> None:
+            held = self._leaves.setdefault(name, [None] * self.ranks)
+            for rank, gradient in enumerate(gradients):
+                before = held[rank]
+                held[rank] = gradient if before is None else before + gradient
+
+        return with_backward(lambda p: tuple(p.view_as(p) for _ in range(self.ranks)), keep, parameter)
 
     def begin(self, micro_batches: int) -> None:
         """Begin a step of this many micro-batches over all ranks."""
@@ -239,22 +207,18 @@ class PlacedExperts(AroundMicroBatch):
 
         Args:
             place: of the micro-batch among those that a rank runs in the step; None: no rank has one there.
-            names: of parameters, always the same together; those that are not of experts are left out.
+            names: always the same together; those that are not of experts are left out.
         """
         mine = tuple(name for name in names if name in self._owners)
         if not mine:
             return
         partials = self._partials.setdefault(mine, Partials(self._micro_batches))
         for rank in range(self.ranks):
-            assigned = self._assigned(self._first + rank)
+            assigned = self._assigned(self.replicas.rank() * self.ranks + rank)
             if place is not None and place < len(assigned) and assigned[place][1]:
                 values = [self._leaves[name][rank] if name in self._leaves else None for name in mine]
                 partials.add(assigned[place][0], values, owned=False)
         self._leaves.clear()
-
-    @property
-    def _first(self) -> int:
-        return self.replicas.rank() * self.ranks
 
     def _assigned(self, rank: int) -> list[tuple[int, bool]]:
         assert self.assign is not None
@@ -264,8 +228,8 @@ class PlacedExperts(AroundMicroBatch):
     def finish(self) -> None:
         """Leave in `.grad` of this rank's experts the sum over all micro-batches of the step."""
         if not self.exact:
-            for parameter in map(self._parameter, self._trained):
-                if parameter.grad is not None:
+            for parameter in self.parameters:
+                if parameter.grad is not None:  # none have those of other stages of a pipeline, which are on meta
                     if self.replicas.size() > 1:
                         dist.all_reduce(parameter.grad, group=self.replicas)
                     parameter.grad.mul_(self.scale)
@@ -303,13 +267,6 @@ def apply_experts(model: nn.Module, layout: Layout, device_type: str, *, exact: 
     """Let the experts of a model exchange rows over the axis `expert`, in place; None where that has one rank.
 
     The pieces are taken later (`PlacedExperts.take_pieces`): the axis `tensor` deals out experts first.
-
-    Args:
-        model: with its values on every rank, or on meta.
-        exact: gradients are summed up the tree.
-
-    Raises:
-        UsageError: the model names no experts.
     """
     if layout.expert == 1:
         return None
@@ -343,31 +300,28 @@ def train_experts(
 
     Args:
         placed: by a strategy that leaves these parameters alone.
-        experts: those of its model.
         replicas: the ranks that hold the same shards of all else.
         others: make DTensors of plain parameters that are not of experts, too.
     """
-    own, finish = placed.parameters, placed.finish_gradients
-    trained = {
-        name: nn.Parameter(experts.whole(name, parameter.detach()), parameter.requires_grad)
-        for name, parameter in own.items()
-        if name in experts.shapes or (others and not isinstance(parameter, DTensor))
-    }
-
-    def finish_gradients() -> None:
-        finish()
-        experts.finish()
-        for name, parameter in trained.items():
-            gradient = own[name].grad
-            parameter.grad = None if gradient is None else experts.whole(name, gradient)
-            own[name].grad = None
-
-    placed.parameters, placed.finish_gradients = own | trained, finish_gradients
+    own = placed.parameters
+    names = [n for n, p in own.items() if n in experts.shapes or (others and not isinstance(p, DTensor))]
+    train_whole(placed, names, experts.whole, experts.finish)
     counted = set(own) if placed.counted is None else placed.counted
     if replicas.size() > 1:  # experts differ between replicas, too; all else is counted by the first one
         placed.norm_groups = [*placed.norm_groups, replicas]
         counted = counted & set(experts.shapes) if replicas.rank() else counted
     placed.counted = counted - set(experts.shapes) if experts.replicas.rank() else counted
+
+
+def _by_rank(
+    plain: nn.Module, copies: Mapping[str, Tensor], parts: tuple[Tensor, ...], counts: list[list[int]]
+) -> Tensor:  # fmt: skip
+    """Return what the experts make of the rows of each rank, each with its copies of the parameters."""
+    made = []
+    for rank, (part, numbers) in enumerate(zip(parts, counts, strict=True)):
+        held = {name.partition("@")[0]: copy for name, copy in copies.items() if name.endswith(f"@{rank}")}
+        made.append(torch.func.functional_call(plain, held, (part, numbers)))
+    return torch.cat(made)
 
 
 def _by_expert(plain: nn.Module, held: Mapping[str, Tensor], rows: Tensor, counts: list[list[int]]) -> Tensor:
@@ -379,30 +333,3 @@ def _by_expert(plain: nn.Module, held: Mapping[str, Tensor], rows: Tensor, count
     made = torch.func.functional_call(plain, dict(held), (together, numbers))
     pieces = torch.split(made, [counts[rank][expert] for expert in range(experts) for rank in range(ranks)])
     return torch.cat([pieces[expert * ranks + rank] for rank in range(ranks) for expert in range(experts)])
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows sent to the ranks that want them; their gradients travel back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], experts: PlacedExperts) -> Tensor:
-        ctx.sent, ctx.received, ctx.experts = sent, received, experts
-        return experts.all_to_all(rows, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.experts.all_to_all(gradients[0], ctx.received, ctx.sent), None, None, None
-
-
-class _ForEachRank(torch.autograd.Function):
-    """A parameter for the rows of each rank, whose gradients are kept apart."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, name: str, experts: PlacedExperts) -> tuple[Tensor, ...]:
-        ctx.name, ctx.experts = name, experts
-        return tuple(parameter.view_as(parameter) for _ in range(experts.ranks))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        ctx.experts.keep(ctx.name, gradients)
-        return None, None, None

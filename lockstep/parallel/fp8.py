@@ -35,16 +35,18 @@ def apply_fp8(model: nn.Module, blocks: Blocks, kind: str, device: torch.device)
 
     Returns:
         a line to log at start, unless the kind is none.
-
-    Raises:
-        UsageError: torchao or the hardware is missing, or there is no such linear.
     """
     if kind == "none":
         return []
     if kind == "linears":
         _require_hardware(device)
     inside = {module for _, block in blocks for module in block.modules() if module is not block}
-    fitting = [module for module in inside if _fits(module)]
+    fitting = [
+        module
+        for module in inside
+        if type(module) is nn.Linear and not has_hooks(module)  # a subclass computes something else
+        and module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
+    ]  # fmt: skip
     linears = sum(isinstance(module, nn.Linear) for module in model.modules())
     if not fitting:
         raise UsageError(
@@ -60,12 +62,6 @@ def apply_fp8(model: nn.Module, blocks: Blocks, kind: str, device: torch.device)
         if module in converted:
             model.set_submodule(path, converted[module])
     return [f"fp8: {len(fitting)} of {linears} linears, {kind}, torchao {version('torchao')}"]
-
-
-def _fits(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear:  # a subclass computes something else
-        return False
-    return not has_hooks(module) and module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
 
 
 def _require_hardware(device: torch.device) -> None:

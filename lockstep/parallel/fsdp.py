@@ -1,16 +1,15 @@
 """Fully sharded data parallelism on FSDP2: each rank holds a share of every parameter, gradient and optimizer state.
 
 A *unit* is gathered at once: a repeated block, or what a wrap policy picks; all other parameters belong to the root.
-Gradients are summed, not averaged. Parameters are cut along a dim that the number of ranks divides, dim 0 if it does.
-Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.fully_shard.
+Gradients are summed, not averaged. Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.fully_shard.
 
-FSDP2 can't cut parameters without a dim: a scale, a temperature (CLIP's `logit_scale`). Every rank holds them whole and
-FSDP2 ignores them. The optimizer and checkpoints see a replicated DTensor that shares the parameter's memory, because
-torch's fused updates take DTensors or plain tensors, not both. The ranks collect the step's gradients in one table with
-a row for each micro-batch, which each rank adds up the tree: the same bits as in one process, for a few bytes.
+FSDP2 can't cut parameters without a dim (CLIP's `logit_scale`). Every rank holds them whole and FSDP2 ignores them; the
+optimizer and checkpoints see a replicated DTensor that shares the memory, because torch's fused updates take DTensors
+or plain tensors, not both. The ranks collect the step's gradients in one table with a row for each micro-batch, which
+each rank adds up the tree: the same bits as in one process, for a few bytes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +33,7 @@ from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
 from lockstep.parallel.reproducible.gradient_trees import ShardTree
-from lockstep.parallel.reproducible.tree import Partials, assign_hybrid, assign_in_groups, clear_zero_signs
+from lockstep.parallel.reproducible.tree import Partials, assign_in_groups, clear_zero_signs
 from lockstep.precision import DTYPES
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy, given_sizes
@@ -160,23 +159,22 @@ class FSDP(Strategy):
             around += [messages] if may_wait else []
         assign, tree = shared_out(assign_strided, p), None
         if p.reproducible:
-            replica, shard = divmod(p.rank, layout.shard)
-            assign = partial(
-                assign_hybrid, replica=replica, replicas=layout.replicate, shard=shard, shards=layout.shard
-            )  # fmt: skip
-            groups = 1
+            assign, groups = shared_out(partial(assign_in_groups, groups=layout.replicate), p), 1
             if p.experts is not None:  # ranks that share out experts run whole nodes, which are the sums that they send
                 groups = layout.shard // layout.expert if layout.shard % layout.expert == 0 else 1
-                p.experts.assign = partial(assign_in_groups, groups=layout.replicate * groups)
+                p.experts.assign = partial(assign_in_groups, groups=layout.replicate * groups, even=True)
                 assign = shared_out(p.experts.assign, p)
             tree = ShardTree(p.model, mesh, groups)
+        counted = None
+        if scalars.placed and p.rank % layout.shard:  # what all shards hold whole, the first counts
+            counted = {name for name, _ in p.model.named_parameters()} - set(scalars.placed)
         applied = AppliedStrategy(
             assign,
             gradient_sync=FSDPSync(p.model, accumulate=options.accumulate),
             around=around,
             tree=tree,
             parameters=scalars.placed,
-            counted=_counted(p.model, scalars, p.rank % layout.shard),
+            counted=counted,
             norm_groups=[shards] if shards is not None else [],
         )
         return placed_in_order(p, applied)
@@ -193,12 +191,7 @@ def shard_stage(
     mesh: DeviceMesh, config: StepConfig, root: nn.Module, units: Sequence[tuple[str, nn.Module]],
     foreign: set[nn.Parameter], frees: bool, device_type: str | None = None, experts: PlacedExperts | None = None,
 ) -> list[str]:  # fmt: skip
-    """Shard a pipeline's stage, or what stages share; units were chosen before the model was cut.
-
-    Args:
-        device_type: on which it will run; unset: the mesh's.
-        experts: whose parameters stay as they are.
-    """
+    """Shard a pipeline's stage, or what stages share; units were chosen before the model was cut."""
     foreign = foreign if experts is None else foreign | set(experts.parameters)
     device_type = device_type or mesh.device_type
     if scalars := scalars_of(root):
@@ -230,7 +223,7 @@ def apply_fsdp(
         param_dtype: in which parameters are gathered and computed with.
         reshard_after_forward: overrides what the sharding strategy says.
         replicas_apart: the caller adds up the replicas' gradients; FSDP2 only shards.
-        foreign: parameters in it that belong to another root.
+        foreign: parameters that stay as they are.
         device_type: on which it will run; unset: the mesh's.
 
     Returns:
@@ -240,11 +233,17 @@ def apply_fsdp(
     over = mesh["shard"] if replicas_apart or mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
     if reshard_after_forward is None:
         reshard_after_forward = config.sharding_strategy in ("full_shard", "hybrid_shard")
+    ranks = mesh["shard"].size()
+
+    def divisible_dim(parameter: nn.Parameter) -> Shard:
+        # BDH's weights have 4 heads in dim 0: cut there, 8 ranks would hold 1.66 or 0.34 of their share.
+        return Shard(next((dim for dim, size in enumerate(parameter.shape) if size and size % ranks == 0), 0))
+
     settings: dict[str, Any] = {
         "mesh": over,
         "reshard_after_forward": reshard_after_forward,
         "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
-        "shard_placement_fn": _divisible_dim(mesh["shard"].size()),
+        "shard_placement_fn": divisible_dim,
         "ignored_params": (foreign or set()) | set(scalars_of(model).values()),
     }
     log_lines = _cast_buffers(model, config)
@@ -262,7 +261,7 @@ def apply_fsdp(
     _prefetch([unit for _, unit in units], config, on_cpu=(device_type or mesh.device_type) == "cpu")
     at_root = sum(p.numel() for p in own_parameters(model))
     whole = sum(p.numel() for p in model.parameters())
-    if whole and at_root > whole / 2 and mesh["shard"].size() > 1:
+    if whole and at_root > whole / 2 and ranks > 1:
         log_lines.append(
             f"{at_root / whole:.0%} of the parameters belong to no block: they are sharded at the root and gathered "
             "whole for each forward and backward pass"
@@ -271,11 +270,6 @@ def apply_fsdp(
 
 
 def _refuse_mixture(unit: nn.Module, own: Sequence[nn.Parameter]) -> None:
-    """Refuse parameters of several types: FSDP2 reduces a unit's gradients as one flat tensor.
-
-    Raises:
-        UsageError: they are of several types.
-    """
     dtypes = {parameter.dtype: parameter for parameter in own if parameter.requires_grad and parameter.ndim}
     if len(dtypes) > 1:
         names = {id(parameter): name for name, parameter in unit.named_parameters()}
@@ -325,19 +319,6 @@ class FSDPSync(AroundMicroBatch):
             self._model.set_requires_all_reduce(run.last)
 
 
-def _divisible_dim(ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """Return FSDP2's choice of a dim to cut.
-
-    BDH's weights have 4 heads in dim 0: cut there, 8 ranks would hold 1.66 or 0.34 of their share.
-    """
-
-    def placement(parameter: nn.Parameter) -> Shard:
-        dims = [dim for dim, size in enumerate(parameter.shape) if size % ranks == 0 and size]
-        return Shard(dims[0] if dims else 0)
-
-    return placement
-
-
 def _prefetch(units: Sequence[nn.Module], config: FSDPConfig, *, on_cpu: bool) -> None:
     shards: list[FSDPModule] = [u for u in units if isinstance(u, FSDPModule)]
     if on_cpu if config.forward_prefetch is None else config.forward_prefetch:
@@ -369,19 +350,16 @@ def scalars_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class Scalars(AroundMicroBatch):
-    """The parameters without a dim of a sharded model, which every rank holds whole.
-
-    Args:
-        model: sharded, its values in place.
-
-    Attributes:
-        placed: name → the trained parameter, a replicated DTensor over the parameter's memory.
-    """
+    """The parameters without a dim of a sharded model, which every rank holds whole."""
 
     def __init__(self, model: nn.Module) -> None:
         self._own = scalars_of(model)
         mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
-        self.placed = {name: _replicated(parameter, mesh) for name, parameter in self._own.items()}
+        self.placed: dict[str, nn.Parameter] = {}  # replicated DTensors over the parameters' memory
+        for name, parameter in self._own.items():
+            assert mesh is not None
+            over = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+            self.placed[name] = nn.Parameter(over, parameter.requires_grad)
         self._trained = [name for name, parameter in self._own.items() if parameter.requires_grad]
         self._rows: dict[int, list[Tensor | None]] = {}
 
@@ -421,16 +399,3 @@ class Scalars(AroundMicroBatch):
                 placed = self.placed[name]
                 assert isinstance(placed, DTensor)
                 placed.grad = DTensor.from_local(total, placed.device_mesh, placed.placements, run_check=False)
-
-
-def _replicated(parameter: nn.Parameter, mesh: DeviceMesh | None) -> nn.Parameter:
-    assert mesh is not None
-    over = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return nn.Parameter(over, parameter.requires_grad)
-
-
-def _counted(model: nn.Module, scalars: Scalars, shard: int) -> set[str] | None:
-    """Return the names that this rank counts in a norm over the shards: the first shard counts what all hold whole."""
-    if not scalars.placed or shard == 0:
-        return None
-    return {name for name, _ in model.named_parameters()} - set(scalars.placed)

@@ -1,15 +1,10 @@
 """Units of FSDP2: which modules are gathered at once, and which of them the forward passes use.
 
-FSDP2 requires that every rank calls the same units in the same order, by calling the units themselves, and that the
-same parameters get gradients on all ranks. Where a model routes by its data this does not hold. `UnitUsage` therefore
-sees to it that
-
-- a parameter that some rank does not use has a gradient of zeros there; one that no rank uses in a step gets no
-  gradient, as in one process;
-- ranks compare in the first step which unit is called before they gather it, and after each step the order in which
-  they called the units (on GPUs, where a comparison would hold up the host, only where a model left something unused):
-  a difference is an error, not a hang or another unit's values;
-- an error names a unit whose parameters are used though it is never called.
+FSDP2 requires that every rank calls the same units in the same order, and that the same parameters get gradients on all
+ranks. Where a model routes by its data this does not hold. `UnitUsage` gives a parameter that only other ranks use a
+gradient of zeros, and one that no rank uses none. Ranks compare in the first step which unit is called before they
+gather it, and after each step the order in which they called the units (on GPUs only where a model left something
+unused: a comparison holds up the host): a difference is an error, not a hang or another unit's values.
 """
 
 import inspect
@@ -20,7 +15,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import FSDPConfig
@@ -71,8 +66,7 @@ def units_of(
         inside = {id(m) for m in unit.modules()}
         return all(users[id(p)] <= inside for p in unit.parameters())
 
-    depth = {name: name.count(".") for name, _ in chosen}
-    return sorted(((n, m) for n, m in chosen if self_contained(m)), key=lambda item: -depth[item[0]])
+    return sorted(((n, m) for n, m in chosen if self_contained(m)), key=lambda item: -item[0].count("."))
 
 
 def _candidates(
@@ -81,8 +75,16 @@ def _candidates(
     policy = config.auto_wrap_policy
     if policy == "transformer":
         return list(blocks)
-    if policy == "size":
-        return _by_size(model, config.min_num_params)
+    if policy == "size":  # modules with as many parameters that are in no unit yet, from the leaves up
+        taken: set[int] = set()
+        found = []
+        for name, module in reversed(list(model.named_modules())):  # children come before their parents
+            free = [p for p in module.parameters() if id(p) not in taken]
+            large = sum(p.numel() for p in free) >= config.min_num_params
+            if name and large and implements_forward(module):
+                found.append((name, module))
+                taken |= {id(p) for p in free}
+        return found[::-1]
     if isinstance(policy, list):
         found = [(name, m) for name, m in model.named_modules() if type(m).__name__ in policy]
         if not found:
@@ -97,12 +99,7 @@ def _candidates(
 
 
 def _picking(policy: Any, name: str) -> Callable[[nn.Module], object]:
-    """Return the function `module -> is it a unit` for the object that the config names.
-
-    Args:
-        policy: such a function, one of torch's policies (`ModuleWrapPolicy`, a `partial` of
-            `transformer_auto_wrap_policy` …), or a function that returns either.
-    """
+    """Return `module -> is it a unit` of such a function, one of torch's policies, or what returns either."""
     if not callable(policy):
         raise UsageError(
             f"{name} can't be called",
@@ -119,26 +116,10 @@ def _picking(policy: Any, name: str) -> Callable[[nn.Module], object]:
     return policy  # type: ignore[no-any-return]
 
 
-def _by_size(model: nn.Module, least: int) -> list[tuple[str, nn.Module]]:
-    """Return modules with `least` or more parameters that are in no unit yet, from the leaves up."""
-    taken: set[int] = set()
-    found = []
-    for name, module in reversed(list(model.named_modules())):  # children come before their parents
-        free = [p for p in module.parameters() if id(p) not in taken]
-        if name and sum(p.numel() for p in free) >= least and implements_forward(module):
-            found.append((name, module))
-            taken |= {id(p) for p in free}
-    return found[::-1]
-
-
 def own_parameters(unit: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of a unit that are in no unit inside it."""
-    inside = {
-        id(parameter)
-        for module in unit.modules()
-        if isinstance(module, FSDPModule) and module is not unit
-        for parameter in module.parameters()
-    }
+    inner = [module for module in unit.modules() if isinstance(module, FSDPModule) and module is not unit]
+    inside = {id(parameter) for module in inner for parameter in module.parameters()}
     return [parameter for parameter in unit.parameters() if id(parameter) not in inside]
 
 
@@ -146,7 +127,6 @@ class UnitUsage(AroundMicroBatch):
     """The record of which units and parameters of a sharded model a step uses.
 
     Args:
-        model: sharded; its own forward pass is the root's.
         device: on which ranks exchange their records.
         shards: the ranks that gather units together; None: each rank holds the whole model. Ranks of other replicas may
             run another number of micro-batches.
@@ -173,11 +153,7 @@ class UnitUsage(AroundMicroBatch):
         self._forward = True
 
     def after(self, run: MicroBatchPass) -> None:
-        """Compare, after the last micro-batch, what ranks used: parameters that no rank used have no gradient.
-
-        Raises:
-            UsageError: ranks call other units.
-        """
+        """Compare, after the last micro-batch, what ranks used: parameters that no rank used have no gradient."""
         self._forward = False
         self._calls.clear()
         if run.last:
@@ -235,12 +211,10 @@ class UnitUsage(AroundMicroBatch):
                 whole = module.get_parameter(name)
                 if whole.requires_grad:
                     full = f"{unit_name}.{name}" if unit_name else name
-                    whole.register_post_accumulate_grad_hook(partial(self._note, full))  # type: ignore[no-untyped-call]
+                    note = partial(lambda full, _parameter: self._used.add(full), full)
+                    whole.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
         return watch
-
-    def _note(self, name: str, _parameter: Tensor) -> None:
-        self._used.add(name)
 
     def _compare(self) -> None:
         if self._device.type != "cpu" and not self._first_step and not self._varies:

@@ -24,11 +24,7 @@ GradientHooks = dict[str, list[Callable[[Tensor], Any]]]
 def take_hooks(model: nn.Module, *, workers: bool = False) -> GradientHooks:
     """Remove and return the gradient hooks of a model that is about to be placed.
 
-    Args:
-        workers: several models train by themselves on its parameters, so there is no gradient of a step.
-
-    Raises:
-        UsageError: a parameter has a hook that can't be called once a step.
+    If `workers` train by themselves on its parameters, there is no gradient of a step, and hooks are refused.
     """
     named = dict(model.named_parameters())
     if early := [name for name, p in named.items() if has_hooks_after_accumulation(p)]:
@@ -52,14 +48,7 @@ def take_hooks(model: nn.Module, *, workers: bool = False) -> GradientHooks:
 
 @torch.no_grad()
 def run_hooks(hooks: GradientHooks, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Let gradients go through their hooks, whole; all ranks call it.
-
-    Args:
-        parameters: the placed ones, of this rank; their gradients are those of the mean loss.
-
-    Raises:
-        UsageError: a hook returns something of another shape.
-    """
+    """Let gradients, of the mean loss, go through their hooks, whole; all ranks call it."""
     for name, functions in hooks.items():
         parameter = parameters.get(name)
         if parameter is None or parameter.grad is None:

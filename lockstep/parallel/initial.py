@@ -3,10 +3,7 @@
 A model with `init_weights()` is built on `meta`, placed, and filled one parameter at a time: `init_weights()` runs on a
 copy in which only that parameter is real and all others are meta, where random functions draw nothing. The value is
 made in full on the CPU and cut as the parameter is placed, so no rank ever holds more than one whole parameter beside
-its own share, and the values do not depend on the number of ranks. (With FSDP2's usual recipe, `reset_parameters` on
-shards, they do.)
-
-Any other module is built whole on every rank under one seed, compared, and cut.
+its own share. Any other module is built whole on every rank under one seed, compared, and cut.
 """
 
 import copy
@@ -51,20 +48,12 @@ def to_empty(model: nn.Module, device: torch.device) -> None:
 
 
 class FirstValues:
-    """The source of first values of a model's parameters and buffers, by name.
-
-    Args:
-        model: on meta, before it is placed; it is copied, not changed.
-        seed: of the run.
-
-    Raises:
-        RunError: (when a value is made) `init_weights` leaves the parameter alone, or reads another one.
-    """
+    """The source of first values of parameters and buffers, by name, of a model on meta, which is copied."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model = copy.deepcopy(model)
         self._seed = seed
-        self.piece: Callable[[str, Tensor], Tensor] = lambda _name, whole: whole
+        self.piece: Callable[[str, Tensor], Tensor] = lambda _name, whole: whole  # what this rank keeps
         self._owners: dict[str, list[tuple[nn.Module, str]]] = {}
         self._meta: dict[str, nn.Parameter] = {}
         names, _ = canonical_names(self._model)
@@ -101,7 +90,6 @@ class FirstValues:
             setattr(module, attribute, parameter)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return all buffers by name, on the CPU."""
         if not any(True for _ in self._model.buffers()):
             return {}
         for module in self._model.modules():
@@ -126,42 +114,28 @@ class _SkipMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@torch.no_grad()
 def materialise(model: nn.Module, first: FirstValues, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Fill a placed model, whose storage exists but holds nothing yet.
-
-    Args:
-        model: after `to_empty`, maybe sharded, maybe one stage of several.
-        first: of the whole, unplaced model.
-        parameters: canonical names of this model's parameters.
-    """
+    """Fill a placed model, whose storage exists but holds nothing yet: its `parameters`, and its buffers."""
     for name, parameter in parameters:
-        fill(parameter, lambda name=name: first.parameter(name))  # type: ignore[misc]
+        whole = first.parameter(name)
+        if isinstance(parameter, DTensor):
+            mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+            assert coordinate is not None
+            for axis, placement in enumerate(parameter.placements):
+                if isinstance(placement, Shard):
+                    whole = local_chunk(whole, placement.dim, mesh.size(axis), coordinate[axis])
+            parameter.to_local().copy_(whole)
+        else:
+            parameter.copy_(whole)  # host waits for the copy
     values = first.buffers()
     for name, buffer in model.named_buffers():
         if name in values:
             buffer.copy_(values[name])
 
 
-@torch.no_grad()
-def fill(parameter: Tensor, make: Callable[[], Tensor]) -> None:
-    """Copy a whole value, or this rank's piece of it, into a parameter."""
-    whole = make()
-    if isinstance(parameter, DTensor):
-        mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
-        assert coordinate is not None
-        for axis, placement in enumerate(parameter.placements):
-            if isinstance(placement, Shard):
-                whole = local_chunk(whole, placement.dim, mesh.size(axis), coordinate[axis])
-        parameter.to_local().copy_(whole)
-    else:
-        parameter.copy_(whole)  # host waits for the copy
-
-
 def broadcast_values(model: nn.Module) -> bool:
-    """Give every rank the values of rank 0; return whether all had them already.
-
-    Compares a fingerprint of each parameter and buffer (sum and sum of absolute values in float64) before sending them.
-    """
+    """Give every rank the values of rank 0, if fingerprints differ; return whether all had them already."""
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
     numbers = [(torch.view_as_real(t) if t.is_complex() else t).double() for t in tensors]
     prints = [(t.sum(), t.abs().sum()) for t in numbers]

@@ -30,11 +30,7 @@ _ALIGNED = 64  # elements: kernels are faster on aligned parameters
 
 
 class FlatParameters:
-    """The trainable parameters in one tensor, with a view for each: an exchange is then a few operations.
-
-    Args:
-        parameters: of one floating type.
-    """
+    """The trainable parameters, of one type, in one tensor with a view for each: an exchange is a few operations."""
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         first, size = next(iter(parameters.values())), 0
@@ -54,38 +50,23 @@ class FlatParameters:
 
 @dataclass
 class Worker:
-    """One model that trains by itself.
+    """One model that trains by itself."""
 
-    Attributes:
-        number: among all workers.
-        values: its parameters.
-        buffers: its persistent buffers.
-        error: what int8 or int4 rounded away of its last change, and of its share of the last mean.
-        gradients: of its step, while another worker is in place.
-        optimizer: its state of the inner optimizer, while another worker is in place.
-        update: its update of this step; None where it had no micro-batch.
-    """
-
-    number: int
-    values: FlatParameters
-    buffers: dict[str, Tensor]
-    error: FlatParameters | None
-    gradients: list[Tensor | None] = field(default_factory=list)
-    optimizer: Any = field(default_factory=lambda: defaultdict(dict))
-    update: ModelUpdate | None = None
+    number: int  # among all workers
+    values: FlatParameters  # its parameters
+    buffers: dict[str, Tensor]  # its persistent buffers
+    error: FlatParameters | None  # what int8 or int4 rounded away of its last change, and of its share of the last mean
+    gradients: list[Tensor | None] = field(default_factory=list)  # of its step, while another worker is in place
+    optimizer: Any = field(default_factory=lambda: defaultdict(dict))  # its state, while another worker is in place
+    update: ModelUpdate | None = None  # its update of this step; None where it had no micro-batch
 
     @property
     def prefix(self) -> str:
-        """Prefix of its names in a checkpoint."""
         return f"worker-{self.number}"
 
 
 def require_one_type(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse parameters that an exchange as one tensor would have to convert.
-
-    Raises:
-        UsageError: there is no parameter, or there are several types, or one that is not floating.
-    """
+    """Refuse parameters that an exchange as one tensor would have to convert."""
     kinds = {p.dtype: name for name, p in parameters.items()}
     if len(kinds) != 1 or not next(iter(kinds)).is_floating_point:
         listed = ", ".join(f"{name} is {dtype}" for dtype, name in kinds.items()) or "there is none that trains"
@@ -98,18 +79,13 @@ def require_one_type(parameters: dict[str, nn.Parameter]) -> None:
 
 
 class WorkersLossAccumulator(LossAccumulator):
-    """Accumulates under local updates, where each worker adds its gradient's norm after its backward pass.
-
-    Args:
-        workers: their number over all ranks.
-    """
+    """Accumulates under local updates, where each of `workers` adds its gradient's norm after its backward pass."""
 
     def __init__(self, micro_batches_per_step: int, device: torch.device, *, shared: bool, workers: int) -> None:
         super().__init__(micro_batches_per_step + workers, device, shared=shared)
         self.micro_batches_per_step = micro_batches_per_step
 
     def add_norm(self, worker: int, norm: Tensor) -> None:
-        """Add the norm of a worker's gradient."""
         self._table[0, self.micro_batches_per_step + worker] = norm
         self._table[1, self.micro_batches_per_step + worker] = 1.0
 
@@ -142,19 +118,14 @@ class OuterStep:
 
     Args:
         common: the parameters from which all workers go on.
-        momentum: of the outer step, as `common`.
+        momentum: of the outer step.
         buffers: the running statistics that go with `common`.
-        all_reduce: by which the workers exchange.
     """
 
     def __init__(
-        self,
-        common: FlatParameters,
-        momentum: FlatParameters,
-        buffers: dict[str, Tensor],
-        config: DiLoCoConfig,
+        self, common: FlatParameters, momentum: FlatParameters, buffers: dict[str, Tensor], config: DiLoCoConfig,
         all_reduce: QuantizedAllReduce,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._common, self._momentum, self._buffers = common, momentum, buffers
         self._config, self._all_reduce = config, all_reduce
         blocks, parts = common.data.numel() // BLOCK, config.fragments
@@ -162,21 +133,13 @@ class OuterStep:
         self._pieces = [slice(*ends) for ends in pairwise(bounds)]
 
     def after(self, step: int, workers: Sequence[Worker], *, last: bool) -> None:
-        """Exchange what is due after `step` steps; everything at the end of the run.
-
-        Args:
-            workers: of this rank.
-        """
-        for piece in self._due(step, last):
-            self._step(piece, workers)
-        if last or step % self._config.inner_steps == 0:
-            self._average_buffers(workers)
-
-    def _due(self, step: int, last: bool) -> Iterator[slice]:
+        """Exchange what is due after `step` steps; everything at the end of the run."""
         inner = self._config.inner_steps
         for place, piece in enumerate(self._pieces, 1):
             if last or step % inner == place * inner // len(self._pieces) % inner:
-                yield piece
+                self._step(piece, workers)
+        if self._buffers and (last or step % inner == 0):
+            self._average_buffers(workers)
 
     @torch.no_grad()
     def _step(self, piece: slice, workers: Sequence[Worker]) -> None:
@@ -198,8 +161,6 @@ class OuterStep:
     @torch.no_grad()
     def _average_buffers(self, workers: Sequence[Worker]) -> None:
         """Set running statistics to their mean over workers in fp32; counts are the same or nearly so."""
-        if not self._buffers:
-            return
         rows = [torch.cat([b.reshape(-1).float() for b in worker.buffers.values()]) for worker in workers]
         mean, _ = self._all_reduce.mean(torch.stack(rows), "fp32")
         begin = 0
@@ -211,28 +172,22 @@ class OuterStep:
 
 
 class LocalWorkers:
-    """The workers of this rank, and the common model. Every rank makes the same calls.
+    """The workers of this rank, and the common model; see `LocalTraining`. Every rank makes the same calls.
 
     Args:
         placed: the model that they train in turn.
         micro_step: forward and backward of one micro-batch on the model as it stands.
         mine: the numbers of this rank's workers.
-        total: over all ranks.
-        all_reduce: by which they exchange.
+        total: their number over all ranks.
 
     Raises:
         UsageError: the parameters are not of one floating type.
     """
 
     def __init__(
-        self,
-        placed: ParallelModel,
-        micro_step: MicroStep,
-        mine: range,
-        total: int,
-        config: DiLoCoConfig,
+        self, placed: ParallelModel, micro_step: MicroStep, mine: range, total: int, config: DiLoCoConfig,
         all_reduce: QuantizedAllReduce,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.total = total
         self._placed, self._micro_step = placed, micro_step
         self._parameters = {name: p for name, p in placed.parameters.items() if p.requires_grad}
@@ -244,21 +199,19 @@ class LocalWorkers:
         buffers = {name: buffer.clone() for name, buffer in self._live_buffers.items()}
         frozen = {name: p.detach() for name, p in placed.parameters.items() if not p.requires_grad}
         self._common_buffers = buffers
-        order = placed.parameters.keys()
         whole = {**self._values.views, **frozen}
-        self.common: dict[str, Tensor] = {name: whole[name] for name in order} | buffers
+        self.common: dict[str, Tensor] = {name: whole[name] for name in placed.parameters} | buffers
         feeds_back = config.send_as in LARGEST and config.error_feedback
-        self._workers = [self._worker(number, feeds_back) for number in mine]
+        self._workers = []
+        for place in mine:
+            values = FlatParameters(self._parameters)
+            values.data.copy_(self._values.data)
+            own = {name: buffer.clone() for name, buffer in self._live_buffers.items()}
+            self._workers.append(Worker(place, values, own, FlatParameters(self._parameters) if feeds_back else None))
         self._in_place = self._workers[0]
         self._put(self._in_place.values.views, self._in_place.buffers)
         self._count: Any = 0  # valid targets of the worker that runs
         self._outer = OuterStep(self._values, self._momentum, buffers, config, all_reduce)
-
-    def _worker(self, number: int, feeds_back: bool) -> Worker:
-        values = FlatParameters(self._parameters)
-        values.data.copy_(self._values.data)
-        buffers = {name: buffer.clone() for name, buffer in self._live_buffers.items()}
-        return Worker(number, values, buffers, FlatParameters(self._parameters) if feeds_back else None)
 
     # ---- a step ----
 
@@ -271,20 +224,17 @@ class LocalWorkers:
             count = len(assign_contiguous(accumulator.micro_batches_per_step, worker.number, self.total))
             with self._entered(worker):
                 for place in range(1, count + 1):
-                    self._run(worker, next(left), accumulator, factor, last=place == count)
+                    self._run(worker, next(left), accumulator, factor, place == count)
 
     @property
     def micro_step(self) -> MicroStep | None:
         """Forward and backward of one micro-batch of the only worker; None where there are several."""
         if len(self._workers) > 1:
             return None
-        worker = self._workers[0]
-        return lambda micro_batch, accumulator, factor, last: self._run(
-            worker, micro_batch, accumulator, factor, last=last
-        )
+        return partial(self._run, self._workers[0])
 
     def _run(
-        self, worker: Worker, micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, *, last: bool
+        self, worker: Worker, micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool
     ) -> Loss:
         loss = self._micro_step(micro_batch, accumulator, factor, last)
         if micro_batch.real:
@@ -306,18 +256,12 @@ class LocalWorkers:
         return ModelUpdate(number(to_mean), number(norm * to_mean), in_place=partial(self._entered, worker))
 
     def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator:
-        """Return an empty accumulator for a step."""
         placed = self._placed
         return WorkersLossAccumulator(
             micro_batches_per_step, placed.random_state.device, shared=placed.layout.world_size > 1, workers=self.total
         )
 
     def model_updates(self, accumulator: LossAccumulator) -> tuple[list[ModelUpdate], Number]:
-        """Return the updates of this rank's workers, and the mean norm of all workers' gradients.
-
-        Args:
-            accumulator: of the step, after its `totals`.
-        """
         assert isinstance(accumulator, WorkersLossAccumulator)
         return [worker.update for worker in self._workers if worker.update is not None], accumulator.mean_norm
 
@@ -351,7 +295,6 @@ class LocalWorkers:
             buffer.data = buffers[name]
 
     def synchronize(self, step: int, *, last: bool) -> None:
-        """Exchange what is due after `step` steps; everything at the end of the run."""
         for worker in self._workers:
             worker.gradients = []
         self._outer.after(step, self._workers, last=last)
@@ -359,8 +302,6 @@ class LocalWorkers:
     # ---- what is evaluated and saved ----
 
     def on_common(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `run` on the common parameters."""
-
         def run_on_common(*args: Any, **kwargs: Any) -> Any:
             self._put(self._values.views, self._common_buffers)
             try:
@@ -372,7 +313,6 @@ class LocalWorkers:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Buffers of all workers of this rank."""
         return {f"{w.prefix}/buffers/{name}": b for w in self._workers for name, b in w.buffers.items()}
 
     def state(self) -> dict[str, Tensor]:
@@ -384,13 +324,11 @@ class LocalWorkers:
         return kept
 
     def each(self, optimizer: Optimizer) -> Iterator[str]:
-        """Yield the prefix of each worker's names in a checkpoint; its optimizer state is in place meanwhile."""
         for worker in self._workers:
             with self._entered(worker, optimizer):
                 yield f"{worker.prefix}/"
 
     def begin_from_common(self) -> None:
-        """Let all workers begin from the common parameters, such as those of a run without workers."""
         self._momentum.data.zero_()
         for worker in self._workers:
             worker.values.data.copy_(self._values.data)

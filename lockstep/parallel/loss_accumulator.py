@@ -51,17 +51,11 @@ def tensor_of(value: Number) -> Tensor:
 
 
 class Loss(NamedTuple):
-    """The summed loss of a micro-batch, as the product of two factors.
+    """The summed loss of a micro-batch, as the product of two factors."""
 
-    Attributes:
-        value: 0-dim float32, with its graph.
-        times: what it is multiplied by to be the sum: the number of valid targets where it is a mean, else 1.
-        targets: how many are valid.
-    """
-
-    value: Tensor
-    times: int
-    targets: int | Tensor
+    value: Tensor  # 0-dim float32, with its graph
+    times: int  # what it is multiplied by to be the sum: the number of valid targets where it is a mean, else 1
+    targets: int | Tensor  # how many are valid
 
     def summed(self) -> Tensor:
         """Return the sum, detached."""
@@ -74,14 +68,11 @@ class LossAccumulator:
 
     Args:
         micro_batches_per_step: micro-batches in the step, over all ranks.
-        device: where the losses are computed.
         shared: whether other ranks run some of the micro-batches.
         adds: whether this rank's count; else another rank runs the same ones.
     """
 
-    def __init__(
-        self, micro_batches_per_step: int, device: torch.device, *, shared: bool, adds: bool = True
-    ) -> None:  # fmt: skip
+    def __init__(self, micro_batches_per_step: int, device: torch.device, *, shared: bool, adds: bool = True) -> None:
         self._adds = adds
         self.micro_batches_per_step = micro_batches_per_step
         self._shared = shared
@@ -152,7 +143,9 @@ class HostLossAccumulator(LossAccumulator):
 
     def add(self, micro_batch: MicroBatch, loss: Loss) -> None:
         if micro_batch.real and self._adds:
-            self._losses[micro_batch.index] = _product(loss.value.item(), loss.times)
+            value = loss.value.item()
+            # Rounded as the product of a float32 tensor is.
+            self._losses[micro_batch.index] = value if loss.times == 1 else c_float(value * loss.times).value
             self._counts[micro_batch.index] = float(loss.targets)
 
     def vote_to_stop(self) -> None:
@@ -182,8 +175,3 @@ class HostLossAccumulator(LossAccumulator):
     @property
     def step_marks(self) -> Number:
         return self._counts[-1]
-
-
-def _product(value: float, times: int) -> float:
-    """Return the product, rounded as that of a float32 tensor is."""
-    return value if times == 1 else c_float(value * times).value

@@ -40,19 +40,12 @@ Explain = Callable[[BaseException], Exception | None]
 
 @dataclass
 class MicroBatchPass:
-    """One forward and backward pass.
+    """One forward and backward pass."""
 
-    Attributes:
-        micro_batch: what it runs.
-        micro_batches_per_step: their number over all ranks.
-        factor: what the summed loss is multiplied by before backward.
-        last: whether it is this rank's last of the step, whose gradients are reduced over ranks.
-    """
-
-    micro_batch: MicroBatch
-    micro_batches_per_step: int
-    factor: float
-    last: bool
+    micro_batch: MicroBatch  # what it runs
+    micro_batches_per_step: int  # their number over all ranks
+    factor: float  # what the summed loss is multiplied by before backward
+    last: bool  # whether it is this rank's last of the step, whose gradients are reduced over ranks
 
 
 class AroundMicroBatch:
@@ -76,13 +69,7 @@ def micro_step_of(
     model: nn.Module, objective: Objective, random_state: RandomState, precision: Precision,
     around: Sequence[AroundMicroBatch], *, multiplier: float = 1.0,
 ) -> MicroStep:  # fmt: skip
-    """Return the `MicroStep` of a model that is whole on this rank, or gathers itself.
-
-    Args:
-        model: as it is called: wrapped, or itself.
-        around: the steps before and after each micro-batch, outermost first.
-        multiplier: undoes a mean that the strategy's own reduction takes (DDP: the number of ranks).
-    """
+    """Return the `MicroStep` of a model that is whole on this rank, or gathers itself; `around`: outermost first."""
     inward, outward = list(around), list(reversed(around))
 
     def micro_step(micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:

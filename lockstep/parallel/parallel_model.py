@@ -5,6 +5,7 @@ the random numbers, the loss and its normalisation are the same for all of them.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -36,41 +37,24 @@ def _always(_optimizer: Optimizer) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class ModelUpdate:
-    """One update of the optimizer: of the only model, or of each model that trains by itself on this rank.
+    """One update of the optimizer: of the only model, or of each model that trains by itself on this rank."""
 
-    Attributes:
-        to_mean: what its gradients are multiplied by to be those of its mean loss.
-        norm: of that gradient, before clipping.
-        gradients: as `ParallelModel.gradients` gives them; None: as they are while it is in place.
-        in_place: inside, its parameters and gradients are the placed ones, and the optimizer's state is its own.
-    """
-
-    to_mean: Number
-    norm: Number
-    gradients: list[Tensor] | None = None
-    in_place: Callable[[Optimizer], AbstractContextManager[None]] = _always
+    to_mean: Number  # what its gradients are multiplied by to be those of its mean loss
+    norm: Number  # of that gradient, before clipping
+    gradients: list[Tensor] | None = None  # None: as they are while it is in place
+    in_place: Callable[[Optimizer], AbstractContextManager[None]] = _always  # puts its tensors and state in place
 
 
 class LocalTraining(Protocol):
-    """Models that train by themselves and synchronize now and then; a strategy brings it (`lockstep.parallel.diloco`).
+    """Models that train by themselves and synchronize now and then (`lockstep.parallel.diloco`)."""
 
-    Attributes:
-        total: models over all ranks.
-        common: name → parameter or buffer of the model that all of them go on from.
-    """
+    total: int  # models over all ranks
+    common: dict[str, Tensor]  # name → parameter or buffer of the model that all of them go on from
 
-    total: int
-    common: dict[str, Tensor]
-
-    def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator:
-        """Return an empty accumulator for a step."""
+    def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator: ...
 
     def model_updates(self, accumulator: LossAccumulator) -> tuple[list[ModelUpdate], Number]:
-        """Return the updates of this rank's models, and the mean norm over all models' gradients.
-
-        Args:
-            accumulator: of the step, after its `totals`.
-        """
+        """Return the updates of this rank's models, and the mean norm over all models' gradients, after `totals`."""
 
     def synchronize(self, step: int, *, last: bool) -> None:
         """Exchange what is due after `step` steps; everything at the end of the run."""
@@ -87,66 +71,36 @@ class LocalTraining(Protocol):
 
 @dataclass
 class ParallelModel:
-    """A model as a rank holds it.
+    """A model as a rank holds it."""
 
-    Attributes:
-        layout: the number of ranks along each axis.
-        parts: the modules that this rank holds, unwrapped: what has parameters.
-        parameters: canonical name → parameter (a DTensor where it is sharded), of this rank.
-        aliases: canonical name → further names of the same parameter (tied weights).
-        buffers: canonical name → persistent buffer, of this rank.
-        objective: how a batch becomes a loss.
-        random_state: what the model's random numbers depend on.
-        assign: micro-batches in a step → (index, real) of those that this rank runs, in running order.
-        forward_backward: see `lockstep.parallel.micro_step.ForwardBackward`.
-        evaluate: see `lockstep.parallel.micro_step.Evaluate`.
-        forward: the model's forward pass outside of the step, for sampling from it.
-        micro_step: see `lockstep.parallel.micro_step.MicroStep`; None where micro-batches can't be run one at a time.
-        finish_gradients: called after the last backward pass; completes `.grad`.
-        finish_update: called after each update with whether it was skipped.
-        checks: called after each step with the number of steps made: they find replicas that drift apart.
-        norm_groups: process groups over which squared norms of the local gradients add up.
-        counted: names whose gradients this rank counts in a norm; None: all. Of what several ranks of a norm group hold
-            whole, one counts it.
-        wants_data: whether this rank's micro-batches need their batches.
-        log_lines: logged at start.
-        later_log_lines: lines that become known while it trains; see `take_log_lines`.
-        state: tensors of the strategy's own that a checkpoint keeps (error feedback of a compression).
-        local_training: where models train by themselves.
-        reproducible: the step must be the same in every bit on any layout.
-        gradient_hooks: the user's hooks on parameters, called once a step.
-        num_parameters: of the whole model, tied ones counted once.
-        context: the way in which sequences are cut; None: they are whole.
-        adds_losses: whether this rank's micro-batches count; of ranks that run the same ones, those of the first.
-    """
-
-    layout: Layout
-    parts: list[nn.Module]
-    parameters: dict[str, nn.Parameter]
-    objective: Objective
-    random_state: RandomState
-    assign: Callable[[int], list[tuple[int, bool]]]
+    layout: Layout  # the number of ranks along each axis
+    parts: list[nn.Module]  # the modules that this rank holds, unwrapped: what has parameters
+    parameters: dict[str, nn.Parameter]  # canonical name → parameter (a DTensor where it is sharded), of this rank
+    objective: Objective  # how a batch becomes a loss
+    random_state: RandomState  # what the model's random numbers depend on
+    assign: Callable[[int], list[tuple[int, bool]]]  # micro-batches in a step → (index, real) of this rank's, in order
     forward_backward: ForwardBackward
     evaluate: Evaluate
-    forward: Callable[..., Any]
-    micro_step: MicroStep | None = None
-    aliases: dict[str, list[str]] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    finish_gradients: Callable[[], None] = lambda: None
-    finish_update: Callable[[bool], None] = lambda _skipped: None
-    checks: list[Callable[[int], None]] = field(default_factory=list)
-    norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
+    forward: Callable[..., Any]  # the model's forward pass outside of the step, for sampling from it
+    micro_step: MicroStep | None = None  # None where micro-batches can't be run one at a time
+    aliases: dict[str, list[str]] = field(default_factory=dict)  # canonical name → others, of tied weights
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # canonical name → persistent buffer, of this rank
+    finish_gradients: Callable[[], None] = lambda: None  # called after the last backward pass; completes `.grad`
+    finish_update: Callable[[bool], None] = lambda _skipped: None  # called after each update: was it skipped?
+    checks: list[Callable[[int], None]] = field(default_factory=list)  # called with the number of steps made
+    norm_groups: list[dist.ProcessGroup] = field(default_factory=list)  # over which squared norms add up
+    # Names whose gradients this rank counts in a norm; None: all. Of what several ranks hold whole, one counts it.
     counted: set[str] | None = None
-    wants_data: bool = True
-    log_lines: list[str] = field(default_factory=list)
-    later_log_lines: list[str] = field(default_factory=list)
-    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    local_training: LocalTraining | None = None
-    reproducible: bool = False
-    gradient_hooks: GradientHooks = field(default_factory=dict)
-    num_parameters: int = 0
-    context: Context | None = None
-    adds_losses: bool = True
+    wants_data: bool = True  # whether this rank's micro-batches need their batches
+    log_lines: list[str] = field(default_factory=list)  # logged at start
+    later_log_lines: list[str] = field(default_factory=list)  # see `take_log_lines`
+    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # kept in checkpoints: the strategy's
+    local_training: LocalTraining | None = None  # where models train by themselves
+    reproducible: bool = False  # the step must be the same in every bit on any layout
+    gradient_hooks: GradientHooks = field(default_factory=dict)  # the user's hooks on parameters, called once a step
+    num_parameters: int = 0  # of the whole model, tied ones counted once
+    context: Context | None = None  # the way in which sequences are cut; None: they are whole
+    adds_losses: bool = True  # of ranks that run the same micro-batches, the first adds their losses
 
     def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator:
         """Return an empty accumulator for a step, or for a window of an evaluation."""
@@ -163,7 +117,6 @@ class ParallelModel:
         """Return what is to be updated once the gradients are finished, and the norm to record.
 
         Args:
-            accumulator: of the step, after its `totals`.
             factor: what the summed loss was multiplied by before backward.
             count: valid targets of the step.
         """
@@ -214,8 +167,6 @@ class ParallelModel:
 
     def take_log_lines(self) -> list[str]:
         """Return the lines that became known since the last call."""
-        if not self.later_log_lines:
-            return self.later_log_lines
         lines = list(self.later_log_lines)
         self.later_log_lines.clear()
         return lines
@@ -244,15 +195,6 @@ def assign_strided(micro_batches: int, rank: int, ranks: int) -> list[tuple[int,
     return [(i, True) if i < micro_batches else (i % micro_batches, False) for i in indices]
 
 
-_NUMBER = re.compile(r"\.\d+(\.|$)")
-
-
-def layer_of(name: str) -> str:
-    """Return `layers.3` for `layers.3.attention.weight`; for names without a number their first part."""
-    found = _NUMBER.search(name)
-    return name[: found.end()].rstrip(".") if found else name.partition(".")[0]
-
-
 def layer_norms(placed: ParallelModel, factor: Number) -> dict[str, float]:
     """Return layer → 2-norm of its gradient times `factor`. All ranks call it together; it waits for the device."""
     squares: dict[str, Any] = {}
@@ -260,22 +202,16 @@ def layer_norms(placed: ParallelModel, factor: Number) -> dict[str, float]:
     for name, parameter in placed.parameters.items():
         if name in counted and parameter.grad is not None:
             square = local(parameter.grad).double().square().sum()
-            squares[layer_of(name)] = squares.get(layer_of(name), 0.0) + square
-    names = list(squares)
-    values = torch.stack([squares[name] for name in names]).tolist() if names else []
-    sums = dict(zip(names, values, strict=True))
-    for group in placed.norm_groups:
-        sums = _summed(sums, group)
+            numbered = re.match(r".*?\.\d+(?=\.|$)", name)  # `layers.3` of `layers.3.attention.weight`
+            layer = numbered[0] if numbered else name.partition(".")[0]
+            squares[layer] = squares.get(layer, 0.0) + square
+    values = torch.stack(list(squares.values())).tolist() if squares else []
+    sums = Counter(dict(zip(squares, values, strict=True)))
+    for group in placed.norm_groups:  # by name: ranks along a pipeline hold different layers
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, sums, group=group)
+        sums = Counter()
+        for part in parts:
+            sums.update(part)
     scale = float(factor)
     return {name: float(f"{value**0.5 * scale:.6g}") for name, value in sums.items()}
-
-
-def _summed(sums: dict[str, float], group: dist.ProcessGroup) -> dict[str, float]:
-    """Return the sums over ranks by name: ranks along a pipeline hold different layers."""
-    parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, sums, group=group)
-    result: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            result[name] = result.get(name, 0.0) + value
-    return result

@@ -4,16 +4,15 @@ checks → names → keyed randomness → float8 → activation checkpointing �
 → shard or replicate → first values
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lockstep.config import StepConfig, TrainingConfig
+from lockstep.config import StepConfig
 from lockstep.config.checks import step_contradictions
 from lockstep.errors import UsageError, listed, refuse
 from lockstep.layout import Layout
@@ -25,7 +24,7 @@ from lockstep.parallel.batch_norm import apply_batch_norm_rows
 from lockstep.parallel.buffers import refuse_synchronised
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.context import apply_context, context_of, cut_objective, plan_of, train_context
-from lockstep.parallel.expert import PlacedExperts, apply_experts, train_experts
+from lockstep.parallel.expert import apply_experts, train_experts
 from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.fsdp_units import units_of
 from lockstep.parallel.gradient_hooks import take_hooks
@@ -57,9 +56,6 @@ def place(
     Args:
         model: unwrapped; real, or on meta with `init_weights()`.
         layout: from `lockstep.strategy.resolve`; its size is the world size.
-        config: the sections that say how: `Config.step`.
-        objective: how a batch becomes a loss.
-        device: of this rank.
         dry_run: the model has no values and gets none: for `lockstep plan`, under a fake process group.
 
     Raises:
@@ -99,11 +95,7 @@ def place(
 
 
 def require_placed(placed: object, placement: PlacementContext) -> None:
-    """Reject what a strategy of a user returned, if it is not a placed model with values.
-
-    Raises:
-        UsageError: it is something else, or its parameters are still on meta.
-    """
+    """Reject what a strategy of a user returned, if it is not a placed model with values."""
     place = f"place of strategy {placement.layout.strategy}"
     if not isinstance(placed, ParallelModel):
         raise UsageError(
@@ -131,7 +123,14 @@ def prepared(
     if strategy.keys_random_numbers(device):
         key_model(model, random_state, blocks, cut=strategy.splits_model)
     log_lines = apply_fp8(model, blocks, config.precision.fp8, device)
-    log_lines += transform_blocks(model, config.training, random_state, blocks)
+    training = config.training
+    apply_activation_checkpointing(
+        blocks, training.gradient_checkpointing, random_state,
+        every=training.gradient_checkpointing_every, compiled=training.compile,
+    )  # fmt: skip
+    if training.compile:
+        compile_blocks(blocks or [("", model)])
+        log_lines.append(f"compile: {len(blocks) or 1} block(s), at their first forward pass")
     if config.distributed.reproducible:
         join_uses_of_inputs(units_of(model, config.distributed.fsdp, blocks))
         log_lines += switch_on(device) + extra_traffic(config, layout)
@@ -141,7 +140,7 @@ def prepared(
         )
     if shared:
         refuse_synchronised(model)
-    training, batch_norm = config.training, None
+    batch_norm = None
     if dry_run is None:
         batch_norm = apply_batch_norm_rows(
             model, training.batch_norm_samples, training.batch_size, layout.data_parallel_size
@@ -161,7 +160,8 @@ def prepared(
     if experts is not None:
         experts.take_pieces(cuts)
     if first is not None:
-        first.piece = pieces_of([by for by in (cuts, experts) if by is not None])
+        cut_by = [by for by in (cuts, experts) if by is not None]
+        first.piece = lambda name, whole: reduce(lambda piece, by: by.piece(name, piece), cut_by, whole)
     if dry_run is not None:
         senders = {"tensor": None if cuts is None else cuts.cut, "context": context, "expert": experts}
         for axis, sender in senders.items():
@@ -173,25 +173,11 @@ def prepared(
     )  # fmt: skip
 
 
-def pieces_of(cut_by: Sequence[TensorCuts | PlacedExperts]) -> Callable[[str, Tensor], Tensor]:
-    """Return (name, whole value) → this rank's piece, cut along each axis in turn."""
-
-    def piece(name: str, whole: Tensor) -> Tensor:
-        for by in cut_by:
-            whole = by.piece(name, whole)
-        return whole
-
-    return piece
-
-
 def cut_layers(
     model: nn.Module, layout: Layout, config: StepConfig, mesh: DeviceMesh | None, objective: Objective, *,
     within: Cut | None,
 ) -> TensorCuts | None:  # fmt: skip
-    """Cut the layers over the axis `tensor`; for the same bits, compute them in blocks on one rank, too.
-
-    A model whose layers can't be cut trains on one rank of the axis only, where products stay whole.
-    """
+    """Cut layers over the axis `tensor`, or in blocks on one rank; if they can't be, one rank computes them whole."""
     if layout.tensor == 1:
         if not config.distributed.reproducible:
             return None
@@ -203,11 +189,7 @@ def cut_layers(
 
 
 def key_model(model: nn.Module, random_state: RandomState, blocks: Blocks, *, cut: bool = False) -> None:
-    """Key random numbers by segment; a model that names none is one segment.
-
-    Args:
-        cut: the model runs in stages of a pipeline.
-    """
+    """Key random numbers by segment; a model that names none is one segment, which can't be `cut` into stages."""
     segments = require_segments(model) if cut else segments_of(model)
     if segments is not None:
         key_segments(random_state, segments, chain=True)
@@ -216,26 +198,8 @@ def key_model(model: nn.Module, random_state: RandomState, blocks: Blocks, *, cu
         key_segments(random_state, blocks, chain=False)
 
 
-def transform_blocks(
-    model: nn.Module, training: TrainingConfig, random_state: RandomState, blocks: Blocks
-) -> list[str]:
-    """Apply activation checkpointing, then compilation, to each block; return lines to log at start."""
-    apply_activation_checkpointing(
-        blocks, training.gradient_checkpointing, random_state,
-        every=training.gradient_checkpointing_every, compiled=training.compile,
-    )  # fmt: skip
-    if not training.compile:
-        return []
-    compile_blocks(blocks or [("", model)])
-    return [f"compile: {len(blocks) or 1} block(s), at their first forward pass"]
-
-
 def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) -> None:
-    """Refuse parameters that do not exist yet, and gradients that this layout can't sum.
-
-    Raises:
-        UsageError: naming them, with what to write instead.
-    """
+    """Refuse parameters that do not exist yet, and gradients that this layout can't sum."""
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
         raise UsageError(
             f"{listed(lazy)} has no shape yet: a lazy module makes its parameters at its first forward pass",
@@ -261,11 +225,7 @@ def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) ->
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse a model that is wrapped already: its gradients would be reduced twice.
-
-    Raises:
-        UsageError: names the line to delete.
-    """
+    """Refuse a model that is wrapped already: its gradients would be reduced twice."""
     if isinstance(model, DistributedDataParallel | DataParallel):
         name = type(model).__name__
         raise UsageError(

@@ -39,74 +39,46 @@ Blocks = list[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class DryRun:
-    """The differences where a model is placed without values, as `lockstep plan` does, on fake tensors.
+    """The differences where a model is placed without values, as `lockstep plan` does, on fake tensors."""
 
-    Attributes:
-        mesh: over a fake process group; None on one rank.
-        device_type: the device that the run will have, `cuda` or `cpu`; the fake tensors are on the CPU.
-        reducer: makes the replacement for DDP's reducer, which refuses fake tensors.
-        sends: called with the axis `tensor`, `context` or `expert`, and the bytes of each message along it.
-    """
-
-    mesh: DeviceMesh | None
-    device_type: str
+    mesh: DeviceMesh | None  # over a fake process group; None on one rank
+    device_type: str  # the device that the run will have, `cuda` or `cpu`; the fake tensors are on the CPU
+    # Makes the replacement for DDP's reducer, which refuses fake tensors.
     reducer: Callable[[nn.Module, DDPConfig], AroundMicroBatch] = lambda _model, _config: AroundMicroBatch()
-    sends: Callable[[str, int], None] = lambda _axis, _size: None
+    sends: Callable[[str, int], None] = lambda _axis, _size: None  # (axis, bytes) of each message along it
 
 
 @dataclass
 class PlacementContext:
-    """The arguments of a strategy's `place`.
+    """The arguments of a strategy's `place`."""
 
-    Attributes:
-        model: keyed and transformed; strategies change it in place.
-        layout: the number of ranks along each axis.
-        config: the sections that say how a step is made.
-        mesh: the ranks; None on one.
-        objective: how a batch becomes a loss.
-        device: of this rank.
-        precision: of the forward pass.
-        random_state: what random numbers depend on.
-        blocks: the model's repeated blocks, by name.
-        first: makes the first values; None where the model has them.
-        log_lines: logged at start; strategies add theirs.
-        dry_run: set where the model has no values, and gets none.
-        cuts: of layers, over the axis `tensor`.
-        context: the way in which sequences are cut.
-        experts: spread over the axis `expert`; None where that has one rank.
-        batch_norm: the rows of ranks that batch normalisation covers; None: it covers a micro-batch.
-    """
-
-    model: nn.Module
-    layout: Layout
-    config: StepConfig
-    mesh: DeviceMesh | None
-    objective: Objective
-    device: torch.device
-    precision: Precision
-    random_state: RandomState
-    blocks: Blocks
-    first: FirstValues | None
-    log_lines: list[str] = field(default_factory=list)
-    dry_run: DryRun | None = None
-    cuts: TensorCuts | None = None
-    context: Context | None = None
-    experts: PlacedExperts | None = None
-    batch_norm: BatchNormRows | None = None
+    model: nn.Module  # keyed and transformed; strategies change it in place
+    layout: Layout  # the number of ranks along each axis
+    config: StepConfig  # the sections that say how a step is made
+    mesh: DeviceMesh | None  # the ranks; None on one
+    objective: Objective  # how a batch becomes a loss
+    device: torch.device  # of this rank
+    precision: Precision  # of the forward pass
+    random_state: RandomState  # what random numbers depend on
+    blocks: Blocks  # the model's repeated blocks, by name
+    first: FirstValues | None  # makes the first values; None where the model has them
+    log_lines: list[str] = field(default_factory=list)  # logged at start; strategies add theirs
+    dry_run: DryRun | None = None  # set where the model has no values, and gets none
+    cuts: TensorCuts | None = None  # of layers, over the axis `tensor`
+    context: Context | None = None  # the way in which sequences are cut
+    experts: PlacedExperts | None = None  # spread over the axis `expert`; None where that has one rank
+    batch_norm: BatchNormRows | None = None  # rows of ranks that it covers; None: a micro-batch
 
     @property
     def device_type(self) -> str:
-        """Type of the device on which the model will run."""
         return self.device.type if self.dry_run is None else self.dry_run.device_type
 
     @property
     def has_values(self) -> bool:
-        """Return whether the model has its values already."""
         return self.first is None and self.dry_run is None
 
     @property
     def reproducible(self) -> bool:
-        """Return whether the step must have the same bits on any layout."""
         return self.config.distributed.reproducible
 
     @property
@@ -116,7 +88,6 @@ class PlacementContext:
 
     @property
     def ranks(self) -> int:
-        """Data-parallel size."""
         return self.layout.data_parallel_size
 
     @property
@@ -153,37 +124,21 @@ class PlacementContext:
 
 @dataclass
 class AppliedStrategy:
-    """The result of a strategy for a model whose micro-batches run one at a time.
+    """The result of a strategy for a model whose micro-batches run one at a time."""
 
-    Attributes:
-        assign: micro-batches in a step → (index, real) of those that this rank runs.
-        runs: the wrapped model; None: the model itself.
-        objective: in place of the placement's.
-        gradient_sync: lets the last backward pass of a step reduce gradients, and those before it not.
-        around: further steps before and after each micro-batch, outermost first.
-        multiplier: undoes a mean that the strategy's own reduction takes (DDP: the number of ranks).
-        tree: where the step must be the same in every bit.
-        finish_gradients: called after the last backward pass of a step without a tree; completes `.grad`.
-        compression: of gradients on the link.
-        norm_groups: process groups over which squared norms of the local gradients add up.
-        counted: see `ParallelModel.counted`.
-        parameters: trained in place of the model's own parameters of these names.
-        statistics_over: ranks whose running statistics are one; None: all that share out a step.
-    """
-
-    assign: Callable[[int], list[tuple[int, bool]]]
-    runs: nn.Module | None = None
-    objective: Objective | None = None
-    gradient_sync: AroundMicroBatch | None = None
-    around: Sequence[AroundMicroBatch] = ()
-    multiplier: float = 1.0
-    tree: GradientTree | None = None
-    finish_gradients: Callable[[], None] = lambda: None
-    compression: Compression = field(default_factory=Compression)
-    norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
-    counted: set[str] | None = None
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    statistics_over: int | None = None
+    assign: Callable[[int], list[tuple[int, bool]]]  # as `ParallelModel.assign`
+    runs: nn.Module | None = None  # the wrapped model; None: the model itself
+    objective: Objective | None = None  # in place of the placement's
+    gradient_sync: AroundMicroBatch | None = None  # lets only the last backward pass of a step reduce
+    around: Sequence[AroundMicroBatch] = ()  # further steps before and after each micro-batch, outermost first
+    multiplier: float = 1.0  # undoes a mean that the strategy's own reduction takes (DDP: the number of ranks)
+    tree: GradientTree | None = None  # where the step must be the same in every bit
+    finish_gradients: Callable[[], None] = lambda: None  # where there is no tree, after a step's last backward pass
+    compression: Compression = field(default_factory=Compression)  # of gradients on the link
+    norm_groups: list[dist.ProcessGroup] = field(default_factory=list)  # see `ParallelModel.norm_groups`
+    counted: set[str] | None = None  # see `ParallelModel.counted`
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # in place of the model's own, by name
+    statistics_over: int | None = None  # ranks whose running statistics are one; None: all that share out a step
 
 
 def shared_out(
@@ -194,19 +149,13 @@ def shared_out(
 
 
 def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> ParallelModel:
-    """Return the placed model of a strategy that runs a step's micro-batches in order.
-
-    Args:
-        applied: what the strategy made of the placement's model.
-    """
+    """Return the placed model of a strategy that runs a step's micro-batches in order."""
     p, model = placement, placement.model
     _check(applied, p)
     later_log_lines = applied.compression.later_log_lines
     objective, runs = applied.objective or p.objective, applied.runs or model
     around = around_micro_batches(p, applied, later_log_lines)
-    micro_step = micro_step_of(
-        runs, objective, p.random_state, p.precision, around, multiplier=applied.multiplier
-    )  # fmt: skip
+    micro_step = micro_step_of(runs, objective, p.random_state, p.precision, around, multiplier=applied.multiplier)
     persistent = model.state_dict(keep_vars=True)
     return ParallelModel(
         layout=p.layout,
@@ -232,11 +181,7 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
 
 
 def _check(applied: AppliedStrategy, p: PlacementContext) -> None:
-    """Reject an `assign` that takes other arguments, and an exchange that would be left out.
-
-    Raises:
-        UsageError: with what to write.
-    """
+    """Reject an `assign` that takes other arguments, and an exchange that would be left out."""
     assign = f"assign of strategy {p.layout.strategy}"
     fix = "give AppliedStrategy shared_out(assign_contiguous, placement), which knows the rank"
     require_call(applied.assign, ("micro_batches",), assign, STRATEGIES.where, fix=fix)
@@ -253,11 +198,7 @@ def _check(applied: AppliedStrategy, p: PlacementContext) -> None:
 def around_micro_batches(
     p: PlacementContext, applied: AppliedStrategy, log_lines: list[str]
 ) -> list[AroundMicroBatch]:  # fmt: skip
-    """Return the steps around a micro-batch, outermost first; their order is decided here alone.
-
-    Args:
-        log_lines: receives lines that become known in the first steps.
-    """
+    """Return the steps around a micro-batch, outermost first; their order is decided here alone."""
     around: list[AroundMicroBatch] = []
     if applied.tree is not None:
         around += [DeterministicKernels(), applied.tree]  # the tree takes the gradients that all others have made

@@ -1,15 +1,10 @@
 """Side effects of a forward pass, detected in the first steps of a run.
 
-A rank runs its own micro-batches only, and under FSDP2 sees parameters that are gathered for the moment. So what a
-forward pass does besides returning outputs differs from one process, without an error: parameters that it writes
-(`nn.Embedding(max_norm=…)`), counters among the attributes of modules, the model's own generators.
-
-On several ranks, and under `reproducible`, such a model is refused with what to write instead. One process trains it as
-plain PyTorch does, with a warning. Draws from Python's and NumPy's global generators are keyed
-(`lockstep.randomness`), and buffers are handled by `lockstep.parallel.buffers`.
-
-A parameter counts as written if its version, its storage or the sum of its bits is another one after the forward pass:
-`.data` hides a write from the version.
+A rank runs its own micro-batches only, and under FSDP2 sees parameters that are gathered for the moment. So parameters
+that a forward pass writes (`nn.Embedding(max_norm=…)`), counters among the attributes of modules and the model's own
+generators differ from one process, without an error. On several ranks, and under `reproducible`, such a model is
+refused with what to write instead; one process trains it as plain PyTorch does, with a warning. A parameter counts as
+written if its version, its storage or the sum of its bits has changed: `.data` hides a write from the version.
 """
 
 import logging
@@ -53,10 +48,7 @@ class _Values:
         return cls(parameters, places, torch.stack(sums) if sums else torch.empty(0, device=device))
 
     def written(self, unit: nn.Module, device: torch.device) -> list[str]:
-        """Return the names of those that have changed since; the host waits for the device.
-
-        Parameters that FSDP2 has replaced meanwhile are left out: it has freed the memory of gathered ones.
-        """
+        """Return the names of those that have changed since; FSDP2 has freed and replaced some, which are left out."""
         here = dict(unit.named_parameters())
         kept = [place for place, (name, p) in enumerate(self.parameters.items()) if here.get(name) is p]
         names = list(self.parameters)
@@ -71,7 +63,15 @@ class _Values:
 
 def watch(placed: ParallelModel) -> None:
     """Watch the first forward passes of a placed model, and stop keying generators that nobody draws from."""
-    _Watch(placed).begin()
+    watch = _Watch(placed)
+    for root in placed.parts:
+        for module in root.modules():
+            if module is root or isinstance(module, FSDPModule):
+                # After FSDP2 has gathered a unit, and before it frees it.
+                watch.handles += [
+                    module.register_forward_pre_hook(watch.before(root, module)),
+                    module.register_forward_hook(watch.after(root, module), prepend=True),
+                ]
     placed.checks.insert(0, partial(_decide_host_generators, placed))
 
 
@@ -91,14 +91,10 @@ def _decide_host_generators(placed: ParallelModel, _step: int) -> None:
 
 @dataclass
 class _Watch:
-    """The comparison of a model before and after its forward passes.
-
-    Attributes:
-        placed: the model.
-    """
+    """The comparison of a model before and after its forward passes."""
 
     placed: ParallelModel
-    _handles: list[Any] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
     _seen: dict[int, set[int]] = field(default_factory=dict)  # root → steps whose first forward pass was watched
     _open: dict[int, _Values] = field(default_factory=dict)  # unit → its parameters
     _attributes: dict[int, dict[str, Any]] = field(default_factory=dict)  # root → what it was before the pass
@@ -106,27 +102,14 @@ class _Watch:
     _warned: set[str] = field(default_factory=set)
     _moved: dict[int, list[dict[str, float]]] = field(default_factory=dict)  # root → by how much, in each pass
 
-    def begin(self) -> None:
-        """Compare each part of the model, and each unit of FSDP2 in it while it is gathered."""
-        for root in self.placed.parts:
-            for module in root.modules():
-                if module is root or isinstance(module, FSDPModule):
-                    # After FSDP2 has gathered a unit, and before it frees it.
-                    self._handles += [
-                        module.register_forward_pre_hook(self._before(root, module)),
-                        module.register_forward_hook(self._after(root, module), prepend=True),
-                    ]
-
-    def _before(self, root: nn.Module, unit: nn.Module) -> Any:
+    def before(self, root: nn.Module, unit: nn.Module) -> Any:
         def before(_module: nn.Module, _args: Any) -> None:
             random_state, seen = self.placed.random_state, self._seen.setdefault(id(root), set())
-            if (
-                random_state.phase != "train"
-                or not torch.is_grad_enabled()
-                or (unit is root and random_state.step in seen)
-            ):
+            if random_state.phase != "train" or not torch.is_grad_enabled():
                 return
             if unit is root:
+                if random_state.step in seen:
+                    return
                 seen.add(random_state.step)
                 self._attributes[id(root)] = dict(_attributes(root))
                 self._generators[id(root)] = dict(_generators(root))
@@ -137,36 +120,39 @@ class _Watch:
 
         return before
 
-    def _after(self, root: nn.Module, unit: nn.Module) -> Any:
+    def after(self, root: nn.Module, unit: nn.Module) -> Any:
         def after(_module: nn.Module, _args: Any, _outputs: Any) -> None:
             before = self._open.pop(id(unit), None)
             if before is None:
                 return
             written = before.written(unit, self.placed.random_state.device)
             if written:
-                self._report_written([self._canonical(before.parameters[name], name) for name in written])
+                names = {id(p): name for part in reversed(self.placed.parts) for name, p in part.named_parameters()}
+                canonical = [names.get(id(before.parameters[name]), name) for name in written]
+                self._report(
+                    f"the forward pass writes the parameter {listed(canonical)}",
+                    "each rank writes its own copy, from its own micro-batches, and a gathered copy of FSDP2 is lost",
+                    "update it after the optimizer, on all ranks alike: Trainer(…, after_update=function); for "
+                    "nn.Embedding(max_norm=…), let that function renormalise the weight (docs/how_to/teachers.md)",
+                )
             if unit is root:
                 self._compare_attributes(root)
-                if len(self._seen[id(root)]) == _STEPS and all(
-                    len(self._seen.get(id(part), ())) == _STEPS for part in self.placed.parts
-                ):
-                    self._end()
+                if all(len(self._seen.get(id(part), ())) == _STEPS for part in self.placed.parts):
+                    for handle in self.handles:
+                        handle.remove()
+                    self.handles.clear()
 
         return after
-
-    def _end(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _canonical(self, parameter: nn.Parameter, name: str) -> str:
-        names = (n for root in self.placed.parts for n, p in root.named_parameters() if p is parameter)
-        return next(names, name)
 
     def _compare_attributes(self, root: nn.Module) -> None:
         generators = self._generators.pop(id(root))
         if moved := [name for name, state in _generators(root) if name in generators and generators[name] != state]:
-            self._report_generators(moved)
+            self._report(
+                f"the forward pass draws from a generator of the model's own, {listed(moved)}",
+                "it does not know which micro-batch it draws for, so what it draws depends on the number of ranks",
+                "draw with torch.rand, torch.randn … without generator=, or with Python's random or numpy.random: "
+                "these are seeded for each micro-batch",
+            )
         before = self._attributes.pop(id(root))
         deltas = {n: v - before[n] for n, v in _attributes(root) if n in before and v != before[n]}
         passes = self._moved.setdefault(id(root), [])
@@ -174,30 +160,11 @@ class _Watch:
         if len(passes) == _STEPS:
             counters = [name for name, delta in passes[0].items() if passes[1].get(name) == delta]
             if counters:
-                self._report_counters(counters)
-
-    def _report_written(self, names: list[str]) -> None:
-        self._report(
-            f"the forward pass writes the parameter {listed(names)}",
-            "each rank writes its own copy, from its own micro-batches, and a gathered copy of FSDP2 is lost",
-            "update it after the optimizer, on all ranks alike: Trainer(…, after_update=function); for "
-            "nn.Embedding(max_norm=…), let that function renormalise the weight (docs/how_to/teachers.md)",
-        )
-
-    def _report_counters(self, names: list[str]) -> None:
-        self._report(
-            f"the forward pass advances the attribute {listed(names)}",
-            "it counts the micro-batches of one rank, so what follows from it depends on the number of ranks",
-            "set it from the number of the update: Trainer(…, after_update=function) (docs/how_to/teachers.md)",
-        )
-
-    def _report_generators(self, names: list[str]) -> None:
-        self._report(
-            f"the forward pass draws from a generator of the model's own, {listed(names)}",
-            "it does not know which micro-batch it draws for, so what it draws depends on the number of ranks",
-            "draw with torch.rand, torch.randn … without generator=, or with Python's random or numpy.random: these "
-            "are seeded for each micro-batch",
-        )
+                self._report(
+                    f"the forward pass advances the attribute {listed(counters)}",
+                    "it counts the micro-batches of one rank, so what follows from it depends on the number of ranks",
+                    "set it from the number of the update: Trainer(…, after_update=function) (docs/how_to/teachers.md)",
+                )
 
     def _report(self, what: str, why: str, fix: str) -> None:
         if self.placed.reproducible:

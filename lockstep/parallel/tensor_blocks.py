@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from lockstep.errors import UsageError
 from lockstep.parallel.comm import all_gather_flat, reduce_scatter_flat
 from lockstep.parallel.reproducible.tree import Partials, TreeReduceScatter, tree_all_reduce, tree_assignment
 
+T = TypeVar("T")
+
 VECTORS = 64  # a multiple of the numbers in a vector of any CPU's registers, several of which torch computes at a time
 SEQUENCE = 1  # the dim of activations [B, T, …] that sequence parallel cuts
 
@@ -37,15 +39,10 @@ SEQUENCE = 1  # the dim of activations [B, T, …] that sequence parallel cuts
 class Cut:
     """The way in which layers are cut, and the messages between their ranks.
 
-    Attributes:
+    Args:
         group: the ranks over which; None: one.
-        ranks, rank: their number, and this one's place.
         blocks: in a whole layer; None: each rank's part is one product, and sums are plain.
         sequence: outside the cut layers a rank has a part of the sequence.
-        on_send: called with the bytes that this rank sends, in a dry run.
-        within: how the sequences are cut, of which this cuts a part.
-        keeps_logits: the loss takes a rank's part of the logits.
-        whole: set while a model is called from outside of the step; then sequences and logits are whole on every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, blocks: int | None, *, sequence: bool) -> None:
@@ -53,9 +50,10 @@ class Cut:
         self.ranks, self.rank = (1, 0) if group is None else (group.size(), group.rank())
         self._whole: weakref.ref[Tensor] = weakref.ref(torch.empty(0))
         self._entered: Tensor | None = None
-        self.on_send: Callable[[int], None] | None = None
-        self.within: Cut | None = None
-        self.keeps_logits = self.whole = False
+        self.on_send: Callable[[int], None] | None = None  # called with the bytes that this rank sends, in a dry run
+        self.within: Cut | None = None  # how the sequences are cut, of which this cuts a part
+        self.keeps_logits = False  # the loss takes a rank's part of the logits
+        self.whole = False  # the model is called from outside of the step: sequences and logits are whole everywhere
 
     def outside(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return `forward`, called from outside of the step."""
@@ -78,21 +76,18 @@ class Cut:
         if self.group is None or not (self.sequence or self.blocks is None):
             return x
         if self._whole() is not x or self._entered is None or self._entered.requires_grad != x.requires_grad:
-            self._entered = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
+            self._entered = with_backward(
+                lambda x: self.gathered(x) if self.sequence else x.view_as(x),
+                # Products in blocks have summed their gradients already.
+                lambda pull: self.sum(pull[None], cut=self.sequence) if self.blocks is None else self.part(pull),
+                x,
+            )
             self._whole = weakref.ref(x)
         assert self._entered is not None
         return self._entered
 
-    def leave(self, parts: Tensor) -> Tensor:
-        """Return the sum over ranks of what the blocks of this rank return: this rank's part of the sequence."""
-        return self.sum(parts, cut=self.sequence)
-
     def sum(self, parts: Tensor, *, cut: bool = False) -> Tensor:
-        """Return the sum over the blocks of all ranks, with `cut` this rank's part of the sequence of it.
-
-        Args:
-            parts: [this rank's blocks, …].
-        """
+        """Return the sum of `parts`, [this rank's blocks, …], over all ranks; with `cut` this rank's part of it."""
         count = len(parts)
         if self.group is None:
             return _tree_sum(parts)
@@ -108,7 +103,7 @@ class Cut:
             sums = [values[0] if (values := partials.take(node)) else None for node in nodes]
         like = next(value for value in sums if value is not None)
         if cut:
-            rows = [None if value is None else self._in_rows(value) for value in sums]
+            rows = [None if value is None else self.rows_of_ranks(value) for value in sums]
             share = like.numel() // self.ranks
             mine = TreeReduceScatter(rows, like.reshape(-1), share, leaves, self.group).finish()
             return mine.view(like.shape[0], -1, *like.shape[2:])
@@ -117,14 +112,14 @@ class Cut:
         return out.view_as(like)
 
     def _plain_sum(self, part: Tensor, *, cut: bool) -> Tensor:
-        self._count(part, 1 if cut else 2)
+        self.count_sent(part, 1 if cut else 2)
         if not cut:
             # A copy: what selective activation checkpointing keeps of a product is not to be written to.
             total = part.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=self.group)
             return total
         assert self.group is not None
-        rows = self._in_rows(part)
+        rows = self.rows_of_ranks(part)
         if dist.get_backend(self.group) == "gloo":  # its reduce-scatter is an all-reduce of which a part is kept
             theirs = torch.empty_like(rows)
             dist.all_to_all_single(theirs, rows, group=self.group)
@@ -134,25 +129,40 @@ class Cut:
             reduce_scatter_flat(mine, rows.view(-1), group=self.group)
         return mine.view(part.shape[0], -1, *part.shape[2:])
 
-    def _count(self, whole: Tensor, times: int) -> None:
+    def count_sent(self, whole: Tensor, times: int = 1) -> None:
         if self.on_send is not None:
             self.on_send(times * whole.numel() * whole.element_size() * (self.ranks - 1) // self.ranks)
 
-    def _in_rows(self, whole: Tensor) -> Tensor:
+    def rows_of_ranks(self, whole: Tensor) -> Tensor:
         """Return [B, T, …] as [ranks, numbers of its part of the sequence]."""
         return torch.stack(whole.chunk(self.ranks, SEQUENCE)).reshape(self.ranks, -1)
 
     def part(self, whole: Tensor, dim: int = SEQUENCE) -> Tensor:
-        """Return this rank's part, a copy."""
         return whole.chunk(self.ranks, dim)[self.rank].contiguous()
 
     def gathered(self, part: Tensor, dim: int = SEQUENCE) -> Tensor:
         """Return the parts of all ranks side by side."""
         assert self.group is not None
         parts = part.new_empty(self.ranks, *part.shape)
-        self._count(parts, 1)
+        self.count_sent(parts)
         all_gather_flat(parts.view(-1), part.contiguous().view(-1), group=self.group)
         return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+class _WithBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], pull_back: Callable[..., Any], x: Tensor) -> Any:
+        ctx.pull_back = pull_back
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Any]:
+        return None, None, ctx.pull_back(*gradients)
+
+
+def with_backward(run: Callable[[Tensor], T], pull_back: Callable[..., Tensor | None], x: Tensor) -> T:
+    """Return run(x), of which the gradient of x is pull_back(gradient of each tensor that `run` returned)."""
+    return _WithBackward.apply(run, pull_back, x)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _tree_sum(parts: Tensor) -> Tensor:
@@ -170,37 +180,37 @@ def _tree_sum(parts: Tensor) -> Tensor:
     return total[0]
 
 
-def refuse_length(x: Tensor, cut: Cut) -> None:
-    """Refuse a sequence that ranks can't share.
-
-    Raises:
-        UsageError: with what to write.
-    """
-    if cut.sequence and x.shape[SEQUENCE] % cut.ranks:
-        raise UsageError(
-            f"{cut.ranks} ranks along the axis tensor can't share a sequence of {x.shape[SEQUENCE]}",
-            where="distributed.sequence_parallel",
-            fix="pad sequences to a multiple of the ranks, or write sequence_parallel: false",
-        )
-
-
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
     """Return this rank's columns of x Wᵀ + b: x [B, T, K], weight [N / ranks, K] → [B, T, N / ranks]."""
     return _Column.apply(*_autocast(cut.enter(x), weight, bias), cut)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def repeated_heads(weight: Tensor, heads: int, copies: int, cut: Cut) -> Tensor:
-    """Return this rank's run of heads, with `copies` of each, of a weight [heads · width, …]."""
-    return _RepeatedHeads.apply(weight, heads, copies, cut)  # type: ignore[no-untyped-call,no-any-return]
+    """Return this rank's run of heads, with `copies` of each, of a weight [heads · width, …].
+
+    Its gradient is the sum over copies: of all ranks where bits count, else of this one.
+    """
+
+    def repeat(whole: Tensor) -> Tensor:
+        each = whole.view(heads, -1, *whole.shape[1:]).repeat_interleave(copies, 0)
+        return cut.part(each, 0).flatten(0, 1)
+
+    def pull_back(pull: Tensor) -> Tensor:
+        mine = heads * copies // cut.ranks
+        parts = pull.view(mine, -1, *pull.shape[1:])
+        if cut.blocks is None:
+            whole = parts.new_zeros(heads * copies, *parts.shape[1:])
+            whole[cut.rank * mine : (cut.rank + 1) * mine] = parts
+        else:
+            whole = parts if cut.group is None else cut.gathered(parts, 0)
+        by_copy = whole.view(heads, copies, *parts.shape[1:]).transpose(0, 1)
+        return _tree_sum(by_copy).flatten(0, 1)
+
+    return with_backward(repeat, pull_back, weight)
 
 
 def fused_rows(weight: Tensor, sizes: Sequence[int], parts: int, cut: Cut) -> Tensor:
-    """Return this rank's run of parts, each of some rows of every layer, of layers that lie in one weight [Σ sizes, …].
-
-    Args:
-        sizes: rows of each layer.
-        parts: into how many each is divided, the same on any number of ranks.
-    """
+    """Return this rank's run of `parts`, each of some rows of every layer, of layers in one weight [Σ sizes, …]."""
     layers = [layer.unflatten(0, (parts, -1)) for layer in weight.split(list(sizes))]  # type: ignore[no-untyped-call]
     return repeated_heads(torch.cat(layers, 1).flatten(0, 1), parts, 1, cut)
 
@@ -218,7 +228,12 @@ def vocabulary_lookup(ids: Tensor, weight: Tensor, cut: Cut, padding_idx: int | 
     """
     if cut.group is None:
         return F.embedding(ids, weight, padding_idx)
-    refuse_length(ids, cut)
+    if cut.sequence and ids.shape[SEQUENCE] % cut.ranks:
+        raise UsageError(
+            f"{cut.ranks} ranks along the axis tensor can't share a sequence of {ids.shape[SEQUENCE]}",
+            where="distributed.sequence_parallel",
+            fix="pad sequences to a multiple of the ranks, or write sequence_parallel: false",
+        )
     first = cut.rank * weight.shape[0]
     here = (ids >= first) & (ids < first + weight.shape[0])
     if padding_idx is not None:
@@ -226,77 +241,82 @@ def vocabulary_lookup(ids: Tensor, weight: Tensor, cut: Cut, padding_idx: int | 
     outside = (ids < 0) | (ids >= cut.ranks * weight.shape[0])
     factor = torch.where(outside, torch.nan, here.to(weight.dtype))
     found = F.embedding(torch.where(here, ids - first, 0), weight, padding_idx) * factor.unsqueeze(-1)
-    return _Leave.apply(found, cut)  # type: ignore[no-untyped-call,no-any-return]
+    # Of the ranks' parts one is not zero, for each element: their sum has the same bits in any order.
+    return with_backward(
+        lambda found: _no_view(cut.sum(found[None], cut=cut.sequence)), lambda pull: _left(pull, cut), found
+    )
 
 
 def head_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
     """Return x Wᵀ + b: x [B, T, K], weight [N / ranks, K] → [B, T, N], or this rank's part for a loss that takes it."""
     y = column_linear(x, weight, bias, cut)
-    return y if cut.group is None or (cut.keeps_logits and not cut.whole) else _GatherLogits.apply(y, cut)  # type: ignore[no-untyped-call]
+    if cut.group is None or (cut.keeps_logits and not cut.whole):
+        return y
+    return with_backward(lambda y: _no_view(cut.gathered(y, -1 % y.dim())), lambda pull: cut.part(pull, -1), y)
 
 
 def enter_heads(x: Tensor, heads: int, cut: Cut) -> Tensor:
     """Return x for each of this rank's heads, [B, T, D] → [heads, B · T, D]; gradients are summed over all heads."""
-    return _Heads.apply(x, heads, cut)  # type: ignore[no-untyped-call,no-any-return]
+    shape = x.shape
+    return with_backward(
+        lambda x: x.reshape(1, -1, shape[-1]).expand(heads, -1, -1),
+        lambda pull: _over_heads(pull, cut).view(shape),
+        x,
+    )
 
 
 def leave_heads(parts: Tensor, cut: Cut) -> Tensor:
     """Return the sum over the heads of all ranks, in float32: [heads, …] → […]."""
-    return _LeaveHeads.apply(parts, cut)  # type: ignore[no-untyped-call,no-any-return]
+    heads, dtype = parts.shape[0], parts.dtype
+    return with_backward(
+        lambda parts: _over_heads(parts, cut, dtype=torch.float32),
+        lambda pull: pull.to(dtype).expand(heads, *pull.shape),
+        parts,
+    )
 
 
 def experts_apart(
     run: Callable[[Tensor, list[int]], Tensor], rows: Tensor, counts: list[int], cut: Cut
 ) -> Tensor:  # fmt: skip
-    """Return run(rows, counts), each rank its run of experts: rows [n, D] in the order of experts, counts of each's.
-
-    Rows are whole on every rank, and so is what is returned: a row is computed by one rank, and gathered as it is.
-    """
+    """Return run(rows, counts), each rank its run of experts, whole on every rank as `rows` [n, D] are."""
     each = len(counts) // cut.ranks
     sizes = [sum(counts[begin : begin + each]) for begin in range(0, len(counts), each)]
-    mine = _TakeRows.apply(rows, sizes, cut)  # type: ignore[no-untyped-call]
+
+    def gathered(rows: Tensor) -> Tensor:
+        if cut.on_send is not None:
+            cut.on_send((cut.ranks - 1) * rows.numel() * rows.element_size())
+        out = rows.new_empty(sum(sizes), *rows.shape[1:])
+        same = rows.repeat(cut.ranks, *[1] * (rows.dim() - 1))
+        dist.all_to_all_single(out, same, sizes, [len(rows)] * cut.ranks, group=cut.group)
+        return out
+
+    mine = with_backward(lambda rows: torch.split(rows, sizes)[cut.rank].clone(), gathered, rows)
     made = run(mine, counts[cut.rank * each : (cut.rank + 1) * each])
-    return _GatherRows.apply(made, sizes, cut)  # type: ignore[no-untyped-call,no-any-return]
+    return with_backward(gathered, lambda pull: torch.split(pull, sizes)[cut.rank].contiguous(), made)
 
 
 def by_pieces(
     run: Callable[..., Tensor], x: Tensor | Sequence[Tensor], weights: Sequence[Tensor], cut: Cut, dim: int
 ) -> Tensor:  # fmt: skip
-    """Return run(x, *weights), piece by piece along `dim`; the weights' gradients are summed over all ranks' pieces.
-
-    Args:
-        x: one tensor, or several, which are run(*x, *weights).
-    """
+    """Return run(*x, *weights), piece by piece along `dim`; weights' gradients are summed over all ranks' pieces."""
     given = [x] if isinstance(x, Tensor) else x
     count = cut.blocks_of(given[0].shape[dim])
     # A slice's strides would depend on the ranks, and with them the order in which torch sums over its positions.
     pieces = [[piece.contiguous() for piece in each.chunk(count, dim)] for each in given]
     lent = [spread(weight, cut, count) for weight in weights]
     done = [run(*piece) for piece in zip(*pieces, *lent, strict=True)]
-    return torch.cat([_Contiguous.apply(each) for each in done], dim)  # type: ignore[no-untyped-call]
-
-
-class _Contiguous(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0].contiguous()
+    return torch.cat([with_backward(lambda x: x.view_as(x), Tensor.contiguous, each) for each in done], dim)
 
 
 def spread(x: Tensor, cut: Cut, count: int) -> tuple[Tensor, ...]:
     """Return x, which is whole on all ranks, for each of `count` pieces; its gradient is summed over all ranks'."""
-    return _Spread.apply(x, cut, count)  # type: ignore[no-untyped-call,no-any-return]
+    return with_backward(
+        lambda x: tuple(x.view_as(x) for _ in range(count)), lambda *pulls: cut.sum(torch.stack(pulls)), x
+    )
 
 
 def cut_dropout(module: nn.Dropout, cuts: Sequence[tuple[Cut, int]]) -> None:
-    """Let a dropout of this rank's part of a tensor draw the random numbers of the whole one.
-
-    Args:
-        cuts: ways in which the whole is cut, the last one first, with the dim of each.
-    """
+    """Let a dropout of this rank's part of a tensor, cut along these dims, draw the random numbers of the whole one."""
 
     def forward(self: nn.Dropout, x: Tensor) -> Tensor:
         if not (self.training and self.p and cuts) or any(cut.whole for cut, _ in cuts):
@@ -332,7 +352,15 @@ class _Column(torch.autograd.Function):
         else:
             blocks = _products(_alike(x, ctx.count), _in_rows(weight, ctx.count).transpose(1, 2))
             y = blocks.transpose(0, 1).reshape(*x.shape[:-1], -1)
-            _warn_of_remainder(y, cut)
+            if cut.group is not None and y.device.type == "cpu" and y.numel() % VECTORS:
+                # torch computes exp, tanh … for whole vectors of a CPU in one way, and for what remains in another.
+                warnings.warn(
+                    f"equal bits are not certain: a rank computes {y.numel()} activations of a cut layer, "
+                    f"{list(y.shape)}, no multiple of {VECTORS}, so that a CPU may round the last of them differently "
+                    "on another number of ranks\n"
+                    f"  do: let the units of a rank times the tokens of a micro-batch be a multiple of {VECTORS}",
+                    stacklevel=1,
+                )
         return _no_view(y) if bias is None else y + bias
 
     @staticmethod
@@ -356,7 +384,7 @@ class _Row(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.cut, ctx.count = cut, cut.blocks_of(weight.shape[1])
         products = _products(in_blocks(x, ctx.count), in_blocks(weight, ctx.count).transpose(1, 2))
-        return _no_view(cut.leave(products.view(-1, *x.shape[:-1], weight.shape[0])))
+        return _no_view(cut.sum(products.view(-1, *x.shape[:-1], weight.shape[0]), cut=cut.sequence))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -369,20 +397,6 @@ class _Row(torch.autograd.Function):
             products = _products(pulls.transpose(1, 2), in_blocks(x, ctx.count))
             of_weight = products.transpose(0, 1).reshape(weight.shape)
         return of_x, of_weight, None
-
-
-def _warn_of_remainder(y: Tensor, cut: Cut) -> None:
-    """Warn if an activation function may round the last numbers of `y`, and not those of one process, without vectors.
-
-    torch computes exp, tanh and the like for whole vectors of a CPU in one way, and for what remains in another.
-    """
-    if cut.group is not None and y.device.type == "cpu" and y.numel() % VECTORS:
-        warnings.warn(
-            f"equal bits are not certain: a rank computes {y.numel()} activations of a cut layer, {list(y.shape)}, no "
-            f"multiple of {VECTORS}, so that a CPU may round the last of them differently on another number of ranks\n"
-            f"  do: let the units of a rank times the tokens of a micro-batch be a multiple of {VECTORS}",
-            stacklevel=2,
-        )
 
 
 def _no_view(x: Tensor) -> Tensor:
@@ -420,133 +434,6 @@ def _left(gradient: Tensor, cut: Cut) -> Tensor:
     return cut.gathered(gradient) if cut.sequence and cut.group is not None else gradient
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
-        ctx.cut = cut
-        return cut.gathered(x) if cut.sequence else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        cut: Cut = ctx.cut
-        if cut.blocks is not None:  # summed already
-            return cut.part(gradients[0]), None
-        return cut.sum(gradients[0][None], cut=cut.sequence), None
-
-
-class _Leave(torch.autograd.Function):
-    """The sum over ranks of parts of which one is not zero, for each element: the same bits in any order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
-        ctx.cut = cut
-        return _no_view(cut.leave(x[None]))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _left(gradients[0], ctx.cut), None
-
-
-class _RepeatedHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, heads: int, copies: int, cut: Cut) -> Tensor:
-        ctx.heads, ctx.copies, ctx.cut = heads, copies, cut
-        each = weight.view(heads, -1, *weight.shape[1:]).repeat_interleave(copies, 0)
-        return cut.part(each, 0).flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """Return the sum over copies: of all ranks where bits count, else of this one."""
-        cut: Cut = ctx.cut
-        mine = ctx.heads * ctx.copies // cut.ranks
-        parts = gradients[0].view(mine, -1, *gradients[0].shape[1:])
-        if cut.blocks is None:
-            whole = parts.new_zeros(ctx.heads * ctx.copies, *parts.shape[1:])
-            whole[cut.rank * mine : (cut.rank + 1) * mine] = parts
-        else:
-            whole = parts if cut.group is None else cut.gathered(parts, 0)
-        by_copy = whole.view(ctx.heads, ctx.copies, *parts.shape[1:]).transpose(0, 1)
-        return _tree_sum(by_copy).flatten(0, 1), None, None, None
-
-
-class _Heads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, heads: int, cut: Cut) -> Tensor:
-        ctx.cut, ctx.shape = cut, x.shape
-        return x.reshape(1, -1, x.shape[-1]).expand(heads, -1, -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _over_heads(gradients[0], ctx.cut).view(ctx.shape), None, None
-
-
-class _LeaveHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, cut: Cut) -> Tensor:
-        ctx.heads, ctx.dtype = parts.shape[0], parts.dtype
-        return _over_heads(parts, cut, dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].to(ctx.dtype).expand(ctx.heads, *gradients[0].shape), None
-
-
 def _over_heads(parts: Tensor, cut: Cut, dtype: torch.dtype | None = None) -> Tensor:
     blocks = parts.unflatten(0, (cut.blocks_of(parts.shape[0]), -1))  # type: ignore[no-untyped-call]
     return cut.sum(blocks.sum(1, dtype=dtype))
-
-
-class _GatherLogits(torch.autograd.Function):
-    """The parts of all ranks, side by side in the last dim."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
-        ctx.cut = cut
-        return _no_view(cut.gathered(x, -1 % x.dim()))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.cut.part(gradients[0], -1), None
-
-
-def _gathered_rows(rows: Tensor, sizes: list[int], cut: Cut) -> Tensor:
-    """Return the rows of all ranks, of which each has a number of its own."""
-    if cut.on_send is not None:
-        cut.on_send((cut.ranks - 1) * rows.numel() * rows.element_size())
-    out = rows.new_empty(sum(sizes), *rows.shape[1:])
-    same = rows.repeat(cut.ranks, *[1] * (rows.dim() - 1))
-    dist.all_to_all_single(out, same, sizes, [len(rows)] * cut.ranks, group=cut.group)
-    return out
-
-
-class _TakeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: list[int], cut: Cut) -> Tensor:
-        ctx.sizes, ctx.cut = sizes, cut
-        return torch.split(rows, sizes)[cut.rank].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered_rows(gradients[0], ctx.sizes, ctx.cut), None, None
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: list[int], cut: Cut) -> Tensor:
-        ctx.sizes, ctx.cut = sizes, cut
-        return _gathered_rows(rows, sizes, cut)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return torch.split(gradients[0], ctx.sizes)[ctx.cut.rank].contiguous(), None, None
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, cut: Cut, count: int) -> tuple[Tensor, ...]:
-        ctx.cut = cut
-        return tuple(weight.view_as(weight) for _ in range(count))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.cut.sum(torch.stack(gradients)), None, None

@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -51,21 +51,17 @@ _BUCKET = 1 << 24  # numbers that are summed in one message, and copied for it
 
 @dataclass
 class TensorCuts:
-    """The parameters that are cut over the axis `tensor`.
+    """The parameters that are cut over the axis `tensor`."""
 
-    Attributes:
-        mesh: the whole mesh; None where one rank computes in blocks.
-        cut: how.
-        dims: canonical name → the dim that is cut.
-        shapes: canonical name → the whole shape.
-        partial: names of whole parameters whose gradient each rank has for its part of the sequence only.
-    """
+    mesh: DeviceMesh | None  # the whole mesh; None where one rank computes in blocks
+    cut: Cut  # how
+    dims: dict[str, int] = field(default_factory=dict)  # canonical name → the dim that is cut
+    shapes: dict[str, torch.Size] = field(default_factory=dict)  # canonical name → the whole shape
+    partial: set[str] = field(default_factory=set)  # whole parameters, of whose gradient a rank has its part
 
-    mesh: DeviceMesh | None
-    cut: Cut
-    dims: dict[str, int] = field(default_factory=dict)
-    shapes: dict[str, torch.Size] = field(default_factory=dict)
-    partial: set[str] = field(default_factory=set)
+    def __post_init__(self) -> None:
+        if self.mesh is not None:  # each takes half a millisecond, and `whole` is called for each gradient
+            self._along, self._along_both = self.mesh["tensor"], self.mesh["tensor", "shard"]
 
     def piece(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's piece of a parameter's value, in memory of its own; the whole where it is not cut."""
@@ -73,18 +69,6 @@ class TensorCuts:
             return whole
         piece = whole.chunk(self.cut.ranks, self.dims[name])[self.cut.rank]
         return piece.clone(memory_format=torch.contiguous_format)  # fused updates run over the memory as it lies
-
-    # A part of a mesh takes half a millisecond, and `whole` is called for each gradient.
-
-    @cached_property
-    def _along(self) -> DeviceMesh:
-        assert self.mesh is not None
-        return self.mesh["tensor"]
-
-    @cached_property
-    def _along_both(self) -> DeviceMesh:
-        assert self.mesh is not None
-        return self.mesh["tensor", "shard"]
 
     def whole(self, name: str, piece: Tensor) -> DTensor:
         """Return the whole tensor, of which `piece` is this rank's, maybe sharded once more over the axis `shard`."""
@@ -105,7 +89,6 @@ def apply_tensor(
     """Cut the layers of a model in place, by its own plan.
 
     Args:
-        model: with its values on every rank, or on meta.
         mesh: with the axis `tensor`; None: one rank, which computes in blocks.
         within: how the sequences are cut, of which a rank has its part.
         own_loss: the loss is the model's own method.
@@ -143,7 +126,7 @@ def apply_tensor(
         unit = 1
         if way == "heads":
             around, unit = module_around(model, name)
-            heads = _rows(module) // unit
+            heads = _weight(module).shape[0] // unit
             copies = _copies(heads, most[around], cut)
             if copies:
                 if hasattr(around, "num_key_value_groups"):  # of transformers
@@ -168,12 +151,8 @@ def _most_heads(model: nn.Module, plan: list[Planned]) -> dict[nn.Module, int]:
     for name, module, _, way in plan:
         if way == "heads":
             around, width = module_around(model, name)
-            most[around] = max(most.get(around, 0), _rows(module) // width)
+            most[around] = max(most.get(around, 0), _weight(module).shape[0] // width)
     return most
-
-
-def _rows(linear: nn.Module) -> int:
-    return _weight(linear).shape[0]
 
 
 def _copies(heads: int, most: int, cut: Cut) -> int:
@@ -185,17 +164,13 @@ def _copies(heads: int, most: int, cut: Cut) -> int:
 def _repeat_heads(module: nn.Module, width: int, copies: int, cut: Cut) -> None:
     """Hold a layer of few heads whole on every rank, and compute those that this rank's queries attend to."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        heads = self.weight.shape[0] // width
-        weight = repeated_heads(self.weight, heads, copies, cut)
-        bias = None if self.bias is None else repeated_heads(self.bias, heads, copies, cut)
-        return column_linear(x, weight, bias, cut)
-
-    def of_weight(_self: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor, *given: Tensor) -> Tensor:
+        weight, bias = (given[0], None) if given else (self.weight, self.bias)
         heads = weight.shape[0] // width
-        return column_linear(x, repeated_heads(weight, heads, copies, cut), None, cut)
+        bias = None if bias is None else repeated_heads(bias, heads, copies, cut)
+        return column_linear(x, repeated_heads(weight, heads, copies, cut), bias, cut)
 
-    _replace(module, forward, of_weight)
+    _replace(module, forward)
 
 
 def _fuse(module: Any, name: str, unit: int, cut: Cut) -> None:
@@ -210,7 +185,7 @@ def _fuse(module: Any, name: str, unit: int, cut: Cut) -> None:
         layers = made.split([size // parts for size in self.fused_sizes], -1)
         return torch.cat([layer.flatten(-2) for layer in layers], -1)
 
-    _replace(module, forward, None)
+    module.forward = MethodType(forward, module)
 
 
 def _weight(module: Any) -> Tensor:
@@ -230,7 +205,6 @@ def _check_divides(name: str, size: int, unit: int, cut: Cut) -> None:
 
 
 def _cut_parameters(module: nn.Module, attribute: str | None, way: str) -> Iterator[tuple[nn.Parameter, int]]:
-    """Yield the parameters that are cut, with the dim."""
     if attribute is not None:
         yield getattr(module, attribute), 0
     elif way in ("experts", "routed"):
@@ -252,38 +226,30 @@ def _partial_parameters(module: nn.Module, way: str, cut: Cut) -> Iterator[nn.Pa
 
 def _linear(product: Callable[[Tensor, Tensor, Tensor | None, Cut], Tensor]) -> Callable[[nn.Module, Cut], None]:
     def make(module: nn.Module, cut: Cut) -> None:
-        def forward(self: Any, x: Tensor) -> Tensor:
-            return product(x, _weight(self), self.bias, cut)
+        def forward(self: Any, x: Tensor, *given: Tensor) -> Tensor:
+            return product(x, given[0], None, cut) if given else product(x, _weight(self), self.bias, cut)
 
-        def of_weight(self: Any, x: Tensor, weight: Tensor) -> Tensor:
-            return product(x, weight, None, cut)
-
-        _replace(module, forward, of_weight)
+        _replace(module, forward)
 
     return make
 
 
 def _row(module: nn.Module, cut: Cut) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y: Tensor = row_linear(x, _weight(self), cut)
-        if self.bias is not None and cut.blocks is not None and cut.sequence:
-            return by_pieces(torch.add, y, (self.bias.to(y.dtype),), cut, SEQUENCE)
-        return y if self.bias is None else y.add(self.bias.to(y.dtype))
+    def forward(self: Any, x: Tensor, *given: Tensor) -> Tensor:
+        y = row_linear(x, given[0] if given else _weight(self), cut)
+        if given or self.bias is None:
+            return y
+        bias = self.bias.to(y.dtype)
+        return by_pieces(torch.add, y, (bias,), cut, SEQUENCE) if cut.blocks is not None and cut.sequence else y + bias
 
-    def of_weight(_self: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return row_linear(x, weight, cut)
-
-    _replace(module, forward, of_weight)
+    _replace(module, forward)
 
 
 def _vocabulary(module: nn.Module, cut: Cut) -> None:
-    def forward(self: Any, ids: Tensor) -> Tensor:
-        return vocabulary_lookup(ids, self.weight, cut, self.padding_idx)
+    def forward(self: Any, ids: Tensor, *given: Tensor) -> Tensor:
+        return vocabulary_lookup(ids, given[0] if given else self.weight, cut, getattr(self, "padding_idx", None))
 
-    def of_weight(self: Any, ids: Tensor, weight: Tensor) -> Tensor:
-        return vocabulary_lookup(ids, weight, cut, getattr(self, "padding_idx", None))
-
-    _replace(module, forward, of_weight)
+    _replace(module, forward)
 
 
 def _loss(module: nn.Module, cut: Cut) -> None:
@@ -291,7 +257,7 @@ def _loss(module: nn.Module, cut: Cut) -> None:
         return cut_token_losses(logits, targets, cut)
 
     if cut.keeps_logits:
-        _replace(module, forward, None)
+        module.forward = MethodType(forward, module)
 
 
 def _experts(module: nn.Module, cut: Cut) -> None:
@@ -302,7 +268,7 @@ def _experts(module: nn.Module, cut: Cut) -> None:
     def forward(self: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
         return experts_apart(MethodType(before, self), rows, counts, cut)
 
-    _replace(module, forward, None)
+    module.forward = MethodType(forward, module)
 
 
 def _routed(module: nn.Module, cut: Cut) -> None:
@@ -317,12 +283,10 @@ def _routed(module: nn.Module, cut: Cut) -> None:
     def forward(self: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         counts = (chosen.flatten()[:, None] == torch.arange(self.num_experts, device=chosen.device)).sum(0)
         own: Callable[..., Tensor] = partial(run, self)
-        mixed: Tensor = through_experts(
-            own if cut.group is None else partial(experts_apart, own, cut=cut), tokens, chosen, weights, counts
-        )
-        return mixed
+        apart = own if cut.group is None else partial(experts_apart, own, cut=cut)
+        return through_experts(apart, tokens, chosen, weights, counts)  # type: ignore[no-any-return]
 
-    _replace(module, forward, None)
+    module.forward = MethodType(forward, module)
 
 
 def _scope(module: nn.Module, cut: Cut) -> None:
@@ -342,10 +306,6 @@ def _sequence(module: nn.Module, cut: Cut) -> None:
         _by_pieces(module, cut, SEQUENCE)
 
 
-def _inner(module: nn.Module, cut: Cut) -> None:
-    _by_pieces(module, cut, getattr(module, "heads_dim", -2))
-
-
 def _by_pieces(module: nn.Module, cut: Cut, dim: int) -> None:
     """Let a norm run piece by piece where bits count: a weight's gradient is the same sum over pieces on any ranks."""
     if cut.blocks is None:
@@ -353,13 +313,12 @@ def _by_pieces(module: nn.Module, cut: Cut, dim: int) -> None:
     whole, names = copy.copy(module), [name for name, _ in module.named_parameters()]
 
     def run(piece: Tensor, *weights: Tensor) -> Tensor:
-        y: Tensor = torch.func.functional_call(whole, dict(zip(names, weights, strict=True)), (piece,))
-        return y
+        return torch.func.functional_call(whole, dict(zip(names, weights, strict=True)), (piece,))  # type: ignore[no-any-return]
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return by_pieces(run, x, [getattr(self, name) for name in names], cut, dim)
 
-    _replace(module, forward, None)
+    module.forward = MethodType(forward, module)
 
 
 def _dropout(module: nn.Dropout, cut: Cut, dim: int) -> None:
@@ -369,57 +328,53 @@ def _dropout(module: nn.Dropout, cut: Cut, dim: int) -> None:
     cut_dropout(module, cuts)
 
 
-def _replace(module: nn.Module, forward: Callable[..., Tensor], product: Callable[..., Tensor] | None) -> None:
-    """Replace a module's product: its method `product`, if it has one, else its forward pass.
+def _replace(module: nn.Module, run: Callable[..., Tensor]) -> None:
+    """Replace a module's product: its method `product`, which is given the weight, if it has one, else `forward`.
 
     A method of the instance, so that a deep copy of the module has one of its own.
     """
-    if product is not None and hasattr(module, "product"):
-        module.product = MethodType(product, module)  # type: ignore[assignment]
-    else:
-        module.forward = MethodType(forward, module)
+    setattr(module, "product" if hasattr(module, "product") else "forward", MethodType(run, module))
 
 
 _MAKE: dict[str, Callable[[nn.Module, Cut], None]] = {
     "column": _linear(column_linear), "heads": _linear(column_linear), "row": _row, "vocabulary": _vocabulary,
     "head": _linear(head_linear), "loss": _loss, "routed": _routed, "experts": _experts, "scope": _scope,
-    "inner": _inner, "sequence": _sequence,
+    "inner": lambda module, cut: _by_pieces(module, cut, getattr(module, "heads_dim", -2)), "sequence": _sequence,
 }  # fmt: skip
 
 
 def train_cuts(placed: ParallelModel, cuts: TensorCuts, elsewhere: Set[str] = frozenset()) -> None:
-    """Let a placed model train DTensors in place of this rank's pieces, and count each element once over the axis.
-
-    Args:
-        placed: by a strategy that knows nothing of the axis.
-        cuts: which parameters are cut.
-        elsewhere: names of DTensors that are cut along this axis already.
-    """
+    """Let a placed model train DTensors in place of this rank's pieces, and count each element once over the axis."""
     group = cuts.cut.group
     if group is None:
         return
-    own, finish = placed.parameters, placed.finish_gradients
-    trained = {
-        name: nn.Parameter(cuts.whole(name, parameter.detach()), parameter.requires_grad)
-        for name, parameter in own.items()
-        if name not in elsewhere and (name in cuts.dims or not isinstance(parameter, DTensor))
-    }
-    partial = [own[name] for name in sorted(cuts.partial & set(own))]
-
-    def finish_gradients() -> None:
-        finish()
-        sum_over_ranks(partial, group)
-        for name, parameter in trained.items():
-            gradient = own[name].grad
-            parameter.grad = None if gradient is None else cuts.whole(name, gradient)
-            own[name].grad = None
-
-    placed.parameters, placed.finish_gradients = own | trained, finish_gradients
+    own = placed.parameters
+    incomplete = [own[name] for name in sorted(cuts.partial & set(own))]
+    names = [n for n, p in own.items() if n not in elsewhere and (n in cuts.dims or not isinstance(p, DTensor))]
+    train_whole(placed, names, cuts.whole, lambda: sum_over_ranks(incomplete, group))
     placed.forward = cuts.cut.outside(placed.forward)
     placed.norm_groups = [*placed.norm_groups, group]
     placed.adds_losses &= cuts.cut.rank == 0
     if cuts.cut.rank:  # of what all ranks along the axis hold whole, the first counts it
         placed.counted = (set(own) if placed.counted is None else placed.counted) & set(cuts.dims)
+
+
+def train_whole(
+    placed: ParallelModel, names: Iterable[str], whole: Callable[[str, Tensor], DTensor], complete: Callable[[], None]
+) -> None:  # fmt: skip
+    """Let a placed model train whole tensors in place of this rank's pieces; `complete` finishes these' gradients."""
+    own, finish = placed.parameters, placed.finish_gradients
+    trained = {name: nn.Parameter(whole(name, own[name].detach()), own[name].requires_grad) for name in names}
+
+    def finish_gradients() -> None:
+        finish()
+        complete()
+        for name, parameter in trained.items():
+            gradient = own[name].grad
+            parameter.grad = None if gradient is None else whole(name, gradient)
+            own[name].grad = None
+
+    placed.parameters, placed.finish_gradients = own | trained, finish_gradients
 
 
 @torch.no_grad()

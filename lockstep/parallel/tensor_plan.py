@@ -40,16 +40,11 @@ _PLAIN = (nn.Linear.forward, nn.Embedding.forward)
 def plan_of(model: nn.Module) -> dict[str, str] | None:
     """Return a model's plan: its own, or that of transformers for its family; None: it has none."""
     own = offered(model, "tensor_plan")
-    plan: dict[str, str] | None = hf_tensor_plan(model) if own is None else own()
-    return plan
+    return hf_tensor_plan(model) if own is None else own()
 
 
 def checked_plan(model: nn.Module) -> list[Planned]:
-    """Return what the model's plan names, after checking that its layers can be cut in these ways.
-
-    Raises:
-        UsageError: one can't, or there is no plan.
-    """
+    """Return what the model's plan names, after checking that its layers can be cut in these ways."""
     plan = list(_planned(model))
     for name, module, attribute, way in plan:
         own = type(module).forward

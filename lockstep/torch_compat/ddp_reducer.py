@@ -18,14 +18,9 @@ def wait_seconds(model: DistributedDataParallel) -> float:
     """Return how long the newest measured backward pass went on sending after its last gradient was computed."""
     figures = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     sent, hidden = figures.get("backward_comm_time", 0), figures.get("backward_compute_comm_overlap_time", 0)
-    waited: float = max(0, sent - hidden) * 1e-9
-    return waited
+    return max(0, sent - hidden) * 1e-9  # type: ignore[no-any-return]
 
 
 def check_all_sent(model: DistributedDataParallel) -> None:
-    """Check that the backward pass before has reduced every gradient.
-
-    Raises:
-        RuntimeError: it has not; the message lists the parameters' numbers.
-    """
+    """Raise RuntimeError, listing the parameters' numbers, if the last backward pass has not reduced every gradient."""
     model._check_reducer_finalized()  # type: ignore[no-untyped-call]

@@ -13,12 +13,14 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 OVERRIDDEN = ("_rendezvous", "_invoke_run", "_exit_barrier", "_start_workers", "_monitor_workers", "_restart_workers")
-for _name in OVERRIDDEN:  # a method that torch no longer calls would be overridden without effect
-    getattr(LocalElasticAgent, _name)
 
 
 class ExtensibleAgent(LocalElasticAgent):
-    """An agent whose steps are overridden by the public names of the methods below."""
+    """An agent whose steps are overridden by public names, under which they are torch's own here."""
+
+    meet_machines = LocalElasticAgent._rendezvous  # waits for the other machines, and assigns global ranks
+    wait_for_machines = LocalElasticAgent._exit_barrier  # until the ranks of all machines have ended
+    restart_ranks = LocalElasticAgent._restart_workers  # ends the machine's ranks and starts them anew
 
     @property
     def worker_group(self) -> Any:
@@ -54,32 +56,17 @@ class ExtensibleAgent(LocalElasticAgent):
         leaving.start()
         leaving.join(seconds)
 
-    def meet_machines(self, worker_group: WorkerGroup) -> None:
-        """Wait for the other machines and assign global ranks."""
-        super()._rendezvous(worker_group)
-
     def run_until_end(self, role: str) -> RunResult:
         """Start the ranks, watch them, restart them, and return how they ended."""
-        result: RunResult = super()._invoke_run(role)
-        return result
-
-    def wait_for_machines(self) -> None:
-        """Wait until the ranks of all machines have ended."""
-        super()._exit_barrier()  # type: ignore[no-untyped-call]
+        return super()._invoke_run(role)
 
     def start_ranks(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the machine's ranks; return local rank → process id."""
-        started: dict[int, Any] = super()._start_workers(worker_group)
-        return started
+        return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def look_at_ranks(self, worker_group: WorkerGroup) -> RunResult:
         """Return the state of the machine's ranks now."""
-        result: RunResult = super()._monitor_workers(worker_group)
-        return result
-
-    def restart_ranks(self, worker_group: WorkerGroup) -> None:
-        """End the machine's ranks and start them anew."""
-        super()._restart_workers(worker_group)
+        return super()._monitor_workers(worker_group)  # type: ignore[no-any-return]
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self.meet_machines(worker_group)
@@ -88,7 +75,7 @@ class ExtensibleAgent(LocalElasticAgent):
         return self.run_until_end(role)
 
     def _exit_barrier(self) -> None:
-        self.wait_for_machines()
+        self.wait_for_machines()  # type: ignore[no-untyped-call]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         return self.start_ranks(worker_group)

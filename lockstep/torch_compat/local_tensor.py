@@ -12,5 +12,4 @@ from torch import Tensor
 
 def local_tensor(tensor: Any) -> Tensor:
     """Return what the tensor holds on this rank; a plain tensor itself."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
+    return getattr(tensor, "_local_tensor", tensor)  # type: ignore[no-any-return]

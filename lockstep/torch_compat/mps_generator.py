@@ -10,5 +10,4 @@ import torch
 
 def default() -> torch.Generator:
     """Return the generator from which random functions draw on MPS."""
-    generator: torch.Generator = torch.mps._get_default_mps_generator()
-    return generator
+    return torch.mps._get_default_mps_generator()

@@ -29,7 +29,6 @@ COLLECTIVES = (
 Around = Callable[[Callable[[], Any], Any], Any]
 """Is given a call to make and its first argument; returns the call's result."""
 
-
 Undo = Callable[[], None]
 """Puts back what a patch has replaced."""
 
@@ -63,7 +62,6 @@ def _set(owner: Any, name: str, value: Any) -> Undo:
 
 def _replace(module: Any, name: str, around: Around) -> Undo:
     original = getattr(module, name)
-
     parameter = next(iter(inspect.signature(original).parameters))
 
     @wraps(original)
@@ -77,12 +75,7 @@ def _replace(module: Any, name: str, around: Around) -> Undo:
 
 
 def patch_loaders(arguments: Callable[[dict[str, Any]], None], made: Callable[[Any], None]) -> None:
-    """Replace the constructor of loaders, those of subclasses included.
-
-    Args:
-        arguments: may change the constructor's arguments, by name.
-        made: is given each loader when it is made.
-    """
+    """Let `arguments` change those of the constructor of loaders, by name, and `made` see each loader."""
     original = DataLoader.__init__
     signature = inspect.signature(original)
 
@@ -114,12 +107,7 @@ def _reporting(original: Callable[..., Any], called: Callable[[str, Any], None])
 
 
 def patch_model_parallel(together: Callable[[list[int]], None], around: Around) -> None:
-    """Report the ranks over which a script cuts one model, and replace the step of pipeline schedules.
-
-    Args:
-        together: is given the ranks that compute the same samples with this one.
-        around: is given each step of a schedule, and the schedule.
-    """
+    """Report the ranks that compute the same samples with this one, and replace the step of pipeline schedules."""
     parallelize = tensor_parallel.parallelize_module
 
     @wraps(parallelize)
@@ -144,10 +132,8 @@ def patch_model_parallel(together: Callable[[list[int]], None], around: Around) 
 
 def patch_made(made: Callable[[Any], None]) -> Undo:
     """Report each wrapper and learning rate schedule that is made."""
-    undo = [
-        _after(kind, "__init__", lambda self, _result: made(self)) for kind in (DistributedDataParallel, LRScheduler)
-    ]
-    return _all_of(undo)
+    kinds = (DistributedDataParallel, LRScheduler)
+    return _all_of([_after(kind, "__init__", lambda self, _result: made(self)) for kind in kinds])
 
 
 def patch_samplers(begun: Callable[[Any], None]) -> Undo:

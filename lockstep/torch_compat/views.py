@@ -27,20 +27,13 @@ def _is_view(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad and leaf._base is not None
 
 
-def _same(leaf: Tensor) -> Any:
-    return _Same.apply(leaf) if _is_view(leaf) else leaf  # type: ignore[no-untyped-call]
-
-
 def return_no_views(root: nn.Module) -> None:
-    """Let a module return no views: FSDP2's hook on one would be lost if somebody changed it in place.
-
-    Args:
-        root: not yet wrapped, so that this comes before FSDP2's own hook.
-    """
+    """Let a module, not wrapped yet, return no views: FSDP2's hook on one is lost if it is changed in place."""
 
     def replaced(_module: nn.Module, _args: Any, outputs: Any) -> Any:
         if any(map(_is_view, tree_leaves(outputs))):
-            return tree_map_only(Tensor, _same, outputs)
+            same: Any = _Same.apply
+            return tree_map_only(Tensor, lambda leaf: same(leaf) if _is_view(leaf) else leaf, outputs)
         return None
 
     root.register_forward_hook(replaced)

@@ -9,19 +9,10 @@ from torch import Tensor
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
-from lockstep.parallel.comm.compression import (
-    ROUNDS,
-    WARM_UP_STEPS,
-    AllReduceCost,
-    Trial,
-    choose,
-    measure_link,
-    sent_numbers,
-    worth_compressing,
-)
+from lockstep.parallel.comm.compression import ROUNDS, WARM_UP_STEPS, Trial, sent_numbers
 from lockstep.parallel.comm.powersgd import matrix_of
 from lockstep.trainer import Trainer
-from tests.parity.toy import Tokens, gathered, language_model, losses, worst
+from tests.parity.toy import Tokens, language_model, losses, worst
 from tests.ranks import run_ranks
 
 DDP = {"distributed.strategy": "ddp", "distributed.ddp.bucket_cap_mb": 0.01}  # several buckets
@@ -45,10 +36,6 @@ def in_one_launch() -> dict[str, Any]:
     found["equal"] = replicas_stay_equal()
     found["overflow"] = overflow()
     found["resumed"] = resumed()
-    group = dist.group.WORLD
-    assert group is not None
-    link = measure_link(group, torch.device("cpu"))
-    found["link"] = gathered((link.plain, link.half))
     return found
 
 
@@ -183,25 +170,11 @@ def test_trap_09_a_resumed_run_takes_up_the_memory(found: dict[str, Any]) -> Non
     assert on == again
 
 
-def test_trap_62_auto_compresses_only_where_it_pays(found: dict[str, Any]) -> None:
-    """fp16 on gloo takes 2.6 times as long per byte as fp32: half the bytes, and slower."""
-    slow_link = AllReduceCost(plain=8 * 4 / 100e6, half=8 * 2 / 100e6 + 1e-9)  # 100 Mbit/s
-    assert worth_compressing(10_000_000, slow_link)
-    assert choose(10_000_000, slow_link)[0] == "bf16"
-    assert not worth_compressing(1_000, slow_link)  # nothing to gain
-    memory = AllReduceCost(plain=4 / 1e9, half=4 / 0.7e9)
-    assert choose(10_000_000, memory)[0] == "none"
-    assert "would not pay" in choose(10_000_000, memory)[1]
-    plain, half = found["link"][0]
-    assert found["link"] == [(plain, half)] * 2
-    assert 0 < plain < 1e-6
-
-
 @pytest.mark.parametrize(("gain", "chosen"), [(0.5, "bf16"), (0.05, "none"), (-0.3, "none")])
 def test_trap_62_a_compression_that_backward_hides_is_dropped_after_its_trial(
     gain: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the link alone bf16 would pay; steps that are no shorter say otherwise. One rank, a clock by hand."""
+    """Half the bytes need not be half the time: fp16 on gloo takes 2.6 times as long per byte. A clock by hand."""
     import lockstep.parallel.comm.compression as trial_module
 
     now, said = 0.0, list[str]()

@@ -14,7 +14,7 @@ from lockstep.parallel.reproducible.determinism import extra_traffic
 from lockstep.parallel.reproducible.tree import (
     Node,
     Partials,
-    assign_hybrid,
+    assign_in_groups,
     assign_tree,
     children,
     clear_zero_signs,
@@ -67,7 +67,8 @@ def test_shards_of_a_replica_run_as_many_rounds(micro_batches: int, replicas: in
     """They meet in a collective each round."""
     seen = []
     for replica in range(replicas):
-        mine = [assign_hybrid(micro_batches, replica, replicas, shard, shards) for shard in range(shards)]
+        first, ranks = replica * shards, replicas * shards
+        mine = [assign_in_groups(micro_batches, first + shard, ranks, replicas) for shard in range(shards)]
         assert len({len(shares) for shares in mine}) == 1
         run = [index for shares in mine for index, real in shares if real]
         assert sorted(run) == leaves_of(tree_assignment(micro_batches, replicas)[replica])

@@ -1,14 +1,9 @@
 """FSDP2's messages over gloo: sent while the model computes, with no more bytes than a ring sends.
 
-On a GPU FSDP2 runs its collectives on streams beside computation. A CPU has no streams: each collective would block
-the caller, and gloo's reduce-scatter is an all-reduce of which a part is kept, twice the bytes. Here
-
-    a unit's parameters    are gathered in pieces and waited for where they are used; the next unit's are asked for
-                           before this one computes
-    a unit's gradient      goes by an all-to-all in pieces; each rank adds up its share when the next unit's
-                           gradient is there
-
-so that one unit's gradient is under way at a time, as on a GPU.
+A CPU has no streams: each collective would block the caller, and gloo's reduce-scatter is an all-reduce of which a part
+is kept, twice the bytes. Here a unit's parameters are gathered in pieces and waited for where they are used, the next
+unit's asked for before; its gradient goes by an all-to-all in pieces, and each rank adds up its share when the next
+unit's gradient is there, so that one unit's gradient is under way at a time, as on a GPU.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,12 +68,7 @@ class GlooMessages(AroundMicroBatch):
             return
         (exchange, output, parameters), self._under_way = self._under_way, None
         exchange.add_up(output)
-        if self._may_wait:
-            self._keep(parameters)
-
-    def _keep(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Add a unit's gradients to those of the micro-batches before."""
-        for parameter in parameters:
+        for parameter in parameters if self._may_wait else ():  # add them to those of the micro-batches before
             if parameter.grad is None:  # not used this time: what it has stays
                 continue
             before = self._sums.pop(parameter, None)
@@ -89,11 +79,7 @@ class GlooMessages(AroundMicroBatch):
 
 
 class AllToAll:
-    """An all-to-all of rows under way: row w goes to rank w.
-
-    Args:
-        rows: [W × share], flat.
-    """
+    """An all-to-all of `rows`, [W × share], flat, under way: row w goes to rank w."""
 
     def __init__(self, rows: Tensor, group: dist.ProcessGroup) -> None:
         sent = rows.view(group.size(), -1)

@@ -4,14 +4,10 @@ A gradient matrix M [n, m], the mean over ranks of M_r, is approximated by P Q^T
 Q = mean M_r^T P, so that r (n + m) numbers are sent instead of n m. What is lost, M_r - P Q^T, is remembered on each
 rank and added to its next gradient (error feedback); Q of one step is where the next one starts (warm start).
 
-The memory belongs to parameters, not to DDP's buckets, whose cut changes after the first step and after a resume: so it
-is kept in checkpoints by canonical name. Gradients are compressed *unscaled*: one that was multiplied by a loss scale
-would give the memory another weight whenever the scale changes. A step that overflows leaves the memory as it was, or
-one inf would stay in it for ever.
-
-All collectives are issued by one thread, bucket by bucket, in the same order on every rank: P and what is not
-compressed when a bucket is ready, Q when the last one is. (Where they are issued by callbacks, as in torch's own hook,
-gloo's threads may put them in another order on another rank.)
+The memory belongs to parameters, not to DDP's buckets, whose cut changes after the first step and after a resume.
+Gradients are compressed *unscaled*: a loss scale would give the memory another weight whenever it changes. A step that
+overflows leaves the memory as it was. All collectives are issued by one thread, in the same order on every rank: P when
+a bucket is ready, Q when the last one is (callbacks, as in torch's hook, may run in another order on another rank).
 
 Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient Compression".
 """
@@ -36,10 +32,7 @@ _LEAST_GAIN = 2  # a tensor is compressed if it then takes at most one number in
 
 
 def matrix_of(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
-    """Return (n, m) of a parameter's gradient as a matrix, or None where compressing it does not pay.
-
-    The dims are cut in two where n + m is least.
-    """
+    """Return (n, m), of least n + m, of a parameter's gradient as a matrix; None where compressing it does not pay."""
     splits = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
     best = min(splits, key=sum, default=(0, 0))
     return best if best[0] * best[1] >= _LEAST_GAIN * rank * sum(best) > 0 else None
@@ -68,29 +61,24 @@ class PowerSGD(AroundMicroBatch):
         start_step: the first step that is compressed; those before it are sent whole.
         warm_start: keep Q from step to step.
         error_feedback: remember what is lost.
-        seed: of the first Q.
         undoable: steps may be skipped after the hook has run, or be computed again; costs another memory of the
             model's size.
-
-    Attributes:
-        state: what a checkpoint keeps; the tensors are live.
-        factor: what this step's gradients were multiplied by; set before each backward pass.
     """
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, *, rank: int, start_step: int,
-        warm_start: bool = True, error_feedback: bool = True, seed: int = 0, undoable: bool = False,
+        warm_start: bool, error_feedback: bool, seed: int, undoable: bool,
     ) -> None:  # fmt: skip
         self.group, self.ranks = mesh.get_group(), mesh.size()
         self.rank, self.start_step, self.seed = rank, start_step, seed
         self.warm_start, self.undoable = warm_start, undoable
-        self.factor = 1.0
+        self.factor = 1.0  # what this step's gradients were multiplied by
         self._names = {id(p): name for name, p in parameters.items() if p.requires_grad}
         self._matrix: dict[str, tuple[int, int]] = {}  # name → (n, m) of those that are compressed
         self._errors: dict[str, Tensor] = {}
         self._qs: dict[str, Tensor] = {}
-        self._steps = torch.zeros(1, dtype=torch.int64)
-        self.state: dict[str, Tensor] = {"steps": self._steps}
+        self._steps = torch.zeros(1, dtype=torch.int64)  # in host memory
+        self.state: dict[str, Tensor] = {"steps": self._steps}  # what a checkpoint keeps; the tensors are live
         for name, parameter in parameters.items():
             matrix = matrix_of(tuple(parameter.shape), rank)
             if matrix is None or not parameter.requires_grad or not parameter.is_contiguous():
@@ -112,7 +100,7 @@ class PowerSGD(AroundMicroBatch):
 
     @property
     def steps(self) -> int:
-        """Number of times that gradients were reduced for an update; the counter is in host memory."""
+        """Number of times that gradients were reduced for an update."""
         return int(self._steps.item())
 
     def hook(self, _state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -122,8 +110,7 @@ class PowerSGD(AroundMicroBatch):
             if last:
                 self._steps += 1
             sent = dist.all_reduce(buffer.div_(self.ranks), group=self.group, async_op=True).get_future()
-            reduced: torch.futures.Future[Tensor] = sent.then(lambda future: future.value()[0])
-            return reduced
+            return sent.then(lambda future: future.value()[0])  # type: ignore[no-any-return]
         waiting = self._begin(bucket, buffer)
         self._waiting.append(waiting)
         if last:
@@ -184,29 +171,24 @@ class PowerSGD(AroundMicroBatch):
                 work.wait()
             qs, _ = _split(flat.div_(self.ranks), [self._qs[n].shape for n in bucket.names], [])
             for name, matrix, p, q in zip(bucket.names, bucket.matrices, ps, qs, strict=True):
-                self._approximate(name, matrix, p, q)
+                error = self._errors.get(name)
+                if self.undoable:
+                    self._undo[name] = (None if error is None else error.clone(), self._qs[name].clone())
+                if error is not None:
+                    error.copy_(matrix)
+                torch.mm(p, q.T, out=matrix)
+                if error is not None:
+                    error.sub_(matrix)
+                matrix.mul_(self.factor)
+                self._qs[name].copy_(q)
             bucket.done.set_result(bucket.buffer)
         self._waiting.clear()
-
-    def _approximate(self, name: str, matrix: Tensor, p: Tensor, q: Tensor) -> None:
-        """Replace a gradient by its approximation, scaled again; keep the error."""
-        error = self._errors.get(name)
-        if self.undoable:
-            self._undo[name] = (None if error is None else error.clone(), self._qs[name].clone())
-        if error is not None:
-            error.copy_(matrix)
-        torch.mm(p, q.T, out=matrix)
-        if error is not None:
-            error.sub_(matrix)
-        matrix.mul_(self.factor)
-        self._qs[name].copy_(q)
 
     def _first_q(self, name: str) -> Tensor:
         """Return [m, r] with orthonormal columns, a function of (seed, name, step), drawn on the CPU."""
         generator = torch.Generator().manual_seed(derive_key(self.seed, "powersgd", name, self.steps))
         n, m = self._matrix[name]
-        orthonormal: Tensor = torch.linalg.qr(torch.randn(m, min(self.rank, n), generator=generator))[0]
-        return orthonormal
+        return torch.linalg.qr(torch.randn(m, min(self.rank, n), generator=generator))[0]  # type: ignore[no-any-return]
 
 
 def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]], like: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

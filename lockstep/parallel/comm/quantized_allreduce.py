@@ -1,14 +1,11 @@
 """All-reduce with few bits: the mean over workers of one flat tensor each, for slow links.
 
-Each worker has a share of the numbers, 1/W of them. An all-to-all brings a rank its workers' shares of every worker's
-tensor; it adds them in the order of the workers; an all-gather brings the shares of the mean together. With one worker
-a rank these are the bytes of a ring all-reduce, 2·(R−1)/R of the tensor a rank, and the sum is the same expression on
-any number of ranks: the same bits, also where the numbers sent are rounded, since they are rounded in blocks that do
-not depend on the ranks, and on one rank as well.
-
-`int8` and `int4` send a block of 256 numbers as its largest absolute value (fp32) and one signed byte, or half of one,
-each, in both directions. Rounding errors are returned, to be added to the next exchange (error feedback: Seide et
-al. 2014; four bits: Douillard et al. 2025, arXiv:2501.18512).
+Each worker has a share of the numbers. An all-to-all brings a rank its workers' shares of every worker's tensor; it
+adds them in the order of the workers; an all-gather brings the shares of the mean together. With one worker a rank
+these are the bytes of a ring all-reduce, and the sum is the same expression on any number of ranks, in the same bits:
+numbers are rounded in blocks that do not depend on the ranks. `int8` and `int4` send a block of 256 numbers as its
+largest absolute value (fp32) and one signed byte, or half of one, each. Rounding errors are returned, to be added to
+the next exchange (error feedback: Seide et al. 2014; four bits: Douillard et al. 2025, arXiv:2501.18512).
 """
 
 from collections.abc import Callable
@@ -42,7 +39,10 @@ def encode(values: Tensor, kind: str) -> Tensor:
     blocks = _blocks(values)
     scale = blocks.abs().amax(-1, keepdim=True) / LARGEST[kind]
     rounded = (blocks / scale.clamp(min=1e-38)).round().to(torch.int8).flatten(-2)
-    packed = rounded.view(torch.uint8) if kind == "int8" else _pack_nibbles(rounded)
+    packed = rounded.view(torch.uint8)
+    if kind == "int4":  # a number of the first half, −7..7, and one of the second share a byte
+        low, high = (rounded + 8).view(torch.uint8).chunk(2, -1)
+        packed = low | high << 4
     return torch.cat([packed, scale.squeeze(-1).contiguous().view(torch.uint8)], -1)
 
 
@@ -52,18 +52,10 @@ def decode(coded: Tensor, kind: str) -> Tensor:
         return coded.view(DTYPES[kind]).float()
     border = coded.shape[-1] - 4 * (coded.shape[-1] // _block_bytes(kind))
     packed, scale = coded[..., :border], coded[..., border:].contiguous().view(torch.float32)
-    rounded = packed.view(torch.int8) if kind == "int8" else _unpack_nibbles(packed)
+    rounded = packed.view(torch.int8)
+    if kind == "int4":
+        rounded = torch.cat([packed & 15, packed >> 4], -1).view(torch.int8) - 8
     return (_blocks(rounded.float()) * scale.unsqueeze(-1)).flatten(-2)
-
-
-def _pack_nibbles(rounded: Tensor) -> Tensor:
-    """Pack int8 […, n] in −7..7 to uint8 […, n / 2]: a number of the first half and one of the second share a byte."""
-    low, high = (rounded + 8).view(torch.uint8).chunk(2, -1)
-    return low | high << 4
-
-
-def _unpack_nibbles(packed: Tensor) -> Tensor:
-    return torch.cat([packed & 15, packed >> 4], -1).view(torch.int8) - 8
 
 
 def _blocks(values: Tensor) -> Tensor:

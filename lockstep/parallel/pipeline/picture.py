@@ -8,11 +8,12 @@ time, and looped schedules (p-1)/(V·m+p-1). What 1F1B saves is memory.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from lockstep.config import StepConfig, require_equation
 from lockstep.costs.steps import ScheduledPass, pipeline
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.schedules import ScheduleFacts, actions, facts_of, rank_of
+from lockstep.parallel.pipeline.schedules import actions, facts_of, rank_of
 from lockstep.strategy import AUTO, resolve, strategy_named
 
 UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # a backward pass costs as much as two forward
@@ -30,17 +31,12 @@ class Timed:
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """A run of a schedule.
+    """A run of a schedule."""
 
-    Attributes:
-        ranks: the passes of each rank, in order.
-    """
-
-    ranks: tuple[tuple[Timed, ...], ...]
+    ranks: tuple[tuple[Timed, ...], ...]  # the passes of each rank, in order
 
     @property
     def end(self) -> float:
-        """Time at which the last rank is done."""
         return max(timed.end for rank in self.ranks for timed in rank)
 
     @property
@@ -51,37 +47,20 @@ class ScheduleTimeline:
 
     def kept(self) -> list[int]:
         """Return the largest number of activations (of one micro-batch on one stage) that each rank keeps at a time."""
-        most = []
-        for rank in self.ranks:
-            now = top = 0
-            for timed in rank:
-                now += {"F": 1, "B": -1, "I": 0, "W": -1}[timed.work.kind]
-                top = max(top, now)
-            most.append(top)
-        return most
+        change = {"F": 1, "B": -1, "I": 0, "W": -1}
+        return [max(accumulate(change[timed.work.kind] for timed in rank)) for rank in self.ranks]
 
 
-def timeline(
-    name: str, ranks: int, stages_per_rank: int, micro_batches: int, costs: Mapping[str, float] = UNITS
-) -> ScheduleTimeline:
-    """Return the run of a schedule over `micro_batches`, padded to a number that it accepts.
-
-    Args:
-        costs: of a pass on one stage, by kind: F forward, B backward, I of inputs alone, W of weights alone.
-    """
+def timeline(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> ScheduleTimeline:
+    """Return the run of a schedule over `micro_batches`, padded to a number that it accepts."""
     stages = ranks * stages_per_rank
     count = facts_of(name, stages_per_rank).padded(micro_batches, ranks, stages)
-    seconds = {(kind, stage): cost for kind, cost in costs.items() for stage in range(stages)}
+    seconds = {(kind, stage): cost for kind, cost in UNITS.items() for stage in range(stages)}
     return simulate(actions(name, ranks, stages_per_rank, count), seconds)
 
 
 def simulate(orders: Sequence[Sequence[ScheduledPass]], seconds: dict[tuple[str, int], float]) -> ScheduleTimeline:
-    """Simulate a run in which ranks compute in these orders, and sending takes no time.
-
-    Args:
-        orders: of each rank, its passes in order.
-        seconds: (kind, stage) → time of a pass.
-    """
+    """Simulate a run of each rank's passes in order, which take (kind, stage) → seconds, and sending no time."""
     holders = dict(sorted((each.stage, rank) for rank, order in enumerate(orders) for each in order))
     line = pipeline(orders, seconds, [0.0] * len(holders), rank_of=list(holders.values()))
     tasks = [[task for task in line.tasks if task.stream == ("compute", rank)] for rank in range(len(orders))]
@@ -94,14 +73,7 @@ def simulate(orders: Sequence[Sequence[ScheduledPass]], seconds: dict[tuple[str,
 
 
 def picture_of(config: StepConfig, ranks: int | None = None) -> str:
-    """Return `picture` of the schedule that a config runs: one run, on one of its pipelines.
-
-    Args:
-        ranks: in all; unset: as many as the config's sizes multiply to, or two.
-
-    Raises:
-        UsageError: the config is for another strategy, or its sizes, ranks and schedule do not agree.
-    """
+    """Return `picture` of one run of a config's schedule; on as many ranks as its sizes multiply to, or two."""
     distributed, training = config.distributed, config.training
     kind = distributed.pipeline
     if distributed.strategy == AUTO or not strategy_named(distributed.strategy).splits_model:
@@ -127,7 +99,12 @@ def picture(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int)
     width = len(str(count - 1)) + 1 + laps
     left = len(f"rank {ranks - 1}  ")
     shown = min(int(run.end), (_COLUMNS - left) // (width + 1))
-    lines = [_title(facts, ranks, stages_per_rank, micro_batches, count)]
+    kinds = "F forward, B backward, twice as long"
+    if facts.splits_backward:
+        kinds += "; I of inputs, W of weights, half a backward each"
+    each = f" × {stages_per_rank} stages" if laps else ""
+    extra = f", filled up to {count} with copies of no weight" if count > micro_batches else ""
+    lines = [f"{facts.name}, {ranks} ranks{each}, {micro_batches} micro-batches{extra} ({kinds})"]
     for rank, done in enumerate(run.ranks):
         cells = ["·".ljust(width)] * int(run.end)
         for timed in done:
@@ -145,23 +122,10 @@ def picture(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int)
             for rank in range(ranks)
         ]
         lines.append(f"stages of rank {'; '.join(held)} (a, b … from the first to the last)")
-    theory = _theory(facts, ranks, stages_per_rank, count)
+    theory = ""
+    if not facts.splits_backward:
+        times = f"{stages_per_rank}·" if laps else ""
+        theory = f" = (p-1)/({times}m+p-1) = {ranks - 1}/{stages_per_rank * count + ranks - 1}"
     lines.append(f"bubble: ranks wait {run.bubble:.1%} of the time{theory}")
     lines.append(f"kept at most: {', '.join(map(str, run.kept()))} activations of a micro-batch, by rank")
     return "\n".join(lines)
-
-
-def _title(facts: ScheduleFacts, ranks: int, stages_per_rank: int, micro_batches: int, count: int) -> str:
-    kinds = "F forward, B backward, twice as long"
-    if facts.splits_backward:
-        kinds += "; I of inputs, W of weights, half a backward each"
-    stages = f" × {stages_per_rank} stages" if stages_per_rank > 1 else ""
-    extra = f", filled up to {count} with copies of no weight" if count > micro_batches else ""
-    return f"{facts.name}, {ranks} ranks{stages}, {micro_batches} micro-batches{extra} ({kinds})"
-
-
-def _theory(facts: ScheduleFacts, ranks: int, stages_per_rank: int, count: int) -> str:
-    if facts.splits_backward:
-        return ""
-    laps = f"{stages_per_rank}·" if stages_per_rank > 1 else ""
-    return f" = (p-1)/({laps}m+p-1) = {ranks - 1}/{stages_per_rank * count + ranks - 1}"

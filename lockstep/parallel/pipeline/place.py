@@ -14,25 +14,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.collectives import object_device
-from lockstep.layout import Layout
 from lockstep.mesh import data_parallel_group
 from lockstep.parallel import fsdp
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.fsdp_units import explain_mixing, units_of, used_elsewhere
 from lockstep.parallel.micro_step import Explain, explained
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
-from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, reshards_after_forward, splits_backward
+from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, splits_backward
 from lockstep.parallel.pipeline.relay import Relay, Shapes
 from lockstep.parallel.pipeline.runner import Runner
 from lockstep.parallel.pipeline.schedules import PipelineSchedule
 from lockstep.parallel.pipeline.stage_module import CurrentMicroBatch, StageModule, shard_stages, stage_module_of
 from lockstep.parallel.pipeline.stage_parameters import (
-    SharedSums,
     StageParameters,
-    make_empty,
+    groups_that_share,
     materialise,
     release,
     stage_parameters_of,
+    sum_shared,
 )
 from lockstep.parallel.pipeline.torch_stage import Stage
 from lockstep.parallel.pipeline.trees import StageTrees
@@ -43,38 +42,27 @@ from lockstep.parallel.reproducible.tree import assign_tree
 
 @dataclass
 class LocalStages:
-    """This rank's stages, and the objects that run them.
-
-    Attributes:
-        unit: FSDP2's unit for parameters that stages share.
-        dp_rank: which of the parallel pipelines this rank is in.
-        dp_group: the ranks with the same stages.
-        frees: FSDP2 frees gathered parameters after each forward pass.
-    """
+    """This rank's stages, and the objects that run them."""
 
     plan: PipelinePlan
     held: StageParameters
     parts: list[StageModule]
     work: CurrentMicroBatch
-    frees: bool
-    unit: nn.Module | None = None
-    dp_rank: int = 0
-    dp_group: dist.ProcessGroup | None = None
+    frees: bool  # FSDP2 frees gathered parameters after each forward pass
+    unit: nn.Module | None = None  # FSDP2's unit for parameters that stages share
+    dp_rank: int = 0  # which of the parallel pipelines this rank is in
+    dp_group: dist.ProcessGroup | None = None  # the ranks with the same stages
     trees: StageTrees | None = None
 
 
 def place(placement: PlacementContext) -> ParallelModel:
     """Place a model over the axis `pipeline` of the mesh, and its stages over the axes `replicate` and `shard`.
 
-    Args:
-        placement: afterwards its model keeps only descriptions of other ranks' parameters.
-
-    Raises:
-        UsageError: before anything is built, where model, schedule and ranks do not fit.
+    Afterwards the model keeps only descriptions of other ranks' parameters.
     """
     p, mesh, layout = placement, placement.mesh, placement.layout
     assert mesh is not None
-    group = mesh["pipeline"].get_group()
+    group, rank = mesh["pipeline"].get_group(), mesh["pipeline"].get_local_rank()
     plan = plan_of(p.model, layout.pipeline, p.config)
     uses = plan.uses()
     p.log_lines.append(
@@ -83,18 +71,17 @@ def place(placement: PlacementContext) -> ParallelModel:
     halves, lines = splits_backward(plan, uses, p.config)
     p.log_lines += lines
     cut = local_stages(p, mesh, plan)
-    cut.dp_rank, cut.dp_group = _data_parallel(layout, mesh)
-    shared = SharedSums(plan.across(), mesh.mesh.flatten(1).T.tolist(), cut.held.named_parameters)
+    cut.dp_rank = mesh["replicate"].get_local_rank() * layout.shard + mesh["shard"].get_local_rank()
+    cut.dp_group = data_parallel_group(mesh) if layout.data_parallel_size > 1 else None
+    groups = groups_that_share(plan.across(), mesh.mesh.flatten(1).T.tolist())
     if p.reproducible:
         here = [part.index for part in cut.parts]
-        cut.trees = StageTrees(cut.held, uses, here, p.device, mesh, cut.dp_group, shared.group_of, p.experts)
+        cut.trees = StageTrees(cut.held, uses, here, p.device, mesh, cut.dp_group, groups, p.experts)
     runner = _runner(p, cut, group, halves=halves)
-    exact = p.reproducible
-    explanations: list[Explain] = [
-        *([partial(explain_mixing, explanation=used_elsewhere)] if layout.data_parallel_size > 1 else []),  # FSDP2's
-        *([explain_kernel] if exact else []),
-    ]
-    assign = partial(assign_tree, even=True) if exact else assign_strided
+    explanations: list[Explain] = [explain_kernel] if p.reproducible else []
+    if layout.data_parallel_size > 1:  # the stages are FSDP2's
+        explanations.append(partial(explain_mixing, explanation=used_elsewhere))
+    assign = partial(assign_tree, even=True) if p.reproducible else assign_strided
     if p.experts is not None:
         p.experts.assign = assign
     return ParallelModel(
@@ -108,12 +95,14 @@ def place(placement: PlacementContext) -> ParallelModel:
         evaluate=explained(runner.evaluate, explanations),
         forward=runner.forward,
         buffers={n: b for n, b in cut.held.named_buffers().items() if n in plan.model.persistent},
-        finish_gradients=shared if cut.trees is None else cut.trees.finish,
+        finish_gradients=partial(sum_shared, cut.held, groups) if cut.trees is None else cut.trees.finish,
         norm_groups=([mesh["shard"].get_group()] if layout.shard > 1 else []) + [group],
-        counted=_counted(cut.held, mesh["pipeline"].get_local_rank()),
+        counted={
+            name for name in cut.held.parameters if cut.held.across.get(name, [rank])[0] == rank
+        },  # the first does
         wants_data=any(part.is_first or part.is_last for part in cut.parts),
         log_lines=p.log_lines,
-        reproducible=exact,
+        reproducible=p.reproducible,
     )
 
 
@@ -125,11 +114,10 @@ def local_stages(p: PlacementContext, mesh: DeviceMesh, plan: PipelinePlan) -> L
     work = CurrentMicroBatch(observes=p.objective.in_outputs and p.objective.observed is not None)
     parts = [stage_module_of(plan, stage, held, p.blocks, work, p.precision) for stage in plan.parts.of_rank(rank)]
     release(plan.model, held)
-    if p.dry_run is None:
-        materialise(held, p.first, p.device)
-    else:
-        make_empty(held, p.device)
-    cut = LocalStages(plan, held, parts, work, reshards_after_forward(layout, p.config))
+    materialise(held, p.device, p.first, empty=p.dry_run is not None)
+    strategy = p.config.distributed.fsdp.sharding_strategy
+    frees = layout.shard > 1 and strategy in ("full_shard", "hybrid_shard")
+    cut = LocalStages(plan, held, parts, work, frees)
     if layout.data_parallel_size > 1:
         shard = partial(fsdp.shard_stage, mesh, p.config, device_type=p.device_type, experts=p.experts)
         cut.unit, lines = shard_stages(parts, held, units, shard, cut.frees)
@@ -141,6 +129,7 @@ def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, 
     plan, parts, dp_size = cut.plan, cut.parts, p.layout.data_parallel_size
     stages = len(plan.parts.stages)
     objects_on = object_device(p.device)
+    knows_batches = parts[0].is_first and (p.cuts is None or p.cuts.cut.rank == 0)
     runner = Runner(
         parts,
         [RunningBuffers(part, dp_size, cut.dp_group, reproducible=p.reproducible) for part in parts],
@@ -148,13 +137,7 @@ def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, 
         p.random_state,
         cut.work,
         Relay(parts, plan.parts.ranks, group, p.device, objects_on),
-        Shapes(
-            cut.dp_rank,
-            dp_size,
-            knows_batches=parts[0].is_first and (p.cuts is None or p.cuts.cut.rank == 0),
-            device=objects_on,
-            together=p.experts is not None,
-        ),
+        Shapes(cut.dp_rank, dp_size, knows_batches, objects_on, together=p.experts is not None),
         make_schedule=partial(PipelineSchedule, plan.facts.name),
         padded=lambda count: plan.facts.padded(count, p.layout.pipeline, stages),
         per_run=p.config.distributed.pipeline.n_microbatches,
@@ -164,18 +147,7 @@ def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, 
     )
     at = {"forward_at": runner.forward_at, "backward_at": runner.backward_at}
     runner.stages = [
-        Stage(part, part.index, stages, p.device, group, **at, leaves=cut.trees, halves=halves) for part in parts
+        Stage(part, part.index, stages, p.device, group, **at, trees=cut.trees, halves=halves) for part in parts
     ]
     dist.all_reduce(torch.zeros(1, device=p.device), group=group)  # the pipeline's communicator is there before a send
     return runner
-
-
-def _counted(held: StageParameters, rank: int) -> set[str]:
-    """Return the names that this rank counts in a norm: the first rank counts what several hold."""
-    return {name for name in held.parameters if held.across.get(name, [rank])[0] == rank}
-
-
-def _data_parallel(layout: Layout, mesh: DeviceMesh) -> tuple[int, dist.ProcessGroup | None]:
-    """Return which of the parallel pipelines this rank is in, and the group of the ranks with the same stages."""
-    dp_rank = mesh["replicate"].get_local_rank() * layout.shard + mesh["shard"].get_local_rank()
-    return dp_rank, data_parallel_group(mesh) if layout.data_parallel_size > 1 else None

@@ -28,15 +28,10 @@ KEY = "distributed.pipeline"
 
 @dataclass(frozen=True)
 class Partition:
-    """A chain of segments cut into stages.
+    """A chain of segments cut into stages."""
 
-    Attributes:
-        stages: of each stage, the positions of its segments in the chain.
-        ranks: of each stage, the pipeline rank that holds it.
-    """
-
-    stages: tuple[range, ...]
-    ranks: tuple[int, ...]
+    stages: tuple[range, ...]  # of each stage, the positions of its segments in the chain
+    ranks: tuple[int, ...]  # of each stage, the pipeline rank that holds it
 
     def of_rank(self, rank: int) -> list[int]:
         """Return the stages that a rank holds, ascending."""
@@ -47,16 +42,7 @@ def partition(
     names: Sequence[str], costs: Sequence[float], *, ranks: int, stages_per_rank: int,
     split_spec: Mapping[str, str], v_shaped: bool,
 ) -> Partition:  # fmt: skip
-    """Cut a chain into `ranks` × `stages_per_rank` stages.
-
-    Args:
-        names: of the segments, in order.
-        costs: of the segments, in any unit; used where there is no `split_spec`.
-        v_shaped: place stages back and forth, not round and round.
-
-    Raises:
-        UsageError: stages, ranks and cuts do not agree (the sum is shown), or a cut names no segment.
-    """
+    """Cut a chain of named segments into `ranks` × `stages_per_rank` stages: by `split_spec`, else by their costs."""
     wanted = ranks * stages_per_rank
     if len(names) < wanted:
         raise UsageError(
@@ -68,7 +54,7 @@ def partition(
         )
     cuts = cuts_of(split_spec, names) if split_spec else balanced_cuts(costs, wanted)
     if len(cuts) + 1 != wanted:
-        sizes = [b - a for a, b in _pieces(cuts, len(names))]
+        sizes = [b - a for a, b in pairwise([0, *cuts, len(names)])]
         raise UsageError(
             f"{len(cuts)} cut{'s' * (len(cuts) != 1)} + 1 = {len(cuts) + 1} stages, but {ranks} pipeline ranks × "
             f"{stages_per_rank} stages_per_rank = {wanted}",
@@ -76,16 +62,12 @@ def partition(
             why=f"the cuts make stages of {', '.join(map(str, sizes))} segments",
             fix=f"make {wanted - 1} cut{'s' * (wanted != 2)}, or leave split_spec out and the chain is cut evenly",
         )
-    stages = tuple(range(first, last) for first, last in _pieces(cuts, len(names)))
+    stages = tuple(range(first, last) for first, last in pairwise([0, *cuts, len(names)]))
     return Partition(stages, tuple(rank_of(stage, ranks, v_shaped=v_shaped) for stage in range(wanted)))
 
 
 def cuts_of(split_spec: Mapping[str, str], names: Sequence[str]) -> list[int]:
-    """Return the positions in the chain in front of which it is cut, ascending.
-
-    Raises:
-        UsageError: a name is not a segment, a cut leaves a stage empty, or two keys cut at one place.
-    """
+    """Return the positions in the chain in front of which it is cut, ascending."""
     where = f"{KEY}.split_spec"
     by_place: dict[int, str] = {}
     for name, side in split_spec.items():
@@ -139,11 +121,7 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def table(parts: Partition, names: Sequence[str], costs: Sequence[float], unit: str = "parameters") -> str:
-    """Return the partition as text, a line per stage.
-
-    Args:
-        costs: of the segments, in `unit`.
-    """
+    """Return the partition as text, a line per stage."""
     total = sum(costs) or 1.0
     rows = [("stage", "rank", "segments", unit, "share")]
     for stage, (positions, rank) in enumerate(zip(parts.stages, parts.ranks, strict=True)):
@@ -151,21 +129,15 @@ def table(parts: Partition, names: Sequence[str], costs: Sequence[float], unit: 
         cost = sum(costs[i] for i in positions)
         span = first if len(positions) == 1 else f"{first} … {last} ({len(positions)})"
         rows.append((str(stage), str(rank), span, _number(cost), f"{cost / total:.0%}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = []
-    for row in rows:
-        cells = [row[0].rjust(widths[0]), row[1].rjust(widths[1]), row[2].ljust(widths[2])]
-        lines.append("  ".join([*cells, row[3].rjust(widths[3]), row[4].rjust(widths[4])]))
-    return "\n".join(lines)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    for row, cells in zip(rows, aligned, strict=True):
+        cells[2] = row[2].ljust(widths[2])
+    return "\n".join("  ".join(cells) for cells in aligned)
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
-
-
-def _pieces(cuts: Sequence[int], count: int) -> list[tuple[int, int]]:
-    edges = [0, *cuts, count]
-    return list(pairwise(edges))
 
 
 @dataclass(frozen=True)
@@ -195,25 +167,17 @@ class PipelinePlan:
 
     def across(self) -> dict[str, list[int]]:
         """Return parameter → the pipeline ranks that use it, where there are several."""
-        found = {}
-        for name, users in self.model.users.items():
-            ranks = sorted({self.parts.ranks[self.stage_of[user]] for user in users})
-            if len(ranks) > 1:
-                found[name] = ranks
-        return found
+        ranks, stages = self.parts.ranks, self.stage_of
+        found = {name: sorted({ranks[stages[user]] for user in users}) for name, users in self.model.users.items()}
+        return {name: used_on for name, used_on in found.items() if len(used_on) > 1}
 
     def table(self) -> str:
-        """Return the partition as text, a line per stage."""
         names = [name for name, _ in self.segments]
         return table(self.parts, names, self.model.costs(names))
 
 
 def plan_of(model: nn.Module, ranks: int, config: StepConfig) -> PipelinePlan:
-    """Decide on the stages of an unsplit model.
-
-    Raises:
-        UsageError: the model is no chain of segments, or stages, ranks and cuts do not agree.
-    """
+    """Decide on the stages of an unsplit model."""
     pipeline = config.distributed.pipeline
     segments = require_segments(model)
     facts = facts_of(pipeline.schedule, pipeline.stages_per_rank)
@@ -223,26 +187,16 @@ def plan_of(model: nn.Module, ranks: int, config: StepConfig) -> PipelinePlan:
         names, read.costs(names), ranks=ranks, stages_per_rank=pipeline.stages_per_rank,
         split_spec=pipeline.split_spec, v_shaped=facts.v_shaped,
     )  # fmt: skip
-    plan = PipelinePlan(read, segments, facts, parts)
-    _refuse_empty(plan)
-    return plan
-
-
-def _refuse_empty(plan: PipelinePlan) -> None:
-    users = {user for segments in plan.model.users.values() for user in segments}
-    for stage, span in enumerate(plan.parts.stages):
-        names = [plan.segments[i][0] for i in span]
-        if not users & set(names):
+    users = {user for segments in read.users.values() for user in segments}
+    for stage, span in enumerate(parts.stages):
+        inside = [names[i] for i in span]
+        if not users & set(inside):
             raise UsageError(
-                f"stage {stage} ({', '.join(names)}) has no parameters: there is nothing to train in it",
+                f"stage {stage} ({', '.join(inside)}) has no parameters: there is nothing to train in it",
                 where="distributed.pipeline.split_spec",
                 fix="cut elsewhere, or use fewer stages",
             )
-
-
-def reshards_after_forward(layout: Layout, config: StepConfig) -> bool:
-    """Return whether FSDP2 frees gathered parameters after each forward pass."""
-    return layout.shard > 1 and config.distributed.fsdp.sharding_strategy in ("full_shard", "hybrid_shard")
+    return PipelinePlan(read, segments, facts, parts)
 
 
 def splits_backward(plan: PipelinePlan, uses: Uses, config: StepConfig) -> tuple[bool, list[str]]:
@@ -275,13 +229,9 @@ class StageTime:
 
 
 def pipeline_step(
-    stages: list[StageTime],
-    config: StepConfig,
-    layout: Layout,
-    cluster: GpuCluster,
-    micro_batches: int,
+    stages: list[StageTime], config: StepConfig, layout: Layout, cluster: GpuCluster, micro_batches: int,
     update: float = 0.0,
-) -> StepTime:
+) -> StepTime:  # fmt: skip
     """Return the time of a pipeline's step, with stages replicated or sharded over the data-parallel ranks."""
     options = config.distributed.pipeline
     facts = facts_of(options.schedule, options.stages_per_rank)
@@ -290,12 +240,8 @@ def pipeline_step(
     seconds: dict[tuple[str, int], float] = {}
     for index, stage in enumerate(stages):
         halves = stage.backward / 2
-        seconds |= {
-            ("F", index): stage.forward,
-            ("B", index): stage.backward,
-            ("I", index): halves,
-            ("W", index): halves,
-        }
+        times = {"F": stage.forward, "B": stage.backward, "I": halves, "W": halves}
+        seconds |= {(kind, index): time for kind, time in times.items()}
     stride = layout.data_parallel_size
     sends = [send(cluster, stage.sent, stride) for stage in stages]
     holders = [rank_of(index, layout.pipeline, v_shaped=facts.v_shaped) for index in range(len(stages))]

@@ -1,20 +1,17 @@
 """Forward passes alone, over all stages (for evaluation, sampling and to learn shapes), and the shapes of what is sent.
 
-torch's schedules can run forward only, but not where stages are placed back and forth. This pass works for every
-placement. Micro-batches whose shapes are known go through a window at a time; all sends follow the order (window,
-stage, micro-batch), so that no two ranks wait for each other. Others go one by one, a description ahead of each tensor.
+torch's schedules can run forward only, but not where stages are placed back and forth. Micro-batches whose shapes are
+known go through a window at a time; all sends follow the order (window, stage, micro-batch), so that no two ranks wait
+for each other. Others go one by one, a description ahead of each tensor.
 
 A receiver must know the shape of a tensor, and stages in the middle never see a batch. So each shape of batch gets a
-*signature*, a number that the first stage sends to all others before a run. A new one is sent through the stages once,
-with a description ahead of each tensor; from then on every rank knows what its stages receive and send. One run can
-contain micro-batches of different shapes: a short last one, texts of all lengths.
-
-The signatures of all data-parallel ranks are gathered together: FSDP2's collectives need these ranks to do the same
-things, and one of them may see a shape that the others do not.
+*signature*, a number that the first stage sends to all others before a run, and a new one is sent through the stages
+once. The signatures of all data-parallel ranks are gathered together: FSDP2's collectives need these ranks to do the
+same things, and one of them may see a shape that the others do not.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.parallel.pipeline.stage_module import StageModule
+from lockstep.parallel.pipeline.stage_parameters import wait_for
 from lockstep.parallel.pipeline.torch_stage import Meta, Metas
 from lockstep.randomness import derive_key
 from lockstep.torch_compat.pytree import tree_flatten, tree_leaves, tree_map
@@ -32,20 +30,13 @@ Start = Callable[[StageModule, int], None]
 
 @dataclass
 class Relay:
-    """Forward passes that send tensors from stage to stage.
+    """Forward passes that send tensors from stage to stage."""
 
-    Args:
-        parts: this rank's stages, ascending.
-        rank_of: of each stage of the pipeline, its pipeline rank.
-        group: the ranks of the pipeline.
-        objects_on: the device on which the group carries pickled objects.
-    """
-
-    parts: Sequence[StageModule]
-    rank_of: Sequence[int]
-    group: dist.ProcessGroup
+    parts: Sequence[StageModule]  # this rank's stages, ascending
+    rank_of: Sequence[int]  # of each stage of the pipeline, its pipeline rank
+    group: dist.ProcessGroup  # the ranks of the pipeline
     device: torch.device
-    objects_on: torch.device
+    objects_on: torch.device  # the device on which the group carries pickled objects
 
     def __post_init__(self) -> None:
         self._me = dist.get_rank(self.group)
@@ -84,8 +75,11 @@ class Relay:
                 learn(part.index, metas, sent)
             if self._is_here(part.index + 1):
                 kept = outputs
-            else:
-                self._send(part.index, outputs, sent)
+                continue
+            target = self._global(part.index + 1)
+            dist.send_object_list([sent], dst=target, group=self.group, device=self.objects_on)
+            for output in outputs:
+                dist.send(output.detach(), dst=target, group=self.group)
         return result
 
     def _receive(self, part: StageModule, kept: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Metas]:
@@ -103,30 +97,23 @@ class Relay:
             dist.recv(tensor, src=source, group=self.group)
         return tuple(t.requires_grad_(m.requires_grad) for t, m in zip(tensors, metas, strict=True)), metas
 
-    def _send(self, stage: int, outputs: tuple[Tensor, ...], metas: Metas) -> None:
-        target = self._global(stage + 1)
-        dist.send_object_list([metas], dst=target, group=self.group, device=self.objects_on)
-        for output in outputs:
-            dist.send(output.detach(), dst=target, group=self.group)
-
     def many(self, start: Start, places: Sequence[int], shapes: Callable[[int, int], tuple[Metas, Metas]]) -> None:
-        """Run micro-batches of known shapes, a window at a time; the last stage handles its results itself.
-
-        Args:
-            places: of the micro-batches, for `start`.
-            shapes: (place, stage) → (received, sent) descriptions.
-        """
+        """Run micro-batches of known shapes, (place, stage) → (received, sent), a window at a time, on all stages."""
         window = dist.get_world_size(self.group)
         works: list[tuple[dist.Work | None, Tensor]] = []  # a tensor must be kept until it has been sent
         for begin in range(0, len(places), window):
             now = places[begin : begin + window]
-            kept: dict[int, tuple[Tensor, ...]] = {}
+            kept: dict[int, tuple[Tensor, ...]] = {}  # place → inputs of the next of this rank's stages
             for part in self.parts:
-                arriving = self._arriving(part, now, shapes)
+                arriving = {}
+                if not part.is_first and not self._is_here(part.index - 1):
+                    source = self._global(part.index - 1)
+                    kept = {at: tuple(m.empty(self.device) for m in shapes(at, part.index)[0]) for at in now}
+                    arriving = {at: [dist.irecv(t, src=source, group=self.group) for t in kept[at]] for at in now}
                 for place in now:
-                    inputs = arriving[place]() if arriving else kept.pop(place, ())
+                    wait_for(arriving.get(place, ()))
                     start(part, place)
-                    outputs = part(*inputs)
+                    outputs = part(*kept.pop(place, ()))
                     if part.is_last:
                         continue
                     if self._is_here(part.index + 1):
@@ -134,32 +121,7 @@ class Relay:
                     else:
                         target = self._global(part.index + 1)
                         works += [(dist.isend(out, dst=target, group=self.group), out) for out in outputs]
-        for work, _ in works:
-            if work is not None:
-                work.wait()
-
-    def _arriving(
-        self, part: StageModule, places: Sequence[int], shapes: Callable[[int, int], tuple[Metas, Metas]]
-    ) -> dict[int, Callable[[], tuple[Tensor, ...]]]:
-        """Return place → a function that waits for its tensors; empty for a stage that receives none."""
-        if part.is_first or self._is_here(part.index - 1):
-            return {}
-        source = self._global(part.index - 1)
-        waits: dict[int, Callable[[], tuple[Tensor, ...]]] = {}
-        for place in places:
-            buffers = tuple(meta.empty(self.device) for meta in shapes(place, part.index)[0])
-            works = [dist.irecv(buffer, src=source, group=self.group) for buffer in buffers]
-
-            def wait(
-                buffers: tuple[Tensor, ...] = buffers, works: Sequence[dist.Work | None] = tuple(works)
-            ) -> tuple[Tensor, ...]:
-                for work in works:
-                    if work is not None:
-                        work.wait()
-                return buffers
-
-            waits[place] = wait
-        return waits
+        wait_for([work for work, _ in works])
 
     def share_result(self, result: Any) -> Any:
         """Broadcast the last stage's result, and return it on all ranks of the pipeline."""
@@ -180,58 +142,40 @@ class Relay:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The signatures that the ranks exchanged before a run.
+    """The signatures that the ranks exchanged before a run."""
 
-    Attributes:
-        signatures: of each of this pipeline's micro-batches.
-        new: places in the run of micro-batches with signatures new to this pipeline, one for each signature; where
-            pipelines run together, all places if any pipeline has new ones.
-        anyone: whether any pipeline has new ones.
-    """
-
-    signatures: list[int]
+    signatures: list[int]  # of each of this pipeline's micro-batches
+    # Places in the run of micro-batches with signatures new to this pipeline, one for each signature; where pipelines
+    # run together, all places if any pipeline has new ones.
     new: list[int]
-    anyone: bool
+    anyone: bool  # whether any pipeline has new ones
 
 
+@dataclass
 class Shapes:
-    """The shapes that a rank's stages receive and send, by signature.
+    """The shapes that a rank's stages receive and send, by signature."""
 
-    Args:
-        dp_rank: which of the `dp_size` parallel pipelines this rank belongs to.
-        knows_batches: this rank has the first stage.
-        device: on which all ranks exchange small messages.
-        together: pipelines exchange rows of experts in each pass, so that all of them run the same number of passes.
-    """
-
-    def __init__(
-        self, dp_rank: int, dp_size: int, *, knows_batches: bool, device: torch.device, together: bool = False
-    ) -> None:  # fmt: skip
-        self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._knows_batches, self._device, self._together = knows_batches, device, together
-        self._seen: set[tuple[int, int]] = set()  # (dp_rank, signature)
-        self._metas: dict[tuple[int, int], tuple[Metas, Metas]] = {}  # (signature, stage) → what it receives, sends
+    dp_rank: int  # which of the `dp_size` parallel pipelines this rank belongs to
+    dp_size: int
+    knows_batches: bool  # this rank has the first stage
+    device: torch.device  # on which all ranks exchange small messages
+    together: bool  # pipelines exchange rows of experts in each pass, so that all of them run the same number of passes
+    _seen: set[tuple[int, int]] = field(default_factory=set)  # (dp_rank, signature)
+    _metas: dict[tuple[int, int], tuple[Metas, Metas]] = field(default_factory=dict)  # (signature, stage) → in, out
 
     def agree(self, batches: Sequence[Any], *, training: bool) -> Agreement:
-        """Exchange signatures; all ranks call it together, with the same number of micro-batches.
-
-        Args:
-            batches: the inputs of this rank's micro-batches; used on the ranks of first stages only.
-        """
-        table = torch.zeros(self._dp_size, len(batches), dtype=torch.int64, device=self._device)
-        if self._knows_batches:
-            table[self._dp_rank] = torch.tensor([signature(batch, training) for batch in batches])
+        """Exchange signatures; all ranks call it together, with the same number of micro-batches."""
+        table = torch.zeros(self.dp_size, len(batches), dtype=torch.int64, device=self.device)
+        if self.knows_batches:
+            table[self.dp_rank] = torch.tensor([signature(batch, training) for batch in batches])
         dist.all_reduce(table)
         rows = table.tolist()  # the hosts agree here; no device is waited for where the CPU has a process group
-        mine: list[int] = rows[self._dp_rank]
-        new = [
-            place
-            for place, key in enumerate(mine)
-            if key not in mine[:place] and (self._dp_rank, key) not in self._seen
-        ]
+        mine: list[int] = rows[self.dp_rank]
+        known = {key for dp_rank, key in self._seen if dp_rank == self.dp_rank}
+        new = [place for place, key in enumerate(mine) if key not in known and key not in mine[:place]]
         received = {(dp_rank, key) for dp_rank, keys in enumerate(rows) for key in keys}
         anyone = bool(received - self._seen)
-        if anyone and self._together:
+        if anyone and self.together:
             new = list(range(len(mine)))
         self._seen |= received
         return Agreement(mine, new, anyone)

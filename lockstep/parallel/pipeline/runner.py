@@ -17,42 +17,28 @@ from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.pipeline.relay import Agreement, Relay, Shapes
 from lockstep.parallel.pipeline.schedules import PipelineSchedule
 from lockstep.parallel.pipeline.stage_module import CurrentMicroBatch, StageModule
-from lockstep.parallel.pipeline.torch_stage import Metas, Stage, reduce_gradients
+from lockstep.parallel.pipeline.torch_stage import Stage, reduce_gradients
 from lockstep.parallel.pipeline.trees import StageTrees
 from lockstep.randomness import RandomState
 
 
 @dataclass
 class Runner:
-    """The stages of a rank, and all that runs them.
+    """The stages of a rank, and all that runs them."""
 
-    Attributes:
-        parts: the stages' modules, ascending.
-        buffers: the running statistics of each part.
-        work: the micro-batch that the parts work on.
-        relay: forward passes alone.
-        shapes: of the tensors that are sent.
-        make_schedule: (stages, number of micro-batches) → schedule.
-        padded: number of micro-batches → the number that the schedule takes.
-        per_run: micro-batches that one run takes; None: all of a step.
-        shared_unit: holds the parameters that several stages use, where FSDP2 shards or replicates them.
-        frees: FSDP2 frees gathered parameters after each forward pass.
-        trees: take the gradients of each micro-batch; None: they add up.
-    """
-
-    parts: list[StageModule]
-    buffers: list[RunningBuffers]
+    parts: list[StageModule]  # the stages' modules, ascending
+    buffers: list[RunningBuffers]  # the running statistics of each part
     objective: Objective
     random_state: RandomState
-    work: CurrentMicroBatch
-    relay: Relay
-    shapes: Shapes
-    make_schedule: Callable[[Sequence[Stage], int], PipelineSchedule]
-    padded: Callable[[int], int]
-    per_run: int | None = None
-    shared_unit: nn.Module | None = None
-    frees: bool = False
-    trees: StageTrees | None = None
+    work: CurrentMicroBatch  # the micro-batch that the parts work on
+    relay: Relay  # forward passes alone
+    shapes: Shapes  # of the tensors that are sent
+    make_schedule: Callable[[Sequence[Stage], int], PipelineSchedule]  # (stages, number of micro-batches) → schedule
+    padded: Callable[[int], int]  # number of micro-batches → the number that the schedule takes
+    per_run: int | None = None  # micro-batches that one run takes; None: all of a step
+    shared_unit: nn.Module | None = None  # FSDP2's unit of parameters that several stages use
+    frees: bool = False  # FSDP2 frees gathered parameters after each forward pass
+    trees: StageTrees | None = None  # take the gradients of each micro-batch; None: they add up
     stages: list[Stage] = field(default_factory=list)
     _schedules: dict[int, PipelineSchedule] = field(default_factory=dict)
     _run: Sequence[MicroBatch] = ()
@@ -77,25 +63,18 @@ class Runner:
         for number, run in enumerate(runs):
             if self.trees is not None:
                 self.trees.run, self.trees.places = run, range(number * size, (number + 1) * size)
-            self._start_run(run, [keys[micro_batch.index] for micro_batch in run], last=number == len(runs) - 1)
-            self._schedule(len(run)).run()
+            self._run, self.work.finish = run, self._loss
+            for stage in self.stages:
+                metas = [self.shapes.of(keys[micro_batch.index], stage.stage_index) for micro_batch in run]
+                stage.begin([m[0] for m in metas], [m[1] for m in metas], reduces=number == len(runs) - 1)
+            if len(run) not in self._schedules:
+                self._schedules[len(run)] = self.make_schedule(self.stages, len(run))
+            self._schedules[len(run)].run()
         if self.shared_unit is not None:
             reduce_gradients(self.shared_unit)
         for buffers in self.buffers:
             buffers.finish_step(accumulator.micro_batches_per_step)
         self._run, self._accumulator = (), None
-
-    def _start_run(self, run: Sequence[MicroBatch], keys: Sequence[int], *, last: bool) -> None:
-        self._run = run
-        self.work.finish = self._loss
-        for stage in self.stages:
-            metas = [self.shapes.of(key, stage.stage_index) for key in keys]
-            stage.begin([received for received, _ in metas], [sent for _, sent in metas], reduces=last)
-
-    def _schedule(self, count: int) -> PipelineSchedule:
-        if count not in self._schedules:
-            self._schedules[count] = self.make_schedule(self.stages, count)
-        return self._schedules[count]
 
     @contextmanager
     def forward_at(self, stage: int, place: int) -> Iterator[None]:
@@ -138,14 +117,11 @@ class Runner:
         if agreement.anyone:
             with self._gathered(keep=True), _restored_buffers(self.parts):
                 for place in agreement.new:
-                    learn = partial(self._learn, agreement.signatures[place])
+                    learn = partial(self.shapes.learn, agreement.signatures[place])
                     self.relay.one(
                         lambda part, i: self._take_up(part, micro_batches[i]), place, learn=learn, to_last=False
                     )
         return agreement
-
-    def _learn(self, key: int, stage: int, received: Metas, sent: Metas) -> None:
-        self.shapes.learn(key, stage, received, sent)
 
     def _inputs_of(self, micro_batch: MicroBatch) -> Any:
         return self.objective.inputs(micro_batch.batch) if self.parts[0].is_first else None
@@ -168,7 +144,7 @@ class Runner:
         keys = agreement.signatures
         with self._gathered(keep=False):
             for place in agreement.new:
-                self.relay.one(start, place, learn=partial(self._learn, keys[place]))
+                self.relay.one(start, place, learn=partial(self.shapes.learn, keys[place]))
             others = [place for place in range(len(micro_batches)) if place not in agreement.new]
             self.relay.many(start, others, lambda place, stage: self.shapes.of(keys[place], stage))
 
@@ -185,8 +161,7 @@ class Runner:
     def _gathered(self, *, keep: bool) -> Iterator[None]:
         """Gather parameters, so that forward passes inside need no collectives: parallel pipelines may differ.
 
-        Args:
-            keep: leave the parameters gathered; a run of the schedule follows.
+        `keep` leaves the parameters gathered: a run of the schedule follows.
         """
         roots: list[nn.Module] = [*self.parts, *([self.shared_unit] if self.shared_unit is not None else [])]
         sharded = [root for root in roots if isinstance(root, FSDPModule)]
@@ -198,8 +173,9 @@ class Runner:
         finally:
             for root in sharded:
                 root.set_reshard_after_forward(self.frees)
-                if not keep:
-                    _reshard(root)
+                for module in () if keep else root.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
 
 
 def _unshard(root: nn.Module) -> None:
@@ -207,12 +183,6 @@ def _unshard(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-
-
-def _reshard(root: nn.Module) -> None:
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 @contextmanager
@@ -231,10 +201,7 @@ def _restored_buffers(parts: Sequence[StageModule]) -> Iterator[None]:
 def cut_into_runs(
     micro_batches: Sequence[MicroBatch], per_run: int | None, padded: Callable[[int], int]
 ) -> list[list[MicroBatch]]:
-    """Return a step's micro-batches, cut into runs of the schedule.
-
-    A run whose length the schedule would refuse is padded with dummies, copies of its last micro-batch.
-    """
+    """Return the runs of a schedule, padded with dummies, copies of the last micro-batch, to lengths that it takes."""
     size = per_run or len(micro_batches)
     runs = [list(micro_batches[begin : begin + size]) for begin in range(0, len(micro_batches), size)]
     for run in runs:

@@ -26,19 +26,12 @@ KEY = "distributed.pipeline"
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """The properties of a schedule that are needed before it is built.
+    """The properties of a schedule that are needed before it is built."""
 
-    Attributes:
-        name: of torch's class, without `Schedule`.
-        stages_per_rank: how many it takes; None: any number.
-        v_shaped: stages are placed back and forth over the ranks, else round and round.
-        splits_backward: gradients of inputs and of weights are computed at different times.
-    """
-
-    name: str
-    stages_per_rank: int | None = None
-    v_shaped: bool = False
-    splits_backward: bool = False
+    name: str  # of torch's class, without `Schedule`
+    stages_per_rank: int | None = None  # how many it takes; None: any number
+    v_shaped: bool = False  # stages are placed back and forth over the ranks, else round and round
+    splits_backward: bool = False  # gradients of inputs and of weights are computed at different times
 
     def padded(self, count: int, ranks: int, stages: int) -> int:
         """Return the smallest number of micro-batches, at least `count`, that the schedule takes."""
@@ -64,11 +57,7 @@ SCHEDULES = {
 
 
 def facts_of(name: str, stages_per_rank: int) -> ScheduleFacts:
-    """Return the facts of a schedule, after checking that it takes `stages_per_rank`.
-
-    Raises:
-        UsageError: it does not, or there is no such schedule.
-    """
+    """Return the facts of a schedule, after checking that there is one, and that it takes `stages_per_rank`."""
     if name not in SCHEDULES:
         raise UsageError(
             f"there is no schedule {name!r}", where=f"{KEY}.schedule", fix=f"write one of {', '.join(SCHEDULES)}"
@@ -95,13 +84,7 @@ logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRI
 
 
 class PipelineSchedule:
-    """A schedule of torch's over this rank's stages, for a fixed number of micro-batches.
-
-    Args:
-        name: of the schedule, without `Schedule`.
-        stages: of this rank, ascending.
-        count: micro-batches in a run.
-    """
+    """A schedule of torch's over this rank's stages, ascending, for a fixed number of micro-batches."""
 
     def __init__(self, name: str, stages: Sequence[Stage], count: int) -> None:
         self._schedule = build(name, stages, count)
@@ -133,7 +116,14 @@ def build(name: str, stages: Sequence[Any], count: int) -> Any:
 def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[list[ScheduledPass]]:
     """Return what each rank computes in a run, in order. This needs no process group."""
     if name == "1F1B":  # torch runs it without a list of actions; the list that it draws is another one
-        return [_one_forward_one_backward(rank, ranks, count) for rank in range(ranks)]
+        orders = []
+        for rank in range(ranks):
+            ahead = min(count, ranks - rank)
+            forward = [ScheduledPass("F", rank, i) for i in range(count)]
+            backward = [ScheduledPass("B", rank, i) for i in range(count)]
+            pairs = [each for pair in zip(backward, forward[ahead:], strict=False) for each in pair]
+            orders.append(forward[:ahead] + pairs + backward[count - ahead :])
+        return orders
     stages = ranks * stages_per_rank
     stand_ins = [
         SimpleNamespace(
@@ -143,20 +133,11 @@ def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[lis
         for _ in range(stages_per_rank)
     ]  # fmt: skip
     order = build(name, stand_ins, count).pipeline_order
-    return [[_action(entry) for entry in order[rank] if _computes(entry)] for rank in range(ranks)]
-
-
-def _one_forward_one_backward(rank: int, ranks: int, count: int) -> list[ScheduledPass]:
-    ahead = min(count, ranks - rank)
-    forward = [ScheduledPass("F", rank, i) for i in range(count)]
-    backward = [ScheduledPass("B", rank, i) for i in range(count)]
-    pairs = [action for pair in zip(backward, forward[ahead:], strict=False) for action in pair]
-    return forward[:ahead] + pairs + backward[count - ahead :]
-
-
-def _computes(entry: Any) -> bool:
-    return entry is not None and entry.computation_type.value in ("F", "B", "I", "W")
-
-
-def _action(entry: Any) -> ScheduledPass:
-    return ScheduledPass(entry.computation_type.value, entry.stage_index, entry.microbatch_index)
+    return [
+        [
+            ScheduledPass(entry.computation_type.value, entry.stage_index, entry.microbatch_index)
+            for entry in order[rank]
+            if entry is not None and entry.computation_type.value in ("F", "B", "I", "W")
+        ]
+        for rank in range(ranks)
+    ]

@@ -8,7 +8,7 @@ where it is. Where there are replicas or shards, FSDP2 gets the stages.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,27 +26,12 @@ from lockstep.torch_compat.tensor_versions import base_of
 
 @dataclass
 class CurrentMicroBatch:
-    """The micro-batch that the stages of a rank work on; the runner sets it.
+    """The micro-batch that the stages of a rank work on; the runner sets it."""
 
-    Attributes:
-        inputs: the arguments of the model's forward pass.
-        finish: the model's outputs → what the last stage returns.
-        observes: record calls of torch's loss functions in the last stage.
-        calls: those of its latest forward pass.
-    """
-
-    inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] = lambda: ((), {})
-    finish: Callable[[Any], Any] = lambda outputs: outputs
-    observes: bool = False
-    calls: LossCalls | None = None
-
-
-@dataclass(frozen=True)
-class StageSegment:
-    """A segment within its stage: its name, and the parameters that it borrows at each call, by keyword."""
-
-    name: str
-    borrowed: Mapping[str, Registration] = field(default_factory=dict)
+    inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] = lambda: ((), {})  # of the forward pass
+    finish: Callable[[Any], Any] = lambda outputs: outputs  # the model's outputs → what the last stage returns
+    observes: bool = False  # record calls of torch's loss functions in the last stage
+    calls: LossCalls | None = None  # those of its latest forward pass
 
 
 class StageModule(nn.Module):
@@ -54,7 +39,7 @@ class StageModule(nn.Module):
 
     Args:
         segments: (name, module) in order.
-        borrowed: segment name → {keyword: where the parameter is}.
+        borrowed: segment name → {keyword: where the parameter is}, for each call.
         blocks: the model's repeated blocks among the segments.
         earlier: segment name → how often a module that draws under this name ran in earlier stages.
         owns: registers parameters that only segments of this stage borrow.
@@ -70,7 +55,7 @@ class StageModule(nn.Module):
         self.is_first, self.is_last = index == 0, index == count - 1
         self.segments_here = nn.ModuleList(module for _, module in segments)
         self.owns = owns
-        self._links = [StageSegment(name, borrowed.get(name, {})) for name, _ in segments]
+        self._segments = [(module, borrowed.get(name, {})) for name, module in segments]
         self._blocks = list(blocks)
         self._earlier = dict(earlier)
         self._work, self._precision = work, precision
@@ -84,15 +69,10 @@ class StageModule(nn.Module):
         own = list(super().parameters(recurse))
         yield from own
         seen = {id(parameter) for parameter in own}
-        for registration in self.borrowed_registrations():
+        for registration in (each for _, borrowed in self._segments for each in borrowed.values()):
             if id(registration.tensor()) not in seen:
                 seen.add(id(registration.tensor()))
                 yield registration.tensor()
-
-    def borrowed_registrations(self) -> Iterator[Registration]:
-        """Yield the registration of each parameter that segments of this stage borrow."""
-        for link in self._links:
-            yield from link.borrowed.values()
 
     def enter(self, random_state: RandomState, micro_batch: int) -> None:
         """Begin a forward pass of this stage: random numbers continue where the earlier stages stopped."""
@@ -110,8 +90,8 @@ class StageModule(nn.Module):
             if self.is_first:
                 values, keywords = inputs
             outputs: Any = values
-            for link, segment in zip(self._links, self.segments_here, strict=True):
-                lent = {keyword: registration.tensor() for keyword, registration in link.borrowed.items()}
+            for segment, borrowed in self._segments:
+                lent = {keyword: registration.tensor() for keyword, registration in borrowed.items()}
                 outputs = run_segment(segment, values, {**keywords, **lent}, inputs)
                 values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
         if self.is_last:

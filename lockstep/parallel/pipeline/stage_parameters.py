@@ -1,23 +1,19 @@
 """Parameters and buffers of a pipeline's stages: which ranks hold them, and sums of gradients that ranks share.
 
 Names and identities are read from the unsplit model, before anything is cut. A parameter that segments of several
-stages use (it is registered in several modules, or lent to several segments) is held by each of these stages' ranks. A
-rank holds it once, however many of its stages use it.
-
-Each of these ranks holds the whole parameter (or the same shard of it) and makes the same update from the same sum, so
-the copies stay equal, bit for bit. Norms count it on the first of its ranks alone.
+stages use (it is registered in several modules, or lent to several segments) is held, whole or as the same shard, once
+by each of these stages' ranks. They make the same update from the same sum; norms count it on the first of them alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.collectives import create_once
+from lockstep.collectives import create_group
 from lockstep.errors import UsageError
 from lockstep.models.chain import shared_parameters_of
 from lockstep.parallel.initial import FirstValues, canonical_names
@@ -34,28 +30,22 @@ class Registration:
     attribute: str
 
     def tensor(self) -> Any:
-        """Return the tensor that is registered now."""
         return getattr(self.module, self.attribute)
+
+    def put(self, tensor: Tensor) -> None:
+        setattr(self.module, self.attribute, tensor)
 
 
 @dataclass
 class Survey:
-    """The parameters and buffers of the unsplit model, and the segments that use them.
+    """The parameters and buffers of the unsplit model, and the segments that use them."""
 
-    Attributes:
-        parameters, buffers: canonical name → all places where it is registered.
-        users: parameter name → names of the segments that use it, in order; empty for one that none uses.
-        lent: segment name → {keyword: parameter name}.
-        sizes: parameter name → number of elements.
-        persistent: names of the buffers that checkpoints keep.
-    """
-
-    parameters: dict[str, list[Registration]]
+    parameters: dict[str, list[Registration]]  # canonical name → all places where it is registered
     buffers: dict[str, list[Registration]]
-    users: dict[str, list[str]]
-    lent: dict[str, dict[str, str]]
-    sizes: dict[str, int]
-    persistent: set[str]
+    users: dict[str, list[str]]  # parameter name → names of the segments that use it, in order
+    lent: dict[str, dict[str, str]]  # segment name → {keyword: parameter name}
+    sizes: dict[str, int]  # parameter name → number of elements
+    persistent: set[str]  # names of the buffers that checkpoints keep
 
     def costs(self, names: Sequence[str]) -> list[float]:
         """Return for each segment the number of elements of the parameters that it uses."""
@@ -67,11 +57,7 @@ class Survey:
 
 
 def survey(model: nn.Module, segments: Segments) -> Survey:
-    """Read an unsplit model whose forward pass is the chain `segments`.
-
-    Raises:
-        UsageError: a segment borrows a parameter that the model does not have.
-    """
+    """Read an unsplit model whose forward pass is the chain `segments`."""
     names, _ = canonical_names(model)
     parameters = _registrations(model, names)
     lent = {segment: dict(wanted) for segment, wanted in shared_parameters_of(model).items()}
@@ -86,13 +72,10 @@ def survey(model: nn.Module, segments: Segments) -> Survey:
             )
         for name in used:
             users[name].append(segment)
-    persistent = set(model.state_dict(keep_vars=True))
     buffers = {id(buffer): name for name, buffer in model.named_buffers()}
-    return Survey(
-        parameters, _registrations(model, buffers), users, lent,
-        {name: registrations[0].tensor().numel() for name, registrations in parameters.items()}, persistent &
-        set(buffers.values()),
-    )  # fmt: skip
+    sizes = {name: registrations[0].tensor().numel() for name, registrations in parameters.items()}
+    persistent = set(model.state_dict(keep_vars=True)) & set(buffers.values())
+    return Survey(parameters, _registrations(model, buffers), users, lent, sizes, persistent)
 
 
 def _registrations(model: nn.Module, names: Mapping[int, str]) -> dict[str, list[Registration]]:
@@ -117,22 +100,14 @@ class Borrowed(nn.Module):
 
 @dataclass
 class StageParameters:
-    """The parameters and buffers that one rank holds.
+    """The parameters and buffers that one rank holds."""
 
-    Attributes:
-        parameters, buffers: canonical name → the places on this rank where it is registered.
-        across: names of those parameters that stages of several ranks use → these pipeline ranks, ascending.
-        doubled: names of parameters that several stages use, on this rank or others.
-        extra: owns parameters that segments of several stages only borrow.
-        of_stage: stage → owner of parameters that only its segments borrow.
-    """
-
-    parameters: dict[str, list[Registration]]
+    parameters: dict[str, list[Registration]]  # canonical name → the places on this rank where it is registered
     buffers: dict[str, list[Registration]]
-    across: dict[str, list[int]] = field(default_factory=dict)
-    doubled: set[str] = field(default_factory=set)
-    extra: Borrowed = field(default_factory=Borrowed)
-    of_stage: dict[int, Borrowed] = field(default_factory=dict)
+    across: dict[str, list[int]] = field(default_factory=dict)  # used on several ranks → these, ascending
+    doubled: set[str] = field(default_factory=set)  # used by several stages, here or elsewhere
+    extra: Borrowed = field(default_factory=Borrowed)  # owns parameters that segments of several stages only borrow
+    of_stage: dict[int, Borrowed] = field(default_factory=dict)  # owns what only this stage's segments borrow
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return name → the tensor that is registered now."""
@@ -145,18 +120,13 @@ class StageParameters:
     def replace(self, name: str, parameter: nn.Parameter) -> None:
         """Put another parameter in all places of one."""
         for registration in self.parameters[name]:
-            setattr(registration.module, registration.attribute, parameter)
+            registration.put(parameter)
 
 
 def stage_parameters_of(
     rank: int, model: Survey, segments: Segments, stage_of: Mapping[str, int], rank_of: Sequence[int]
 ) -> StageParameters:
-    """Return the parameters and buffers that pipeline rank `rank` holds.
-
-    Args:
-        stage_of: segment name → stage.
-        rank_of: of each stage, its rank.
-    """
+    """Return what pipeline rank `rank` holds; `stage_of`: segment → stage, `rank_of`: of each stage, its rank."""
     mine = {id(m) for name, s in segments if rank_of[stage_of[name]] == rank for m in s.modules()}
     held = StageParameters({}, {})
     for name, registrations in model.parameters.items():
@@ -178,9 +148,7 @@ def stage_parameters_of(
         for module in segment.modules():
             owners.setdefault(id(module), set()).add(rank_of[stage_of[name]])
     for name, registrations in model.buffers.items():
-        here = [
-            registration for registration in registrations if rank in owners.get(id(registration.module), {rank_of[0]})
-        ]
+        here = [each for each in registrations if rank in owners.get(id(each.module), {rank_of[0]})]
         if here:
             held.buffers[name] = here
     return held
@@ -193,77 +161,65 @@ def release(model: Survey, held: StageParameters) -> None:
         described = nn.Parameter(torch.empty_like(registrations[0].tensor(), device="meta"))
         for registration in registrations:
             if (id(registration.module), registration.attribute) not in kept:
-                setattr(registration.module, registration.attribute, described)
+                registration.put(described)
     for name, registrations in model.buffers.items():
         if name not in held.buffers:
             for registration in registrations:
-                setattr(
-                    registration.module, registration.attribute, torch.empty_like(registration.tensor(), device="meta")
-                )
+                registration.put(torch.empty_like(registration.tensor(), device="meta"))
 
 
 @torch.no_grad()
-def make_empty(held: StageParameters, device: torch.device) -> None:
-    """Give what a rank holds storage on a device, without values."""
+def materialise(
+    held: StageParameters, device: torch.device, first: FirstValues | None = None, *, empty: bool = False
+) -> None:
+    """Bring what a rank holds to its device, `empty` or with values, from `first` if the model is on meta."""
     for name, old in held.named_parameters().items():
-        held.replace(name, nn.Parameter(torch.empty_like(old, device=device), old.requires_grad))
-    for registrations in held.buffers.values():
-        values = torch.empty_like(registrations[0].tensor(), device=device)
-        for registration in registrations:
-            setattr(registration.module, registration.attribute, values)
-
-
-@torch.no_grad()
-def materialise(held: StageParameters, first: FirstValues | None, device: torch.device) -> None:
-    """Bring what a rank holds to its device, with values from `first` if the model is on meta."""
-    for name, old in held.named_parameters().items():
-        if first is not None or old.device != device:
+        if empty:
+            held.replace(name, nn.Parameter(torch.empty_like(old, device=device), old.requires_grad))
+        elif first is not None or old.device != device:
             values = first.parameter(name) if first is not None else old.detach()
-            held.replace(name, nn.Parameter(values.to(device), requires_grad=old.requires_grad))
+            held.replace(name, nn.Parameter(values.to(device), old.requires_grad))
     made = first.buffers() if first is not None else {}
     for name, registrations in held.buffers.items():
-        values = made.get(name, registrations[0].tensor()).to(device)
+        old = registrations[0].tensor()
+        values = torch.empty_like(old, device=device) if empty else made.get(name, old).to(device)
         for registration in registrations:
-            setattr(registration.module, registration.attribute, values)
+            registration.put(values)
 
 
-class SharedSums:
-    """The sum of the gradients of shared parameters over the pipeline ranks that hold them.
+def groups_that_share(
+    ranks_of: Mapping[str, Sequence[int]], pipelines: Sequence[Sequence[int]]
+) -> dict[str, dist.ProcessGroup]:
+    """Return parameter → the group of this pipeline's ranks that hold it, of those that this rank shares.
 
     Args:
         ranks_of: parameter → pipeline ranks, of *all* parameters that cross ranks: every rank makes every group.
         pipelines: the global ranks of each pipeline, by pipeline rank.
-        parameters: this rank's parameters as they are when called.
     """
+    groups = {
+        ranks: create_group("shared", [[pipeline[rank] for rank in ranks] for pipeline in pipelines])
+        for ranks in sorted({tuple(ranks) for ranks in ranks_of.values()})
+    }
+    return {name: group for name, ranks in ranks_of.items() if (group := groups[tuple(ranks)]) is not None}
 
-    def __init__(
-        self, ranks_of: Mapping[str, Sequence[int]], pipelines: Sequence[Sequence[int]],
-        parameters: Callable[[], Mapping[str, nn.Parameter]],
-    ) -> None:  # fmt: skip
-        self._parameters = parameters
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        me = dist.get_rank()
-        for ranks in sorted({tuple(ranks) for ranks in ranks_of.values()}):
-            for pipeline in pipelines:
-                members = [pipeline[rank] for rank in ranks]
-                group = create_once(("shared", *members), partial(dist.new_group, members))
-                if me in members:
-                    assert group is not None
-                    groups[ranks] = group
-        self.group_of = {name: groups[tuple(ranks)] for name, ranks in ranks_of.items() if tuple(ranks) in groups}
 
-    @torch.no_grad()
-    def __call__(self) -> None:
-        """Sum the gradients after the last backward pass of a step, once they are reduced over replicas and shards."""
-        parameters = self._parameters()
-        works = []
-        for name in sorted(self.group_of):
-            parameter = parameters[name]
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            works.append(dist.all_reduce(local(parameter.grad), group=self.group_of[name], async_op=True))
-        for work in works:
-            if work is not None:
-                work.wait()
+@torch.no_grad()
+def sum_shared(held: StageParameters, group_of: Mapping[str, dist.ProcessGroup]) -> None:
+    """Sum gradients of shared parameters over their ranks, once they are reduced over replicas and shards."""
+    parameters = held.named_parameters()
+    works = []
+    for name in sorted(group_of):
+        parameter = parameters[name]
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        works.append(dist.all_reduce(local(parameter.grad), group=group_of[name], async_op=True))
+    wait_for(works)
+
+
+def wait_for(works: Iterable[dist.Work | None]) -> None:
+    """Wait until messages are there; None: this rank is not in the group."""
+    for work in works:
+        if work is not None:
+            work.wait()

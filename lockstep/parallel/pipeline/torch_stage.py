@@ -1,21 +1,18 @@
 """The seam to torch.distributed.pipelining: its schedules drive the stages defined here.
 
-A schedule of torch's is a list of actions for each rank (forward of micro-batch 3 on stage 1, send, receive …) and a
-loop that calls a stage's methods for them. `Stage` implements these methods itself, through public names only. It
-differs from torch's own stage:
-
-- receive buffers are made when a receive is posted and dropped after the backward pass, each with its micro-batch's own
-  shapes: torch makes all of them beforehand in the shapes of the first micro-batch;
-- shapes are passed to it, never inferred by running the model on uninitialised memory;
-- gradients that are sent are contiguous: gloo refuses others (a `.sum()` makes one), and the peer would wait for ever;
-- gradients are reduced over replicas and shards only on request: once a step, not once a run of the schedule.
+A schedule of torch's is a list of actions for each rank and a loop that calls a stage's methods for them. `Stage`
+implements these itself, through public names only. In contrast to torch's own stage, receive buffers are made when a
+receive is posted, in its micro-batch's own shapes, which are never inferred by running the model on uninitialised
+memory; gradients that are sent are contiguous, as gloo refuses others and the peer would wait for ever; and gradients
+are reduced over replicas and shards once a step, not once a run of the schedule.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
 from lockstep.errors import RunError
+from lockstep.parallel.pipeline.trees import StageTrees
 from lockstep.torch_compat.fsdp_state import expect_reduction
 
 Gradients = tuple[Tensor | None, ...]
@@ -59,42 +57,36 @@ class Backward:
         sent_back = (None,) if self.sent_back is None else self.sent_back
         return {"stage_output": self.outputs, "output_grads": sent_back, "input_values": list(self.inputs)}
 
-    def remember(self) -> None:
-        """Keep what the second half needs; the first half detaches the outputs."""
+    def first_half(self, run: Callable[[dict[str, Any]], tuple[Gradients, list[dict[str, Any]] | None]]) -> Gradients:
+        """Return the gradients of the inputs, None for those without one; keep what the second half needs.
+
+        Args:
+            run: torch's first half. That of torch 2.11 stops at tensors that have no gradient, like integers, or leaves
+                them out of what it returns, so it gets none of them. It detaches the outputs.
+        """
         pairs = zip(self.outputs, self.sent_back or (None,), strict=True)
         kept = [(output, gradient) for output, gradient in pairs if output.requires_grad]
-        self._ends = [output for output, _ in kept]
-        self._edges = [get_gradient_edge(output) for output in self._ends]
+        self._edges = [get_gradient_edge(output) for output, _ in kept]
         self._gradients = [gradient for _, gradient in kept]
         leaves = _leaves(self._edges)
-        inputs, used = {id(value) for value in self.inputs}, {id(node.variable) for node in leaves}
-        self._weights = {node for node in leaves if id(node.variable) not in inputs}
-        self._uses = [id(value) in used for value in self.inputs]
-        self.reaches_inputs = any(self._uses)
-
-    def arguments_of_first_half(self) -> dict[str, Any]:
-        """Return torch's arguments for the first half, without tensors that have no gradient.
-
-        torch 2.11 stops at outputs and inputs that have none, like integers, or leaves them out of what it returns.
-        """
-        return {
-            "stage_output": self._ends,
+        used = {id(node.variable) for node in leaves}
+        uses = [id(value) in used for value in self.inputs]
+        if not any(uses):
+            return self.nothing
+        gradients, groups = run({
+            "stage_output": [output for output, _ in kept],
             "output_grads": None if self.sent_back is None else self._gradients,
-            "input_values": [value for value, uses in zip(self.inputs, self._uses, strict=True) if uses],
-        }
-
-    def of_all_inputs(self, gradients: Gradients) -> Gradients:
-        """Return the gradients of torch's first half by input; None for inputs without one."""
-        found = iter(gradients)
-        return tuple(next(found) if uses else None for uses in self._uses)
-
-    def go_on_from(self, groups: list[dict[str, Any]] | None) -> None:
-        """Keep the groups of the first half if torch's second half is correct for this graph, else the outputs."""
+            "input_values": [value for value, is_used in zip(self.inputs, uses, strict=True) if is_used],
+        })  # fmt: skip
         assert groups is not None
-        found = {node for group in groups for node in group["params"]}
-        if found >= self._weights and all(map(_is_simple, groups)):
+        inputs = {id(value) for value in self.inputs}
+        weights = {node for node in leaves if id(node.variable) not in inputs}
+        reached = {node for group in groups for node in group["params"]}
+        if reached >= weights and all(map(_is_simple, groups)):  # then torch's second half is right for this graph
             self.groups = groups
             self._edges.clear()  # what lies behind the weights' operations can go
+        found = iter(gradients)
+        return tuple(next(found) if is_used else None for is_used in uses)
 
     def weights_anew(self, weights: list[Tensor]) -> None:
         """Compute the gradients of the weights, starting from the outputs."""
@@ -107,12 +99,9 @@ class Backward:
 def _is_simple(group: dict[str, Any]) -> bool:
     """Return whether a group has one operation to start from, of whose outputs only the first has a gradient."""
     operations, gradients = list(group["intermediates"]), group["grads"]
-    return len(operations) == 1 and _can_start(operations[0]) and all(g is None for g in gradients[0][1:])
-
-
-def _can_start(operation: Any) -> bool:
-    """Return whether the second half can start at an operation."""
-    return _KEEPS_FUNCTIONS or not isinstance(operation, BackwardCFunction)
+    if len(operations) != 1 or not (_KEEPS_FUNCTIONS or not isinstance(operations[0], BackwardCFunction)):
+        return False
+    return all(gradient is None for gradient in gradients[0][1:])
 
 
 def _leaves(edges: Sequence[Any]) -> set[Any]:
@@ -137,32 +126,14 @@ class Meta:
 
     @staticmethod
     def of(tensor: Tensor) -> "Meta":
-        """Return the description of a tensor."""
         return Meta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return an empty tensor of this description."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 Metas = tuple[Meta, ...]
 At = Callable[[int, int], AbstractContextManager[None]]  # (stage, place in the run) → what its computation runs inside
-
-
-class Leaves(Protocol):
-    """An object that takes a micro-batch's gradients from a stage, instead of accumulation in `.grad`.
-
-    A parameter that several stages share has a running sum, sent from stage to stage with the gradients of inputs.
-    """
-
-    def buffers(self, stage: int) -> tuple[Tensor, ...]:
-        """Return buffers for the running sums from the next stage."""
-
-    def roots(self, stage: int, carried: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return (weight, running sum) pairs from which the stage's backward pass starts, too."""
-
-    def done(self, stage: int, place: int, carried: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Take the weights' gradients of a micro-batch; return the running sums for the previous stage."""
 
 
 class Stage(PipelineStage):
@@ -171,19 +142,18 @@ class Stage(PipelineStage):
     Args:
         part: the stage's module: tensors in, a tuple of tensors out; the last stage returns its loss.
         index, count: of the stage, and how many there are in the whole pipeline.
-        group: the ranks of the pipeline.
         forward_at, backward_at: entered around every forward and backward pass.
-        leaves: takes the gradients of each micro-batch; None: they add up.
+        trees: take the gradients of each micro-batch; None: they add up.
         halves: compute the gradients of weights apart from those of inputs, when a schedule wants them apart; else
             they come together, with the first.
     """
 
     def __init__(
         self, part: nn.Module, index: int, count: int, device: torch.device, group: dist.ProcessGroup, *,
-        forward_at: At, backward_at: At, leaves: Leaves | None = None, halves: bool = True,
+        forward_at: At, backward_at: At, trees: StageTrees | None = None, halves: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(part, index, count, device, group=group)
-        self._forward_at, self._backward_at, self._leaves, self._halves = forward_at, backward_at, leaves, halves
+        self._forward_at, self._backward_at, self._trees, self._halves = forward_at, backward_at, trees, halves
         self._reduces = True
         self._forget()
 
@@ -197,23 +167,15 @@ class Stage(PipelineStage):
         self._half_done: dict[int, Backward] = {}  # inputs' gradients are there, weights' are still to come
 
     def begin(self, inputs: Sequence[Metas], outputs: Sequence[Metas], *, reduces: bool) -> None:
-        """Prepare for a run of a schedule.
-
-        Args:
-            inputs, outputs: of each micro-batch in the run, what this stage is sent and what it sends on.
-            reduces: whether to reduce the gradients over replicas and shards after the last backward pass.
-        """
+        """Prepare for a run: what each micro-batch brings and sends on, and whether it reduces gradients at its end."""
         self._forget()
         self._input_metas, self._output_metas, self._reduces = inputs, outputs, reduces
 
     # ---- what is sent and received ----
 
-    def _peer(self, stage: int) -> int:
-        assert self.group is not None
-        return dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
-
     def _operations(self, kind: Any, tensors: Sequence[Tensor | None], stage: int) -> list[dist.P2POp]:
-        peer = self._peer(stage)
+        assert self.group is not None
+        peer = dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
         return [dist.P2POp(kind, tensor, peer, self.group) for tensor in tensors if tensor is not None]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -234,7 +196,7 @@ class Stage(PipelineStage):
         buffers = tuple(
             meta.empty(self.device) if meta.requires_grad else None for meta in self._output_metas[bwd_chunk_id]
         )
-        carried = () if self._leaves is None else self._leaves.buffers(self.stage_index)
+        carried = () if self._trees is None else self._trees.buffers(self.stage_index)
         self._output_gradients[bwd_chunk_id], self._carried[bwd_chunk_id] = buffers, carried
         return self._operations(dist.irecv, (*buffers, *carried), self.stage_index + 1)
 
@@ -302,14 +264,14 @@ class Stage(PipelineStage):
         self._input_gradients[bwd_chunk_id] = (*map(_sendable, inputs, gradients), *handed_on)
 
     def _done(self, chunk: int, carried: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
-        return () if self._leaves is None else self._leaves.done(self.stage_index, chunk, carried)
+        return () if self._trees is None else self._trees.done(self.stage_index, chunk, carried)
 
     def _whole(self, call: Backward, carried: tuple[Tensor, ...] = ()) -> Gradients:
         if not call.differentiable:
             return call.nothing
         arguments = call.arguments()
-        if carried and self._leaves is not None:
-            for weight, running_sum in self._leaves.roots(self.stage_index, carried):
+        if carried and self._trees is not None:
+            for weight, running_sum in self._trees.roots(self.stage_index, carried):
                 arguments["stage_output"] += (weight,)
                 arguments["output_grads"] += (running_sum,)
         gradients, _ = self.backward_maybe_with_nosync("full", arguments)
@@ -322,30 +284,22 @@ class Stage(PipelineStage):
         self._half_done[chunk] = call
         if self.is_first or not call.differentiable:
             return call.nothing
-        call.remember()
-        if not call.reaches_inputs:
-            return call.nothing
-        gradients, groups = self.backward_maybe_with_nosync("input", call.arguments_of_first_half())
-        call.go_on_from(groups)
-        return call.of_all_inputs(gradients)
+        return call.first_half(partial(self.backward_maybe_with_nosync, "input"))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self._halves:
             return
         call = self._half_done.pop(bwd_chunk_id)
         if call.differentiable:
-            self._second_half(bwd_chunk_id, call)
+            with self._backward_at(self.stage_index, bwd_chunk_id):
+                if self.is_first:  # it has no inputs whose gradients come first
+                    self.backward_maybe_with_nosync("full", call.arguments())
+                elif call.groups is not None:
+                    arguments = {"stage_output": call.outputs, "param_groups": call.groups}
+                    self.backward_maybe_with_nosync("weight", arguments)
+                else:
+                    call.weights_anew([p for p in self.submod.parameters() if p.requires_grad])
         self._done(bwd_chunk_id)
-
-    def _second_half(self, bwd_chunk_id: int, call: Backward) -> None:
-        with self._backward_at(self.stage_index, bwd_chunk_id):
-            if self.is_first:  # it has no inputs whose gradients come first
-                self.backward_maybe_with_nosync("full", call.arguments())
-            elif call.groups is not None:
-                arguments = {"stage_output": call.outputs, "param_groups": call.groups}
-                self.backward_maybe_with_nosync("weight", arguments)
-            else:
-                call.weights_anew([p for p in self.submod.parameters() if p.requires_grad])
 
     def clear_runtime_states(self) -> None:
         """Do nothing: `begin` has reset the state before the schedule starts."""

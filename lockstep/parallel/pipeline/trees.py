@@ -1,20 +1,18 @@
 """The same bits under a pipeline: the sums of each stage, and their sum over parallel pipelines.
 
-A stage's gradients of one micro-batch are a leaf of the tree. After the last backward pass the stage holds the sums of
-the nodes that its pipeline ran; an all-to-all among the ranks with the same stages brings each its share of them, cut
-as the parameters are, and replicas gather what they share. FSDP2 finds no gradients left to reduce.
+A stage's gradients of one micro-batch are a leaf of the tree. After the last backward pass an all-to-all among the
+ranks with the same stages brings each its share of the nodes' sums, cut as the parameters are, and replicas gather what
+they share. FSDP2 finds no gradients left to reduce.
 
 **Weights that several stages use.** One process adds up a weight's gradient of a micro-batch use by use, from the last
 segment to the first. So stages send the running sum with the gradient of their input, and the stage with the first use
-has the leaf: M·(boundaries crossed) gradients of these weights are sent a step, where a plain pipeline adds up once
-a step. (To add up uses at the end instead, every strategy would have to sum and send each use's gradients by
-themselves: six times the traffic for six layers of BDH under ddp.) At the step's end the sum goes to all its holders.
+has the leaf: M·(boundaries crossed) gradients of these weights are sent a step. At its end the sum goes to all holders.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 import torch.distributed as dist
@@ -36,17 +34,11 @@ _BUCKET = 25 << 20  # bytes of gradients that are sent at once
 
 @dataclass(frozen=True)
 class Uses:
-    """The stages that use each trainable parameter of the whole model.
+    """The stages that use each trainable parameter of the whole model."""
 
-    Attributes:
-        stages: parameter → the stages that use it, ascending.
-        like: parameter that several stages use → its description, on meta.
-        rank_of: of each stage, its pipeline rank.
-    """
-
-    stages: Mapping[str, Sequence[int]]
-    like: Mapping[str, Tensor]
-    rank_of: Sequence[int]
+    stages: Mapping[str, Sequence[int]]  # parameter → the stages that use it, ascending
+    like: Mapping[str, Tensor]  # parameter that several stages use → its description, on meta
+    rank_of: Sequence[int]  # of each stage, its pipeline rank
 
     def crossing(self, stage: int) -> list[str]:
         """Return the parameters that a stage up to `stage` uses and a later one, too."""
@@ -59,31 +51,20 @@ class Uses:
 
 @dataclass
 class StageTrees:
-    """The sums of the gradients of one rank's stages.
+    """The sums of the gradients of one rank's stages."""
 
-    Args:
-        held: what the rank holds.
-        uses: where the model's parameters are used.
-        stages: of this rank.
-        device: of the gradients.
-        mesh: with the axes `replicate` and `shard`.
-        dp_group: the ranks with the same stages; None where there is one pipeline.
-        shared_groups: parameter → group of this pipeline's ranks that hold it, where there are several.
-        experts: those that the parallel pipelines share out, which have sums of their own.
-    """
-
-    held: StageParameters
-    uses: Uses
-    stages: Sequence[int]
-    device: torch.device
-    mesh: DeviceMesh
-    dp_group: dist.ProcessGroup | None
-    shared_groups: Mapping[str, dist.ProcessGroup]
-    experts: PlacedExperts | None = None
+    held: StageParameters  # what the rank holds
+    uses: Uses  # where the model's parameters are used
+    stages: Sequence[int]  # of this rank
+    device: torch.device  # of the gradients
+    mesh: DeviceMesh  # with the axes `replicate` and `shard`
+    dp_group: dist.ProcessGroup | None  # the ranks with the same stages; None where there is one pipeline
+    shared_groups: Mapping[str, dist.ProcessGroup]  # parameter → group of this pipeline's ranks that hold it
+    experts: PlacedExperts | None = None  # those that the parallel pipelines share out, which have sums of their own
     run: Sequence[MicroBatch] = ()  # micro-batches of the schedule's run
     places: range = range(0)  # of these in the step; without those that pad a run
     _partials: dict[int, Partials] = field(default_factory=dict)
-    _leaves: int = 0
+    leaves: int = 0  # micro-batches in the step, over all ranks
 
     def __post_init__(self) -> None:
         # Of a stage: whose leaves are complete there.
@@ -91,12 +72,12 @@ class StageTrees:
 
     def begin(self, leaves: int) -> None:
         """Begin a step of `leaves` micro-batches over all ranks."""
-        self._leaves = leaves
+        self.leaves = leaves
         self._partials = {stage: Partials(leaves) for stage in self.stages}
         if self.experts is not None:
             self.experts.begin(leaves)
 
-    # ---- what stages send: see `torch_stage.Leaves` ----
+    # ---- what stages send: see `torch_stage.Stage` ----
 
     def buffers(self, stage: int) -> tuple[Tensor, ...]:
         """Return buffers for the running sums of shared weights that later stages have used."""
@@ -143,10 +124,6 @@ class StageTrees:
                     self._parameter(name).grad = total
         else:
             _DataParallelSum(self, self.dp_group).run()
-        self._share_out()
-        clear_zero_signs([local(p.grad) for p in self.held.named_parameters().values() if p.grad is not None])
-
-    def _share_out(self) -> None:
         for name, group in sorted((n, g) for n, g in self.shared_groups.items() if n in self.uses.stages):
             parameter = self._parameter(name)
             if parameter.grad is None:
@@ -154,19 +131,15 @@ class StageTrees:
             ranks = self.held.across[name]
             first = ranks.index(self.uses.rank_of[self.uses.stages[name][0]])
             dist.broadcast(local(parameter.grad), src=dist.get_global_rank(group, first), group=group)
+        clear_zero_signs([local(p.grad) for p in self.held.named_parameters().values() if p.grad is not None])
 
     def of_nodes(self, dp_rank: int, dp_size: int) -> Iterator[tuple[str, list[Tensor | None]]]:
         """Yield each parameter that is complete here, with its sums over the nodes that this pipeline ran."""
-        nodes = tree_assignment(self._leaves, dp_size)[dp_rank]
+        nodes = tree_assignment(self.leaves, dp_size)[dp_rank]
         for stage, names in self._complete.items():
             values = [self._partials[stage].take(node) for node in nodes]
             for place, name in enumerate(names):
                 yield name, [None if value is None else value[place] for value in values]
-
-    @property
-    def leaves(self) -> int:
-        """Number of micro-batches in the step, over all ranks."""
-        return self._leaves
 
 
 class _DataParallelSum:
@@ -251,7 +224,6 @@ def _buckets(
 ) -> list[list[tuple[str, list[Tensor | None]]]]:  # fmt: skip
     """Return runs of neighbours of about `_BUCKET` bytes; the same on every rank with the same stages."""
     parameters = held.named_parameters()
-    sizes = [parameters[name].numel() * 4 for name, _ in sums]
-    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
-    numbered = zip(((end - size) // _BUCKET for end, size in zip(ends, sizes, strict=True)), sums, strict=True)
+    starts = accumulate((parameters[name].numel() * 4 for name, _ in sums), initial=0)
+    numbered = zip((start // _BUCKET for start in starts), sums, strict=False)
     return [[item for _, item in run] for _, run in groupby(numbered, key=lambda pair: pair[0])]

@@ -1,15 +1,12 @@
 """Settings for the same bits on any number of ranks: deterministic kernels, and one expression for each gradient.
 
-Three things make a sum of micro-batches' gradients the same in every bit: each gradient is the same (the same kernels
-on the same shapes: this file), they are added as one expression (`lockstep.parallel.reproducible.tree`), and so is what
-the step computes from the sum (an exact norm and elementwise updates: `lockstep.step`, `lockstep.optim`).
-
-This holds among processors of one kind: a CPU with wider vectors, or another GPU, has other kernels.
+Each gradient is the same (the same kernels on the same shapes: this file), they are added as one expression
+(`lockstep.parallel.reproducible.tree`), and so is what the step computes from the sum. This holds among processors of
+one kind: a CPU with wider vectors, or another GPU, has other kernels.
 
 The gradient of a unit's input has to be one expression, too. FSDP2 passes a unit's inputs through one autograd node, so
-the contributions of several uses inside the unit are added there, before those of other units. Where the blocks of a
-decoder all use one `memory`, twice each, one process adds v2, k2, v1, k1 in a row and FSDP2 adds (v2 + k2) + (v1 + k1):
-other bits. `join_uses_of_inputs` therefore gives each unit such a node on every topology, sharded or not.
+the contributions of several uses inside the unit are added there, before those of other units: (v2 + k2) + (v1 + k1)
+where one process adds v2, k2, v1, k1 in a row. `join_uses_of_inputs` gives each unit such a node on every topology.
 """
 
 import dataclasses
@@ -80,11 +77,7 @@ def explain_kernel(error: BaseException) -> UsageError | None:
 
 
 def join_uses_of_inputs(units: Iterable[tuple[str, nn.Module]]) -> None:
-    """Add up the uses of each input within each unit before anything outside of it, in place.
-
-    Args:
-        units: (name, module) of FSDP2's units.
-    """
+    """Add up the uses of each input within each of FSDP2's units before anything outside of it, in place."""
     for _, unit in units:
         unit.register_forward_pre_hook(_join, with_kwargs=True)
 
@@ -99,8 +92,7 @@ def _join(
         joined: tuple[Tensor, ...] = (tensors[0].view_as(tensors[0]),)
     else:
         joined = _Joined.apply(*tensors)  # type: ignore[no-untyped-call]
-    replaced: tuple[tuple[Any, ...], dict[str, Any]] = _replaced((args, kwargs), iter(joined))
-    return replaced
+    return _replaced((args, kwargs), iter(joined))  # type: ignore[no-any-return]
 
 
 class _Joined(torch.autograd.Function):

@@ -30,7 +30,6 @@ def exact_norm(
 
     Args:
         gradients: this rank's; float32 or narrower.
-        groups: over which the others are spread.
         elements: in all gradients of all ranks, or an upper bound that does not depend on the layout.
     """
     gradients = [gradient for gradient in gradients if gradient.numel()]  # a shard may be empty
@@ -39,7 +38,8 @@ def exact_norm(
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     bits = min(36, 62 - math.ceil(math.log2(max(2, elements))))
     exponent = torch.frexp(largest.nan_to_num(posinf=0.0))[1].long()
-    coarse, finer = _power_of_two(bits - 2 * exponent), float(2**bits)
+    # A power of two in float64, exactly: its exponent, bits − 2 · exponent, is one of −1022 … 1023.
+    coarse, finer = ((bits - 2 * exponent + 1023) << 52).view(torch.float64), float(2**bits)
     totals = torch.zeros(2, dtype=torch.int64, device=device)
     for squares, high in _squares(gradients, device):
         torch.round(squares.mul_(coarse), out=high)
@@ -80,23 +80,14 @@ def _exact_sum(values: Tensor) -> Tensor:
     return values.sum().long() if values.device.type == "cpu" else values.long().sum()
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent in float64, exactly, for −1022 ≤ exponent ≤ 1023."""
-    return ((exponent + 1023) << 52).view(torch.float64)
-
-
 def gradient_norm(gradients: list[Tensor], groups: list[dist.ProcessGroup], device: torch.device) -> Tensor:
     """Return the 2-norm over all gradients of all shards and stages, 0-dim float32, the same number on every rank."""
-    local = _local_norm(gradients) if gradients else torch.zeros((), device=device)
+    local = torch.zeros((), device=device)
+    if gradients:  # what `torch.nn.utils.get_total_norm` does, in half of its time: it sorts by device and dtype first
+        local = torch.linalg.vector_norm(torch.stack(foreach.norm(gradients)))
     if not groups:
         return local
     square = local.double().square()
     for group in groups:
         dist.all_reduce(square, group=group)
     return square.sqrt().float()
-
-
-def _local_norm(gradients: list[Tensor]) -> Tensor:
-    """Return `torch.nn.utils.get_total_norm` in half of its time: it sorts tensors by device and dtype first."""
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach.norm(gradients)))
-    return norm

@@ -1,12 +1,9 @@
 """Sums of gradients up the tree, while backward passes run: one process, ddp, and FSDP2.
 
-Where a rank holds whole gradients (one process, ddp), they become a leaf after each backward pass. Under ddp each
-bucket of the last backward pass is added to what is held and sent while the backward pass continues.
-
-In round k of a step, the S shards of an FSDP2 replica run S neighbouring micro-batches. Here the reduce-scatter of a
-unit's gradients is an all-to-all, which brings a rank its shard of these S leaves in as many bytes, and the rank adds
-them up: it holds ⌈log₂ M⌉ + 1 copies of its shard at most. FSDP2 gets the shard axis alone: its own all-reduce over
-replicas can't be replaced, but a hook after the reduce-scatter can take its place.
+Where a rank holds whole gradients (one process, ddp), they become a leaf after each backward pass. In round k of a
+step, the S shards of an FSDP2 replica run S neighbouring micro-batches: the reduce-scatter of a unit's gradients is an
+all-to-all, which brings a rank its shard of these S leaves in as many bytes, and the rank adds them up. FSDP2 gets the
+shard axis alone: its all-reduce over replicas can't be replaced, but a hook after the reduce-scatter takes its place.
 """
 
 from collections.abc import Sequence
@@ -39,17 +36,12 @@ from lockstep.parallel.reproducible.tree import (
 
 
 class GradientTree(AroundMicroBatch):
-    """A sum of the gradients of micro-batches in one fixed order (`lockstep.parallel.reproducible.tree`).
-
-    Args:
-        parameters: of this rank, whose `.grad` holds the sum after a step.
-    """
+    """A sum of gradients in one fixed order, which `finish` leaves in `.grad` of this rank's parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
 
     def finish(self) -> None:
-        """Complete the gradients after the last backward pass of a step."""
         clear_zero_signs([local(p.grad) for p in self.parameters if p.grad is not None])
 
 
@@ -57,10 +49,7 @@ class LocalTree(GradientTree):
     """A tree over the micro-batches that this rank runs, which leaves the step's sum in `.grad`.
 
     A rank holds ⌈log₂ K⌉ + 1 copies of the gradients for K micro-batches of its own. A subclass that exchanges with
-    other ranks overrides `add_up`.
-
-    Attributes:
-        partials: sums of the step's nodes that this rank has run; `take(node)` returns those of one, by parameter.
+    other ranks overrides `add_up`; `partials.take(node)` returns the sums of one of the nodes that this rank has run.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -80,7 +69,6 @@ class LocalTree(GradientTree):
             self.add_up()
 
     def add_up(self) -> None:
-        """Leave the sum of the step's micro-batches in `.grad`."""
         for parameter, total in zip(self.parameters, self.partials.total() or [], strict=False):
             parameter.grad = total
 
@@ -88,9 +76,7 @@ class LocalTree(GradientTree):
 class ExchangedTree(LocalTree):
     """A tree over the micro-batches that this rank runs and, once a step, over replicas, in one exchange.
 
-    Args:
-        parameters: whole on every rank, the same ones in the same order.
-        group: of the replicas.
+    The parameters are whole on every rank of the group, the same ones in the same order.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -98,7 +84,6 @@ class ExchangedTree(LocalTree):
         self._group = group
 
     def add_up(self) -> None:
-        """Leave the sum of all replicas' micro-batches in `.grad`."""
         leaves = self.partials.leaves
         nodes = tree_assignment(leaves, self._group.size())[self._group.rank()]
         held = [self.partials.take(node) for node in nodes]
@@ -119,10 +104,6 @@ class ReplicaTree(GradientTree):
 
     The all-to-all of a bucket starts when the bucket is ready; its fold and its all-gather follow when the next bucket
     is: one bucket behind, so that nothing waits for the network while there is backward work left to hide it.
-
-    Args:
-        model: its gradients must not be reduced in any other way.
-        group: of the replicas.
     """
 
     def __init__(self, model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
@@ -133,7 +114,7 @@ class ReplicaTree(GradientTree):
         self._micro_batch: MicroBatch | None = None
         self._may_miss = model.find_unused_parameters  # whether a backward pass may leave parameters out
         self._used_before: set[int] = set()  # places of those that earlier micro-batches of the step used
-        self._folding: list[tuple[TreeAllReduce, Tensor]] = []  # the all-to-all runs
+        self._folding: tuple[TreeAllReduce, Tensor] | None = None  # the all-to-all runs
         self._gathering: list[tuple[TreeAllReduce, Tensor]] = []  # the all-gather runs
         model.register_comm_hook(None, self._reduce)
 
@@ -149,7 +130,7 @@ class ReplicaTree(GradientTree):
 
     def after(self, run: MicroBatchPass) -> None:
         if run.last:
-            assert not self._folding
+            assert self._folding is None
             self._micro_batch = None
             return
         if run.micro_batch.real:
@@ -162,21 +143,23 @@ class ReplicaTree(GradientTree):
     def _reduce(self, _state: None, bucket: GradBucket) -> Future[Tensor]:
         flat = bucket.buffer()
         sums = self._sums(bucket)
-        if self._folding:
-            behind, out = self._folding.pop()
-            behind.fold()
-            self._gathering.append((behind, out))
-        self._folding.append((TreeAllReduce(sums, flat, self._partials.leaves, self._group), flat))
+        self._fold()
+        self._folding = TreeAllReduce(sums, flat, self._partials.leaves, self._group), flat
         if bucket.is_last():
-            behind, out = self._folding.pop()
-            behind.fold()
-            for reduce, out_ in (*self._gathering, (behind, out)):
-                reduce.finish(out_)
+            self._fold()
+            for reduce, out in self._gathering:
+                reduce.finish(out)
             self._gathering.clear()
         # DDP reads the result at the end of the backward pass: by then the last bucket has finished all of them.
         done: Future[Tensor] = Future()
         done.set_result(flat)
         return done
+
+    def _fold(self) -> None:
+        if self._folding is not None:
+            self._folding[0].fold()
+            self._gathering.append(self._folding)
+            self._folding = None
 
     def _sums(self, bucket: GradBucket) -> list[Tensor | None]:
         """Return the sums of this rank's nodes for a bucket's parameters, each laid out as the bucket is."""

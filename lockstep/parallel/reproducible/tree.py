@@ -1,29 +1,19 @@
 """The sum over a step's micro-batches as one expression: a binary tree whose leaves are their gradients, in order.
 
 Additions of floats do not associate, so a sum is the same in every bit only where it is the same expression. The tree
-depends on M, the number of micro-batches in the step, and on nothing else: a *node* is a run of neighbours [lo, hi); a
-run of more than one splits into halves, the first of which is the longer one where they differ.
+depends on M, the number of micro-batches in the step, alone: a *node* is a run of neighbours [lo, hi); a run of more
+than one splits into halves, the first of which is the longer one where they differ. M = 7: ((0+1)+(2+3)) + ((4+5)+6).
 
-    M = 7:   ((0+1) + (2+3)) + ((4+5) + 6)
-
-Who adds what:
-
-- one process adds leaves as they come. A sum is made as soon as both of its sides are present, so of K leaves at most
-  ⌈log₂ K⌉ + 1 partial sums are held at any time (`Partials`);
-- ranks that reduce once a step (ddp, replicas, pipelines × ddp) each run whole nodes (`tree_assignment`). On 2ⁿ ranks
-  each runs exactly one, whatever M is, because the n-th level of the tree has 2ⁿ nodes whose sizes differ by one at
-  most: each rank sends one partial sum, as in any all-reduce. On 3, 5, 6 … ranks a rank may run several nodes, and
-  sends each (`TreeAllReduce`);
-- ranks that reduce each micro-batch (fsdp) run every S-th one, and the reduce-scatter brings a rank its shard of S
-  neighbours at once. It adds them as one process would. So *any* number of shards adds up the tree, and sends no more.
+One process adds leaves as they come: of K leaves it holds ⌈log₂ K⌉ + 1 partial sums at most (`Partials`). Ranks that
+reduce once a step (ddp, replicas, pipelines) run whole nodes: on 2ⁿ ranks one each, because the n-th level of the tree
+has 2ⁿ nodes whose sizes differ by one at most, so each sends one partial sum, as in any all-reduce; on 3, 5, 6 … ranks
+maybe several. Ranks that reduce each micro-batch (fsdp) run every S-th one, and the reduce-scatter brings a rank its
+shard of S neighbours, which it adds as one process would.
 
 **Missing leaves** (a zero-weight dummy; a parameter that a micro-batch did not use) are left out, or stand as +0 where
 a buffer has a place for them. The two differ in the sign of a zero at most, and `clear_zero_signs` gives every zero the
-sign +. A dummy's gradient is never added: 0 × inf is nan.
-
-**Weights that several segments use** have one leaf a micro-batch all the same: the uses' gradients, added from the last
-use to the first, which is what autograd does within one process. A pipeline sends that running sum from stage to stage
-in each micro-batch (`lockstep.parallel.pipeline.trees`).
+sign +. A dummy's gradient is never added: 0 × inf is nan. **Weights that several segments use** have one leaf a
+micro-batch: the uses' gradients, added from the last use to the first, as autograd does within one process.
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -69,10 +59,7 @@ def path_to(index: int, leaves: int) -> list[tuple[Node, Node]]:
 
 @lru_cache(maxsize=256)
 def tree_assignment(leaves: int, ranks: int) -> tuple[tuple[Node, ...], ...]:
-    """Return the nodes that each rank runs: every leaf once, as evenly as possible, in few nodes (a greedy choice).
-
-    On 2ⁿ ranks each has exactly one node, or none if there are fewer leaves than ranks.
-    """
+    """Return the nodes that each rank runs: every leaf once, as evenly as possible, in few nodes; one on 2ⁿ ranks."""
     room = [leaves // ranks + (rank < leaves % ranks) for rank in range(ranks)]
     mine: list[list[Node]] = [[] for _ in range(ranks)]
     nodes: list[Node] = [(0, leaves)] if leaves else []
@@ -120,9 +107,7 @@ def nodes_that_cover(indices: Set[int], leaves: int) -> list[Node]:
 def assign_tree(micro_batches: int, rank: int, ranks: int, *, even: bool = False) -> list[tuple[int, bool]]:
     """Return (index, real) of what a rank runs with one reduction a step; one dummy if it has no micro-batch.
 
-    Args:
-        even: the same number on each rank, for collectives in each micro-batch; ranks with fewer run dummies at the
-            end.
+    With `even` it is the same number on each rank, for collectives in each micro-batch; dummies come last.
     """
     assignment = tree_assignment(micro_batches, ranks)
     mine = leaves_of(assignment[rank])
@@ -131,37 +116,25 @@ def assign_tree(micro_batches: int, rank: int, ranks: int, *, even: bool = False
     return [(index, True) for index in mine] + dummies
 
 
-def assign_hybrid(
-    micro_batches: int, replica: int, replicas: int, shard: int, shards: int, *, even: bool = False
+def assign_in_groups(
+    micro_batches: int, rank: int, ranks: int, groups: int, *, even: bool = False
 ) -> list[tuple[int, bool]]:  # fmt: skip
-    """Return (index, real) of what a rank runs where shards reduce each micro-batch and replicas once a step.
+    """Return (index, real) of what a rank runs where the ranks of a group reduce each micro-batch.
 
-    A replica runs nodes of the tree; each of its shards runs every `shards`-th micro-batch of them, and shards with
-    fewer run a dummy at the end.
-
-    Args:
-        even: the same number on each replica.
+    A group (a replica, of shards) runs nodes of the tree; each of its S ranks runs every S-th micro-batch of them, and
+    those with fewer run a dummy at the end. With `even` it is the same number in each group.
     """
-    assignment = tree_assignment(micro_batches, replicas)
-    mine = leaves_of(assignment[replica])
+    size = ranks // groups
+    group, first = divmod(rank, size)
+    assignment = tree_assignment(micro_batches, groups)
+    mine = leaves_of(assignment[group])
     most = max(len(leaves_of(nodes)) for nodes in assignment) if even else len(mine)
-    rounds = max(1, -(-most // shards))
-    places = [shard + round_ * shards for round_ in range(rounds)]
+    places = range(first, max(1, -(-most // size)) * size, size)
     return [(mine[place], True) if place < len(mine) else (mine[0] if mine else 0, False) for place in places]
 
 
-def assign_in_groups(micro_batches: int, rank: int, ranks: int, groups: int) -> list[tuple[int, bool]]:
-    """Return (index, real) of what a rank runs where all reduce each micro-batch, and each group runs whole nodes."""
-    group, place = divmod(rank, ranks // groups)
-    return assign_hybrid(micro_batches, group, groups, place, ranks // groups, even=True)
-
-
 class Partials:
-    """Partial sums of one step's leaves, added as soon as both sides of an addition are present.
-
-    Args:
-        leaves: micro-batches in the step, over all ranks.
-    """
+    """Partial sums of one step's `leaves`, over all ranks, added as soon as both sides of an addition are present."""
 
     def __init__(self, leaves: int) -> None:
         self.leaves = leaves
@@ -206,7 +179,6 @@ class Partials:
         return _added(left, right, True)
 
     def total(self) -> Values | None:
-        """Remove and return the sum over the step."""
         return self.take((0, self.leaves))
 
     def move_out(self, places: Sequence[int]) -> "Partials":
@@ -292,62 +264,46 @@ class TreeAllReduce:
         started.finish(out)               waits for that, and writes the sum
 
     Args:
-        sums: this rank's nodes' sums, flat, of one size on all ranks, as for `TreeReduceScatter`.
+        sums: this rank's nodes' sums, flat, of one size on all ranks.
         like: a flat tensor of that size, dtype and device.
-        leaves: micro-batches in the step.
-        nodes: as for `TreeReduceScatter`.
+        leaves, nodes: as for `TreeReduceScatter`.
     """
 
     def __init__(
         self, sums: Sequence[Tensor | None], like: Tensor, leaves: int, group: dist.ProcessGroup,
         nodes: Nodes | None = None,
     ) -> None:  # fmt: skip
-        self._size = _segment(like, group)
+        self._group, ranks = group, group.size()
+        # The elements that are sent at once; NCCL cuts messages itself.
+        at_once = MESSAGE // like.element_size() * ranks if like.device.type == "cpu" else like.numel()
+        self._size = max(1, at_once)
+        self._scatters = []
         cut = [None if value is None else torch.split(value, self._size) for value in sums]
-        self._segments = [
-            _Segment([None if values is None else values[place] for values in cut], part, leaves, group, nodes)
-            for place, part in enumerate(torch.split(like, self._size))
-        ]
+        for place, part in enumerate(torch.split(like, self._size)):
+            share = -(-part.numel() // ranks)
+            filled = ranks * share - part.numel()  # with zeros, at the end
+            parts = [None if each is None else each[place] for each in cut]
+            if filled:
+                parts = [None if each is None else F.pad(each, (0, filled)) for each in parts]
+            rows = [None if each is None else each.view(ranks, share) for each in parts]
+            self._scatters.append(TreeReduceScatter(rows, part, share, leaves, group, nodes))
 
     def fold(self) -> None:
         """Add up this rank's share."""
-        for segment in self._segments:
-            segment.fold()
+        self._gathers: list[tuple[Any, Tensor, Tensor]] = []  # works, with what they receive and send
+        for scatter in self._scatters:
+            total = scatter.finish()
+            gathered = total.new_empty(total.numel() * self._group.size())
+            work = all_gather_flat(gathered, total, group=self._group, async_op=True)
+            self._gathers.append((work, gathered, total))
+        self._scatters.clear()
 
     def finish(self, out: Tensor) -> None:
         """Write the sum to `out`, flat."""
-        for segment, part in zip(self._segments, torch.split(out, self._size), strict=True):
-            segment.finish(part)
-        self._segments.clear()
-
-
-def _segment(like: Tensor, group: dist.ProcessGroup) -> int:
-    """Return the number of elements that are sent at once."""
-    if like.device.type != "cpu":
-        return max(1, like.numel())  # NCCL cuts messages itself
-    return max(1, MESSAGE // like.element_size()) * group.size()
-
-
-class _Segment:
-    """A slice of a `TreeAllReduce` that is sent at once."""
-
-    def __init__(
-        self, sums: Sequence[Tensor | None], like: Tensor, leaves: int, group: dist.ProcessGroup, nodes: Nodes | None
-    ) -> None:
-        self._group = group
-        share = -(-like.numel() // group.size())
-        rows = [None if value is None else in_rows(value, group.size(), share) for value in sums]
-        self._scatter = TreeReduceScatter(rows, like, share, leaves, group, nodes)
-
-    def fold(self) -> None:
-        self._total = self._scatter.finish()
-        self._gathered = self._total.new_empty(self._total.numel() * self._group.size())
-        self._work = all_gather_flat(self._gathered, self._total, group=self._group, async_op=True)
-
-    def finish(self, out: Tensor) -> None:
-        self._work.wait()
-        out.copy_(self._gathered[: out.numel()])
-        del self._gathered, self._total
+        for (work, gathered, _), part in zip(self._gathers, torch.split(out, self._size), strict=True):
+            work.wait()
+            part.copy_(gathered[: part.numel()])
+        self._gathers.clear()
 
 
 def tree_all_reduce(
@@ -357,10 +313,3 @@ def tree_all_reduce(
     reduce = TreeAllReduce(sums, out, leaves, group, nodes)
     reduce.fold()
     reduce.finish(out)
-
-
-def in_rows(value: Tensor, rows: int, share: int) -> Tensor:
-    """Return a flat tensor as [rows, share], with zeros at its end."""
-    if value.numel() < rows * share:
-        value = F.pad(value, (0, rows * share - value.numel()))
-    return value.view(rows, share)
