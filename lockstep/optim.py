@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lockstep.config import TrainingConfig
 from lockstep.errors import RunError, UsageError, did_you_mean
 from lockstep.registry import OPTIMIZERS, SCHEDULES, require_call
 
@@ -343,12 +344,13 @@ class TorchSchedule:
         return [{key: group[key] for key in moved if key in group} for group in self._scheduler.optimizer.param_groups]
 
 
-def scaled_learning_rate(rate: float, rule: str, global_batch: int, base_batch: int | None) -> tuple[float, str]:
-    """Return the peak learning rate under a scaling rule, and one line that explains it.
+def scaled_learning_rate(training: TrainingConfig, global_batch: int) -> tuple[float, str]:
+    """Return the peak learning rate for a global batch, and one line that explains it.
 
     Raises:
-        UsageError: a rule without a base batch.
+        UsageError: a scaling rule without a base batch.
     """
+    rate, rule, base_batch = training.learning_rate, training.lr_scaling, training.base_batch_size
     if rule == "none":
         return rate, f"learning rate {rate:g} at a global batch of {global_batch}"
     if base_batch is None:

@@ -41,11 +41,7 @@ _KERNEL_OPTIONS = ("foreach", "fused", "capturable")
 
 
 def load(
-    path: Checkpoint,
-    snapshot: Snapshot,
-    *,
-    only: Collection[str] | None = None,
-    group: dist.ProcessGroup | None = None,
+    path: Checkpoint, snapshot: Snapshot, *, only: Collection[str] | None = None, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     """Fill the snapshot's tensors, in place, from a checkpoint; every rank of the group calls it.
 

@@ -176,9 +176,7 @@ def _load(name: str, config: str | None) -> Any:
         import datasets
     except ImportError:
         raise UsageError(
-            f"hf:{name} needs the package datasets",
-            where="data.name",
-            fix="pip install 'lockstep-train[datasets]'",
+            f"hf:{name} needs the package datasets", where="data.name", fix="pip install 'lockstep-train[datasets]'"
         ) from None
     try:
         return datasets.load_dataset(name, config)
@@ -252,10 +250,7 @@ def digits(*, image_size: int = 32, interpolation: str = "bilinear", validation_
         UsageError: scikit-learn is missing, or a size is not offered.
     """
     check_fraction(validation_fraction)
-    for name, value, offered in (
-        ("image_size", image_size, SIZES),
-        ("interpolation", interpolation, INTERPOLATIONS),
-    ):
+    for name, value, offered in (("image_size", image_size, SIZES), ("interpolation", interpolation, INTERPOLATIONS)):
         if value not in offered:
             raise UsageError(
                 f"digits has no {name} {value!r}",

@@ -210,9 +210,7 @@ def read_header(folder: Path) -> dict[str, Any]:
         header = json.loads((folder / HEADER).read_text())
     except FileNotFoundError:
         raise UsageError(
-            f"{folder} has no {HEADER}",
-            where="data.args.path",
-            fix=f"lockstep data prepare SOURCE --out {folder}",
+            f"{folder} has no {HEADER}", where="data.args.path", fix=f"lockstep data prepare SOURCE --out {folder}"
         ) from None
     except (OSError, ValueError) as error:
         raise _damaged(folder, f"{HEADER}: {error}") from None

@@ -1,9 +1,8 @@
 """Checks in a run's first steps that the loss of a micro-batch is that of its two halves.
 
 A mean whose weights differ from its divisor gives another loss, and another gradient, for every split of the same
-samples. All topologies agree on it, so only another split shows it. The check runs in evaluation mode, without
-gradients; it does not change buffers, random numbers and the counters of modules. Compiled blocks run without
-their compiled code, so that nothing is compiled for the shapes of the halves.
+samples. All topologies agree on it, so only another split shows it. The check runs in evaluation mode; it does not
+change buffers, random numbers and the counters of modules.
 
 Nothing is checked if an update is made from one micro-batch, since then no split matters; if the forward pass draws
 random numbers even in evaluation mode, or returns no loss there; and for batches that cannot be halved.
@@ -13,7 +12,7 @@ import math
 import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,19 +46,12 @@ _Split = tuple[Any, Any, Any]  # the same samples whole, and in two halves
 
 @dataclass(frozen=True)
 class _Finding:
-    """Finding of one rank.
+    """Finding of one rank."""
 
-    Attributes:
-        adds_up: None: unknown.
-        divisor_known: whether torch's loss functions show the divisor of the loss; None: this rank does not compute it.
-        auxiliary: whether the loss has a term that depends on the split by design.
-        text: if it does not add up: (what, fix).
-    """
-
-    adds_up: bool | None
-    divisor_known: bool | None
-    auxiliary: bool
-    text: tuple[str, str] | None = None
+    adds_up: bool | None  # None: unknown
+    divisor_known: bool | None  # whether torch's loss functions show it; None: this rank does not compute the loss
+    auxiliary: bool  # the loss has a term that depends on the split by design
+    text: tuple[str, str] | None = None  # if it does not add up: (what, fix)
 
 
 class LossCheck:
@@ -68,21 +60,15 @@ class LossCheck:
     Args:
         compiled: whether the model's blocks are compiled.
         coarse: whether it computes in low precision.
-
-    Attributes:
-        left: number of steps still to check.
     """
 
     def __init__(self, placed: ParallelModel, *, compiled: bool, coarse: bool) -> None:
-        self._placed, self._compiled, self.left = placed, compiled, STEPS
+        self._placed, self._compiled = placed, compiled
+        self.left = STEPS  # to check
         self._proportional = True
         coarse = coarse or placed.random_state.device.type != "cpu"
         coarse = coarse or any(p.dtype in (torch.bfloat16, torch.float16) for p in placed.parameters.values())
         self._tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE
-
-    def skip(self) -> None:
-        """Check nothing in this run."""
-        self.left = 0
 
     def before_step(self, micro_batches: Sequence[MicroBatch], micro_batches_per_step: int, step: int) -> None:
         """Check the loss, if it is due; on rank 0 warn if it does not add up, with the line to write.
@@ -100,16 +86,13 @@ class LossCheck:
             return
         self.left -= 1
         # The ranks of a pipeline have the same batch already, and those in its middle have none.
+        # Those that gather units and exchange rows together take rank 0's.
         if max(placed.layout.shard, placed.layout.expert) > 1 and placed.layout.pipeline == 1:
-            micro_batches = [MicroBatch(0, self._of_rank_0(micro_batches[0].batch))]
+            box = [tree_map_only(Tensor, Tensor.cpu, micro_batches[0].batch) if is_main_process() else None]
+            device = placed.random_state.device
+            dist.broadcast_object_list(box, src=0, device=object_device(device))
+            micro_batches = [MicroBatch(0, tree_map_only(Tensor, lambda tensor: tensor.to(device), box[0]))]
         self._conclude(gather_objects(self._finding(micro_batches, step)))
-
-    def _of_rank_0(self, batch: Any) -> Any:
-        """Return rank 0's batch, on all ranks: they gather units and exchange rows together, whatever the data."""
-        box = [tree_map_only(Tensor, Tensor.cpu, batch) if is_main_process() else None]
-        device = self._placed.random_state.device
-        dist.broadcast_object_list(box, src=0, device=object_device(device))
-        return tree_map_only(Tensor, lambda tensor: tensor.to(device), box[0])
 
     def _conclude(self, findings: list[_Finding]) -> None:
         """Warn or raise because of the findings of all ranks."""
@@ -149,9 +132,7 @@ class LossCheck:
                     least = max(abs(whole - _mean_of_halves(losses)), self._rounding(losses))
                     draws = any(abs(whole - loss[0][0]) > _REPEATS * least for loss in again)
                     adds_up = None if draws else False
-        text = None
-        if adds_up is False and cut is not None:
-            text = _message(cut, losses, counted=observed is None)
+        text = _message(cut, losses, counted=observed is None) if adds_up is False and cut is not None else None
         divisor_known, auxiliary = (True, False) if observed is None else (observed.told, observed.auxiliary)
         return _Finding(adds_up, divisor_known, auxiliary, text)
 
@@ -161,13 +142,22 @@ class LossCheck:
         observed, piped = placed.objective.observed, placed.layout.pipeline > 1
         if observed is not None:
             observed.looks = True
-        with placed.random_state.running(phase, step), _LastStage(placed.parts) as last_stage:
+        last_stage_begun = failed = False
+
+        def begin_last_stage(_part: nn.Module, _args: Any) -> None:
+            nonlocal last_stage_begun
+            last_stage_begun = True
+
+        with placed.random_state.running(phase, step), ExitStack() as hooks:
+            for part in placed.parts:
+                if getattr(part, "is_last", False):
+                    hooks.enter_context(part.register_forward_pre_hook(begin_last_stage))
             for batch in batches:
-                failed = last_stage.reached = False
+                failed = last_stage_begun = False
                 try:
                     placed.evaluate([MicroBatch(0, batch)], losses)
                 except Exception:  # any error of a model in evaluation mode; training will raise those that matter
-                    if piped and not last_stage.reached:
+                    if piped and not last_stage_begun:
                         raise  # other ranks wait for this one's message
                     failed = True
                 if any(gather_objects(failed)) if piped else failed:
@@ -221,49 +211,25 @@ class _Losses(LossAccumulator):
         self.found.append((mean, count))
 
 
-class _LastStage:
-    """Detects whether the last stage of a pipeline has begun: then no other rank waits for this one."""
-
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self._last = [part for part in parts if getattr(part, "is_last", False)]
-        self.reached = False
-
-    def __enter__(self) -> "_LastStage":
-        self._handles = [part.register_forward_pre_hook(self._begins) for part in self._last]
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _begins(self, _part: nn.Module, _args: Any) -> None:
-        self.reached = True
-
-
 @contextmanager
 def _without_compiled_code(placed: ParallelModel) -> Iterator[None]:
-    """Run compiled blocks without their compiled code. As there, calls of loss functions inside are not observed."""
-    handles = []
-    for block in compiled_blocks(placed.parts):
-        inside = LossCalls()
-        handles += [
-            block.register_forward_pre_hook(partial(_enter, inside)),
-            block.register_forward_hook(partial(_leave, inside), always_call=True),
-        ]
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    """Run compiled blocks without their code, so that nothing is compiled for the shapes of the halves.
 
+    As in compiled code, calls of loss functions inside are not observed.
+    """
 
-def _enter(inside: LossCalls, *_call: Any) -> None:
-    inside.__enter__()
+    def enter(inside: LossCalls, *_call: Any) -> None:
+        inside.__enter__()
 
+    def leave(inside: LossCalls, *_call: Any) -> None:
+        inside.__exit__()
 
-def _leave(inside: LossCalls, *_call: Any) -> None:
-    inside.__exit__()
+    with ExitStack() as hooks, torch.compiler.set_stance("force_eager"):
+        for block in compiled_blocks(placed.parts):
+            inside = LossCalls()
+            hooks.enter_context(block.register_forward_pre_hook(partial(enter, inside)))
+            hooks.enter_context(block.register_forward_hook(partial(leave, inside), always_call=True))
+        yield
 
 
 @contextmanager

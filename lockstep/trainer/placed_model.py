@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lockstep import checkpoint, cluster
 from lockstep.cluster import Cluster
-from lockstep.config import Config, apply_flags, check, config_from
+from lockstep.config import Config, apply_flags
 from lockstep.data import StepBatches
 from lockstep.errors import UsageError
 from lockstep.heartbeat import called_by_all_ranks
@@ -39,7 +39,7 @@ from lockstep.trainer.caller_batches import MicroBatchAssigner
 from lockstep.trainer.evaluator import WINDOW, evaluate, evaluating, sample
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.settings import PlacementSettings
-from lockstep.trainer.setup import loss_fn_of
+from lockstep.trainer.setup import loss_fn_of, with_settings
 
 _SECTIONS = ("distributed", "precision")
 _OF_TRAINING = ("seed", "compile", "gradient_checkpointing", "gradient_checkpointing_every")
@@ -67,7 +67,18 @@ def place(
     here = cluster.setup(config.distributed)
     mode, _ = resolve_mode(config.precision.mode, here.device)
     layout = layout_of(config.distributed, here.facts)
-    _check_supported(config, layout.strategy, mode)
+    whys = {
+        f"strategy {layout.strategy}": (
+            not strategy_named(layout.strategy).own_loops,
+            "each worker updates a model of its own",
+        ),
+        "distributed.reproducible": (config.distributed.reproducible, "the same bits need the same update, too"),
+        "precision fp16": (mode == "fp16", "its loss scale decides which updates are skipped"),
+    }
+    for what, (asked, why) in whys.items():
+        if asked:
+            fix = "let lockstep.Trainer run the step" + (", or write bf16" if mode == "fp16" else "")
+            raise UsageError(f"{what} is not supported by lockstep.place()", where="lockstep.place", why=why, fix=fix)
     precision = Precision(mode, here.device.type)
     objective = objective_of(model, loss_fn or loss_fn_of(config))
     placed = place_over(model, layout, config.step, objective=objective, device=here.device, precision=precision)
@@ -284,23 +295,7 @@ def _configured(config: Config, settings: dict[str, Any]) -> Config:
                 why="data, optimizers, schedules, clipping and checkpoints are the loop's own",
                 fix="leave it out, or let lockstep.Trainer run the step",
             )
-    if dotted:
-        return config_from(dotted, config)
-    check(config)
-    return config
-
-
-def _check_supported(config: Config, strategy: str, mode: str) -> None:
-    """Reject settings that need more than a gradient."""
-    whys = {
-        f"strategy {strategy}": (not strategy_named(strategy).own_loops, "each worker updates a model of its own"),
-        "distributed.reproducible": (config.distributed.reproducible, "the same bits need the same update, too"),
-        "precision fp16": (mode == "fp16", "its loss scale decides which updates are skipped"),
-    }
-    for what, (asked, why) in whys.items():
-        if asked:
-            fix = "let lockstep.Trainer run the step" + (", or write bf16" if mode == "fp16" else "")
-            raise UsageError(f"{what} is not supported by lockstep.place()", where="lockstep.place", why=why, fix=fix)
+    return with_settings(config, dotted)
 
 
 def _snapshot(placed: ParallelModel) -> checkpoint.Snapshot:

@@ -9,7 +9,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lockstep.config import Config, ObjectSpec, TrainingConfig, build_object, check, config_from, require_equation
-from lockstep.config.flags import apply_flags
 from lockstep.config.objects import check_object
 from lockstep.data import StepSource, adopt
 from lockstep.errors import UsageError, did_you_mean
@@ -40,10 +39,9 @@ def make_optimizer(
     Args:
         given: an optimizer over the unplaced model, or a function that makes one; None: the config's.
         before: id of each unplaced parameter → its name.
-        global_batch_size: scales the config's learning rate; a given optimizer has its own.
     """
     training = config.training
-    rate, line = scaled_rate(training, global_batch_size)
+    rate, line = scaled_learning_rate(training, global_batch_size)
     if given is None:
         optimizer = build_optimizer(
             training.optimizer, placed.parameters.values(), learning_rate=rate, weight_decay=training.weight_decay,
@@ -66,13 +64,6 @@ def make_optimizer(
     if placed.layout.shard > 1:
         check_shardable(optimizer)
     return optimizer, line
-
-
-def scaled_rate(training: TrainingConfig, global_batch_size: int) -> tuple[float, str]:
-    """Return the learning rate for this global batch, and its log line."""
-    return scaled_learning_rate(
-        training.learning_rate, training.lr_scaling, global_batch_size, training.base_batch_size
-    )  # fmt: skip
 
 
 def with_batch_size_of(data: Any, config: Config) -> Config:
@@ -147,10 +138,10 @@ def schedule_over(training: TrainingConfig, total: int | None, *, own_optimizer:
     )
 
 
-def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return `config` with some keys, by short names such as `batch_size`, replaced."""
-    if settings:
-        return config_from(apply_flags(settings), config)
+def with_settings(config: Config, dotted: Mapping[str, Any]) -> Config:
+    """Return `config` with the values of some dotted keys replaced."""
+    if dotted:
+        return config_from(dotted, config)
     check(config)
     return config
 

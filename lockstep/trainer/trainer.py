@@ -1,7 +1,4 @@
-"""Trains a model with an optimizer and data (`Trainer`): a whole run, step by step, or one micro-batch at a time.
-
-`lockstep.trainer.whole_run` is the loop of a whole run.
-"""
+"""Trains a model with an optimizer and data (`Trainer`): a whole run, step by step, or one micro-batch at a time."""
 
 import atexit
 import warnings
@@ -18,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep import checkpoint, cluster
 from lockstep.bad_numbers import AnomalyDetector
 from lockstep.checkpoint import Snapshot
-from lockstep.config import Config
+from lockstep.config import Config, apply_flags
 from lockstep.config.names import advice_for_method
 from lockstep.data import StepBatches, StepSource, holds_token_ids
 from lockstep.errors import UsageError
@@ -27,7 +24,7 @@ from lockstep.mesh import layout_of
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.monitor import Monitor
 from lockstep.monitor.meters import waits_counted
-from lockstep.optim import PlateauSchedule
+from lockstep.optim import PlateauSchedule, scaled_learning_rate
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.parallel_model import ParallelModel
@@ -39,14 +36,7 @@ from lockstep.step import Step
 from lockstep.trainer import setup, start
 from lockstep.trainer.caller_batches import StepWindow
 from lockstep.trainer.changes import require_same_epoch
-from lockstep.trainer.checkpointer import (
-    best_of,
-    checkpoints_of,
-    evaluations,
-    find,
-    resume,
-    storage_is_shared,
-)
+from lockstep.trainer.checkpointer import best_of, checkpoints_of, evaluations, find, resume
 from lockstep.trainer.evaluator import Evaluator, Metrics, evaluated, predicted, sample
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.run_state import Following, RunState
@@ -93,7 +83,7 @@ class Trainer:
         own: dict[str, Any] = {**settings}
         if isinstance(optimizer, str):
             own["optimizer"], optimizer = optimizer, None
-        self.config = setup.with_settings(config or Config(), own)
+        self.config = setup.with_settings(config or Config(), apply_flags(own))
         self.cluster = cluster.setup(self.config.distributed)
         self.device = self.cluster.device
         self.layout = layout_of(self.config.distributed, self.cluster.facts)
@@ -125,7 +115,7 @@ class Trainer:
         self.state = RunState(self.step, following=Following(training.early_stopping, plateau), keep_best=kept)
         self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
         self.checkpoints = checkpoints_of(self)
-        self.lock = RunLock(self.run_directory.path, _print) if self.run_directory is not None else None
+        self.lock = RunLock(self.run_directory.path, _say) if self.run_directory is not None else None
         self.last_record: StepRecord | None = None
         self.reads_tokens = False  # known after the first batch
         self._start_is_decided = False  # the run was resumed, loaded, or told to start afresh
@@ -138,7 +128,7 @@ class Trainer:
         self.around_step: start.AroundStep = nullcontext
         self.loss_check = LossCheck(self.placed, compiled=training.compile, coarse=self.mode != "fp32")
         if self.has_whole_batch_loss:
-            self.loss_check.skip()
+            self.loss_check.left = 0
         self._window = StepWindow(self)
         self._monitor: Monitor | None = None  # once something is logged
 
@@ -288,7 +278,7 @@ class Trainer:
             return
         self.config = config
         if self.scales_rate:
-            rate, self.rate_line = setup.scaled_rate(config.training, self.global_batch_size)
+            rate, self.rate_line = scaled_learning_rate(config.training, self.global_batch_size)
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] = rate
 
@@ -366,17 +356,12 @@ class Trainer:
             UsageError: a value is of another kind.
         """
         if self.is_main_process:
-            self._own_log.on_log(self.step.progress.step if step is None else step, values)
-
-    @property
-    def _own_log(self) -> Monitor:
-        """The monitor of `train` while it runs; else one for `log` alone, until the process ends."""
-        if self._monitor is None:
-            if self.run_directory is not None:
-                self.run_directory.create()
-            self._monitor = Monitor(self.config.monitor, self.run_directory, is_main=True)
-            atexit.register(self._monitor.close)
-        return self._monitor
+            if self._monitor is None:  # `train` does not run: one for `log` alone, until the process ends
+                if self.run_directory is not None:
+                    self.run_directory.create()
+                self._monitor = Monitor(self.config.monitor, self.run_directory, is_main=True)
+                atexit.register(self._monitor.close)
+            self._monitor.on_log(self.step.progress.step if step is None else step, values)
 
     @called_by_all_ranks
     def save_checkpoint(
@@ -397,13 +382,11 @@ class Trainer:
         return saved
 
     def snapshot(self, *, include_optimizer: bool = True, metadata: dict[str, Any] | None = None) -> Snapshot:
-        """Return a checkpoint's contents for the current state; tensors are the live ones."""
+        """Return a checkpoint's contents for the current state, with the live tensors."""
         facts = {
-            "seed": self.config.training.seed,
-            "layout": str(self.layout),
+            "seed": self.config.training.seed, "layout": str(self.layout), "workers": self.layout.workers,
             "global_batch_size": self.global_batch_size,
-            "workers": self.layout.workers,
-        }
+        }  # fmt: skip
         return self.state.snapshot(facts, metadata or {}, include_optimizer=include_optimizer)
 
     @called_by_all_ranks
@@ -468,10 +451,23 @@ class Trainer:
 
     @cached_property
     def storage_is_shared(self) -> bool:
-        """Return whether all ranks see the same folder of checkpoints; all ranks find out once, together."""
-        return storage_is_shared(self)
+        """Return whether all ranks see the same folder of checkpoints; all ranks find out once, together.
 
-    # ---- small things ----
+        Raises:
+            UsageError: they do not, and the format of checkpoints needs it.
+        """
+        folder, config = self.checkpoints, self.config.checkpoint
+        if self.layout.world_size == 1 or folder is None or config.save_strategy == "none":
+            return True
+        shared = checkpoint.is_shared(folder)
+        if not shared and config.format != "full":
+            raise UsageError(
+                f"the hosts do not share {folder}",
+                where="checkpoint.format: " + config.format,
+                why="each rank writes its part of a checkpoint, and they belong into one folder",
+                fix="choose an --output-dir that all hosts mount, or checkpoint.format: full, which rank 0 writes",
+            )
+        return shared
 
     @property
     def is_main_process(self) -> bool:
@@ -501,5 +497,5 @@ class Trainer:
         return sample(self.placed, 0, *inputs, **more)
 
 
-def _print(text: str) -> None:
+def _say(text: str) -> None:
     print(f"lockstep: {text}", flush=True)

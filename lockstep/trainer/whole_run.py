@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from lockstep.bad_numbers import BadNumbersError
+from lockstep.bad_numbers import Anomaly, BadNumbersError
 from lockstep.data import StepSource
 from lockstep.monitor import Monitor
 from lockstep.records import StepRecord
 from lockstep.trainer import start
-from lockstep.trainer.checkpointer import Checkpointer, Rollback
+from lockstep.trainer.checkpointer import Checkpointer
 from lockstep.trainer.evaluator import Evaluator
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ class WholeRun:
     ) -> None:  # fmt: skip
         self._trainer, self._monitor, self._evaluator = trainer, monitor, evaluator
         self._open_source, self._take = open_source, take
-        self._rollback = Rollback(trainer)
 
     def to_end(self, source: StepSource, total: int | None) -> StepRecord | None:
         """Train to the end, with rollbacks; close the source, and return the last step's record."""
@@ -44,9 +43,9 @@ class WholeRun:
                     record = self._train(source, total, checkpointer)
                     break
                 except BadNumbersError as error:
-                    self._rollback.report(monitor, source, error.anomaly)
+                    self._report(error.anomaly, source)
                     source.close()
-                    self._rollback.roll_back(error, monitor, checkpointer)
+                    checkpointer.roll_back(error)
                     source = self._open_source()
                 except Exception:
                     checkpointer.finish_alone()
@@ -74,11 +73,8 @@ class WholeRun:
                     trainer.lock.check()
                 if record is not None:
                     self._record(record)
-                if record is not None and record.recomputed:
-                    self._monitor.event("recomputed", step=record.step, what=record.recomputed)
-                    self._monitor.say(f"warning: {record.recomputed}")
                 if step.anomaly is not None:
-                    self._rollback.report(self._monitor, source, step.anomaly)
+                    self._report(step.anomaly, source)
                 last = step.progress.step == total or step.stopping
                 # What follows the results is part of the last save; a plain evaluation waits until that is done.
                 waits = last and not state.acts_on_evaluations
@@ -115,6 +111,20 @@ class WholeRun:
         monitor.on_step(record)
         monitor.say(*trainer.placed.take_log_lines())
         trainer.state.record_step(record)
+        if record.recomputed:
+            monitor.event("recomputed", step=record.step, what=record.recomputed)
+            monitor.say(f"warning: {record.recomputed}")
+
+    def _report(self, anomaly: Anomaly, source: StepSource) -> None:
+        """Report an anomaly and its samples: dataset indices by micro-batch, if the data have any."""
+        order = getattr(source, "order", None)
+        window = order.window(anomaly.step - 1) if order is not None else None
+        self._monitor.event(
+            "bad_numbers", step=anomaly.step, what=anomaly.what, loss=anomaly.loss, grad_norm=anomaly.grad_norm,
+            action=self._trainer.config.training.bad_numbers.action, samples=window and window.micro_batches,
+            epoch=window.epoch if window else self._trainer.step.progress.epoch,
+        )  # fmt: skip
+        self._monitor.say(f"warning: {anomaly.what}")
 
     def _evaluate(self, *, followed: bool) -> None:
         """Evaluate, and record the results; the run ends here if a rank was asked to stop meanwhile."""
