@@ -1,18 +1,15 @@
-"""Choose the checkpoint to resume from, delete old ones, and look into one."""
+"""Choose the checkpoint to resume from, and delete old ones."""
 
 import logging
-import math
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
 from lockstep.checkpoint.commit import new_draft
-from lockstep.checkpoint.manifest import DamagedError, Manifest, problems_of_files, read_manifest, read_state
+from lockstep.checkpoint.manifest import DamagedError, problems_of_files, read_manifest
 from lockstep.checkpoint.posix import locate, storage_at
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.restore import verify_together
@@ -118,12 +115,12 @@ def rotate(
     half-way leaves no half checkpoint.
 
     Args:
-        keep: how many to keep, at least 1; None: all of them.
+        keep: at least 1; None: all of them.
         protect: checkpoints that stay in any case, such as the best one.
         on_damaged: called with the newest checkpoint and the reason if it is damaged: then nothing is deleted.
 
     Returns:
-        the deleted checkpoints; none if the newest is damaged.
+        the deleted checkpoints.
     """
     assert keep is None or keep >= 1, "the only checkpoint is never deleted"
     storage = storage_at(directory)
@@ -160,11 +157,7 @@ def set_aside(directory: Directory, after: int) -> list[CheckpointPath]:
 def copy_to_hosts(path: Checkpoint | None, group: dist.ProcessGroup | None = None) -> CheckpointPath | None:
     """Copy the checkpoint of rank 0 to each host that lacks it, where hosts share no folder; every rank calls it.
 
-    Args:
-        path: the checkpoint; the value of rank 0 counts.
-
-    Returns:
-        the path of rank 0, at which every rank finds the checkpoint now.
+    The `path` of rank 0 counts, and is returned: every rank finds the checkpoint there now.
     """
     ranks = Ranks(group)
     path = ranks.broadcast("no checkpoint was chosen", lambda: path)
@@ -174,7 +167,16 @@ def copy_to_hosts(path: Checkpoint | None, group: dist.ProcessGroup | None = Non
     storage, failure = checkpoint.storage, f"the checkpoint {checkpoint} could not be copied to other hosts"
     files = ranks.broadcast(failure, lambda: [*read_manifest(checkpoint).files])
     place = (socket.gethostname(), os.path.abspath(str(storage)))
-    receives = ranks.rank in ranks.all_reduce(failure, lambda: (*place, storage.exists(checkpoint.name)), _receivers)
+
+    def receivers(places: list[tuple[str, str, bool]]) -> list[int]:
+        """Return the first rank of each folder without a copy."""
+        first: dict[tuple[str, str], int] = {}
+        for rank, (host, folder, there) in enumerate(places):
+            if not there:
+                first.setdefault((host, folder), rank)
+        return list(first.values())
+
+    receives = ranks.rank in ranks.all_reduce(failure, lambda: (*place, storage.exists(checkpoint.name)), receivers)
     with ExitStack() as stack:
         draft = ranks.run(
             failure, lambda: stack.enter_context(new_draft(storage, checkpoint.name)) if receives else checkpoint
@@ -187,43 +189,6 @@ def copy_to_hosts(path: Checkpoint | None, group: dist.ProcessGroup | None = Non
     return checkpoint.path
 
 
-def _receivers(ranks: list[tuple[str, str, bool]]) -> list[int]:
-    """Return the first rank of each folder without a copy."""
-    first: dict[tuple[str, str], int] = {}
-    for rank, (host, folder, there) in enumerate(ranks):
-        if not there:
-            first.setdefault((host, folder), rank)
-    return list(first.values())
-
-
 def _content(checkpoint: Location, file: str) -> bytes:
     with checkpoint.open(file) as stream:
         return stream.read()
-
-
-# ---- looking into one ----
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """The manifest and the state of a checkpoint, the bytes of each part, and the model's elements (tied ones once)."""
-
-    path: CheckpointPath
-    manifest: Manifest
-    state: Mapping[str, Any]
-    part_bytes: Mapping[str, int]
-    num_elements: int
-
-
-def inspect(path: Checkpoint) -> Inspection:
-    """Read the manifest and the state of one checkpoint.
-
-    Raises:
-        UsageError: there is no checkpoint at `path`.
-        DamagedError: its manifest is not what was written.
-    """
-    checkpoint = locate(path)
-    manifest = read_manifest(checkpoint)
-    sizes = {part: sum(manifest.files[file].size for file in manifest.files_of(part)) for part in manifest.parts}
-    elements = sum(math.prod(info.shape) for info in manifest.parameters.values())
-    return Inspection(checkpoint.path, manifest, read_state(checkpoint), sizes, elements)

@@ -39,20 +39,20 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Return whether this is rank 0, which decides."""
         return self.rank == 0
 
     def exchange(self, failure: str, local: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:
         """Run `local()` on every rank, then `decide(values, by rank)` on rank 0, which returns a result for each rank.
 
-        Args:
-            failure: the error message in case of failure, such as "the checkpoint of step 100 was not written".
-
         Raises:
-            LockstepError: `local` failed on some rank, or `decide` on rank 0; the same error on every rank.
+            LockstepError: `local` failed on some rank, or `decide` on rank 0; the same error on every rank. Other
+                exceptions are explained by `failure`, such as "the checkpoint of step 100 was not written".
         """
         value, cause = self._attempt(failure, local)
-        values = self._gather(value)
+        main = dist.get_global_rank(self.group, 0) if self.group is not None else 0
+        values: list[object] = [value] * self.size
+        if self.connected:
+            dist.gather_object(value, values if self.is_main else None, dst=main, group=self.group)
         answers: list[Any] = []
         if self.is_main:
             failed = [v for v in values if isinstance(v, LockstepError)]
@@ -60,10 +60,12 @@ class Ranks:
             if not failed:
                 answer, cause = self._attempt(failure, lambda: list(decide(cast(list[T], values))))
             answers = [answer] * self.size if isinstance(answer, LockstepError) else answer
-        mine = self._scatter(answers)
-        if isinstance(mine, LockstepError):
-            raise mine from cause
-        return cast(R, mine)
+        mine = answers[:1] or [None]
+        if self.connected:
+            dist.scatter_object_list(mine, answers if self.is_main else None, src=main, group=self.group)
+        if isinstance(mine[0], LockstepError):
+            raise mine[0] from cause
+        return cast(R, mine[0])
 
     def run(self, failure: str, local: Callable[[], T]) -> T:
         """Run `local()` on every rank, and return its own value on each; or raise one error on all."""
@@ -86,24 +88,14 @@ class Ranks:
             return error, error.__cause__ if isinstance(error.__cause__, Exception) else None
         except Exception as error:
             where = f"rank {self.rank}" if self.size > 1 else None
-            return _explain(failure, error, where), error
-
-    def _gather(self, value: object) -> list[object]:
-        if not self.connected:
-            return [value]
-        values: list[object] | None = [None] * self.size if self.is_main else None
-        dist.gather_object(value, values, dst=self._main(), group=self.group)
-        return values or []
-
-    def _scatter(self, values: list[Any]) -> Any:
-        if not self.connected:
-            return values[0]
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, values if self.is_main else None, src=self._main(), group=self.group)
-        return mine[0]
-
-    def _main(self) -> int:
-        return dist.get_global_rank(self.group, 0) if self.group is not None else 0
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):  # torch wraps errors of the file system
+                cause = cause.__cause__ or cause.__context__
+            if isinstance(cause, OSError) and cause.errno is not None:
+                place = f"{where}, {cause.filename}" if where and cause.filename else where or cause.filename
+                why = os.strerror(cause.errno)
+                return RunError(failure, where=place, why=why, fix=_ADVICE.get(cause.errno)), error
+            return RunError(failure, where=where, why=f"{type(error).__name__}: {error}"), error
 
 
 _ADVICE = {
@@ -113,17 +105,6 @@ _ADVICE = {
     errno.EPERM: "give the user of this run the right to write there, or choose another --output-dir",
     errno.EROFS: "the file system is read-only: choose another --output-dir",
 }
-
-
-def _explain(failure: str, error: Exception, where: str | None) -> LockstepError:
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):  # torch wraps errors of the file system
-        cause = cause.__cause__ or cause.__context__
-    if isinstance(cause, OSError) and cause.errno is not None:
-        place = f"{where}, {cause.filename}" if where and cause.filename else where or cause.filename
-        fix = _ADVICE.get(cause.errno)
-        return RunError(failure, where=place, why=os.strerror(cause.errno), fix=fix)
-    return RunError(failure, where=where, why=f"{type(error).__name__}: {error}")
 
 
 # ---- tensors ----
@@ -184,7 +165,7 @@ def gather(tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) 
     """Return the whole tensors of a model on the CPU of rank 0, and {} on other ranks; every rank calls it.
 
     Args:
-        tensors: canonical name → tensor or DTensor of this rank.
+        tensors: by canonical name.
         aliases: canonical name → further names of the same tensor; they are in the result, and share memory.
     """
     ranks, failure, part = Ranks(), "the model was not gathered", part_of(tensors, aliases)
@@ -213,7 +194,20 @@ def scatter(
     def check(held: list[tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, ...]]]]) -> list[str]:
         wanted = {name: shape for here, _ in held for name, shape in here.items()}
         others = {other for _, ties in held for tied in ties.values() for other in tied}
-        _require_same(wanted, others, whole)
+        missing, unknown = sorted(set(wanted) - set(whole)), sorted(set(whole) - set(wanted) - others)
+        whys = [f"it lacks {listed(missing)}"] * bool(missing)
+        whys += [f"the model has no {listed(unknown)}"] * bool(unknown)
+        reshaped = [
+            f"{name} has the shape {tuple(whole[name].shape)}, not {shape}"
+            for name, shape in wanted.items()
+            if name in whole and tuple(whole[name].shape) != shape
+        ]
+        if whys := whys + reshaped[:4]:
+            raise UsageError(
+                "the state that was given is another model's",
+                why="; ".join(whys),
+                fix="give rank 0 the state_dict of this model, with the names that it has without wrappers",
+            )
         return sorted(wanted)
 
     for name in ranks.all_reduce(failure, lambda: (shapes, mine.aliases), check):
@@ -221,23 +215,6 @@ def scatter(
         if name in mine.blocks:
             block = mine.blocks[name]
             block.tensor.copy_(narrow(values, block.offset, block.tensor.shape))
-
-
-def _require_same(wanted: Mapping[str, tuple[int, ...]], aliases: set[str], given: Mapping[str, Tensor]) -> None:
-    missing, unknown = sorted(set(wanted) - set(given)), sorted(set(given) - set(wanted) - aliases)
-    reshaped = [
-        f"{name} has the shape {tuple(given[name].shape)}, not {shape}"
-        for name, shape in wanted.items()
-        if name in given and tuple(given[name].shape) != shape
-    ]
-    whys = [f"it lacks {listed(missing)}"] * bool(missing)
-    whys += [f"the model has no {listed(unknown)}"] * bool(unknown)
-    if whys := whys + reshaped[:4]:
-        raise UsageError(
-            "the state that was given is another model's",
-            why="; ".join(whys),
-            fix="give rank 0 the state_dict of this model, with the names that it has without wrappers",
-        )
 
 
 def narrow(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:

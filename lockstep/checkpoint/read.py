@@ -1,8 +1,7 @@
 """Read the tensors of a checkpoint of any format into blocks of any layout.
 
 Nothing that is read is trusted: the description of a part is verified by its checksum, checked field by field, and
-compared with the manifest and with the sizes of the files before anything is allocated. Callers compare names, shapes
-and dtypes before `read_into`.
+compared with the manifest and with the sizes of the files before anything is allocated.
 """
 
 import io
@@ -79,11 +78,6 @@ class ShardedReader(FileSystemReader):
             if block.tensor.numel():
                 chunk = ChunkStorageMetadata(torch.Size(block.offset), block.tensor.size())
                 items += read_items(name, self.stored.tensors[name], chunk)
-        self._check_blocks(items)
-        with torch.no_grad():
-            self.read_data(LoadPlan(items), _BlockLoadPlanner(blocks)).wait()
-
-    def _check_blocks(self, items: list[ReadItem]) -> None:
         for place in {self.stored.places[item.storage_index] for item in items}:
             file = f"{self.part}/{place.relative_path}"
             with self.checkpoint.open(file) as stream:
@@ -91,6 +85,8 @@ class ShardedReader(FileSystemReader):
                     check_block(stream, place.offset, place.length)
                 except ValueError as error:
                     raise unreadable_error(f"{self.checkpoint}/{file}", error) from None
+        with torch.no_grad():
+            self.read_data(LoadPlan(items), _BlockLoadPlanner(blocks)).wait()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise AssertionError("the metadata is read by read_stored_part, never by torch's unpickler")
@@ -205,7 +201,6 @@ class RawBlock:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the block in bytes."""
         return prod(self.block) * self.dtype.itemsize
 
 
@@ -221,7 +216,11 @@ class LocalReader:
                 listed = manifest.files.get(file)
                 self.by_rank.append({} if listed is None else _read_header(checkpoint, file, listed.size))
             self._raw_blocks = self._without_replicas()
-            self.stored = StoredPart({name: _described(blocks) for name, blocks in self._raw_blocks.items()})
+            self.stored = StoredPart()
+            for name, (first, *rest) in self._raw_blocks.items():
+                chunks = [ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.block)) for b in (first, *rest)]
+                properties = TensorProperties(first.dtype)
+                self.stored.tensors[name] = TensorStorageMetadata(properties, torch.Size(first.shape), chunks)
             if part == MODEL:
                 _compare_with_manifest(self.stored, manifest)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -250,41 +249,35 @@ class LocalReader:
                 for raw in self._raw_blocks[name] if block.tensor.numel() else ():
                     _copy_overlap(self._checkpoint, raw, block)
 
+    def check_topology(self, blocks: Mapping[str, TensorBlock], owner: Mapping[str, str], ranks: Ranks) -> None:
+        """Refuse these raw shards unless each rank loads exactly the blocks that it saved.
+
+        Args:
+            owner: alias → canonical name, as stored.
+
+        Raises:
+            UsageError: the number of ranks or the blocks of this rank differ.
+        """
+        whole = f"{self._checkpoint.name}-full"
+        fix = f"lockstep checkpoint convert {self._checkpoint} --to full --output {whole}, then --resume {whole}"
+        if len(self.by_rank) != ranks.size:
+            raise UsageError(
+                f"{self._checkpoint} holds the raw shards of {len(self.by_rank)} ranks (checkpoint.format: local); "
+                f"this run has {ranks.size}", fix=fix,
+            )  # fmt: skip
+        mine = self.by_rank[ranks.rank]
+        for name, block in blocks.items():
+            raw = mine.get(owner.get(name, name))
+            if raw is not None and raw.shape != block.shape:
+                continue  # another model: the comparison of all names and shapes raises a better error
+            if raw is None or (raw.offset, raw.block) != (block.offset, tuple(block.tensor.shape)):
+                raise UsageError(
+                    f"{self._checkpoint} holds raw shards (checkpoint.format: local) of a run that laid {name} over "
+                    "its ranks otherwise than this one", fix=fix,
+                )  # fmt: skip
+
 
 PartReader = ShardedReader | LocalReader
-
-
-def check_topology(
-    checkpoint: Location, manifest: Manifest, reader: PartReader, blocks: Mapping[str, TensorBlock],
-    owner: Mapping[str, str], ranks: Ranks,
-) -> None:  # fmt: skip
-    """Refuse raw shards (`format: local`) unless each rank loads exactly the blocks that it saved.
-
-    Args:
-        owner: alias → canonical name, as stored.
-
-    Raises:
-        UsageError: the number of ranks or the blocks of this rank differ.
-    """
-    if not isinstance(reader, LocalReader):
-        return
-    whole = f"{checkpoint.name}-full"
-    fix = f"lockstep checkpoint convert {checkpoint} --to full --output {whole}, then --resume {whole}"
-    if manifest.ranks != ranks.size:
-        raise UsageError(
-            f"{checkpoint} holds the raw shards of {manifest.ranks} ranks (checkpoint.format: local); this run has "
-            f"{ranks.size}", fix=fix,
-        )  # fmt: skip
-    mine = reader.by_rank[ranks.rank]
-    for name, block in blocks.items():
-        raw = mine.get(owner.get(name, name))
-        if raw is not None and raw.shape != block.shape:
-            continue  # another model: the comparison of all names and shapes raises a better error
-        if raw is None or (raw.offset, raw.block) != (block.offset, tuple(block.tensor.shape)):
-            raise UsageError(
-                f"{checkpoint} holds raw shards (checkpoint.format: local) of a run that laid {name} over its ranks "
-                "otherwise than this one", fix=fix,
-            )  # fmt: skip
 
 
 def _read_header(checkpoint: Location, file: str, size: int) -> dict[str, RawBlock]:
@@ -305,12 +298,6 @@ def _read_header(checkpoint: Location, file: str, size: int) -> dict[str, RawBlo
             raise ValueError(f"a block of {name} lies outside it")
         blocks[name] = found
     return blocks
-
-
-def _described(blocks: list[RawBlock]) -> TensorStorageMetadata:
-    first = blocks[0]
-    chunks = [ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.block)) for b in blocks]
-    return TensorStorageMetadata(TensorProperties(first.dtype), torch.Size(first.shape), chunks)
 
 
 def _copy_overlap(checkpoint: Location, raw: RawBlock, block: TensorBlock) -> None:

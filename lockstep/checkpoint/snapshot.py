@@ -1,14 +1,11 @@
 """Take a snapshot of a run and plan its checkpoint, the first two stops of a save.
 
-The caller's `Snapshot` has named tensors and JSON. `stage` turns each tensor into a block: a plain tensor is one block,
-the whole; a DTensor becomes the block of this rank, with its offset in the whole. A rank without elements of a tensor
-(dimension 0 is shorter than the mesh) has an empty block, and still knows the shape of the whole.
-
-Each rank then sends a `Description`, without values. Rank 0 merges them into one `CheckpointPlan`, or raises one error
-on all ranks. The format decides which rank writes which bytes (`write.FormatWriter.plan`).
+`stage` turns each tensor into a block: a plain tensor is one block, the whole; a DTensor is the block of this rank.
+A rank without elements of a tensor (dimension 0 is shorter than the mesh) has an empty block, and still knows the shape
+of the whole. Each rank then sends a `Description`, without values. Rank 0 merges them into one `CheckpointPlan`, or
+raises one error on all ranks. The format decides which rank writes which bytes (`write.FormatWriter.plan`).
 """
 
-import json
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint.manifest import MODEL, ParameterInfo, extra_part, optimizer_part
+from lockstep.checkpoint.manifest import MODEL, ParameterInfo, checked_part
 from lockstep.errors import UsageError
 from lockstep.torch_compat.checkpoint_format import chunks_of
 
@@ -32,26 +29,19 @@ GROUPS_KEY = "optimizer_groups"  # the key of state.json for the parameter group
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """A block of a whole tensor, on this rank.
+    """A block of a whole tensor, on this rank."""
 
-    Args:
-        tensor: the block itself; it shares memory with the tensor that it was taken from.
-        shape: the shape of the whole tensor.
-        offset: the index, in the whole, of the block's first element.
-    """
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
+    tensor: Tensor  # the block itself; it shares memory with the tensor that it was taken from
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]  # the index, in the whole, of the block's first element
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "TensorBlock":
-        """Return the block that is the whole tensor."""
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
     @property
     def is_empty(self) -> bool:
-        """Return whether it has no elements though the whole tensor has some; it is then not written."""
+        """Whether it has no elements though the whole tensor has some; it is then not written."""
         return self.tensor.numel() == 0 and 0 not in self.shape
 
     @property
@@ -61,29 +51,22 @@ class TensorBlock:
         return (t.device, t.data_ptr(), t.shape, t.stride(), t.dtype, self.shape, self.offset)
 
     def with_tensor(self, tensor: Tensor) -> "TensorBlock":
-        """Return the same block with its elements in another tensor."""
         return TensorBlock(tensor, self.shape, self.offset)
 
     @property
     def info(self) -> "TensorInfo":
-        """The shape of the whole tensor, and its dtype."""
         return self.shape, dtype_name(self.tensor.dtype)
 
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's blocks of one flat dictionary of tensors, such as the model, by canonical name.
-
-    Args:
-        read: returns the values of a block when it is written; `blocks` then has none.
-    """
+    """This rank's blocks of one flat dictionary of tensors, such as the model, by canonical name."""
 
     blocks: dict[str, TensorBlock] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    read: Callable[[str], Tensor] | None = None
+    read: Callable[[str], Tensor] | None = None  # returns the values of a block, which `blocks` then lack, when written
 
     def tensor(self, name: str) -> Tensor:
-        """Return the values of a block, to be written."""
         return self.blocks[name].tensor if self.read is None else self.read(name)
 
 
@@ -113,8 +96,8 @@ class Snapshot:
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors by folder: `model`, `optimizer/NAME`, `extra/NAME`."""
         tensors = {MODEL: self.model}
-        tensors |= {optimizer_part(name): flat for name, flat in self.optimizers.items()}
-        return tensors | {extra_part(name): flat for name, flat in self.extra.items()}
+        tensors |= {checked_part(f"optimizer/{name}"): flat for name, flat in self.optimizers.items()}
+        return tensors | {checked_part(f"extra/{name}"): flat for name, flat in self.extra.items()}
 
 
 @dataclass(frozen=True)
@@ -124,10 +107,6 @@ class Staged:
     parts: dict[str, Part]
     state: dict[str, Any]
     groups: dict[str, dict[str, Any]]
-
-    def state_json(self) -> bytes:
-        """Return `state.json`, with floats exact to the bit, and NaN and Infinity in Python's notation."""
-        return (json.dumps({**self.state, GROUPS_KEY: self.groups}, indent=1, sort_keys=True) + "\n").encode()
 
 
 def stage(snapshot: Snapshot) -> Staged:
@@ -255,14 +234,6 @@ class CheckpointPlan:
     groups: dict[str, dict[str, Any]]
 
 
-def describe(staged: Staged, blocks: Any) -> Description:
-    """Return the description of this rank; `blocks` comes from the format."""
-    tensors = {
-        part: {name: block.info for name, block in content.blocks.items()} for part, content in staged.parts.items()
-    }
-    return Description(tensors, staged.parts[MODEL].aliases, staged.groups, blocks)
-
-
 def merge(ranks: Sequence[Description]) -> CheckpointPlan:
     """Return the plan of the checkpoint of all ranks; raise a UsageError if they disagree."""
     parts = sorted({part for rank in ranks for part in rank.tensors}, key=lambda part: (part != MODEL, part))
@@ -322,7 +293,14 @@ def _merged_groups(ranks: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict
 
 def local_plan(part: Part) -> SavePlan:
     """Return the plan to write all blocks of a part that this rank has."""
-    return SavePlan([_write_item(name, block) for name, block in part.blocks.items() if not block.is_empty])
+    items = []
+    for name, block in part.blocks.items():
+        if not block.is_empty:
+            chunk = ChunkStorageMetadata(torch.Size(block.offset), block.tensor.size())
+            data = TensorWriteData(chunk, TensorProperties(block.tensor.dtype), torch.Size(block.shape))
+            # SHARD for whole tensors too, so that any rank that has a block may be assigned to write it.
+            items.append(WriteItem(MetadataIndex(name, block.offset), WriteItemType.SHARD, tensor_data=data))
+    return SavePlan(items)
 
 
 def global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -330,10 +308,3 @@ def global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     shared, metadata = planner.create_global_plan(plans)
     return FileSystemWriter(Path()).prepare_global_plan(shared), metadata  # names each rank's file
-
-
-def _write_item(name: str, block: TensorBlock) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(block.offset), block.tensor.size())
-    data = TensorWriteData(chunk, TensorProperties(block.tensor.dtype), torch.Size(block.shape))
-    # SHARD for whole tensors too, so that any rank that has a block may be assigned to write it.
-    return WriteItem(MetadataIndex(name, block.offset), WriteItemType.SHARD, tensor_data=data)

@@ -31,13 +31,11 @@ class IterableSteps:
     Args:
         iterable: of samples, or (`ready`) of batches. It is iterated again each epoch, after `set_epoch(epoch)` if it
             has that method. If it yields nothing the second time (a generator), the steps end.
-        batch_size, global_batch_size, assign, start_step, stop_step, seed, device, epochs, wanted: as in `adopt`.
-        ready: the items are collated batches.
+        ready: the items are collated batches; arguments that are not listed here are those of `adopt`.
         collate_fn: list of samples → batch; unset: torch's `default_collate`.
         state: a `state_dict` from a step before `start_step`. The steps between are read and discarded; without a state
             all from step 0 on.
         any_left: for a rank-sharded iterable: whether any rank passes True; called by all ranks, once per step.
-        notice: a line to log at the start.
 
     Raises:
         UsageError: an empty iterable, or a state that JSON can't hold.
@@ -45,37 +43,16 @@ class IterableSteps:
     """
 
     def __init__(
-        self,
-        iterable: Iterable[Any],
-        batch_size: int,
-        global_batch_size: int,
-        assign: Assign,
-        *,
-        start_step: int,
-        stop_step: int | None,
-        seed: int,
-        device: torch.device | str,
-        ready: bool = False,
-        collate_fn: Collate | None = None,
-        epochs: int | None = None,
-        wanted: bool = True,
-        state: dict[str, Any] | None = None,
-        any_left: Callable[[bool], bool] | None = None,
-        notice: str | None = None,
-    ) -> None:
-        self._iterable = iterable
-        self._batch_size = 1 if ready else batch_size
-        self._micro_batches = global_batch_size // batch_size
-        self._assign = assign
-        self._start, self._stop = start_step, stop_step
-        self._seed = seed
-        self._device = torch.device(device)
-        self._ready = ready
+        self, iterable: Iterable[Any], batch_size: int, global_batch_size: int, assign: Assign, *, start_step: int,
+        stop_step: int | None, seed: int, device: torch.device | str, ready: bool = False,
+        collate_fn: Collate | None = None, epochs: int | None = None, wanted: bool = True,
+        state: dict[str, Any] | None = None, any_left: Callable[[bool], bool] | None = None, notice: str | None = None,
+    ) -> None:  # fmt: skip
+        self._iterable, self._assign, self._seed, self._device = iterable, assign, seed, torch.device(device)
+        self._start, self._stop, self._epochs = start_step, stop_step, epochs
+        self._batch_size, self._micro_batches = 1 if ready else batch_size, global_batch_size // batch_size
         self._collate: Collate = collate_fn or default_collate
-        self._epochs = epochs
-        self._wanted = wanted
-        self._any_left = any_left
-        self._notice = notice
+        self._ready, self._wanted, self._any_left, self._notice = ready, wanted, any_left, notice
         self._stream: Stream | None = None
         self._latest: tuple[list[Any], int, int] | None = None  # piece, step, index: for dummies
         self.rank_sharded = any_left is not None
@@ -131,7 +108,9 @@ class IterableSteps:
         step, epoch = int(self._state["step"]), int(self._state["epoch"])
         position, inner = int(self._state["position"]), self._state["iterable"]
         while (self._epochs is None or epoch < self._epochs) and (self._stop is None or step < self._stop):
-            self._stream = Stream(self._iterable, self._seed, epoch, position, inner, self._key())
+            # Ranks that read different streams draw different random numbers.
+            key = self._assign(self._micro_batches)[0][0] if self.rank_sharded else -1
+            self._stream = Stream(self._iterable, self._seed, epoch, position, inner, key)
             if not self._any(self._stream.more):
                 if step == 0:
                     raise UsageError(
@@ -144,21 +123,16 @@ class IterableSteps:
                 batches = self._step(self._stream, step, epoch)
                 last = batches.last_of_epoch
                 step += 1
-                self._record_state(self._stream, step, epoch, last)
+                stream = self._stream
+                if self.rank_sharded:
+                    pass  # each rank has another position; a checkpoint holds one state for all
+                elif stream.stateful and not last:
+                    state = {"step": step, "epoch": epoch, "position": stream.position, "iterable": stream.state}
+                    self._state = state
+                elif last and (stream.stateful or stream.has_epochs):
+                    self._state = {"step": step, "epoch": epoch + 1, "position": 0, "iterable": None}
                 yield batches
             epoch, position, inner = epoch + 1, 0, None
-
-    def _record_state(self, stream: "Stream", step: int, epoch: int, last: bool) -> None:
-        if self.rank_sharded:
-            return  # each rank has another position; a checkpoint holds one state for all
-        if stream.stateful and not last:
-            self._state = {"step": step, "epoch": epoch, "position": stream.position, "iterable": stream.state}
-        elif last and (stream.stateful or stream.has_epochs):
-            self._state = {"step": step, "epoch": epoch + 1, "position": 0, "iterable": None}
-
-    def _key(self) -> int:
-        """Return a number that distinguishes the random numbers of ranks which read different streams; else −1."""
-        return self._assign(self._micro_batches)[0][0] if self.rank_sharded else -1
 
     def _any(self, more: bool) -> bool:
         return more if self._any_left is None else self._any_left(more)
@@ -195,22 +169,21 @@ class IterableSteps:
         return shared
 
     def _micro_batch(self, piece: list[Any], step: int, index: int, real: bool) -> MicroBatch:
-        batch = self._batch(piece, step, index) if self._wanted else None
+        batch: Any = None
+        if self._wanted and self._ready:
+            batch = piece[0]
+        elif self._wanted:
+            try:
+                with preserve_states():
+                    seed_from("collate", self._seed, step, index)
+                    batch = self._collate(piece)
+            except Exception as error:
+                raise RunError(
+                    f"collating micro-batch {index} of step {step} failed",
+                    where=users_line(error),
+                    why=f"{type(error).__name__}: {error}",
+                ) from error
         return MicroBatch(index, batch if self._device.type == "cpu" else move(batch, self._device), real)
-
-    def _batch(self, piece: list[Any], step: int, index: int) -> Any:
-        if self._ready:
-            return piece[0]
-        try:
-            with preserve_states():
-                seed_from("collate", self._seed, step, index)
-                return self._collate(piece)
-        except Exception as error:
-            raise RunError(
-                f"collating micro-batch {index} of step {step} failed",
-                where=users_line(error),
-                why=f"{type(error).__name__}: {error}",
-            ) from error
 
 
 class Stream:
@@ -240,7 +213,7 @@ class Stream:
 
     @property
     def more(self) -> bool:
-        """Return whether there is another item."""
+        """Whether there is another item."""
         return bool(self._ahead)
 
     def take(self, count: int, size: int) -> list[list[Any]]:

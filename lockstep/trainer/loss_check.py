@@ -9,7 +9,6 @@ random numbers even in evaluation mode, or returns no loss there; and for batche
 """
 
 import math
-import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,13 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.collectives import is_main_process, object_device
 from lockstep.data.batches import MicroBatch
+from lockstep.data.order import preserve_states
 from lockstep.errors import UsageError
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import num_samples
@@ -237,14 +236,10 @@ def _restored_afterwards(placed: ParallelModel) -> Iterator[None]:
     """Restore what a forward pass may change: buffers, plain numbers in modules, random states."""
     modules = [module for part in placed.parts for module in part.modules()]
     numbers = [{k: v for k, v in vars(m).items() if isinstance(v, bool | int | float | str)} for m in modules]
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        with restored_buffers(placed):
+        with restored_buffers(placed), preserve_states():
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
         for module, before in zip(modules, numbers, strict=True):
             for name, value in before.items():
                 if name != "training" and vars(module).get(name) != value:

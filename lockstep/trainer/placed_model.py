@@ -260,7 +260,7 @@ class PlacedModel:
             )
         target, names = _snapshot(self._placed), _names(self._placed)
         for name, optimizer in optimizers.items():
-            if not checkpoint.has_optimizer(found, name):
+            if name not in checkpoint.optimizers_in(found):
                 raise UsageError(f"{found} holds no optimizer {name!r}", fix="name the optimizers as they were saved")
             own = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names}
             target.optimizers[name] = checkpoint.optimizer_targets(found, name, own)

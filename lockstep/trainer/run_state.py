@@ -239,7 +239,7 @@ class RunState:
         placed, local = self.step.placed, self.step.placed.local_training
         target = self.snapshot({}, {}, include_optimizer=False)
         # Workers may start from a run without workers: each takes over its model and its optimizer state.
-        begins = local is not None and not checkpoint.has_extra(path, WORKERS)
+        begins = local is not None and f"extra/{WORKERS}" not in checkpoint.read_manifest(path).parts
         if begins:
             del target.extra[WORKERS]
         elif local is not None and (stored := checkpoint.read_state(path).get("workers")) != local.total:
