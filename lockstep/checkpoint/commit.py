@@ -192,9 +192,6 @@ def _within_limit(file: str, data: bytes) -> bytes:
     return data
 
 
-# ---- while training goes on ----
-
-
 class AsyncSaver:
     """Writes checkpoints in the background; every rank has one, and calls its methods at the same points.
 

@@ -214,9 +214,6 @@ def _write_whole(target: Path, write: Callable[[BinaryIO], object]) -> Path:
     return target
 
 
-# ---- weights of other trainers ----
-
-
 def import_weights(source: str | Path, output: Checkpoint, *, prefix: str = "") -> tuple[CheckpointPath, int, int]:
     """Write the weights of another trainer as a checkpoint of step 0.
 

@@ -151,9 +151,6 @@ def set_aside(directory: Directory, after: int) -> list[CheckpointPath]:
     return [checkpoint.path for checkpoint in later]
 
 
-# ---- hosts that share no folder ----
-
-
 def copy_to_hosts(path: Checkpoint | None, group: dist.ProcessGroup | None = None) -> CheckpointPath | None:
     """Copy the checkpoint of rank 0 to each host that lacks it, where hosts share no folder; every rank calls it.
 

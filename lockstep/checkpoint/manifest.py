@@ -39,9 +39,6 @@ def unreadable_error(where: str, why: object) -> DamagedError:
     return DamagedError("a checkpoint can't be read", where=where, why=str(why))
 
 
-# ---- names inside a checkpoint ----
-
-
 def raw_file(part: str, rank: int) -> str:
     """Return the file of one rank in a part, under `format: local`."""
     return f"{part}/rank-{rank:05d}.raw"
@@ -55,9 +52,6 @@ def checked_part(part: str) -> str:
             why="it becomes a folder: letters, digits, '_', '-' and '.', not starting with '-' or '.'",
         )
     return part
-
-
-# ---- JSON that is not trusted ----
 
 
 def parse_json(data: bytes, *, finite: bool = True) -> dict[str, Any]:
@@ -100,9 +94,6 @@ def text_of(value: Any) -> str:
     if type(value) is not str:
         raise ValueError(f"it holds {str(value)[:40]!r}, where a text is needed")
     return value
-
-
-# ---- the manifest ----
 
 
 @dataclass(frozen=True)
@@ -214,9 +205,6 @@ def _entries(name: str, entries: Mapping[str, Any]) -> list[str]:
 
 def _checksum_line(body: bytes) -> bytes:
     return f'"crc32": "{zlib.crc32(body):08x}"}}\n'.encode()
-
-
-# ---- reading and verifying ----
 
 
 def read_manifest(path: Checkpoint) -> Manifest:

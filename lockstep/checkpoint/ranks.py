@@ -107,8 +107,6 @@ _ADVICE = {
 }
 
 
-# ---- tensors ----
-
 _Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset in the whole tensor, shape
 BlockInfo = tuple[tuple[int, ...], torch.dtype, _Block | None]  # shape of the whole, its dtype, this rank's block
 

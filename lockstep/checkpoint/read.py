@@ -58,9 +58,6 @@ def _compare_with_manifest(stored: StoredPart, manifest: Manifest) -> None:
         raise ValueError(f"it disagrees with the manifest about {name}")
 
 
-# ---- sharded and full: torch.distributed.checkpoint's files ----
-
-
 class ShardedReader(FileSystemReader):
     """Reads blocks of one part of DCP's files; raises a DamagedError if `.metadata` is refused."""
 
@@ -183,9 +180,6 @@ class _FileSlice(io.RawIOBase):
         data = self._stream.read(left if size < 0 else min(size, left))
         self._at += len(data)
         return data
-
-
-# ---- local: raw files ----
 
 
 @dataclass(frozen=True)

@@ -198,9 +198,6 @@ def unreadable(path: Checkpoint) -> list[str]:
     return []
 
 
-# ---- optimizers ----
-
-
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the state of an optimizer, for a `Snapshot`.
 

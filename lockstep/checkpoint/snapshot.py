@@ -186,9 +186,6 @@ def as_json(value: Any, place: str) -> Any:
     raise UsageError(f"{place} is a {type(value).__name__}, which JSON can't hold", fix=fix)
 
 
-# ---- dtypes and bytes ----
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """Return `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
@@ -208,8 +205,6 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
-
-# ---- the second stop: the plan of all ranks ----
 
 _Aliases = Mapping[str, tuple[str, ...]]
 TensorInfo = tuple[tuple[int, ...], str]  # shape of the whole tensor, dtype without `torch.`
@@ -286,9 +281,6 @@ def _merged_groups(ranks: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict
                 known = whole["groups"][i]["params"]
                 known += [param for param in group["params"] if param not in set(known)]
     return merged
-
-
-# ---- torch.distributed.checkpoint's plans ----
 
 
 def local_plan(part: Part) -> SavePlan:

@@ -232,9 +232,6 @@ def check_storage(spec: ObjectSpec, where: str = "checkpoint.storage") -> None:
         require_methods(found, Storage, spec.name, where)
 
 
-# ---- the names of checkpoints ----
-
-
 def step_name(step: int) -> str:
     """Return `step-00000100` for 100: at least eight digits, so that names sort as steps do."""
     if step < 0:

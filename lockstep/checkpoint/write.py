@@ -92,9 +92,6 @@ def _require_seen(draft: Location) -> None:
         )
 
 
-# ---- sharded ----
-
-
 class ShardedWriter(FormatWriter):
     """Writes DCP's files, each block once."""
 
@@ -183,9 +180,6 @@ class _BlockSavePlanner(DefaultSavePlanner):
         return self.part.tensor(write_item.index.fqn)
 
 
-# ---- full ----
-
-
 class FullWriter(ShardedWriter):
     """Has rank 0 write whole tensors, each of which is gathered just before it is written."""
 
@@ -257,9 +251,6 @@ class FullWriter(ShardedWriter):
         whole = gather_tensor(source, block, self.failure, self.ranks)
         self._ended = False  # not reached if an exchange failed, which ends the loop on all ranks
         return [whole]
-
-
-# ---- local ----
 
 
 class LocalWriter(FormatWriter):

@@ -107,9 +107,6 @@ def _users(builder: Callable[..., Any], args: dict[str, Any], name: str, seed: i
     return Data(train, validation, facts=dict(getattr(train, "facts", {})))
 
 
-# ---- hf:NAME ----
-
-
 def hugging_face(
     name: str, *, config: str | None = None, split: str = "train", validation_split: str | None = "validation",
     text_field: str = "text", columns: Sequence[str] | None = None, block_size: int = 256, stride: int | None = None,
@@ -182,9 +179,6 @@ def _load(name: str, config: str | None) -> Any:
             why=f"{type(error).__name__}: {error}".splitlines()[0],
             fix="check the name, data.args.config and the network; a local folder works without one: hf:./folder",
         ) from error
-
-
-# ---- digits ----
 
 
 SIZES = (8, 16, 32)

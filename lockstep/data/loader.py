@@ -26,8 +26,6 @@ from lockstep.data.order import Order, StepSamples, preserve_states, seed_from
 from lockstep.errors import RunError
 from lockstep.torch_compat.data_workers import end_workers, workers_of
 
-# ---- one micro-batch, in the training process or a worker ----
-
 
 INLINE_LIMIT = 256 * 1024  # bytes; above about this size shared memory is faster
 _NUMPY_DTYPES = {
@@ -190,9 +188,6 @@ class _Pickler(ForkingPickler):
             return NotImplemented  # torch's way
         plain = value.dtype in _NUMPY_DTYPES and not value.requires_grad and not value.is_neg()
         return (torch.from_numpy, (value.numpy(),)) if plain and value.nbytes <= INLINE_LIMIT else NotImplemented
-
-
-# ---- the steps ----
 
 
 _Plan = tuple[StepSamples, list[tuple[int, bool]]]  # a step, and this rank's part of it

@@ -26,8 +26,6 @@ from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.randomness import derive_key
 
-# ---- the random numbers that a dataset draws ----
-
 
 def seed_from(*parts: object) -> None:
     """Seed Python, NumPy and torch (its CPU generator) from `parts`."""
@@ -65,9 +63,6 @@ def set_epoch(holder: Any, epoch: int) -> bool:
         return False
     holder.set_epoch(epoch)
     return True
-
-
-# ---- which samples make up which step ----
 
 
 @dataclass(frozen=True)
@@ -257,8 +252,6 @@ class SamplerOrder:
 
 
 Order = SampleOrder | SamplerOrder
-
-# ---- for a user's own loop ----
 
 
 class DistributedSampler(Sampler[int]):

@@ -125,9 +125,6 @@ def python_docs(
     return language_data(*options.split(whole), options, PYTHON_DOCS, chosen, documents=documents)
 
 
-# ---- tokens, and `lockstep data prepare` ----
-
-
 FORMAT = "lockstep-tokens-1"
 TOKENS, HEADER, TOKENIZER = "tokens.bin", "tokens.json", "tokenizer.json"
 DTYPES = ("uint16", "uint32")

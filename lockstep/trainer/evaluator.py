@@ -232,9 +232,6 @@ def sample(placed: ParallelModel, step: int, /, *inputs: Any, **more: Any) -> An
         return placed.forward(*inputs, **more)
 
 
-# ---- what is collected of outputs ----
-
-
 @dataclass
 class OutputCollector:
     """Sends what is kept of a model's outputs to rank 0; every rank has one."""
@@ -283,9 +280,6 @@ def micro_batch_of(batch: Any, micro_batches: Sequence[MicroBatch]) -> MicroBatc
 def on_cpu(outputs: Any) -> Any:
     """Return outputs with their tensors detached and on the CPU."""
     return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, outputs)
-
-
-# ---- metrics ----
 
 
 class MetricSet:

@@ -132,8 +132,6 @@ class Trainer:
         self._window = StepWindow(self)
         self._monitor: Monitor | None = None  # once something is logged
 
-    # ---- the whole run ----
-
     def train(
         self, train_data: Any, val_data: Any = None, epochs: int | None = None, *, metrics: Metrics | None = None
     ) -> StepRecord | None:
@@ -282,8 +280,6 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] = rate
 
-    # ---- one micro-batch at a time ----
-
     @called_by_all_ranks
     def training_step(self, batch: Any) -> Tensor:
         """Run forward and backward of one micro-batch, and update with the last one of a step.
@@ -304,8 +300,6 @@ class Trainer:
     def flush(self) -> None:
         """Train on an incomplete window of `training_step`, weighted by its contents; all ranks call it together."""
         self.last_record = self._window.flush() or self.last_record
-
-    # ---- evaluation, logs, checkpoints ----
 
     @overload
     def evaluate(self, val_data: Any) -> float: ...
