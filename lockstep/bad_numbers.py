@@ -167,10 +167,8 @@ def wrongly_computed(
     What a step computes follows from its weights, its samples and keyed random numbers. If it is bad once and then
     good, a processor computed wrongly; recomputing the last step undoes most such faults (arXiv:2604.00726).
 
-    Args:
-        loss: of the step, the second time.
-        losses: of each micro-batch, the first and the second time.
-        own: numbers of the micro-batches that this rank runs.
+    `loss` is the step's, the second time; `losses` are those of each micro-batch, both times; `own` the numbers of the
+    micro-batches that this rank runs.
     """
     changed = [number for number, (one, other) in enumerate(zip(*losses, strict=True)) if repr(one) != repr(other)]
     mine = (socket.gethostname(), [number for number in changed if number in own])

@@ -28,12 +28,8 @@ def clip_by_value(
 ) -> Tensor:
     """Clip every element of this rank's gradients to [−limit, limit], in place.
 
-    Args:
-        groups: groups over which the other gradients are spread.
-        device: device of the result.
-
     Returns:
-        the fraction of all elements that were changed, 0-dim.
+        the fraction of all elements that were changed, 0-dim, over all ranks of `groups`.
     """
     counts = torch.zeros(2, dtype=accelerator.widest_float(device), device=device)
     for gradient in gradients:
@@ -57,7 +53,6 @@ def clip_adaptively(
     Args:
         parameters: whole, or DTensors. Those without a gradient are left out, the same on every rank.
         ratio: λ.
-        groups: groups over which the other parameters are spread.
         exact: whether the result has the same bits however units are split: squares are summed as integers.
 
     Returns:

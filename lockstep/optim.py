@@ -142,12 +142,8 @@ def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
 def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, nn.Parameter]) -> None:
     """Replace the parameters of an optimizer that was created before placement by the placed ones, in place.
 
-    Args:
-        names: id of each unplaced parameter → canonical name.
-        placed: canonical name → the parameter that trains. A parameter that this rank does not hold is left out.
-
-    Raises:
-        UsageError: the optimizer already has state, or holds a parameter that is not the model's.
+    `names` has the canonical name by the id of each unplaced parameter, `placed` the parameters that train, without
+    those that this rank does not hold.
     """
     there = {id(parameter) for parameter in placed.values()}
     if all(id(p) in there for group in optimizer.param_groups for p in group["params"]):
@@ -310,11 +306,7 @@ class TorchSchedule:
 
 
 def scaled_learning_rate(training: TrainingConfig, global_batch: int) -> tuple[float, str]:
-    """Return the peak learning rate for a global batch, and one line that explains it.
-
-    Raises:
-        UsageError: a scaling rule without a base batch.
-    """
+    """Return the peak learning rate for a global batch, and one line that explains it."""
     rate, rule, base_batch = training.learning_rate, training.lr_scaling, training.base_batch_size
     if rule == "none":
         return rate, f"learning rate {rate:g} at a global batch of {global_batch}"

@@ -72,9 +72,6 @@ def require_methods(found: Any, interface: type, name: str, where: str, *, requi
         found: what `name` names, or an object that it made.
         interface: the abstract ones of its methods must be written; any other that is there must take the arguments.
         required: methods that must be written although they are not abstract.
-
-    Raises:
-        UsageError: for the first method that is missing or takes other arguments; with the line to write.
     """
     for method, defined in vars(interface).items():
         if method.startswith("_") or not inspect.isfunction(defined):

@@ -94,11 +94,7 @@ class RunLock:
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Take the lock; nothing happens if this process has it.
-
-        Raises:
-            UsageError: another run has it, or the directory cannot be written.
-        """
+        """Take the lock, or raise a UsageError; nothing happens if this process has it."""
         if (os.getpid(), self._key) in _held:
             return
         self._me = Holder.this_process()
@@ -274,7 +270,6 @@ def _read(handle: int) -> Holder | None:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Return whether the open file is the one that now has this name."""
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path))
     except FileNotFoundError:

@@ -47,8 +47,6 @@ class Progress:
 
 
 class _FinishedGradients(NamedTuple):
-    """A step before its update."""
-
     loss: Number
     targets: Number
     norm: Number
@@ -145,11 +143,7 @@ class Step:
         self.nominal = nominal_count(count, micro_batches_per_step)
 
     def open(self, micro_batches_per_step: int) -> LossAccumulator:
-        """Begin a step: return its loss accumulator, and save running statistics if the step may be undone.
-
-        Raises:
-            UsageError: requires_grad of parameters was changed after placement.
-        """
+        """Begin a step: return its loss accumulator, and save running statistics if the step may be undone."""
         self._check_requires_grad()
         if self.anomaly_detector.decides_at_once:
             self._buffers = {name: buffer.clone() for name, buffer in self.placed.buffers.items()}
@@ -289,11 +283,7 @@ class Step:
         )
 
     def flush(self) -> None:
-        """Read pending numbers before a checkpoint, which must contain no bad ones; the host waits for the device.
-
-        Raises:
-            BadNumbersError: the last step's numbers are bad.
-        """
+        """Read pending numbers before a checkpoint, which must contain no bad ones; the host waits for the device."""
         numbers = self.anomaly_detector.flush()
         self.stopping = numbers.stop or self.stopping
         self._raise_if_bad(numbers.anomaly)

@@ -242,15 +242,10 @@ def _with_topology(layout: Layout) -> Layout:
 
 
 def parse_topology(text: str) -> tuple[dict[str, Any], int]:
-    """Parse a topology: `single`, `ddp:2`, `hybrid:2x2`, `pipeline:2*fsdp:2`.
-
-    A user's strategy is written `package.module:Name:2`.
+    """Parse a topology: `single`, `ddp:2`, `hybrid:2x2`, `pipeline:2*fsdp:2`, `package.module:Name:2`.
 
     Returns:
         values for the section `distributed`, and the number of ranks.
-
-    Raises:
-        UsageError: the text is not a topology.
     """
     wrong = UsageError(
         f"{text!r} is not a topology", fix="write single, ddp:2, fsdp:4, hybrid:2x2, pipeline:2 or pipeline:2*fsdp:2"

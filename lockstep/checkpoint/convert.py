@@ -104,12 +104,7 @@ def weights(path: Checkpoint) -> dict[str, Tensor]:
 
 
 def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
-    """Write the whole tensors of the model to one safetensors file, by canonical name; its metadata lists tied names.
-
-    Raises:
-        UsageError: `output` exists already, or the format lacks a dtype.
-        DamagedError: a file of the model is not what was written; every byte is compared.
-    """
+    """Write the whole tensors of the model to one safetensors file, by canonical name; its metadata has tied names."""
     checkpoint = locate(path)
     manifest = verified_manifest(checkpoint, MODEL)
     header = _safetensors_header(manifest)
@@ -129,12 +124,7 @@ def export_torch(path: Checkpoint, output: str | Path) -> Path:
 
 
 def rewrite_full(path: Checkpoint, output: Checkpoint) -> CheckpointPath:
-    """Write the same checkpoint with one file of whole tensors per part, and commit it like any other.
-
-    Raises:
-        UsageError: `output` exists already.
-        DamagedError: a file of the checkpoint is not what was written.
-    """
+    """Write the same checkpoint with one file of whole tensors per part, and commit it like any other."""
     checkpoint, target = locate(path), locate(output)
     manifest = verified_manifest(checkpoint)
     state = read_state(checkpoint)

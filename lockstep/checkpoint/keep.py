@@ -39,9 +39,8 @@ def _checkpoints(directory: Directory) -> list[Location]:
 def newest(directory: Directory, *, thorough: bool = False, on_damaged: OnDamaged = _warn) -> CheckpointPath | None:
     """Return the newest whole checkpoint, or None if there are no checkpoints; without collectives.
 
-    Args:
-        thorough: compare the checksums of all files; else that of the manifest, and all sizes.
-        on_damaged: called with each newer checkpoint that is passed over, and the reason.
+    With `thorough`, the checksums of all files are compared; else that of the manifest, and all sizes. `on_damaged` is
+    called with each newer checkpoint that is passed over, and the reason.
 
     Raises:
         RunError: there are checkpoints, but none is whole. Only a person may decide to start afresh then.
@@ -166,7 +165,6 @@ def copy_to_hosts(path: Checkpoint | None, group: dist.ProcessGroup | None = Non
     place = (socket.gethostname(), os.path.abspath(str(storage)))
 
     def receivers(places: list[tuple[str, str, bool]]) -> list[int]:
-        """Return the first rank of each folder without a copy."""
         first: dict[tuple[str, str], int] = {}
         for rank, (host, folder, there) in enumerate(places):
             if not there:

@@ -55,12 +55,9 @@ def checked_part(part: str) -> str:
 
 
 def parse_json(data: bytes, *, finite: bool = True) -> dict[str, Any]:
-    """Parse a JSON object.
+    """Parse a JSON object; raise a ValueError if it is none, or is nested too deeply for Python.
 
     With `finite`, NaN and Infinity are refused, which JSON does not have, though Python writes and reads them.
-
-    Raises:
-        ValueError: it is not an object, or is nested too deeply for Python.
     """
 
     def refuse(constant: str) -> NoReturn:
@@ -138,12 +135,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
-        """Parse the result of `to_bytes`.
-
-        Raises:
-            ValueError, KeyError, TypeError, AttributeError: the data are something else.
-            UsageError: the checkpoint has a later format.
-        """
+        """Parse the result of `to_bytes`; any ValueError, KeyError, TypeError or AttributeError means other data."""
         body, newline, _ = data[:-1].rpartition(b"\n")
         body += newline
         if data != body + _checksum_line(body):
@@ -272,11 +264,7 @@ def verified_manifest(checkpoint: Location, part: str | None = None) -> Manifest
 
 
 def verify(path: Checkpoint, *, thorough: bool = True) -> list[str]:
-    """Return a line for each problem with a checkpoint; an empty list means that it is whole.
-
-    Args:
-        thorough: read every byte and compare checksums (about 2 GB/s); else the manifest's checksum and all sizes.
-    """
+    """Return a line for each problem with a checkpoint, whose sizes or (`thorough`) checksums are compared."""
     checkpoint = locate(path)
     try:
         manifest = read_manifest(checkpoint)

@@ -69,8 +69,6 @@ class _Record:
 
 
 class _Size(tuple[int, ...]):
-    """Stands in for torch.Size."""
-
     __slots__ = ()
 
     def __setstate__(self, state: object) -> NoReturn:

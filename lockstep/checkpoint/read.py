@@ -69,7 +69,6 @@ class ShardedReader(FileSystemReader):
         self.storage_data = dict(self.stored.places)
 
     def read_into(self, blocks: dict[str, TensorBlock]) -> None:
-        """Fill these blocks, in place, from the blocks that were stored, however they were cut."""
         items: list[ReadItem] = []
         for name, block in blocks.items():
             if block.tensor.numel():
@@ -90,8 +89,6 @@ class ShardedReader(FileSystemReader):
 
 
 class _CheckpointFiles(FileSystem):
-    """Opens files for DCP, only inside the checkpoint."""
-
     def __init__(self, checkpoint: Location) -> None:
         self._checkpoint = checkpoint
 
@@ -103,8 +100,6 @@ class _CheckpointFiles(FileSystem):
 
 
 class _BlockLoadPlanner(DefaultLoadPlanner):
-    """Gives DCP the tensors to fill."""
-
     def __init__(self, blocks: dict[str, TensorBlock]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.blocks = blocks
@@ -221,7 +216,6 @@ class LocalReader:
             raise unreadable_error(f"{checkpoint}/{part}", error) from None
 
     def _without_replicas(self) -> dict[str, list[RawBlock]]:
-        """Return the blocks that make up each tensor, without replicas."""
         found: dict[str, dict[tuple[int, ...], RawBlock]] = {}
         for blocks in self.by_rank:
             for name, block in blocks.items():
@@ -237,7 +231,6 @@ class LocalReader:
         return {name: list(mine.values()) for name, mine in found.items()}
 
     def read_into(self, blocks: dict[str, TensorBlock]) -> None:
-        """Fill these blocks, in place, with one stored block in memory at a time."""
         with torch.no_grad():
             for name, block in blocks.items():
                 for raw in self._raw_blocks[name] if block.tensor.numel() else ():
@@ -295,7 +288,6 @@ def _read_header(checkpoint: Location, file: str, size: int) -> dict[str, RawBlo
 
 
 def _copy_overlap(checkpoint: Location, raw: RawBlock, block: TensorBlock) -> None:
-    """Copy the elements that are in both blocks."""
     low = [max(a, b) for a, b in zip(raw.offset, block.offset, strict=True)]
     ends = zip(low, raw.offset, raw.block, block.offset, block.tensor.shape, strict=True)
     lengths = [min(a + n, b + m) - start for start, a, n, b, m in ends]

@@ -4,7 +4,7 @@ The state of an optimizer is stored by canonical parameter names, as in `layers.
 groups and plain numbers are JSON. Nothing depends on the order of parameters or on their number per rank.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from lockstep.checkpoint.storage import Checkpoint, Location
 from lockstep.errors import UsageError, listed
 
 SEPARATOR = "//"
+_AS_BUILT = "build the optimizer as it was built for the run that saved"
 _FAILURE = "the checkpoint {} could not be loaded"
 _STEP = "step"  # torch's optimizers keep it on CPU, unless one of these options is on
 _STEP_ON_DEVICE = ("capturable", "fused")
@@ -107,8 +108,6 @@ _Infos = dict[str, TensorInfo]  # by name
 
 @dataclass
 class _Target:
-    """One part of the snapshot, with the reader of its stored tensors."""
-
     reader: PartReader
     blocks: dict[str, TensorBlock]  # this rank's, by their names in the snapshot
     owner: dict[str, str] = field(default_factory=dict)  # alias → canonical name, as stored
@@ -199,10 +198,7 @@ def unreadable(path: Checkpoint) -> list[str]:
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of an optimizer, for a `Snapshot`.
-
-    Args:
-        names: id of a parameter → its canonical name, for every parameter of the optimizer.
+    """Return the state of an optimizer, for a `Snapshot`; `names` has the canonical name by the id of each parameter.
 
     Returns:
         (the tensors, `"<parameter>//<key>"` → tensor, sharing the optimizer's memory; the rest as JSON:
@@ -257,18 +253,28 @@ def optimizer_targets(path: Checkpoint, name: str, parameters: Mapping[str, Tens
 def restore_optimizer(
     optimizer: Optimizer, names: Mapping[int, str], tensors: Mapping[str, Tensor], groups: Mapping[str, Any]
 ) -> None:
-    """Give an optimizer the state that `load` has read.
+    """Give an optimizer the state that `load` has read, or raise a UsageError if it has other groups.
 
     Args:
         names: id of a parameter of this rank → its canonical name.
         tensors: the filled tensors of `optimizer_targets`; the optimizer takes them over.
         groups: the stored groups and values; they may list parameters of other ranks too.
-
-    Raises:
-        UsageError: the optimizer has other groups than the stored one.
     """
-    matched = list(_match_groups(optimizer, names, groups["groups"]))
-    for group, stored in matched:
+    stored_groups = groups["groups"]
+    if len(stored_groups) != len(optimizer.param_groups):
+        raise UsageError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(stored_groups)}",
+            fix=_AS_BUILT,
+        )
+    home = {name: i for i, group in enumerate(stored_groups) for name in group["params"]}
+    for i, group in enumerate(optimizer.param_groups):
+        for name in (_name(parameter, names) for parameter in group["params"]):
+            if home.get(name) != i:
+                where = f"in group {home[name]}" if name in home else "in none"
+                raise UsageError(
+                    f"{name} is in group {i} of the optimizer, and {where} in the checkpoint", fix=_AS_BUILT
+                )
+    for group, stored in zip(optimizer.param_groups, (one["options"] for one in stored_groups), strict=True):
         for key, value in stored.items():
             current = group.get(key)
             if key in _KERNEL_OPTIONS:
@@ -282,7 +288,7 @@ def restore_optimizer(
     for full, tensor in tensors.items():
         parameter, _, key = full.rpartition(SEPARATOR)
         by_parameter.setdefault(parameter, {})[key] = tensor
-    for group, _ in matched:
+    for group in optimizer.param_groups:
         on_device = any(group.get(option) for option in _STEP_ON_DEVICE)
         for parameter in group["params"]:
             name = _name(parameter, names)
@@ -292,28 +298,6 @@ def restore_optimizer(
             optimizer.state[parameter] = state
             if not state:
                 del optimizer.state[parameter]
-
-
-def _match_groups(
-    optimizer: Optimizer, names: Mapping[int, str], stored: list[dict[str, Any]]
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield each group of the optimizer with the options of the stored group that has the same parameters."""
-    home = {name: i for i, group in enumerate(stored) for name in group["params"]}
-    if len(stored) != len(optimizer.param_groups):
-        raise UsageError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(stored)}",
-            fix="build the optimizer as it was built for the run that saved",
-        )
-    for i, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            name = _name(parameter, names)
-            if home.get(name) != i:
-                where = f"in group {home[name]}" if name in home else "in none"
-                raise UsageError(
-                    f"{name} is in group {i} of the optimizer, and {where} in the checkpoint",
-                    fix="build the optimizer as it was built for the run that saved",
-                )
-        yield group, stored[i]["options"]
 
 
 def _name(parameter: Tensor, names: Mapping[int, str]) -> str:

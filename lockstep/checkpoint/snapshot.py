@@ -75,23 +75,16 @@ class Snapshot:
     """The state of a training run on this rank, or the tensors to load a checkpoint into.
 
     A tensor is a DTensor (this rank's shard is saved), or plain and the same on every rank that has its name. Ranks may
-    have different names. A tensor of the model under two names is stored once.
-
-    Args:
-        model: canonical name → parameter or buffer.
-        optimizers: name of an optimizer → flat state, `"<canonical parameter name>//<state key>"` → tensor.
-        state: everything that is not a tensor, as JSON; that of rank 0 is written.
-        extra: name → flat dictionary of tensors, such as EMA, compression state, or the user's own.
-        groups: name of an optimizer → its parameter groups, from `optimizer_state`; merged over ranks.
-        aliases: canonical name → further names of the same parameter, if those are on different ranks.
+    have different names. A tensor of the model under two names is stored once. The state of an optimizer is flat,
+    `"<canonical parameter name>//<state key>"` → tensor.
     """
 
-    model: dict[str, Tensor]
+    model: dict[str, Tensor]  # parameters and buffers, by canonical name
     optimizers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
-    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)  # everything that is not a tensor, as JSON; rank 0's is written
+    extra: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # EMA, compression state, or the user's own
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each optimizer; merged over ranks
+    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)  # further names that are on different ranks
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors by folder: `model`, `optimizer/NAME`, `extra/NAME`."""
@@ -124,16 +117,31 @@ def blocks_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
     Raises:
         UsageError: a value is not a tensor, or has no memory to save (meta, sparse, quantized, pending reduction).
     """
-    return {name: _block(name, tensor) for name, tensor in tensors.items()}
+    blocks = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise UsageError(
+                f"{name} is a {type(tensor).__name__}, where a checkpoint holds tensors", fix="put it in `state`"
+            )
+        if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+            raise UsageError(
+                f"{name} can't be in a checkpoint: it is on device {tensor.device} with layout {tensor.layout}",
+                why="only dense tensors with values are stored",
+            )
+        with torch.no_grad():
+            if isinstance(tensor, DTensor):
+                offset = tuple(chunks_of(tensor).offsets)
+                blocks[name] = TensorBlock(tensor.to_local().detach(), tuple(tensor.shape), offset)
+            else:
+                blocks[name] = TensorBlock.whole(tensor.detach())
+    return blocks
 
 
 def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, Sequence[str]]) -> Part:
     """Return the blocks of a model, each tensor once: names with the same memory become one name with aliases.
 
-    The canonical name is the first in the dictionary's order, as in `named_parameters`.
-
-    Args:
-        declared: canonical name → aliases known beforehand; needed if the names are on different ranks.
+    The canonical name is the first in the dictionary's order, as in `named_parameters`; aliases have to be `declared`
+    if they are on different ranks.
     """
     owner = {alias: name for name, aliases in declared.items() for alias in aliases}
     aliases = {name: tuple(others) for name, others in declared.items()}
@@ -147,23 +155,6 @@ def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, Sequence[str]]
             aliases[name] = (*aliases.get(name, ()), given)
         blocks.setdefault(name, block)
     return Part(blocks, aliases)
-
-
-def _block(name: str, tensor: Tensor) -> TensorBlock:
-    if not isinstance(tensor, Tensor):
-        raise UsageError(
-            f"{name} is a {type(tensor).__name__}, where a checkpoint holds tensors", fix="put it in `state`"
-        )
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
-        raise UsageError(
-            f"{name} can't be in a checkpoint: it is on device {tensor.device} with layout {tensor.layout}",
-            why="only dense tensors with values are stored",
-        )
-    with torch.no_grad():
-        if isinstance(tensor, DTensor):
-            chunk = chunks_of(tensor)
-            return TensorBlock(tensor.to_local().detach(), tuple(tensor.shape), tuple(chunk.offsets))
-        return TensorBlock.whole(tensor.detach())
 
 
 def as_json(value: Any, place: str) -> Any:

@@ -158,7 +158,6 @@ class Location:
 
     @contextmanager
     def create(self, file: str) -> Generator["ChecksumStream", None, None]:
-        """Create a file of a draft, durable when the `with` block ends."""
         with self.storage.write(self.name, file) as target:
             yield ChecksumStream(target)
 
@@ -200,14 +199,7 @@ CheckpointPath = Path | Location  # one checkpoint, as it is returned
 
 
 def build_storage(spec: ObjectSpec, where: str = "checkpoint.storage") -> Storage:
-    """Make the storage that a config names, `package.module:Name`.
-
-    Args:
-        where: the config key, for messages.
-
-    Raises:
-        UsageError: the class can't be imported, does not take its arguments, or is not a storage.
-    """
+    """Make the storage that a config names, `package.module:Name`, or raise a UsageError."""
     check_storage(spec, where)
     made = build_object(spec, where)
     if not isinstance(made, Storage):
@@ -220,11 +212,7 @@ _STORAGE = "name a subclass of lockstep.checkpoint.Storage, or a function that r
 
 
 def check_storage(spec: ObjectSpec, where: str = "checkpoint.storage") -> None:
-    """Check that a config's storage exists, takes its arguments and has the methods of one; nothing is made.
-
-    Raises:
-        UsageError: as `build_storage` would.
-    """
+    """Check that a config's storage exists, takes its arguments and has the methods of one; nothing is made."""
     found = check_object(spec, where)
     if isinstance(found, type):
         if not issubclass(found, Storage):

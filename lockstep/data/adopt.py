@@ -67,9 +67,13 @@ def adopt(
         "wanted": wanted, "notice": found.notice,
     }  # fmt: skip
     if found.iterated:
+
+        def on_any_rank(mine: bool) -> bool:
+            return bool(collectives.all_reduce(float(mine), op="max"))
+
         return IterableSteps(
             found.data, batch_size, global_batch_size, assign, **common, ready=found.ready, state=state,
-            any_left=_on_any_rank if _is_rank_sharded(getattr(found.data, "dataset", found.data)) else None,
+            any_left=on_any_rank if _is_rank_sharded(getattr(found.data, "dataset", found.data)) else None,
         )  # fmt: skip
     order: Order
     if found.batch_sampler is not None:
@@ -83,8 +87,6 @@ def adopt(
 
 @dataclass
 class _UserData:
-    """The user's data, analysed."""
-
     data: Any  # the dataset or the iterable
     batch_size: int | None = None  # of a DataLoader
     shuffle: bool = True
@@ -150,9 +152,4 @@ def _usual_order(loader: DataLoader[Any]) -> bool | None:
 
 
 def _is_rank_sharded(dataset: Any) -> bool:
-    """Return whether the dataset declares that it reads a different stream on each rank."""
     return bool(getattr(dataset, "rank_sharded", False))
-
-
-def _on_any_rank(mine: bool) -> bool:
-    return bool(collectives.all_reduce(float(mine), op="max"))

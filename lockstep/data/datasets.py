@@ -54,7 +54,6 @@ def check_data(data: DataConfig) -> None:
 
 
 def _check_arguments(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> None:
-    """Refuse an unknown argument of `builder`, or the lack of a required one."""
     signature = _signature(builder)
     accepted = keywords_of(signature)
     unknown = [key for key in args if accepted is not None and key not in accepted]
@@ -182,7 +181,6 @@ def _load(name: str, config: str | None) -> Any:
 
 
 SIZES = (8, 16, 32)
-INTERPOLATIONS = ("bilinear", "nearest")
 
 
 class Images(CollatingDataset):
@@ -203,23 +201,19 @@ class Images(CollatingDataset):
         return {"image": self.images[which], "label": self.labels[which]}
 
 
-def digits(*, image_size: int = 32, interpolation: str = "bilinear", validation_fraction: float = 0.1) -> Data:
+def digits(*, image_size: int = 32, validation_fraction: float = 0.1) -> Data:
     """Return 1797 handwritten digits of scikit-learn, 8 × 8 pixels, enlarged; no download.
 
     The last `validation_fraction`, mostly of other writers, is the validation data. Source: E. Alpaydin, C. Kaynak,
     *Optical Recognition of Handwritten Digits*, UCI Machine Learning Repository, 1998.
-
-    Raises:
-        UsageError: scikit-learn is missing, or a size is not offered.
     """
     check_fraction(validation_fraction)
-    for name, value, offered in (("image_size", image_size, SIZES), ("interpolation", interpolation, INTERPOLATIONS)):
-        if value not in offered:
-            raise UsageError(
-                f"digits has no {name} {value!r}",
-                where=f"data.args.{name}",
-                fix=f"choose {', '.join(map(str, offered))}",
-            )
+    if image_size not in SIZES:
+        raise UsageError(
+            f"digits has no image_size {image_size!r}",
+            where="data.args.image_size",
+            fix=f"choose {', '.join(map(str, SIZES))}",
+        )
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -230,7 +224,7 @@ def digits(*, image_size: int = 32, interpolation: str = "bilinear", validation_
         ) from None
     loaded = load_digits()
     small = torch.from_numpy(loaded.images).float().div(16)[:, None]  # pixels are 0 … 16
-    images = small if image_size == 8 else F.interpolate(small, size=(image_size, image_size), mode=interpolation)
+    images = small if image_size == 8 else F.interpolate(small, size=(image_size, image_size), mode="bilinear")
     labels = torch.from_numpy(loaded.target).long()
     border = len(labels) - int(len(labels) * validation_fraction)
     validation = Images(images[border:], labels[border:]) if border < len(labels) else None

@@ -22,8 +22,6 @@ from lockstep.data.loader import Collate, users_line
 from lockstep.data.order import preserve_states, seed_from, set_epoch
 from lockstep.errors import LockstepError, RunError, UsageError
 
-_Share = tuple[tuple[list[Any], int, int], bool]  # (piece, step, index), real
-
 
 class IterableSteps:
     """Iterates over the steps `start_step` … `stop_step` − 1 of an iterable.
@@ -82,7 +80,7 @@ class IterableSteps:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, as JSON, where a run resumed after the last yielded step has to start reading; for `state`.
+        """Return, as JSON, where a run resumed after the last yielded step has to start reading.
 
         That is the position of the iterable's `state_dict`; with `set_epoch` only, the start of the epoch; else, and if
         sharded by rank, the start of the data.
@@ -141,7 +139,19 @@ class IterableSteps:
         if self.rank_sharded:
             count, assigned = self._micro_batches, self._assign(self._micro_batches)
             pieces = stream.take(sum(real for _, real in assigned), self._batch_size)
-            shared = self._fill_with_dummies(pieces, assigned, step)
+            waiting, shared = iter(pieces), []
+            for index, real in assigned:
+                piece = next(waiting, None) if real else None
+                if piece is not None:
+                    self._latest = (piece, step, index)
+                if self._latest is None:
+                    raise RunError(
+                        "this rank's share of the data is empty",
+                        where=f"step {step}",
+                        why="a rank whose stream has ended repeats its latest batch, with weight zero; it had none",
+                        fix="give each rank at least one batch",
+                    )
+                shared.append((self._latest, piece is not None))
         else:
             pieces = stream.take(self._micro_batches, self._batch_size)
             count = len(pieces)
@@ -149,24 +159,6 @@ class IterableSteps:
         mine = [self._micro_batch(*source, real) for source, real in shared] if step >= self._start else []
         samples = sum(batch_length(piece[0]) if self._ready else len(piece) for piece in pieces)
         return StepBatches(step, epoch, count, samples, not self._any(stream.more), mine)
-
-    def _fill_with_dummies(self, pieces: list[list[Any]], assigned: list[tuple[int, bool]], step: int) -> list[_Share]:
-        """Return this rank's pieces, and its latest one as a dummy in place of missing ones."""
-        waiting = iter(pieces)
-        shared: list[_Share] = []
-        for index, real in assigned:
-            piece = next(waiting, None) if real else None
-            if piece is not None:
-                self._latest = (piece, step, index)
-            if self._latest is None:
-                raise RunError(
-                    "this rank's share of the data is empty",
-                    where=f"step {step}",
-                    why="a rank whose stream has ended repeats its latest batch, with weight zero; this one had none",
-                    fix="give each rank at least one batch",
-                )
-            shared.append((self._latest, piece is not None))
-        return shared
 
     def _micro_batch(self, piece: list[Any], step: int, index: int, real: bool) -> MicroBatch:
         batch: Any = None

@@ -26,7 +26,6 @@ from lockstep.data.order import Order, StepSamples, preserve_states, seed_from
 from lockstep.errors import RunError
 from lockstep.torch_compat.data_workers import end_workers, workers_of
 
-
 INLINE_LIMIT = 256 * 1024  # bytes; above about this size shared memory is faster
 _NUMPY_DTYPES = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -199,13 +198,11 @@ class StepLoader:
     Args:
         dataset: anything with `__getitem__`. With an attribute `deterministic = True` (it draws no random numbers) it
             is read without seeding, and in one call per micro-batch if it has `__getitems__`.
-        order: which samples make up a step.
-        assign, start_step, stop_step, seed, device, epochs: as in `adopt`; epochs are counted from step 0.
         num_workers, prefetch_factor, persistent_workers and others: as in torch's DataLoader. Workers live as long as
             one iteration over any number of epochs; `persistent_workers` keeps them for the next. `prefetch_factor`
             unset: at least one step ahead.
         pin_memory: copy batches to page-locked memory, for devices that profit (not the CPU).
-        wanted: False on a rank that needs no data (the middle of a pipeline): `batch` is None, nothing is read.
+        wanted, and others that are not listed: as in `adopt`; epochs are counted from step 0.
 
     Raises:
         RunError: while iterating: the dataset raised, or a worker died; names the dataset index.
@@ -328,8 +325,6 @@ class StepLoader:
 
 
 class _Requests(Sampler[ReadRequest]):
-    """Yields this rank's micro-batches in running order."""
-
     def __init__(self, loader: StepLoader) -> None:
         self._of = loader
 

@@ -103,7 +103,6 @@ class SampleOrder:
     """The order of samples over a dataset whose length is known.
 
     Args:
-        num_samples: length of the dataset.
         batch_size: samples in a micro-batch.
         global_batch_size: samples in a step, over all ranks; a multiple of `batch_size`.
         shuffle: a different order in each epoch; else always 0, 1, 2 …

@@ -212,15 +212,11 @@ def prepare(
     source: Path | str, out: Path | str, tokenizer: str = "bytes", *,
     advance: Advance = lambda _bytes: None,
 ) -> PreparedTokens:  # fmt: skip
-    """Write the tokens of `source` into the new folder `out`.
+    """Write the tokens of `source` (a text file, a folder of them, or `python-docs`) into the new folder `out`.
 
     Args:
-        source: a text file, a folder of them, or `python-docs`.
         tokenizer: `bytes`, or the path of a Hugging Face `tokenizer.json`, which is copied.
         advance: called after each piece with its bytes of text.
-
-    Raises:
-        UsageError: `out` exists or can't be written, or the source is not readable text.
     """
     out, chosen = Path(out), Tokenizer(tokenizer)
     if out.exists():

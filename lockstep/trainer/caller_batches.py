@@ -41,11 +41,7 @@ class StepWindow:
         self._last: Any = None
 
     def add(self, batch: Any) -> tuple[Tensor, StepRecord | None]:
-        """Run forward and backward of this rank's next micro-batch; the last of a step updates.
-
-        Returns:
-            its mean loss, 0-dim, detached; the record of the step, if it was the last one.
-        """
+        """Run forward and backward of this rank's next micro-batch; return its mean loss, and the step's record."""
         trainer = self._trainer
         if trainer.placed.micro_step is None:
             splits_model = strategy_named(trainer.layout.strategy).splits_model
@@ -145,8 +141,6 @@ _CALLS = ("backward", "evaluate")
 
 
 class _Report(NamedTuple):
-    """Report of one rank."""
-
     step: int  # of its loop
     call: int  # index in `_CALLS`
     dp_rank: int  # its data-parallel rank

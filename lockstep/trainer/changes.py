@@ -1,7 +1,7 @@
 """Compares a run's settings with those of the checkpoint at which it resumes.
 
-Samples, their order, random numbers and the model follow from the config and the step number alone, so a run that
-resumes with others is another training; a learning rate or a number of steps may be changed on purpose.
+A run that resumes with other samples or another model is another training; a learning rate or a number of steps may be
+changed on purpose.
 """
 
 import json
@@ -108,7 +108,6 @@ def _differs(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> boo
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted keys → values; empty containers have none."""
     if not isinstance(tree, dict):
         return {prefix: tree} if prefix else {}
     return {k: v for key, child in tree.items() for k, v in _flat(child, f"{prefix}.{key}" if prefix else key).items()}

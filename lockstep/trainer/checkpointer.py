@@ -46,11 +46,7 @@ class Checkpointer:
             self._saver = checkpoint.AsyncSaver(then=self._committed)
 
     def after_step(self, *, last: bool, last_of_epoch: bool) -> None:
-        """Save if it is due; check the running save.
-
-        Raises:
-            RunError: the storage failed, and the config says to stop, or the run ends here.
-        """
+        """Save if it is due; check the running save."""
         if self._folder is None:
             return
         step = self._trainer.step.progress.step
@@ -128,8 +124,7 @@ class Checkpointer:
     def roll_back(self, error: BadNumbersError) -> None:
         """Go back to the newest checkpoint; the bad step's data will be skipped.
 
-        Raises:
-            BadNumbersError: the config says to stop, there is no checkpoint, or there were too many rollbacks.
+        The error is raised if the config says to stop, there is no checkpoint, or there were too many rollbacks.
         """
         trainer, monitor = self._trainer, self._monitor
         self.finish(must_succeed=False)
@@ -154,11 +149,7 @@ class Checkpointer:
 
 
 def resume(trainer: "Trainer", how: str) -> tuple[checkpoint.CheckpointPath | None, list[str]]:
-    """Bring the run's state, and its run directory, to where it resumes; all ranks call it. See `Trainer.resume`.
-
-    Returns:
-        the checkpoint, None for a fresh start; lines to log about it.
-    """
+    """Bring the run's state, and its run directory, to where it resumes; return lines to log, too."""
     started = time.perf_counter()
     found = find(trainer, how)
     changed = []
@@ -257,8 +248,7 @@ def best_of(
 ) -> checkpoint.CheckpointPath | None:  # fmt: skip
     """Return the best checkpoint by the metric `keep_best`, the newest of equal ones; None if none has the metric.
 
-    Args:
-        later: step → value, if it was measured after the checkpoint was written.
+    `later` has the values, by step, that were measured after the checkpoint was written.
     """
     if config.keep_best is None:
         return None

@@ -39,8 +39,7 @@ class MetricObject(Protocol):
 Metric = Callable[[Any, Any], Any] | MetricObject
 """An object, or (outputs, targets) → values, whose mean over the data is the metric.
 
-The values are a tensor, for instance with a number for each sample or token; or one number, the mean over the samples
-of the micro-batch.
+The values are a tensor, or one number, the mean over the samples of the micro-batch.
 """
 Metrics = Mapping[str, Metric] | MetricObject
 """Metrics by name, or an object whose `compute` returns them by name (torchmetrics' `MetricCollection`)."""
@@ -78,10 +77,7 @@ class Evaluator:
         return self._data is not None and self._done != self._trainer.step.progress.step
 
     def was_stopped(self) -> bool:
-        """Return whether the evaluation of the run's current step was stopped; all ranks call it.
-
-        Rank 0 finds out: the run directory's run has saved the step and has not recorded its evaluation.
-        """
+        """Return whether the run has saved the current step without its evaluation; all ranks call it."""
         trainer = self._trainer
         step, directory = trainer.step.progress.step, trainer.run_directory
         due = self.is_due(last_of_epoch=trainer.state.ended_epoch) or step == trainer.step.total

@@ -45,8 +45,6 @@ _Split = tuple[Any, Any, Any]  # the same samples whole, and in two halves
 
 @dataclass(frozen=True)
 class _Finding:
-    """Finding of one rank."""
-
     adds_up: bool | None  # None: unknown
     divisor_known: bool | None  # whether torch's loss functions show it; None: this rank does not compute the loss
     auxiliary: bool  # the loss has a term that depends on the split by design
@@ -69,12 +67,14 @@ class LossCheck:
         coarse = coarse or any(p.dtype in (torch.bfloat16, torch.float16) for p in placed.parameters.values())
         self._tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE
 
-    def before_step(self, micro_batches: Sequence[MicroBatch], micro_batches_per_step: int, step: int) -> None:
-        """Check the loss, if it is due; on rank 0 warn if it does not add up, with the line to write.
+    def skip(self) -> None:
+        """Check nothing in this run."""
+        self.left = 0
 
-        Args:
-            micro_batches: this rank's of the step that follows.
-            micro_batches_per_step: number in it, over all ranks.
+    def before_step(self, micro_batches: Sequence[MicroBatch], micro_batches_per_step: int, step: int) -> None:
+        """Check the loss with this rank's micro-batches of the step that follows, if it is due.
+
+        Rank 0 warns if it does not add up, with the line to write.
 
         Raises:
             UsageError: a Hugging Face model's loss does not add up, or its divisor is unknown.
@@ -84,8 +84,8 @@ class LossCheck:
         if not self.left or micro_batches_per_step <= models:  # each model is updated from one micro-batch, or none
             return
         self.left -= 1
-        # The ranks of a pipeline have the same batch already, and those in its middle have none.
-        # Those that gather units and exchange rows together take rank 0's.
+        # Ranks that gather units and exchange rows together take rank 0's batch. Those of a pipeline have the same one
+        # already, and those in its middle have none.
         if max(placed.layout.shard, placed.layout.expert) > 1 and placed.layout.pipeline == 1:
             box = [tree_map_only(Tensor, Tensor.cpu, micro_batches[0].batch) if is_main_process() else None]
             device = placed.random_state.device
@@ -94,7 +94,6 @@ class LossCheck:
         self._conclude(gather_objects(self._finding(micro_batches, step)))
 
     def _conclude(self, findings: list[_Finding]) -> None:
-        """Warn or raise because of the findings of all ranks."""
         must_be_told = self._placed.objective.must_be_told
         text = next((f.text for f in findings if f.text and not (f.divisor_known and f.auxiliary)), None)
         if text is None and must_be_told and any(f.adds_up is None and f.divisor_known is False for f in findings):
@@ -181,7 +180,6 @@ class LossCheck:
 
 
 def _mean_of_halves(losses: list[tuple[float, float]]) -> float:
-    """Return the mean loss of the whole, from the halves and their counts."""
     _, (one, n), (other, m) = losses
     return (one * n + other * m) / (n + m)
 
@@ -197,8 +195,6 @@ def _proportional(divisors: Sequence[tuple[float, ...]]) -> bool:
 
 
 class _Losses(LossAccumulator):
-    """Keeps the mean loss and the count of each micro-batch of this rank."""
-
     def __init__(self) -> None:
         super().__init__(0, torch.device("cpu"), shared=False)
         self.found: list[tuple[float, float]] = []
@@ -289,7 +285,6 @@ def _by_samples(leaf: Any, size: int) -> bool:
 
 
 def _message(cut: _Split, losses: list[tuple[float, float]], *, counted: bool) -> tuple[str, str]:
-    """Return the message for a loss that does not add up, and the line to write."""
     (whole, _), (one, n), (other, m) = losses
     what = (
         f"the loss does not add up: {num_samples(cut[0])} samples have {whole:.6g}; their halves have {one:.6g} and "
@@ -306,10 +301,8 @@ _CLOSE = 1e-4
 def fix_for_count(halves: tuple[Any, Any] | None = None, weight: float = -1.0, *, counted: bool = False) -> str:
     """Return the fix for a loss that does not add up.
 
-    Args:
-        halves: two parts of a batch.
-        weight: of the first of them in the loss of both, if it is a mean of the two.
-        counted: whether the model has a `count`, or declares its loss.
+    Of two halves of a batch the first has this `weight` in the loss of both, if it is a mean of the two. `counted`: the
+    model has a `count`, or declares its loss.
     """
     if halves is not None and 0 < weight < 1:
         for text, one, other in _candidates(*halves):

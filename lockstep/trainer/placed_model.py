@@ -304,5 +304,4 @@ def _snapshot(placed: ParallelModel) -> checkpoint.Snapshot:
 
 
 def _names(placed: ParallelModel) -> dict[int, str]:
-    """Return the id of each parameter → its name."""
     return {id(parameter): name for name, parameter in placed.parameters.items()}

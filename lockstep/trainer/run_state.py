@@ -1,7 +1,4 @@
-"""Holds a run's state: its contents in a checkpoint, how they are loaded, and what follows from evaluations.
-
-All ranks have the same results of evaluations, so they act alike.
-"""
+"""Holds a run's state: its contents in a checkpoint, how they are loaded, and what follows from evaluations."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -149,11 +146,7 @@ class RunState:
                 )  # fmt: skip
 
     def record_evaluation(self, results: Mapping[str, Any], *, followed: bool) -> None:
-        """Keep the results of an evaluation, `eval_loss` and others.
-
-        Args:
-            followed: whether early stopping and schedulers act on it: not on the one after the last save.
-        """
+        """Keep the results of an evaluation; early stopping and schedulers act on it if it is `followed`."""
         numbers = {name: value for name, value in results.items() if isinstance(value, int | float)}
         self.metrics |= numbers
         kept, mode = self.keep_best

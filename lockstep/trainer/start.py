@@ -1,14 +1,12 @@
 """Prepares a run before its first step: the run directory, the monitor, measurements, and the first log lines."""
 
 import atexit
-import gc
 import os
 import platform
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,30 +199,6 @@ def dump_collectives_on_request(folder: Path | None, rank: int) -> None:
         thread.join()
 
     atexit.register(end)
-
-
-_freezing = 0  # number of open blocks: one run may be inside of another
-
-
-@contextmanager
-def frozen_garbage() -> Iterator[None]:
-    """Freeze the garbage collector's view of existing objects (the model, all of torch) for the length of the block."""
-    global _freezing
-    unfreeze = not (_freezing or _caller_freezes())
-    _freezing += 1
-    gc.freeze()
-    try:
-        yield
-    finally:
-        _freezing -= 1
-        if unfreeze:
-            gc.unfreeze()
-
-
-@cache
-def _caller_freezes() -> bool:
-    """Return whether objects are frozen already, asked once: counting a million of them takes a tenth of a second."""
-    return gc.get_freeze_count() > 0
 
 
 @contextmanager

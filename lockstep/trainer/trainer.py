@@ -3,7 +3,7 @@
 import atexit
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
@@ -128,7 +128,7 @@ class Trainer:
         self.around_step: start.AroundStep = nullcontext
         self.loss_check = LossCheck(self.placed, compiled=training.compile, coarse=self.mode != "fp32")
         if self.has_whole_batch_loss:
-            self.loss_check.left = 0
+            self.loss_check.skip()
         self._window = StepWindow(self)
         self._monitor: Monitor | None = None  # once something is logged
 
@@ -149,38 +149,33 @@ class Trainer:
             the last step's record, or None if there was nothing left to do.
         """
         start.lock_run_directory(self)
-        try:
-            return self._train_locked(train_data, val_data, epochs, metrics)
-        finally:
+        with ExitStack() as ending:
             if self.lock is not None:
-                self.lock.release()
-
-    def _train_locked(
-        self, train_data: Any, val_data: Any, epochs: int | None, metrics: Metrics | None
-    ) -> StepRecord | None:
-        self.state.check_followed(metrics, evaluates=val_data is not None)
-        if self.run_directory is not None and not self._start_is_decided and self.step.progress.step == 0:
-            self._adopt_batch_size(train_data)
-            self.resume(self.config.checkpoint.resume)
-        source, total = self._open_source(train_data, epochs)
-        self._start_lines += start.nothing_left(self, total)
-        self._start_lines += start.nothing_to_evaluate(self.config, val_data)
-        if self._monitor is not None:
-            self._monitor.close()
-        monitor, self.around_step = start.open_monitor(self, total, self._start_lines)
-        self._monitor, self._start_lines = monitor, []
-        run = WholeRun(
-            self, monitor, Evaluator(self, val_data, metrics), lambda: self._open_source(train_data, epochs)[0],
-            lambda source: self._run(source, "train"),
-        )  # fmt: skip
-        try:
-            record = run.to_end(source, total)
-        finally:
-            monitor.close()
-            self._monitor = None
-        if self.config.checkpoint.load_best and not self.step.stopping and (best := self.best_checkpoint) is not None:
-            self.state.load(best)
-        return record
+                ending.callback(self.lock.release)
+            self.state.check_followed(metrics, evaluates=val_data is not None)
+            if self.run_directory is not None and not self._start_is_decided and self.step.progress.step == 0:
+                self._adopt_batch_size(train_data)
+                self.resume(self.config.checkpoint.resume)
+            source, total = self._open_source(train_data, epochs)
+            self._start_lines += start.nothing_left(self, total)
+            self._start_lines += start.nothing_to_evaluate(self.config, val_data)
+            if self._monitor is not None:
+                self._monitor.close()
+            monitor, self.around_step = start.open_monitor(self, total, self._start_lines)
+            self._monitor, self._start_lines = monitor, []
+            run = WholeRun(
+                self, monitor, Evaluator(self, val_data, metrics), lambda: self._open_source(train_data, epochs)[0],
+                lambda source: self._run(source, "train"),
+            )  # fmt: skip
+            try:
+                record = run.to_end(source, total)
+            finally:
+                monitor.close()
+                self._monitor = None
+            loads_best = self.config.checkpoint.load_best and not self.step.stopping
+            if loads_best and (best := self.best_checkpoint) is not None:
+                self.state.load(best)
+            return record
 
     if not TYPE_CHECKING:
 
@@ -224,7 +219,7 @@ class Trainer:
         clock, beat, taken = self.step.clock, self.heartbeat.beat, iter(source)
         clock.enter("data")
         beat(self.step.progress.step + 1, "first")
-        with waits_counted(clock), start.frozen_garbage():
+        with waits_counted(clock):
             while True:
                 with self.heartbeat.call(name):
                     batches = next(taken, None)

@@ -7,8 +7,7 @@ step runs its micro-batches twice:
        respect to each output
     2. forward and backward passes, each from its outputs' gradient
 
-The random numbers of a micro-batch follow from its number, so both passes compute the same outputs. The gradient is
-that of the loss over the whole batch, under every strategy and however the batch is cut, for one more forward pass.
+The random numbers of a micro-batch follow from its number, so both passes compute the same outputs.
 Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (arXiv:2101.06983).
 """
 

@@ -125,7 +125,7 @@ def _cut_step(spec: Spec, folder: Path, what: str) -> CutStep:
     settings |= {"training.batch_size": sizes.get(what, size), "training.global_batch_size": whole}
     switches = frozenset({DRAWS, PERTURB} if what == NUDGED_BASE else {DRAWS})
     with worker.trainer_of(spec, SINGLE, Case(what, settings, switches=switches), folder) as (trainer, data, _):
-        trainer.loss_check.left = 0
+        trainer.loss_check.skip()
         observer = StepObserver(trainer)
         parts = _Parts(trainer, plain=what == PLAIN)
         next(iter(trainer.steps(data)))
@@ -272,7 +272,7 @@ def _second_step(spec: Spec, folder: Path, what: str) -> tuple[float, str]:
     trace = Trace(folder / MAIN)
     case = Case(MAIN, {"training.eval_batches": 1}, start=1 if what == LOADED else 0)
     with worker.trainer_of(spec, SINGLE, case, folder) as (trainer, data, _):
-        trainer.loss_check.left = 0
+        trainer.loss_check.skip()
         observer = StepObserver(trainer)
         for done in islice(trainer.steps(data), 1 if what == LOADED else 2):
             if what == EVALUATED and done.step == 1:

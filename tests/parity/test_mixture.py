@@ -104,7 +104,7 @@ def bytes_sent(topology: str) -> tuple[int, int]:
         trainer = trainer_for(topology, "mixture", {"training.max_steps": 2}, **SMALL)
     finally:
         PlacedExperts.__init__ = first  # type: ignore[method-assign]
-    trainer.loss_check.left = 0
+    trainer.loss_check.skip()
     for part in trainer.placed.parts:
         for module in part.modules():
             if isinstance(module, Router):
