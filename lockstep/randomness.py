@@ -14,7 +14,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,24 +84,15 @@ class HostRandom:
         """Check for a draw since the last key, and restore the states that `capture` has returned."""
         self.check_draws()
         self._keyed = None
-        self._restore(outer)
+        self.restore(outer)
 
     def capture(self) -> HostState:
         """Return the current states."""
         numpy = sys.modules.get("numpy")
         return random.getstate(), numpy and numpy.random.get_state(), self._cpu and self._cpu.get_state()
 
-    @contextmanager
-    def replay(self, captured: HostState) -> Iterator[None]:
-        """Repeat in the block the draws after `captured` was taken, and restore the states afterwards."""
-        now = self.capture()
-        self._restore(captured)
-        try:
-            yield
-        finally:
-            self._restore(now)
-
-    def _restore(self, states: HostState) -> None:
+    def restore(self, states: HostState) -> None:
+        """Set the states that `capture` has returned."""
         python, numpy, cpu = states
         random.setstate(python)
         if numpy is not None:
@@ -182,12 +173,15 @@ class RandomState:
         outer = self.phase, self.step, self.micro_batch, dict(self.calls)
         self.phase, self.step, self.micro_batch = captured.phase, captured.step, captured.micro_batch
         self.calls = dict(captured.calls)
-        host = self.host
-        replay = host.replay(captured.host) if host is not None and captured.host is not None else nullcontext()
+        host, host_before = self.host, None
+        if host is not None and captured.host is not None:
+            host_before = host.capture()
+            host.restore(captured.host)
         try:
-            with replay:
-                yield
+            yield
         finally:
+            if host is not None and host_before is not None:
+                host.restore(host_before)
             self.phase, self.step, self.micro_batch, self.calls = outer
 
 

@@ -130,11 +130,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 def checkpoints_at(path: Path) -> list[CheckpointPath]:
-    """Return the checkpoint at a path, or those of a folder or of a run, oldest first.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """Return the checkpoint at a path, or those of a folder or of a run, oldest first, or raise a UsageError."""
     if step_of(path.resolve().name) is not None or (path / MANIFEST).exists():
         return [path]
     elsewhere: list[Directory] = []

@@ -67,8 +67,6 @@ def save(
     Args:
         directory: the folder of checkpoints, created if missing, or another storage. All ranks share it, except in
             the format `full`.
-        step: the step after which the snapshot was taken.
-        config_yaml: the resolved config of the run, kept beside the state.
         options: unset: sharded, tried once.
         group: the ranks that hold the state; the default group if None. Gloo or NCCL.
 
@@ -214,10 +212,6 @@ class AsyncSaver:
         self._error: BaseException | None = None  # of the save in flight
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
 
-    @property
-    def in_flight(self) -> bool:
-        return self._save is not None
-
     def save(
         self, directory: Directory, step: int, snapshot: Snapshot, *, config_yaml: str,
         options: SaveOptions | None = None,
@@ -228,10 +222,6 @@ class AsyncSaver:
 
         Returns:
             the checkpoint of the previous save, if no call has returned it yet.
-
-        Raises:
-            UsageError: the snapshot can't be stored, as in `save`.
-            RunError: the previous save failed.
         """
         previous = self.wait()
         staged, copied = self._control.run(_failure(step), lambda: self._copy(stage(snapshot)))
@@ -278,8 +268,7 @@ class AsyncSaver:
     def finish_alone(self) -> None:
         """Wait for the save in flight without a collective, on a rank that is about to end with an error.
 
-        If the process left at once, its thread would end too. Meanwhile the threads of other ranks write on; if those
-        ranks have ended, the thread's own collectives fail.
+        The threads of other ranks write on; if those ranks have ended, the thread's own collectives fail.
         """
         if self._save is not None:
             self._save[2].join()

@@ -131,7 +131,7 @@ def rewrite_full(path: Checkpoint, output: Checkpoint) -> CheckpointPath:
     with progress_of(f"writing {target.name}", manifest.num_bytes) as advance:
         parts = {part: _unread_part(checkpoint, manifest, part, advance) for part in manifest.parts}
         staged = Staged(parts, state, state.pop(GROUPS_KEY, {}))
-        write_once(target, manifest.step, staged, config_text(checkpoint), "full", Ranks.alone())
+        write_once(target, manifest.step, staged, config_text(checkpoint), "full", Ranks(alone=True))
     return target.path
 
 
@@ -244,7 +244,7 @@ def import_weights(source: str | Path, output: Checkpoint, *, prefix: str = "") 
             converted[memory] = tensor.float() if tensor.is_floating_point() else tensor
         kept[name] = converted[memory]
     target, staged = locate(output), stage(Snapshot(kept, state=state, aliases=declared))
-    write_once(target, 0, staged, f"# weights imported from {source}\n", "sharded", Ranks.alone())
+    write_once(target, 0, staged, f"# weights imported from {source}\n", "sharded", Ranks(alone=True))
     return target.path, len(kept), len(named) - len(kept)
 
 

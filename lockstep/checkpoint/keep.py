@@ -113,13 +113,8 @@ def rotate(
     One process of a run calls it (rank 0, after a save). A damaged checkpoint neither counts nor is deleted. A kill
     half-way leaves no half checkpoint.
 
-    Args:
-        keep: at least 1; None: all of them.
-        protect: checkpoints that stay in any case, such as the best one.
-        on_damaged: called with the newest checkpoint and the reason if it is damaged: then nothing is deleted.
-
-    Returns:
-        the deleted checkpoints.
+    Checkpoints to `protect`, such as the best one, stay in any case. If the newest is damaged, `on_damaged` is called,
+    and nothing is deleted. The deleted checkpoints are returned.
     """
     assert keep is None or keep >= 1, "the only checkpoint is never deleted"
     storage = storage_at(directory)

@@ -22,20 +22,13 @@ R = TypeVar("R")
 
 
 class Ranks:
-    """The ranks of a process group (the default one if None), or this process alone if there is none."""
+    """The ranks of a process group (the default one if None), or this process alone: if there is none, or on demand."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         self.group = group
-        self.connected = dist.is_available() and dist.is_initialized()
+        self.connected = not alone and dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank(group) if self.connected else 0
         self.size: int = dist.get_world_size(group) if self.connected else 1
-
-    @classmethod
-    def alone(cls) -> "Ranks":
-        """Return this process as the only rank, whatever groups it is in."""
-        ranks = cls.__new__(cls)
-        ranks.group, ranks.connected, ranks.rank, ranks.size = None, False, 0, 1
-        return ranks
 
     @property
     def is_main(self) -> bool:
@@ -162,9 +155,7 @@ def gather_tensor(source: TensorSource, block: TensorBlock | None, failure: str,
 def gather(tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
     """Return the whole tensors of a model on the CPU of rank 0, and {} on other ranks; every rank calls it.
 
-    Args:
-        tensors: by canonical name.
-        aliases: canonical name → further names of the same tensor; they are in the result, and share memory.
+    Further names of a tensor, its `aliases`, are in the result, and share memory.
     """
     ranks, failure, part = Ranks(), "the model was not gathered", part_of(tensors, aliases)
     held = ranks.all_reduce(failure, lambda: (held_blocks(part), part.aliases), lambda shares: shares)
@@ -181,10 +172,8 @@ def scatter(
 ) -> None:  # fmt: skip
     """Copy whole tensors of rank 0 into the tensors of each rank; every rank calls it.
 
-    Values are cast to the dtype of the target, as by `load_state_dict` of a plain module.
-
-    Raises:
-        UsageError: `whole` has other names or shapes; raised on every rank, before anything is written.
+    Values are cast to the dtype of the target, as by `load_state_dict` of a plain module. If `whole` has other names or
+    shapes, every rank raises a UsageError before anything is written.
     """
     ranks, failure, mine = Ranks(), "the model was not loaded", part_of(tensors, aliases)
     shapes = {name: block.shape for name, block in mine.blocks.items()}

@@ -131,12 +131,9 @@ def read_stored_part(checkpoint: Location, manifest: Manifest, part: str) -> Sto
 
 
 def check_block(stream: BinaryIO, offset: int, length: int) -> None:
-    """Check the directory of a stored block, which is a zip archive as torch writes it, without reading the block.
+    """Raise a ValueError if a stored block, a zip archive as torch writes it, would unpack to more bytes than it has.
 
-    A hostile archive may be compressed, so that a megabyte unpacks to a gigabyte.
-
-    Raises:
-        ValueError: the block would unpack to more bytes than it has.
+    A hostile archive may be compressed, so that a megabyte unpacks to a gigabyte. Only its directory is read.
     """
     try:
         with zipfile.ZipFile(_FileSlice(stream, offset, length)) as archive:
@@ -237,14 +234,7 @@ class LocalReader:
                     _copy_overlap(self._checkpoint, raw, block)
 
     def check_topology(self, blocks: Mapping[str, TensorBlock], owner: Mapping[str, str], ranks: Ranks) -> None:
-        """Refuse these raw shards unless each rank loads exactly the blocks that it saved.
-
-        Args:
-            owner: alias → canonical name, as stored.
-
-        Raises:
-            UsageError: the number of ranks or the blocks of this rank differ.
-        """
+        """Refuse these raw shards unless each rank loads exactly the blocks that it saved."""
         whole = f"{self._checkpoint.name}-full"
         fix = f"lockstep checkpoint convert {self._checkpoint} --to full --output {whole}, then --resume {whole}"
         if len(self.by_rank) != ranks.size:

@@ -60,9 +60,9 @@ class FormatWriter(ABC):
     def __init__(self, staged: Staged, ranks: Ranks, failure: str) -> None:
         self.staged, self.ranks, self.failure = staged, ranks, failure
 
-    @abstractmethod
     def describe(self) -> Any:
-        """Return the description of this rank's blocks for `plan`, without values."""
+        """Return the description of this rank's blocks for `plan`, without values, if it needs one."""
+        return None
 
     @abstractmethod
     def plan(self, plan: CheckpointPlan, ranks: Sequence[Description]) -> list[Any]:
@@ -232,10 +232,7 @@ class FullWriter(ShardedWriter):
         return whole
 
     def _gather(self, wanted: tuple[str, str] | Exception | None) -> list[Tensor | None]:
-        """Gather the tensor that rank 0 wants, in a list (of None on other ranks); every rank calls it.
-
-        None ends the loop, with an empty list; an error is raised on all ranks.
-        """
+        """Gather the tensor that rank 0 wants; None ends the loop, with an empty list, an error is raised on all."""
 
         def ask() -> tuple[str, str, TensorSource] | None:
             if isinstance(wanted, Exception):
@@ -259,9 +256,6 @@ class LocalWriter(FormatWriter):
     def __init__(self, staged: Staged, ranks: Ranks, failure: str) -> None:
         super().__init__(staged, ranks, failure)
         self.raw_ranks = ranks.size
-
-    def describe(self) -> None:
-        return None
 
     def plan(self, plan: CheckpointPlan, ranks: Sequence[Description]) -> list[None]:
         return [None] * len(ranks)

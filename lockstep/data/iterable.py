@@ -50,10 +50,16 @@ class IterableSteps:
         self._start, self._stop, self._epochs = start_step, stop_step, epochs
         self._batch_size, self._micro_batches = 1 if ready else batch_size, global_batch_size // batch_size
         self._collate: Collate = collate_fn or default_collate
-        self._ready, self._wanted, self._any_left, self._notice = ready, wanted, any_left, notice
+        self._ready, self._wanted, self._any_left = ready, wanted, any_left
         self._stream: Stream | None = None
         self._latest: tuple[list[Any], int, int] | None = None  # piece, step, index: for dummies
         self.rank_sharded = any_left is not None
+        self.notice = notice  # a line to log at the start
+        if self.rank_sharded:
+            self.notice = (
+                "the data are sharded by rank: the content of a step depends on the number of ranks, so runs on "
+                "different numbers of ranks are different trainings"
+            )
         self._state: dict[str, Any] = {"step": 0, "epoch": 0, "position": 0, "iterable": None, **(state or {})}
         if self._state["step"] > start_step:
             raise UsageError(
@@ -69,21 +75,10 @@ class IterableSteps:
             return None
         return -(-count // (self._batch_size * self._micro_batches))
 
-    @property
-    def notice(self) -> str | None:
-        """A line to log at the start, if any."""
-        if not self.rank_sharded:
-            return self._notice
-        return (
-            "the data are sharded by rank: the content of a step depends on the number of ranks, so runs on different "
-            "numbers of ranks are different trainings"
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Return, as JSON, where a run resumed after the last yielded step has to start reading.
 
-        That is the position of the iterable's `state_dict`; with `set_epoch` only, the start of the epoch; else, and if
-        sharded by rank, the start of the data.
+        That is the position, or the start of the epoch (`set_epoch` alone), or of the data (neither, or rank-sharded).
         """
         return dict(self._state)
 

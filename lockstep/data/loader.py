@@ -60,7 +60,7 @@ class Reader(Dataset[Any]):
         self._collate: Collate = collate_fn or default_collate
         self._draws = not draws_nothing(dataset)
         self._collate_draws = collate_fn not in (None, default_collate)
-        self._collated = None if collate_fn not in (None, default_collate) else collated_of(dataset)
+        self._collated = None if self._collate_draws else collated_of(dataset)
         self._seed = seed
         self._at: int | None = None
         # The index that each worker is reading, for the message if it dies.
@@ -217,7 +217,8 @@ class StepLoader:
     ) -> None:  # fmt: skip
         self.order, self._assign, self.device = order, assign, torch.device(device)
         self._start, self._stop, self._epochs = start_step, stop_step, epochs
-        self._notice, self._wanted = notice, wanted
+        self._wanted = wanted
+        self.notice = "; ".join(text for text in (notice, getattr(order, "notice", None)) if text) or None
         self._persistent = persistent_workers and num_workers > 0
         self._plans: dict[int, _Plan] = {}  # of steps in progress
         self._running: Any = None  # the DataLoader's iterator
@@ -243,11 +244,6 @@ class StepLoader:
     def steps_per_epoch(self) -> int | None:
         """Steps of an epoch; None if unknown."""
         return self.order.steps_per_epoch
-
-    @property
-    def notice(self) -> str | None:
-        """A line to log at the start, if any."""
-        return "; ".join(text for text in (self._notice, getattr(self.order, "notice", None)) if text) or None
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the data of a step follow from its number."""

@@ -229,14 +229,6 @@ def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
     )
 
 
-def checkpoints_of(trainer: "Trainer") -> checkpoint.Directory | None:
-    """Return where a run keeps its checkpoints: in its run directory, or in the config's storage."""
-    directory, storage = trainer.run_directory, trainer.config.checkpoint.storage
-    if directory is None:
-        return None
-    return directory.checkpoints if storage is None else checkpoint.build_storage(storage)
-
-
 def evaluations(directory: RunDirectory, metric: str | None) -> dict[int, float]:
     """Return step → a metric of its evaluation, from metrics.jsonl; empty if no evaluation computes it."""
     rows = [row for row in directory.read_metrics() if "loss" not in row] if metric is not None else []

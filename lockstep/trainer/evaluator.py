@@ -363,11 +363,7 @@ def _without_sync(metric: Any) -> Iterator[None]:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Return the outputs of all samples in the structure of one micro-batch's.
-
-    Tensors are put together along their first dim; if their other dims differ, as for texts of different lengths, the
-    result is a list with a tensor for each sample.
-    """
+    """Return the outputs of all samples in the structure of one micro-batch's; a list if their other dims differ."""
     if not parts:
         return []
     structure = tree_flatten(parts[0])[1]

@@ -208,10 +208,7 @@ class _Losses(LossAccumulator):
 
 @contextmanager
 def _without_compiled_code(placed: ParallelModel) -> Iterator[None]:
-    """Run compiled blocks without their code, so that nothing is compiled for the shapes of the halves.
-
-    As in compiled code, calls of loss functions inside are not observed.
-    """
+    """Run compiled blocks without their code, which would be compiled for the halves; as there, observe no calls."""
 
     def enter(inside: LossCalls, *_call: Any) -> None:
         inside.__enter__()

@@ -217,11 +217,9 @@ class PlacedModel:
 
     @called_by_all_ranks
     def save_checkpoint(
-        self,
-        path: str | Path,
-        optimizers: Mapping[str, Optimizer] | None = None,
+        self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None,
         metadata: dict[str, Any] | None = None,
-    ) -> Path:
+    ) -> Path:  # fmt: skip
         """Write a checkpoint into the folder `path`, which all ranks share. It is whole on return, or not there.
 
         Args:
@@ -231,7 +229,7 @@ class PlacedModel:
         Returns:
             the checkpoint, `path/step-00000100`.
         """
-        snapshot, names = _snapshot(self._placed), _names(self._placed)
+        snapshot, names = self._snapshot(), _names(self._placed)
         for name, optimizer in (optimizers or {}).items():
             snapshot.optimizers[name], snapshot.groups[name] = checkpoint.optimizer_state(optimizer, names)
         snapshot.state = {"step": self.step, "metadata": metadata or {}}
@@ -258,7 +256,7 @@ class PlacedModel:
             raise UsageError(
                 f"there is no checkpoint in {path}", fix="give a checkpoint, or the folder that was saved to"
             )
-        target, names = _snapshot(self._placed), _names(self._placed)
+        target, names = self._snapshot(), _names(self._placed)
         for name, optimizer in optimizers.items():
             if name not in checkpoint.optimizers_in(found):
                 raise UsageError(f"{found} holds no optimizer {name!r}", fix="name the optimizers as they were saved")
@@ -271,6 +269,10 @@ class PlacedModel:
             checkpoint.restore_optimizer(optimizer, names, target.optimizers[name], state["optimizer_groups"][name])
         self.step, loaded = int(state["step"]), state["metadata"]
         return dict(loaded)
+
+    def _snapshot(self) -> checkpoint.Snapshot:
+        placed = self._placed
+        return checkpoint.Snapshot(placed.kept(), extra=dict(placed.state), aliases=placed.named_aliases)
 
     def _windows(self, batches: Iterator[Any]) -> Generator[StepBatches, None, None]:
         each = max(1, WINDOW // self.data_parallel_size)
@@ -296,11 +298,6 @@ def _configured(config: Config, settings: dict[str, Any]) -> Config:
                 fix="leave it out, or let lockstep.Trainer run the step",
             )
     return with_settings(config, dotted)
-
-
-def _snapshot(placed: ParallelModel) -> checkpoint.Snapshot:
-    aliases = {name: tuple(others) for name, others in placed.aliases.items() if name in placed.parameters}
-    return checkpoint.Snapshot(model=placed.kept(), extra=dict(placed.state), aliases=aliases)
 
 
 def _names(placed: ParallelModel) -> dict[int, str]:

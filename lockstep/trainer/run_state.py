@@ -130,20 +130,16 @@ class RunState:
             wanted["Trainer(scheduler_metric=…)"] = self.following.plateau.metric
         if wanted and not evaluates:
             where, name = next(iter(wanted.items()))
-            raise UsageError(
-                f"{name} is never computed", where=where, why="the run has no data to evaluate on",
-                fix="pass val_data to train(…)",
-            )  # fmt: skip
+            why = "the run has no data to evaluate on"
+            raise UsageError(f"{name} is never computed", where=where, why=why, fix="pass val_data to train(…)")
         if self.keep_best[0] is not None:
             wanted["checkpoint.keep_best"] = self.keep_best[0]
         results = ["eval_loss", *(f"eval_{name}" for name in metrics or ())]
         for where, name in wanted.items():
             known = [*results, "loss", "grad_norm"] if where == "checkpoint.keep_best" else results
             if name not in known:
-                raise UsageError(
-                    f"there is no metric {name}{did_you_mean(name, known)}", where=where,
-                    fix=f"one of {listed(sorted(known))}",
-                )  # fmt: skip
+                what = f"there is no metric {name}{did_you_mean(name, known)}"
+                raise UsageError(what, where=where, fix=f"one of {listed(sorted(known))}")
 
     def record_evaluation(self, results: Mapping[str, Any], *, followed: bool) -> None:
         """Keep the results of an evaluation; early stopping and schedulers act on it if it is `followed`."""

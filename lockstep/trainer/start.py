@@ -6,7 +6,7 @@ import platform
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import torch
 from lockstep import accelerator, cores
 from lockstep.checkpoint import Ranks
 from lockstep.cluster import Cluster
-from lockstep.config import Config, MonitorConfig
+from lockstep.config import MonitorConfig
 from lockstep.data import StepLoader, StepSource
 from lockstep.heartbeat import DUMP
 from lockstep.monitor import Figures, Monitor, PhaseClock
@@ -79,44 +79,40 @@ def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]
 @contextmanager
 def shown(trainer: "Trainer", total: int | None, progress: bool | None) -> Iterator[Callable[[StepRecord], None]]:
     """Show the progress of steps that no monitor records; yield a function to call with each step's record."""
-    config, monitor = trainer.config.monitor, None
-    if progress or (progress is None and "console" in config.sinks and on_a_terminal()):
-        sink = "console" if progress else "lockstep.monitor.console:Bar"
-        monitor = Monitor(
-            MonitorConfig(sinks=[sink], log_steps=config.log_steps), None, is_main=trainer.is_main_process,
-            total_steps=total, start_step=trainer.step.progress.step,
-        )  # fmt: skip
+    config = trainer.config.monitor
+    if not (progress or (progress is None and "console" in config.sinks and on_a_terminal())):
+        yield lambda _record: None
+        return
+    sink = "console" if progress else "lockstep.monitor.console:Bar"
+    monitor = Monitor(
+        MonitorConfig(sinks=[sink], log_steps=config.log_steps), None, is_main=trainer.is_main_process,
+        total_steps=total, start_step=trainer.step.progress.step,
+    )  # fmt: skip
 
     def show(record: StepRecord) -> None:
-        if monitor is not None:
-            monitor.counts_tokens = trainer.reads_tokens
-            monitor.on_step(record)
+        monitor.counts_tokens = trainer.reads_tokens
+        monitor.on_step(record)
 
-    try:
+    with closing(monitor):
         yield show
-    finally:
-        if monitor is not None:
-            monitor.close()
 
 
-def nothing_to_evaluate(config: Config, val_data: Any) -> list[str]:
-    """Return a line to log if the config asks for evaluations and there are no validation data."""
-    training = config.training
+def nothing_to_do(trainer: "Trainer", total: int | None, val_data: Any) -> list[str]:
+    """Return log lines on what a run will not do: steps, if it is finished, and evaluations without validation data."""
+    training, following, step = trainer.config.training, trainer.state.following, trainer.step.progress.step
     key = "eval_strategy" if training.eval_strategy == "epoch" else "eval_steps"
-    asked = key in training.model_fields_set and getattr(training, key) is not None
-    return [f"no validation data: training.{key} evaluates nothing"] if asked and val_data is None else []
-
-
-def nothing_left(trainer: "Trainer", total: int | None) -> list[str]:
-    """Return the log line of a finished run that is started again; none if there is something to do."""
-    step, following = trainer.step.progress.step, trainer.state.following
+    lines = []
     if total is not None and step >= total:
-        return [
+        lines.append(
             f"nothing left to do: {step} steps are done, and the run has {total}. For more of them "
             "raise training.max_steps or num_train_epochs; with checkpoint.resume=never it starts afresh "
             "(in Python: epochs=…, max_steps=…, resume='never')"
-        ]
-    return [f"nothing left to do: {following.why_stopped()}"] if following.stopped else []
+        )
+    elif following.stopped:
+        lines.append(f"nothing left to do: {following.why_stopped()}")
+    if val_data is None and key in training.model_fields_set and getattr(training, key) is not None:
+        lines.append(f"no validation data: training.{key} evaluates nothing")
+    return lines
 
 
 def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:

@@ -36,7 +36,7 @@ from lockstep.step import Step
 from lockstep.trainer import setup, start
 from lockstep.trainer.caller_batches import StepWindow
 from lockstep.trainer.changes import require_same_epoch
-from lockstep.trainer.checkpointer import best_of, checkpoints_of, evaluations, find, resume
+from lockstep.trainer.checkpointer import best_of, evaluations, find, resume
 from lockstep.trainer.evaluator import Evaluator, Metrics, evaluated, predicted, sample
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.run_state import Following, RunState
@@ -114,7 +114,10 @@ class Trainer:
         kept = self.config.checkpoint.keep_best, self.config.checkpoint.keep_best_mode
         self.state = RunState(self.step, following=Following(training.early_stopping, plateau), keep_best=kept)
         self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
-        self.checkpoints = checkpoints_of(self)
+        self.checkpoints: checkpoint.Directory | None = None  # where the run keeps them
+        if self.run_directory is not None:
+            storage = self.config.checkpoint.storage
+            self.checkpoints = self.run_directory.checkpoints if storage is None else checkpoint.build_storage(storage)
         self.lock = RunLock(self.run_directory.path, _say) if self.run_directory is not None else None
         self.last_record: StepRecord | None = None
         self.reads_tokens = False  # known after the first batch
@@ -157,8 +160,7 @@ class Trainer:
                 self._adopt_batch_size(train_data)
                 self.resume(self.config.checkpoint.resume)
             source, total = self._open_source(train_data, epochs)
-            self._start_lines += start.nothing_left(self, total)
-            self._start_lines += start.nothing_to_evaluate(self.config, val_data)
+            self._start_lines += start.nothing_to_do(self, total, val_data)
             if self._monitor is not None:
                 self._monitor.close()
             monitor, self.around_step = start.open_monitor(self, total, self._start_lines)
@@ -440,11 +442,7 @@ class Trainer:
 
     @cached_property
     def storage_is_shared(self) -> bool:
-        """Return whether all ranks see the same folder of checkpoints; all ranks find out once, together.
-
-        Raises:
-            UsageError: they do not, and the format of checkpoints needs it.
-        """
+        """Whether all ranks see the same folder of checkpoints, or a UsageError if their format needs it."""
         folder, config = self.checkpoints, self.config.checkpoint
         if self.layout.world_size == 1 or folder is None or config.save_strategy == "none":
             return True

@@ -448,7 +448,7 @@ def saving_beside_training(directory: Path) -> None:
         for tensor in live.values():  # training changes everything at once
             tensor.mul_(2)
         polls = 0
-        while saver.in_flight and polls < 1000:
+        while saver._save is not None and polls < 1000:
             total = torch.ones(1)
             dist.all_reduce(total)
             assert total.item() == dist.get_world_size()
